@@ -54,7 +54,7 @@ class StepRecord(NamedTuple):
     step: Any  # steps that the engine has judged; unchanged if it did not judge this one
     onset: Any  # index (in steps judged) of the first alarm of the last incident; -1: none
     incident: Any  # number of the last incident, from 1; 0: none yet
-    incident_open: Any  # bool
+    incident_open: Any  # bool: one is open, of more than skipped non-finite steps
     action: Any  # `Action` flags
     cause: Any  # `Cause` flags
     rollback_depth: Any  # known-good checkpoints to go back if ROLLBACK is ordered, else 0

@@ -15,6 +15,7 @@ from healcore.core.verdict import Action, Cause, names
 
 _MAX_INCIDENTS = 1000
 """Incidents kept; the oldest are dropped."""
+_NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 
 
 class PastRollback(NamedTuple):
@@ -42,6 +43,12 @@ class IncidentRecord:
     lr_scale: float = 1.0
     """The learning-rate multiplier after its latest alarm."""
     over: bool = False
+    number_in_engine: int = 0
+
+    @property
+    def only_skips(self) -> bool:
+        """Whether each of its steps was skipped as not finite: nothing has changed in them."""
+        return self.skips == self.alarms and not Cause(self.cause) & ~_NONFINITE
 
 
 @dataclass
@@ -56,6 +63,7 @@ class Ledger:
     incident_count: int = 0
     """Incidents so far, including those dropped from `incidents`."""
     open: bool = False
+    """An incident is open, of more than skipped non-finite steps."""
 
     def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
         """Adds one step, by its records. Returns its incident; None: the step is healthy."""
@@ -71,24 +79,43 @@ class Ledger:
                 self.incidents[-1].over = True
             return None
         self.unhealthy.append(index)
-        incident = self._current(index)
+        skip = any(each.skip for each in records)
+        incident = self._current(index, records, skip and not Cause(cause) & ~_NONFINITE)
         incident.last = index
         incident.cause |= cause
         for name in names(Cause(cause)):
             incident.first.setdefault(name, index)
         incident.alarms += 1
-        incident.skips += any(each.skip for each in records)
+        incident.skips += skip
         # A soft step's multiplier is not the one in force.
         lasting = [each.lr_scale for each in records if not each.action & Action.SOFT_STEP]
         incident.lr_scale = min(lasting, default=incident.lr_scale)
         return incident
 
-    def _current(self, index: int) -> IncidentRecord:
-        if not self.incidents or self.incidents[-1].over:
+    def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
+        """The incident that an alarm belongs to. A skipped step is no onset of other trouble."""
+        last = self.incidents[-1] if self.incidents else None
+        number = max(each.incident for each in records)
+        if last is not None and last.only_skips:
+            same = harmless and number == last.number_in_engine
+        else:
+            same = last is not None and not last.over
+        if last is None or not same:
+            if last is not None:
+                last.over = True
             self.incident_count += 1
-            self.incidents.append(IncidentRecord(self.incident_count, index, index, 0))
+            last = IncidentRecord(self.incident_count, index, index, 0, number_in_engine=number)
+            self.incidents.append(last)
             del self.incidents[:-_MAX_INCIDENTS]
-        return self.incidents[-1]
+        last.over = False
+        return last
+
+    def row_onset(self, index: int) -> int:
+        """First of the unhealthy steps in a row that ends at step `index`."""
+        at = bisect.bisect_right(self.unhealthy, index)
+        while at > 0 and self.unhealthy[at - 1] == index:
+            at, index = at - 1, index - 1
+        return index + 1
 
     def on_rollback(self, onset: int, target: int, *, counts: bool = True) -> None:
         """Records that the checkpoint of step `target` was restored for the incident at `onset`.

@@ -46,19 +46,22 @@ def update(
     state: BudgetState,
     recover: Any,
     cut: Any,
-    no_incident: Any,
+    healthy: Any,
+    in_incident: Any,
     harmful: Any,
     *,
     xp: Any,
 ) -> tuple[BudgetState, Granted]:
     """Subtracts what is ordered, and gives one of each back after `refund_after` healthy steps.
 
-    `harmful`: this step is not finite, or the weights get worse with each step.
+    A step is not `healthy` if it has an alarm or is `in_incident`, where the count starts over; a
+    skipped non-finite step alone is only not counted. `harmful`: this step is not finite, or the weights get worse with each step.
     """
     can_recover, can_cut = state.recoveries > 0, state.lr_cuts > 0
     denied = recover & ~can_recover
-    healthy = xp.where(no_incident, state.healthy + 1, 0)
-    refund = numerics.shared(healthy >= config.refund_after, xp=xp)
+    count = xp.where(healthy, state.healthy + 1, state.healthy)
+    count = xp.where(in_incident | recover | cut, 0, count)
+    refund = numerics.shared(count >= config.refund_after, xp=xp)
     granted = Granted(
         recover=numerics.shared(recover & can_recover, xp=xp),
         cut=numerics.shared(cut & can_cut, xp=xp),
@@ -71,5 +74,5 @@ def update(
     return BudgetState(
         recoveries=xp.where(refund & (left < config.recoveries), left + 1, left),
         lr_cuts=xp.where(refund & (cuts < config.lr_cuts), cuts + 1, cuts),
-        healthy=xp.where(refund, 0, healthy),
+        healthy=xp.where(refund, 0, count),
     ), granted

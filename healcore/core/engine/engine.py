@@ -220,6 +220,7 @@ class Engine:
         """
         closed = live.incident._replace(
             open=xp.where(live.step >= 0, False, live.incident.open),
+            skipped=xp.where(live.step >= 0, False, live.incident.skipped),
             quiet=xp.where(live.step >= 0, 0, live.incident.quiet),
         )
         tally = live.tally._replace(rollbacks=live.tally.rollbacks + 1)
@@ -255,7 +256,7 @@ class Engine:
         """
         left = state.budget.lr_cuts
         cut, never = left > 0, left != left
-        lr_state = lr.update(self.config.lr, state.lr, cut, never, never, rate, xp=xp)
+        lr_state = lr.update(self.config.lr, state.lr, cut, never, ~never, never, rate, xp=xp)
         counted = xp.where(cut, state.tally.lr_cuts + 1, state.tally.lr_cuts)
         return state._replace(
             lr=lr_state,

@@ -3,6 +3,9 @@
 An incident uses one recovery, however many steps it lasts. The engine escalates (a deeper rollback,
 another cut) only when alarms continue for `patience` steps after an order, or when another incident
 begins in the same region.
+
+A non-finite step that is skipped has changed nothing, so it is no part of other trouble: it neither
+begins nor prolongs an incident in which the model may get worse.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from healcore.core.engine.config import IncidentConfig, RollbackConfig
 class IncidentState(NamedTuple):
     """The open incident, if any, and where the last recovery was."""
 
-    open: Any  # bool
+    open: Any  # bool: one is open in which a step may have changed the model
+    skipped: Any  # bool: one is open in which every alarm was a skipped non-finite step
     number: Any  # int32: incidents so far, this one included
     onset: Any  # int32: step of its first alarm
     quiet: Any  # int32: steps since its last alarm
@@ -41,6 +45,7 @@ def init() -> IncidentState:
     none, minus = np.zeros((), np.int32), np.full((), -1, np.int32)
     return IncidentState(
         open=np.zeros((), bool),
+        skipped=np.zeros((), bool),
         number=none,
         onset=minus,
         quiet=none.copy(),
@@ -57,6 +62,7 @@ def update(
     state: IncidentState,
     step: Any,
     alarm: Any,
+    harmless: Any,
     wants_recovery: Any,
     wants_cut: Any,
     *,
@@ -64,12 +70,18 @@ def update(
 ) -> tuple[IncidentState, Ordered]:
     """Takes one step's alarm and the wishes of the rules.
 
-    `alarm` is a cause for which some rule skips, cuts or goes back; `wants_recovery` and
-    `wants_cut`: such a rule with ROLLBACK or CUT_LR fired. `step` is this step's index.
+    `alarm` is a cause for which some rule skips, cuts or goes back; `harmless`: the only one is that
+    it is not finite, and the step is skipped. `wants_recovery` and `wants_cut`: such a rule with
+    ROLLBACK or CUT_LR fired. `step` is this step's index.
     """
-    opened = numerics.shared(alarm & ~state.open, xp=xp)
-    quiet = xp.where(alarm, 0, xp.where(state.open, state.quiet + 1, 0))
-    open_ = (state.open | opened) & (quiet < config.quiet_steps)
+    begun = alarm & ~harmless & ~state.open
+    skip_begun = alarm & harmless & ~state.open & ~state.skipped
+    opened = numerics.shared(begun | skip_begun, xp=xp)
+    waited = xp.where(state.open | state.skipped, state.quiet + 1, 0)
+    quiet = xp.where(alarm, xp.where(harmless & state.open, state.quiet, 0), waited)
+    lasts = quiet < config.quiet_steps
+    open_ = numerics.shared((state.open | begun) & lasts, xp=xp)
+    skipped = ((state.skipped & ~begun) | skip_begun) & lasts
     onset = xp.where(opened, step, state.onset)
 
     recovered = xp.where(opened, -1, state.recovered)
@@ -88,6 +100,7 @@ def update(
     depth = xp.where(recover, rollback.depth + rollback.deepen * escalations, 0)
     return IncidentState(
         open=open_,
+        skipped=skipped,
         number=xp.where(opened, state.number + 1, state.number),
         onset=onset,
         quiet=quiet,

@@ -58,28 +58,33 @@ def judge(
     learn = seen.finite & ~skip if soft is None else seen.finite & ~skip & ~soft
     clip_state, clip = _clip(config, state, seen, learn, xp=xp)
 
+    trouble = cause & _trouble(config)
+    alarm = trouble != 0
     incident_state, wanted = incident.update(
         config.incident,
         config.rollback,
         state.incident,
         state.step,
-        (cause & _trouble(config)) != 0,
+        alarm,
+        skip & ((trouble & ~_NONFINITE) == 0),
         _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], never),
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], never),
         xp=xp,
     )
-    no_incident = numerics.shared(~incident_state.open, xp=xp)
+    open_ = incident_state.open
+    healthy = numerics.shared(~open_ & ~alarm, xp=xp)
     budget_state, granted = budget.update(
         config.budget,
         state.budget,
         wanted.recover,
         wanted.cut,
-        no_incident,
+        healthy,
+        open_,
         _harmful(config, state, cause),
         xp=xp,
     )
     lr_state = lr.update(
-        config.lr, state.lr, granted.cut, no_incident, granted.refund, seen.learning_rate, xp=xp
+        config.lr, state.lr, granted.cut, healthy, open_, granted.refund, seen.learning_rate, xp=xp
     )
 
     action = (

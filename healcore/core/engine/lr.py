@@ -34,10 +34,19 @@ def init() -> LrState:
 
 
 def update(
-    config: LrConfig, state: LrState, cut: Any, no_incident: Any, refund: Any, rate: Any, *, xp: Any
+    config: LrConfig,
+    state: LrState,
+    cut: Any,
+    healthy: Any,
+    in_incident: Any,
+    refund: Any,
+    rate: Any,
+    *,
+    xp: Any,
 ) -> LrState:
-    """One step: a cut multiplies what is in force; hold and ramp run while no incident is open.
+    """One step: a cut multiplies what is in force; hold and ramp count the healthy steps.
 
+    In an incident the multiplier stays as it is; only the ceiling lowers it, if the schedule rises.
     `refund` (long health) raises the rate that broke the run. `rate` is the schedule's learning
     rate at this step, or None: taken as constantly 1.
     """
@@ -56,7 +65,7 @@ def update(
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
 
     holding = hold > 0
-    moves = no_incident & ~cut
+    moves = healthy & ~cut
     ramp = xp.where(moves & ~holding, numerics.sub_one(ramp, xp=xp), ramp)
     hold = xp.where(moves & holding, hold - 1, hold)
     limited = (broken > 0) & (config.ceiling * one > 0)
@@ -70,5 +79,6 @@ def update(
     ramped = bottom + numerics.product(top - bottom, climbed, xp=xp)
     done = ~holding & (ramp == 0)
     scale = xp.where(done, top, xp.where(holding, bottom, ramped))
-    scale = xp.where(cut, lower, xp.where(no_incident, scale, state.scale))
+    scale = xp.where(in_incident, numerics.smaller(state.scale, top, xp=xp), scale)
+    scale = xp.where(cut, lower, scale)
     return LrState(numerics.settle(scale, xp=xp), low, broken, hold, ramp)

@@ -174,6 +174,9 @@ class IncidentMonitor:
     ) -> ActionRequest | None:
         action, depth = record.action, record.rollback_depth
         onset = incident.onset if incident else step.index
+        if incident and incident.only_skips:
+            # A finite step in between shows that the weights were finite then.
+            onset = self.ledger.row_onset(step.index)
         number = incident.number if incident else 0
         result = self.hooks.run(
             IncidentContext(
@@ -222,6 +225,7 @@ class IncidentMonitor:
             return None
         first = incident.first if incident else {}
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
+        since = max(since, onset)
         return ActionRequest(
             action=action,
             depth=max(depth, 1),

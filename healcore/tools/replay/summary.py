@@ -195,7 +195,7 @@ class ReplayIncidents:
         record, action, spent = judged.record, judged.action, judged.spent
         previous = np.concatenate(([self._number], record.incident[:-1]))
         opened = record.incident != previous
-        alarmed = record.incident_open & (record.cause != 0)
+        alarmed = (record.incident_open | record.skip) & (record.cause != 0)
         for row in np.flatnonzero(opened | alarmed).tolist():
             if opened[row]:
                 self._close()

@@ -72,18 +72,26 @@ class Incident:
     def __init__(self, config: Any, rollback: Any) -> None:
         self.config, self.rollback = config, rollback
         self.open, self.quiet, self.number = False, 0, 0
+        self.only_skips = False
         self.onset = -1
         self.since: dict[str, int | None] = {"rollback": None, "cut": None}
         self.last_onset: int | None = None
         self.escalations = 0
 
-    def see(self, step: int, alarm: bool) -> None:
-        """Opens or closes the incident."""
-        if alarm and not self.open:
+    @property
+    def serious(self) -> bool:
+        """Whether one is open in which a step may have changed the model."""
+        return self.open and not self.only_skips
+
+    def see(self, step: int, alarm: bool, harmless: bool) -> None:
+        """Opens or closes the incident; `harmless`: not finite, and skipped."""
+        if alarm and (not self.open or (self.only_skips and not harmless)):
             self.number += 1
             self.onset = step
             self.since = {"rollback": None, "cut": None}
-            self.open = True
+            self.open, self.only_skips, self.quiet = True, harmless, 0
+        elif alarm and harmless and not self.only_skips:
+            return
         self.quiet = 0 if alarm else self.quiet + 1
         if self.quiet >= self.config.quiet_steps:
             self.open = False
@@ -118,7 +126,9 @@ class Multiplier:
         """The rate that was in force at the last cut, and what health has raised it to."""
         self.hold = self.ramp = 0
 
-    def see(self, cut: bool, no_incident: bool, refund: bool, schedule: float | None) -> float:
+    def see(
+        self, cut: bool, healthy: bool, incident: bool, refund: bool, schedule: float | None
+    ) -> float:
         c = self.config
         rate = schedule if schedule is not None and 0 < schedule < 1e12 else 1.0
         if refund:
@@ -128,14 +138,16 @@ class Multiplier:
             self.scale = min(self.scale, max(c.factor * self.scale, c.floor))
             self.low = self.scale * rate
             self.hold, self.ramp = c.hold_steps, c.ramp_steps
-        elif no_incident and self.low is not None:
+        elif self.low is not None:
             top = min(1.0, c.ceiling * self.broken / rate) if c.ceiling > 0 else 1.0
             bottom = min(top, self.low / rate)
-            if self.hold > 0:
-                self.hold -= 1
+            if incident:
+                self.scale = min(self.scale, top)
+            elif self.hold > 0:
+                self.hold -= healthy
                 self.scale = bottom
             else:
-                self.ramp = max(0, self.ramp - 1)
+                self.ramp = max(0, self.ramp - healthy)
                 gone = 1.0 if not self.ramp else (c.ramp_steps - self.ramp) / c.ramp_steps
                 self.scale = top if gone == 1.0 else bottom + (top - bottom) * gone
         return self.scale
@@ -224,7 +236,7 @@ class Engine:
                 group_scale = clipped.scale
             elif not skip:
                 scale = clipped.scale
-        action, depth = self._recovery_orders(cause, fired, _bounded(learning_rate))
+        action, depth = self._recovery_orders(cause, fired, skip, _bounded(learning_rate))
         action |= int(Action.SOFT_STEP) * soft
         lr_scale = self.lr.scale * (self.config.lr.soft_step if soft else 1.0)
         self.step += 1
@@ -272,9 +284,11 @@ class Engine:
         self.incident.last_onset = None
         self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
 
-    def _recovery_orders(self, cause: int, fired: list[Any], rate: float | None) -> tuple[int, int]:
+    def _recovery_orders(
+        self, cause: int, fired: list[Any], skip: bool, rate: float | None
+    ) -> tuple[int, int]:
         alarm = bool(cause & self.trouble)
-        self.incident.see(self.step, alarm)
+        self.incident.see(self.step, alarm, skip and not cause & self.trouble & ~BAD)
 
         def wish(what: Action) -> bool:
             return any(f for rule, f, _ in fired if rule.action & what)
@@ -282,20 +296,22 @@ class Engine:
         cuts = self.incident.wants("cut", wish(Action.CUT_LR), alarm)
         recover = self.incident.wants("rollback", wish(Action.ROLLBACK), alarm, cuts)
         depth = self.incident.depth() if recover else 0
+        asked = recover or cuts
         spent = recover and self.recoveries == 0
         harmful = self._harmful(cause)
         cut = cuts and self.cuts > 0
         recover = recover and not spent
         self.recoveries -= recover
         self.cuts -= cut
-        no_incident = not self.incident.open
-        self.healthy = self.healthy + 1 if no_incident else 0
+        serious = self.incident.serious
+        healthy = not serious and not alarm
+        self.healthy = 0 if serious or asked else self.healthy + healthy
         refund = self.healthy >= self.config.budget.refund_after
         if refund:
             self.healthy = 0
             self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
             self.cuts = min(self.cuts + 1, self.config.budget.lr_cuts)
-        self.lr.see(cut, no_incident, refund, rate)
+        self.lr.see(cut, healthy, serious, refund, rate)
         action = int(Action.ROLLBACK * recover | Action.CUT_LR * cut)
         if spent:
             action |= int(Action.STOP if harmful else Action.ALERT)
