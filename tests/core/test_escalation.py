@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from healcore.core.engine import BudgetConfig, IncidentConfig, RollbackConfig, RuleConfig
+from healcore.core.engine import (
+    BudgetConfig,
+    IncidentConfig,
+    LrConfig,
+    RollbackConfig,
+    RuleConfig,
+)
 from healcore.core.verdict import Action, Cause
 from tests.core.engine_runner import Runner, ordered, watching
 
@@ -218,3 +224,64 @@ def test_a_stop_rule_stops():
     config = watching("nonfinite", RuleConfig(BAD, action=int(Action.STOP), consecutive=4))
     decisions = Runner(config).feed(loss=bad(20, 5, 6, 7, 8))
     assert np.flatnonzero(ordered(decisions, Action.STOP)).tolist() == [8]
+
+
+# A skipped non-finite step has changed nothing: it is no part of other trouble.
+
+SKIPS_NAN = FINITE._replace(
+    detectors=(*watching("nonfinite").detectors, *FINITE.detectors),
+    rules=(
+        RuleConfig(BAD, skip=True),
+        RuleConfig(int(Cause.DIVERGENCE), action=int(Action.ROLLBACK | Action.CUT_LR)),
+    ),
+    lr=LrConfig(factor=0.25, floor=0.01, hold_steps=4, ramp_steps=4, ceiling=0.25),
+    budget=BudgetConfig(recoveries=3, lr_cuts=3, refund_after=40),
+)
+
+
+def with_high(losses: np.ndarray, *at: int) -> np.ndarray:
+    losses[list(at)] = 9.0
+    return losses
+
+
+def test_a_skipped_step_is_no_onset_of_other_trouble():
+    runner = Runner(SKIPS_NAN)
+    runner.feed(loss=with_high(bad(15, 8, 10, 12), 14))
+    assert (runner.state.incident.number, runner.state.incident.onset) == (2, 14)
+    assert runner.state.incident.open
+
+
+def test_skipped_steps_do_not_prolong_other_trouble():
+    """It ends after five steps without an alarm: 11, 13, 15, 17 and 19."""
+    runner = Runner(SKIPS_NAN)
+    losses = with_high(bad(60, *range(12, 60, 2)), 10)
+    runner.feed(loss=losses[:19])
+    assert runner.state.incident.open
+    runner.feed(loss=losses[19:20])
+    assert not runner.state.incident.open
+
+
+def test_an_overflow_after_other_trouble_is_part_of_it():
+    runner = Runner(SKIPS_NAN)
+    runner.feed(loss=with_high(bad(60, *range(11, 60)), 10))
+    assert (runner.state.incident.number, runner.state.incident.onset) == (1, 10)
+
+
+def test_the_rate_comes_back_and_the_budget_is_refunded_although_steps_are_skipped():
+    runner = Runner(SKIPS_NAN)
+    decisions = runner.feed(
+        loss=with_high(bad(120, *range(4, 120, 4)), 10), learning_rate=[1.0] * 120
+    )
+    assert decisions[10].lr_scale == 0.25
+    assert decisions[40].lr_scale == 0.25  # the ceiling
+    assert runner.state.lr.hold == runner.state.lr.ramp == 0
+    assert runner.state.budget.recoveries == 3
+
+
+@pytest.mark.parametrize("cause", [9.0, np.nan])
+def test_the_ceiling_holds_while_an_incident_is_open(cause: float):
+    """The schedule rises by 100 right after an alarm: the rate that broke it is known."""
+    losses, rates = with_high(np.ones(60), 10), np.where(np.arange(60) < 40, 1e-3, 0.1)
+    rates[10], losses[39] = 0.1, cause
+    scales = [d.lr_scale for d in Runner(SKIPS_NAN).feed(loss=losses, learning_rate=rates)]
+    assert (np.array(scales[40:50]) * 0.1 <= 0.025 * 1.0001).all()

@@ -55,7 +55,8 @@ def update(
     """Subtracts what is ordered, and gives one of each back after `refund_after` healthy steps.
 
     A step is not `healthy` if it has an alarm or is `in_incident`, where the count starts over; a
-    skipped non-finite step alone is only not counted. `harmful`: this step is not finite, or the weights get worse with each step.
+    skipped non-finite step alone is only not counted. `harmful`: this step is not finite, or the
+    weights get worse with each step.
     """
     can_recover, can_cut = state.recoveries > 0, state.lr_cuts > 0
     denied = recover & ~can_recover

@@ -70,8 +70,8 @@ def update(
 ) -> tuple[IncidentState, Ordered]:
     """Takes one step's alarm and the wishes of the rules.
 
-    `alarm` is a cause for which some rule skips, cuts or goes back; `harmless`: the only one is that
-    it is not finite, and the step is skipped. `wants_recovery` and `wants_cut`: such a rule with
+    `alarm` is a cause for which some rule skips, cuts or goes back; `harmless`: it is only that the
+    step is not finite, and the step is skipped. `wants_recovery` and `wants_cut`: such a rule with
     ROLLBACK or CUT_LR fired. `step` is this step's index.
     """
     begun = alarm & ~harmless & ~state.open

@@ -9,11 +9,14 @@ damage (docs/detectors.md has the reasons):
   are finite there is no reason to go back.
 * *Batches from before the trouble*, if the user has passed a `loss_fn`. With the present weights a
   damaged model is worse on each, on average as much as on the step in alarm, within a factor of
-  two; different data leave these losses unchanged. They are evaluated at the first alarm, before
-  different data can make the model forget, and again if it may recover by itself.
+  two; different data leave these losses unchanged. In between neither is shown: the model may have
+  forgotten them for the sake of new data, or its rate may be too high. They are evaluated at the
+  first alarm, before different data can make the model forget, and again if it may recover by
+  itself.
 * *The weights from before the trouble*, while a loss attributed to different data stays high
   (`HighLossPeriod`). Damage: they are better than the present ones on each batch from before it and
-  on each of the latest ones. On a new task they are worse.
+  on each of the latest ones. On a new task they are worse. They also show what did it: if they find
+  the first batches of the period like those before it, not the data are at fault but the rate.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class DamageVerdict(enum.Enum):
     OPEN = "open"
     """The model is slightly worse and may recover by itself: assessed again if it lasts."""
     UNKNOWN = "unknown"
-    """There is no evidence of damage, and nothing could be evaluated."""
+    """Nothing could be evaluated, or damage and different data would both look like this."""
 
 
 class AssessmentResult(NamedTuple):
@@ -79,6 +82,8 @@ class AssessmentResult(NamedTuple):
     """Loss of the remembered batches with the present weights minus their loss before."""
     far: bool = False
     """The rise is so far beyond the loss's noise that it need not last to be damage."""
+    data_ordinary: bool = False
+    """The earlier weights find the data of the trouble like those before it."""
 
 
 class TrainedBatch(NamedTuple):
@@ -101,15 +106,21 @@ class HighLossPeriod:
     def __init__(self, onset: int, before: Sequence[TrainedBatch]) -> None:
         self.onset = onset
         self.before = tuple(before)
+        self.first: list[TrainedBatch] = []
+        """The first few steps."""
         self._latest: deque[TrainedBatch] = deque(maxlen=_LATEST)
         self._losses: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._steps = 0
 
-    def add(self, index: int, batch: Any, loss: float) -> None:
-        """Adds the next step."""
+    def add(self, index: int, batch: Any, loss: float, *, skipped: bool) -> None:
+        """Adds the next step; the model has not seen the batch of a skipped one."""
+        self._steps += 1
+        if skipped:
+            return
         self._latest.append(TrainedBatch(index, batch, loss))
         self._losses.append(loss)
-        self._steps += 1
+        if len(self.first) < _LATEST:
+            self.first.append(self._latest[-1])
 
     @property
     def latest(self) -> tuple[TrainedBatch, ...]:
@@ -164,10 +175,12 @@ class Assessor:
             result = self._assess_batches(loss, batch=batch, z=records[0].z_loss)
             self._at_first_alarm = result
             enough = len(self._batches) == _BATCHES  # fewer show too little of the noise
-            if self._high_loss is None and enough and result.verdict is DamageVerdict.DATA:
+            # Not shown to be damage yet: later batches may show it.
+            declined = result.verdict in (DamageVerdict.DATA, DamageVerdict.UNKNOWN)
+            if self._high_loss is None and enough and declined and result.rise is not None:
                 self._high_loss = HighLossPeriod(index, tuple(self._batches))
         if self._high_loss is not None:
-            self._high_loss.add(index, batch, loss)
+            self._high_loss.add(index, batch, loss, skipped=any(each.skip for each in records))
 
     def high_loss_to_review(self) -> HighLossPeriod | None:
         """The period of high loss to review now, if any."""
@@ -189,8 +202,13 @@ class Assessor:
             for part in parts
         )
         remembered, rise = (float(part.mean()) for part in parts)
-        verdict = DamageVerdict.DAMAGE if worse else DamageVerdict.DATA
-        return AssessmentResult(verdict, "earlier_weights", rise, remembered)
+        if not worse:
+            return AssessmentResult(DamageVerdict.DATA, "earlier_weights", rise, remembered)
+        found = AssessmentResult(DamageVerdict.DAMAGE, "earlier_weights", rise, remembered)
+        of_first = self._losses([each.batch for each in period.first], earlier)
+        due_to_data = float(np.mean(of_first or math.inf) - np.mean(then[: len(before)]))
+        in_training = _mean_loss(period.first) - _mean_loss(before)
+        return found._replace(data_ordinary=due_to_data < _SHARE * in_training)
 
     def on_rollback(self, target: int) -> None:
         """Forgets the steps from `target` on, which are repeated."""
@@ -256,7 +274,10 @@ class Assessor:
         far = broken or (z is not None and z * rise >= _FAR * then)
         # A loss that is already falling, as in oscillations at the edge of stability, is no damage.
         worse = alike and (far or rise >= _SHARE * then)
-        verdict = DamageVerdict.DAMAGE if worse or broken else DamageVerdict.DATA
+        unchanged = mean < _EACH * abs(then)
+        verdict = DamageVerdict.DATA if unchanged else DamageVerdict.UNKNOWN
+        if worse or broken:
+            verdict = DamageVerdict.DAMAGE
         return AssessmentResult(verdict, "remembered_batches", rise, mean, far)
 
     def _require_persistence(
@@ -290,3 +311,8 @@ class Assessor:
         return AssessmentResult(
             DamageVerdict.DAMAGE if too_often else DamageVerdict.DATA, "weights"
         )
+
+
+def _mean_loss(batches: Sequence[TrainedBatch]) -> float:
+    """Mean of the losses in training."""
+    return sum(each.loss for each in batches) / len(batches)

@@ -48,6 +48,8 @@ class ActionRequest(NamedTuple):
     """The last finite one, at the step that brought the request."""
     arrays: tuple[str, ...] = ()
     """If a save brought the request and not a step: the arrays with NaN or Inf."""
+    data_ordinary: bool = False
+    """Earlier weights find the data of the trouble like those before it: the rate was too high."""
 
 
 class FirstAlarm(NamedTuple):
@@ -278,6 +280,11 @@ class IncidentMonitor:
                 lr_scale=now,
                 observed=self.policy.observes,
             )
+        if now < before and not record.action & Action.ROLLBACK and not self.policy.observes:
+            # A cut comes with a rollback where the policy has one for this cause.
+            spent = self.policy.goes_back_for(record.cause)
+            what = "; no rollback is left in the budget, and the run continues" if spent else ""
+            self.log.warning(f"step {step.index}: learning rate × {now:g}{what}")
 
 
 def _merged(one: ActionRequest | None, other: ActionRequest | None) -> ActionRequest | None:

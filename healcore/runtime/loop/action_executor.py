@@ -27,6 +27,8 @@ from healcore.runtime.store import StoreError
 
 _BEFORE_LR_CUT = 2
 """Rollbacks in the same region that only skip more data; the next one cuts the learning rate."""
+_BEFORE_DATA_SKIP = 2
+"""Rollbacks at the same step that only cut the learning rate; the next one skips data too."""
 
 
 class RerunWindow(NamedTuple):
@@ -108,7 +110,14 @@ class ActionExecutor(OrderExecutor):
         self._log_assessment(request, step, result)
         if result.verdict is not DamageVerdict.DAMAGE or self._exhausted(request):
             return ActionResult()
+        request = request._replace(data_ordinary=result.data_ordinary and self._can_cut())
         return ActionResult(target=self._roll_back(request, step))
+
+    def _can_cut(self) -> bool:
+        """Whether the policy cuts the learning rate, and its budget has a cut left."""
+        engines = self.driver.healing().values()
+        left = all(each["state"]["budget"]["lr_cuts"] > 0 for each in engines)
+        return self.policy.engine.cuts_lr and left
 
     def _roll_back(self, request: ActionRequest, step: int) -> int:
         rerun, rate = self.reruns.should_rerun(request), self.driver.learning_rate()
@@ -151,24 +160,30 @@ class ActionExecutor(OrderExecutor):
         return result.target
 
     def _cuts_lr(self, request: ActionRequest, rerun: bool) -> bool:
-        """Whether to cut the learning rate although no rule does: other data have not helped."""
+        """Whether to cut the rate although no rule does: other data have not helped, or cannot."""
         policy = self.policy
         cuts = policy.engine.cuts_lr and not request.action & Action.CUT_LR
         again = self._near(request, max(policy.region, 1))
-        return policy.confirm and cuts and not rerun and again >= _BEFORE_LR_CUT
+        needed = request.data_ordinary or again >= _BEFORE_LR_CUT
+        return policy.confirm and cuts and not rerun and needed
 
     def _skipped_batches(
         self, request: ActionRequest, bad: tuple[BatchId, ...]
     ) -> tuple[tuple[BatchId, ...], int]:
         """The batches to skip: the bad window, and how many after it.
 
-        If the learning rate was too high, the data are not at fault, and the first rollback skips
-        none. If the trouble returns at the same step although the window was skipped, it is wider
-        than its alarms, and the window doubles each time.
+        If the learning rate was too high, the data are not at fault: a rollback that cuts it for
+        instability skips none, unless the trouble has come back at the same step twice. If it
+        returns although the window was skipped, it is wider than its alarms, and the window doubles
+        each time.
         """
         again = self._near(request, self.policy.engine.config.incident.quiet_steps)
-        if request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR and not again:
+        if request.data_ordinary:
             return (), 0
+        if request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR:
+            again -= _BEFORE_DATA_SKIP
+            if again < 0:
+                return (), 0
         return bad, len(bad) * (2**again - 1) if self.policy.confirm else 0
 
     def _lr_scale(self) -> float:
@@ -195,6 +210,7 @@ class ActionExecutor(OrderExecutor):
             batches=[] if rerun else [list(each) for each in request.bad],
             repeated=result.repeated,
             initial=result.initial,
+            why=result.why or None,
             moments_reset=True if resets else None,
         )
         data = "rewound" if moved.rewound else f"goes on forward: {moved.why_not}"
@@ -211,5 +227,6 @@ class ActionExecutor(OrderExecutor):
         kind = "first snapshot" if result.initial else "known-good checkpoint"
         self.log.warning(
             f"step {request.index}: {cause}, since step {request.since}; "
-            f"back to the {kind} of step {result.target}; {changed}"
+            f"back to the {kind} of step {result.target}"
+            f"{f' ({result.why})' if result.why else ''}; {changed}"
         )

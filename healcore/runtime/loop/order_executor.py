@@ -105,12 +105,15 @@ class OrderExecutor(ABC):
         """Continues without the action; the engine gets its attempt back."""
         if request.action & Action.ROLLBACK:  # a stop has used no attempt
             self.driver.decline()
-        if result.verdict is DamageVerdict.DATA:
+        evaluated = result.by == "remembered_batches"
+        if result.verdict in (DamageVerdict.DATA, DamageVerdict.UNKNOWN) and evaluated:
             self.assessor.clear_batches()
         why = {
             DamageVerdict.DATA: "the model is unchanged, the data are different",
             DamageVerdict.OPEN: "the model is worse and may recover by itself",
-            DamageVerdict.UNKNOWN: "there is no evidence that the model is worse",
+            DamageVerdict.UNKNOWN: "there is no evidence that the model is worse"
+            if not evaluated
+            else "earlier batches are worse too, which damage and new data both explain",
             DamageVerdict.DAMAGE: "the budget of rollbacks is exhausted",
         }
         self.log.info(

@@ -69,6 +69,33 @@ def choose(
     )
 
 
+def why_older(
+    saves: Sequence[Saved],
+    chosen: CheckpointChoice,
+    *,
+    onset: int,
+    past_rollbacks: Sequence[PastRollback],
+    region: int,
+) -> str:
+    """Why an older checkpoint was chosen than the newest from before the onset; "": it was not."""
+    target = chosen.order[0]
+    newer = [
+        save
+        for save in saves
+        if target < save.step <= onset and save.finite and save.status != "quarantined"
+    ]
+    if not newer:
+        return ""
+    good = [save.step for save in newer if save.status == "good"]
+    tried = [past.target for past in past_rollbacks if abs(onset - past.onset) < region]
+    if not good:
+        return f"that of step {newer[-1].step} is not known-good yet"
+    newest = f"that of step {good[-1]} is known-good too, but "
+    if tried:
+        return f"{newest}going back to step {min(tried)} has not helped"
+    return f"{newest}the policy goes back {len(good) + 1} of them"
+
+
 def saved_after(saves: Sequence[Saved], *, onset: int) -> list[int]:
     """Steps of the checkpoints saved after an onset and not quarantined yet."""
     return [save.step for save in saves if save.step > onset and save.status != "quarantined"]

@@ -22,6 +22,7 @@ from healcore.runtime.rollback.checkpoint_choice import (
     choose,
     common_to_ranks,
     saved_after,
+    why_older,
 )
 from healcore.runtime.rollback.engine_states import after_rollback, compatible, cut_lr, for_rerun
 from healcore.runtime.rollback.host_state import ITEM, HostParts, HostState
@@ -79,6 +80,8 @@ class RollbackResult(NamedTuple):
     """The last rollback restored the same checkpoint, and nothing older exists."""
     initial: bool
     """There was no known-good checkpoint: the snapshot that the run started from was restored."""
+    why: str
+    """Why not a newer checkpoint from before the onset; "": it was the newest."""
 
 
 class AppliedPlan(NamedTuple):
@@ -138,6 +141,13 @@ class RollbackManager:
         self.find_damage()
         saves = self.saves()
         choice = self._choice(saves, request.onset, request.depth)
+        why = why_older(
+            saves,
+            choice,
+            onset=request.onset,
+            past_rollbacks=self.ledger.past_rollbacks,
+            region=self.policy.region,
+        )
         rerun = request.rerun is not None
         bad = () if rerun else request.bad
         more = 0 if rerun else self.policy.skip_batches + request.more
@@ -171,7 +181,9 @@ class RollbackManager:
         if applied.host_state is not None:  # after the loaders, which draw random numbers
             self.host.put_back(applied.host_state)
         self._complete(plan, applied)
-        return RollbackResult(plan.number, applied.target, moved, choice.repeated, choice.initial)
+        return RollbackResult(
+            plan.number, applied.target, moved, choice.repeated, choice.initial, why
+        )
 
     def state_before(self, onset: int) -> Mapping[str, Any] | None:
         """A copy of the state that a rollback would restore; None if there is none."""
