@@ -44,6 +44,7 @@ class IncidentRecord:
     """The learning-rate multiplier after its latest alarm."""
     over: bool = False
     number_in_engine: int = 0
+    """The engine's count of incidents then; -1: it has begun again since."""
 
     @property
     def only_skips(self) -> bool:
@@ -141,7 +142,7 @@ class Ledger:
         self.next_step, self.open = step, False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
         if self.incidents:
-            self.incidents[-1].over = True
+            self.incidents[-1].over, self.incidents[-1].number_in_engine = True, -1
 
     # -- saving ---------------------------------------------------------------------------------
 

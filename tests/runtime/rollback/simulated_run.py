@@ -176,6 +176,8 @@ class Process:
             log=log,
         )
         self.step = 0
+        self.incident = 0
+        self._goes_on = False
 
     def begin(self) -> None:
         """The same steps as `lifecycle.begin`."""
@@ -195,7 +197,16 @@ class Process:
     def take(self, *, alarm: bool, skip: bool, is_open: bool) -> None:
         """One step and its bookkeeping, without orders."""
         cause = Cause.NONFINITE_LOSS if alarm else Cause(0)
-        judged = record(step=self.step + 1, cause=cause, skip=skip, incident_open=is_open)
+        # The engine counts a new incident; after a restart it goes on from the checkpoint's count.
+        self.incident += alarm and not self._goes_on
+        self._goes_on = alarm or is_open
+        judged = record(
+            step=self.step + 1,
+            cause=cause,
+            skip=skip,
+            incident=self.incident,
+            incident_open=is_open,
+        )
         self.ledger.record(self.step, [judged])
         self.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
@@ -209,7 +220,7 @@ class Process:
     def go_back(self, depth: int) -> RollbackResult:
         """A rollback in answer to the incident under way."""
         result = self.rollbacks.roll_back(RollbackRequest(self.onset, depth, self.step, ()))
-        self.step = result.target
+        self.step, self._goes_on = result.target, False
         return result
 
     @property

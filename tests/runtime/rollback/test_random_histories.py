@@ -36,6 +36,7 @@ class History(RuleBasedStateMachine):
         self.healthy: list[bool] = []
         self.back: list[PastRollback] = []
         self.onset: int | None = None
+        self.only_skips = False
         self.good: set[int] = set()
         self.stays: set[int] = set()
         self.over = False
@@ -49,13 +50,14 @@ class History(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 14))
     def goes_well(self, steps: int) -> None:
         for _ in range(steps):
-            self.onset = None
+            self.onset, self.only_skips = None, False
             self.healthy.append(True)
             self.process.take(alarm=False, skip=False, is_open=False)
 
     @precondition(lambda self: not self.over)
     @rule()
     def one_is_skipped(self) -> None:
+        self.only_skips = self.only_skips or self.onset is None
         self.onset = len(self.healthy) if self.onset is None else self.onset
         self.healthy.append(False)
         self.process.take(alarm=True, skip=True, is_open=False)
@@ -63,8 +65,10 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: not self.over)
     @rule(steps=st.integers(1, 5), quiet=st.integers(0, 2))
     def trouble(self, steps: int, quiet: int) -> None:
-        """An incident that opens, or continues."""
-        self.onset = len(self.healthy) if self.onset is None else self.onset
+        """An incident that opens, or continues; steps that were only skipped are no part of it."""
+        if self.onset is None or self.only_skips:
+            self.onset = len(self.healthy)
+        self.only_skips = False
         for alarm in [True] * steps + [False] * quiet:
             self.healthy.append(not alarm)
             self.process.take(alarm=alarm, skip=False, is_open=True)
@@ -149,7 +153,7 @@ class History(RuleBasedStateMachine):
         # For the next one in this region, which is to go deeper.
         deeper = [s.step for s in self.store.steps() if s.status == "good" and s.step < target]
         self.stays = {target, *deeper[-1:]}
-        self.onset = None
+        self.onset, self.only_skips = None, False
 
     def start(self, expected: int | None) -> None:
         """A new process, with what the one before has left on disk."""
@@ -160,7 +164,7 @@ class History(RuleBasedStateMachine):
         if expected is None:
             assert self.process.step == (newest[-1] if newest else 0)
             del self.healthy[self.process.step :]
-            self.onset = None
+            self.onset, self.only_skips = None, False
         else:
             assert self.process.step == expected
             self.went(expected)
