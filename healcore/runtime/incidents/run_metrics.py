@@ -14,6 +14,9 @@ COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 _LAST = ("loss", "threshold", "grad_scale", "lr_scale")
 """Of the newest step, as in `StepRecord`."""
 
+METRICS = (*_LAST, "incidents", *COUNTS)
+"""The names of all metrics, after `heal/`."""
+
 
 class RunMetrics:
     """Metrics from the records that the host reads anyway, `lag` steps after the step: no sync.
@@ -60,11 +63,10 @@ class RunMetrics:
         found: dict[str, float] = {}
         for name, record in self._last.items():
             prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
-            found |= {f"{prefix}/{each}": float(getattr(record, each)) for each in _LAST}
-            found[f"{prefix}/incidents"] = float(record.incident)
+            numbers = record._asdict() | {"incidents": record.incident} | self._counts[name]
             found |= {
-                f"{prefix}/{count}": float(number)
-                for count, number in self._counts[name].items()
-                if count not in self._left_out
+                f"{prefix}/{each}": float(numbers[each])
+                for each in METRICS
+                if each not in self._left_out
             }
         return found

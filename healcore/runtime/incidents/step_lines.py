@@ -34,7 +34,9 @@ class StepLines:
         """Takes a step, with its incident if it has one; `skips` of the run, this one included."""
         skips_before, self._skips = self._skips, skips
         alerts_before = self._alerts
-        record = max(step.records, key=_weight)
+        record = max(step.records, key=_weight, default=None)
+        if record is None:
+            return
         if incident is None and record.action & Action.ALERT:
             self._alerts += 1
         if (
@@ -51,7 +53,7 @@ class StepLines:
     def _done(self, record: StepRecord, skips: int) -> str:
         if self._observes:
             orders = names(record.action & _ORDERS)
-            ordered = f", {' and '.join(orders)} ordered" if orders else ""
+            ordered = f"; {' and '.join(orders)} ordered" if orders else ""
             return f"{ordered}; nothing is changed, the policy observes"
         done = enforced_text(record)
         if record.skip and skips > 1:

@@ -49,10 +49,13 @@ def _actions(policy: HostPolicy, goes_back: bool) -> Iterator[str]:
         yield "stops"
 
 
-def end_line(end: RunEnd, *, rollbacks: int = 0, newest: int | None = None) -> str:
+def end_line(
+    end: RunEnd, *, rollbacks: int = 0, not_carried_out: int = 0, newest: int | None = None
+) -> str:
     """How a run ended, what was done in it, and what it can be resumed from.
 
-    `newest` is the step of the newest checkpoint on disk.
+    `not_carried_out` counts ordered rollbacks, where none can be; `newest` is the step of the
+    newest checkpoint on disk.
     """
     would = "would have " if end.observes else ""
     done = [
@@ -62,6 +65,7 @@ def end_line(end: RunEnd, *, rollbacks: int = 0, newest: int | None = None) -> s
             (end.clips, "clipped", "step"),
             (end.lr_cuts, "cut the learning rate", "time"),
             (rollbacks, "rolled back", "time"),
+            (not_carried_out, "could not roll back", "time"),
         )
         if number
     ]
