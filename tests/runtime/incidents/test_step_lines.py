@@ -1,4 +1,4 @@
-"""What is said about steps on the console: each kind of trouble once, and nothing of a fine step."""
+"""What is said about steps on the console: trouble once, and nothing of a fine step."""
 
 from __future__ import annotations
 
