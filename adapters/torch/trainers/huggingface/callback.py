@@ -28,7 +28,7 @@ from healcore.torch.errors import AttachError  # noqa: E402
 from healcore.torch.healing import Healing  # noqa: E402
 from healcore.torch.store.gloo import GlooRanks, initialized  # noqa: E402
 from healcore.torch.trainers.huggingface import checkpoints  # noqa: E402
-from healcore.torch.trainers.huggingface.report import TrainingReport  # noqa: E402
+from healcore.torch.trainers.huggingface.report import HealingReport  # noqa: E402
 from healcore.torch.trainers.huggingface.run import Options, TrainingRun  # noqa: E402
 
 _log = logging.getLogger("healcore")
@@ -72,7 +72,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         self.policy: Policy = load(policy, **overrides)
         self._options = Options(events=events, engine=engine)
         self._run: TrainingRun | None = None
-        self._last: TrainingReport | None = None
+        self._last: HealingReport | None = None
         self.saved: dict[str, Any] | None = None
         """What a checkpoint held, once the Trainer has restored this callback from it."""
 
@@ -81,7 +81,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         """The optimizer's handle during `train()`, else None."""
         return None if self._run is None else self._run.driver.healings["optimizer"]
 
-    def report(self) -> TrainingReport | None:
+    def report(self) -> HealingReport | None:
         """What was seen and done in the present or last `train()`; None before the first."""
         return self._last if self._run is None else self._run.report()
 
