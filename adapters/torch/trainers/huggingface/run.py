@@ -25,6 +25,7 @@ from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispa
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
+from healcore.runtime.loop.lifecycle import ending_of
 from healcore.runtime.loop.order_executor import OrderExecutor, cause_text
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem import postmortem
@@ -35,7 +36,7 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.checkpoints import FOLDER, Checkpoints
-from healcore.torch.trainers.huggingface.report import TrainingReport
+from healcore.torch.trainers.huggingface.report import HealingReport
 
 _log = logging.getLogger("healcore")
 
@@ -55,8 +56,6 @@ _LOGGED = (
     "heal/incidents",
 )
 """Metrics of the engine that each training row of the Trainer's log gets."""
-
-_REPORTED = ("heal/skips", "heal/clips", "heal/lr_scale", "heal/lr_cuts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +80,7 @@ class TrainingRun:
         self.policy = HostPolicy.of(policy)
         self.step = trainer.state.global_step
         self.ending = ""
+        self._error: BaseException | None = None
         self.postmortem: Path | None = None
         self.not_carried_out = 0
         self.wants_save = False
@@ -190,14 +190,14 @@ class TrainingRun:
                 f"starts again: {error}"
             )
             return
-        self.monitor.set_lr_scale({"optimizer": self._values(_REPORTED)["heal/lr_scale"]})
+        self.monitor.set_lr_scale({"optimizer": self._values(["heal/lr_scale"])["heal/lr_scale"]})
 
     def close(self, error: BaseException | None) -> None:
         """Detaches everything, and writes how the run has ended. A second call does nothing."""
         if self.ending:
             return
-        ending = _ending(error)
-        self.ending = ending.value
+        ending = ending_of(error)
+        self.ending, self._error = ending.value, error
         raised = trace = None
         if ending is Ending.EXCEPTION and error is not None:
             raised = "".join(traceback.format_exception_only(error)).strip()
@@ -226,7 +226,6 @@ class TrainingRun:
                 unreported_alarms=self.monitor.unreported_alarms or None,
             )
         finally:
-            self.final = self._report()
             self._open.close()
 
     # -- between steps --------------------------------------------------------------------------
@@ -347,26 +346,19 @@ class TrainingRun:
         values = torch.stack([found[name].float() for name in names]).cpu().numpy()
         return {name: float(value) for name, value in zip(names, values, strict=True)}
 
-    def report(self) -> TrainingReport:
+    def report(self) -> HealingReport:
         """What was seen and done so far."""
-        return self.final if self.ending else self._report()
-
-    def _report(self) -> TrainingReport:
-        values = self._values(_REPORTED)
-        return TrainingReport(
+        return HealingReport.of(
+            self.run_end(Ending.COMPLETED),
             policy=self.policy.name,
-            steps=self.step,
-            skipped=int(values["heal/skips"]),
-            clipped=int(values["heal/clips"]),
-            incidents=self.ledger.incident_count,
-            lr_scale=values["heal/lr_scale"],
-            lr_cuts=int(values["heal/lr_cuts"]),
-            not_carried_out=self.not_carried_out,
-            last_good=self.checkpoints.last_good,
-            quarantined=tuple(self.checkpoints.quarantined),
             ending=self.ending,
-            postmortem=None if self.postmortem is None else str(self.postmortem),
-            optimizer=self._healing.report(),
+            attempts=0,
+            incidents=self.ledger.incidents,
+            driver=self.driver,
+            counts={"not_carried_out": self.not_carried_out},
+            quarantined=self.checkpoints.quarantined,
+            postmortem=self.postmortem,
+            error=self._error,
         )
 
     def run_end(self, ending: Ending, why: str = "", exception: str | None = None) -> RunEnd:
@@ -439,11 +431,3 @@ def _events(given: Any, trainer: Any) -> Path | None:
     if given != "auto":
         return None if given is None else Path(given).absolute()
     return _folder(trainer).absolute() / FOLDER / "healcore.events.jsonl"
-
-
-def _ending(error: BaseException | None) -> Ending:
-    if error is None:
-        return Ending.COMPLETED
-    if isinstance(error, RunStopped):
-        return Ending.STOPPED
-    return Ending.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Ending.EXCEPTION
