@@ -156,7 +156,7 @@ class LightningHealingCallback(Callback):
             self._run.feed()
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Logs `heal/skips` and so on, every `log_every_n_steps`."""
         if self._run is None or not trainer._logger_connector.should_update_logs:
