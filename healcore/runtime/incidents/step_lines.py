@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
-from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.ledger import IncidentRecord
-from healcore.runtime.run_log import RunLog
+
+if TYPE_CHECKING:  # `healcore.torch.attach` has these lines without the rest of the runtime
+    from healcore.runtime.host_policy import HostPolicy
+    from healcore.runtime.incidents.delayed_reader import StepResult
+    from healcore.runtime.ledger import IncidentRecord
+    from healcore.runtime.run_log import RunLog
 
 _ORDERS = Action.ROLLBACK | Action.STOP | Action.CUT_LR
 
