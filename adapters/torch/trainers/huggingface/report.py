@@ -41,8 +41,8 @@ class HealingReport:
     rollbacks: tuple[RollbackRecord, ...]
     """Those of this process."""
     counts: dict[str, int]
-    """Name of a cause -> incidents with it; and `skips` and `clips` (steps), `lr_cuts`, `shrinks` of
-    the micro-batch, and orders of a rollback `not_carried_out` (a callback cannot go back)."""
+    """Name of a cause -> incidents with it; and `skips` and `clips` (steps), `lr_cuts`, `shrinks`
+    of the micro-batch, and orders of a rollback `not_carried_out` (a callback cannot go back)."""
     lr_scale: float
     """What the learning rate is multiplied by; 1: the schedule as it is."""
     last_good: int | None
