@@ -190,8 +190,8 @@ class EventFields(_EventsModel):
     why: Text = _may("The reason, as text.")
     problem: Text = _may("What went wrong, as text.")
     verdict: Literal["damage", "data", "open", "unknown"] = _may(
-        "Whether the model was found to be worse; open: it may come back by itself; unknown: damage "
-        "and different data would both look like this, or nothing could be evaluated."
+        "Whether the model was found to be worse; open: it may come back by itself; unknown: "
+        "damage and different data would both look like this, or nothing could be evaluated."
     )
     by: Literal[
         "instability", "weights", "remembered_batches", "earlier_weights", "budget", "nothing"

@@ -68,6 +68,8 @@ class Loop:
         self.finalizer: weakref.finalize[..., Loop] | None = None
         """Cleans up if the `with` block of the Healer is never left."""
         self.step = 0
+        self.had_completed = False
+        """The run in the store had completed, and this process has its last state."""
         self.began = time.monotonic()
         self.monitor = IncidentMonitor(
             policy=policy,
@@ -157,10 +159,9 @@ class Loop:
         self._saves.reset(step)
         self._resumed_at = step if resumed else None
 
-    def sync_lr_scale(self) -> None:
-        """Takes the engines' learning-rate multipliers as known, without an event."""
-        engines = self.driver.healing().items()
-        self.monitor.set_lr_scale({name: each["state"]["lr"]["scale"] for name, each in engines})
+    def read_engines(self) -> None:
+        """Takes the engines' learning-rate multipliers and counts as known, without an event."""
+        self.monitor.set_engines(self.driver.healing())
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -282,7 +283,7 @@ class Loop:
         self._assessor.on_rollback(target)
         self.metrics.went_back()
         self._ids.clear()
-        self.sync_lr_scale()
+        self.read_engines()
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -322,14 +323,17 @@ class Loop:
         return why_not
 
     def _save_when_due(self) -> bool:
-        """A regular save, if one is due; whether the run has gone back instead."""
-        if not self._saves.due(self.step):
+        """A save, if one is due; whether the run has gone back instead."""
+        regular = self._saves.due(self.step)
+        if not regular and not self._saves.restart_due(self.step):
             return False
         # Unread steps may bring a request, which a restart from this save would never see. Reading
         # them takes no longer than the save, which waits for the device anyway.
         if self._read(all=True):
             return True
-        if self._saves.alarm_free(self.step):
+        if not regular:
+            self._saves.save_for_restart(self.step)
+        elif self._saves.alarm_free(self.step):
             if self._leave_bad_state():
                 return True
             self.save("regular")
@@ -362,7 +366,7 @@ class Loop:
             if request is not None:
                 what = ", ".join(names(request.action))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
-                self.log.event("problem", step=step.index, problem=problem)
+                self.log.problem(step.index, problem)
 
     def write_ending(self, ending: str) -> None:
         """Writes to the journal how the process ended; without it, the process was killed."""

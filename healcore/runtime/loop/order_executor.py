@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from healcore.core.verdict import Action, Cause, names
+from healcore.core.verdict import Action, names
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import AssessmentResult, Assessor, DamageVerdict
 from healcore.runtime.incidents.monitor import ActionRequest
+from healcore.runtime.incidents.step_lines import cause_text
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
@@ -106,7 +107,8 @@ class OrderExecutor(ABC):
         if request.action & Action.ROLLBACK:  # a stop has used no attempt
             self.driver.decline()
         evaluated = result.by == "remembered_batches"
-        if result.verdict in (DamageVerdict.DATA, DamageVerdict.UNKNOWN) and evaluated:
+        cannot_tell = result.verdict is DamageVerdict.UNKNOWN and evaluated
+        if result.verdict is DamageVerdict.DATA or cannot_tell:
             self.assessor.clear_batches()
         why = {
             DamageVerdict.DATA: "the model is unchanged, the data are different",
@@ -153,11 +155,6 @@ class OrderExecutor(ABC):
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
-
-
-def cause_text(cause: Cause) -> str:
-    """Names of causes, for a sentence."""
-    return " and ".join(names(cause)).lower().replace("_", " ")
 
 
 def nonfinite_save(request: ActionRequest) -> str:

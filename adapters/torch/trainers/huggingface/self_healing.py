@@ -16,6 +16,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook
 from healcore.runtime.loop.lifecycle import ending_of
+from healcore.runtime.postmortem.postmortem import path_for
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
@@ -24,9 +25,9 @@ from healcore.torch.trainers.huggingface.callback import HealingCallback
 from healcore.torch.trainers.huggingface.dry_run import DryRun, copy_of, findings
 from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
 from healcore.torch.trainers.huggingface.evidence import loss_fn_of
-from healcore.torch.trainers.huggingface.healing_report import HealingReport, report_of
 from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 from healcore.torch.trainers.huggingface.progress import Progress
+from healcore.torch.trainers.huggingface.report import HealingReport
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -77,7 +78,8 @@ def heal(
             same store, the program continues.
         events: the events file; None: `healcore.events.jsonl` in the store.
         metrics: a file with one line per step; "auto": next to the events; None: no file.
-        save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
+        save_every: steps between two checkpoints; None: as for `healcore.Healer`. In any case the
+            newest state is saved for a restart as often as the trainer saves (`save_steps`).
         keep: how many checkpoints of each kind stay.
         loss_fn: the loss of one batch; it distinguishes a damaged model from different data.
             "auto": the trainer's own `compute_loss`, except where the trainer generates what it is
@@ -208,8 +210,20 @@ class SelfHealingTrainer:
         """
         if self.healer is None:
             raise AttachError("there is nothing to report before train(): call it first")
-        shrinks = 0 if self._split is None else self._split.sizes.used
-        return report_of(self.healer, self._ending, self._error, shrinks=shrinks)
+        healer, ending = self.healer, self._ending or ""
+        end, events = healer.run_end(), healer.events
+        path = None if events.path is None else path_for(events.path, events.run)
+        return HealingReport.of(
+            end,
+            policy=self._host_policy.name,
+            ending=ending,
+            attempts=healer.rollbacks,
+            incidents=healer.incidents,
+            driver=healer.driver,
+            counts={"shrinks": 0 if self._split is None else self._split.sizes.used},
+            postmortem=path if ending and path is not None and path.exists() else None,
+            error=self._error,
+        )
 
     def dry_run(self, steps: int = 2) -> DryRun:
         """Trains a copy for some steps in observe mode, and says what was found.
@@ -237,7 +251,9 @@ class SelfHealingTrainer:
             return findings(metrics)
 
     def _open(self, state: dict[str, Any], stack: ExitStack) -> Healer[Any]:
-        self.healer = stack.enter_context(Healer(state=state, **self._options))
+        args = self.trainer.args
+        every = self.trainer.state.save_steps if args.save_strategy == "steps" else None
+        self.healer = stack.enter_context(Healer(state=state, restart_every=every, **self._options))
         return self.healer
 
 
@@ -262,6 +278,7 @@ class _Run:
         self._replace("_push_from_checkpoint", self._repeating)
         stack.enter_context(signals.unclipped(trainer))
         stack.enter_context(signals.observed_losses(trainer, self._observe))
+        stack.enter_context(signals.extended_log(trainer, self._metrics))
 
     def _replace(self, name: str, replacement: Callable[..., Any]) -> None:
         """Lets `replacement` be called with the trainer's own method before the arguments."""
@@ -283,7 +300,9 @@ class _Run:
             "progress": self._progress,
         }
         state = {name: each for name, each in state.items() if each is not None}
-        self._feed.open(self._healed._open(state, self._stack))
+        healer = self._healed._open(state, self._stack)
+        same = self._progress.max_steps == trainer.state.max_steps
+        self._feed.open(healer, nothing_to_do=healer.had_completed and same)
         if self._healed._limit is not None:  # the policy's clipping does not hold it
             optimizer = unwrapped(trainer.optimizer)
             self._stack.enter_context(
@@ -309,6 +328,10 @@ class _Run:
     def _observe(self, loss: Any) -> None:
         self._healer().observe(loss)
 
+    def _metrics(self) -> dict[str, float]:
+        healer = self._healed.healer
+        return {} if healer is None else healer.metrics()
+
     def _repeating(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """A push of a checkpoint to the Hub, again after a failure of the network."""
         return self._healer().retrying(own)(*args, **kwargs)
@@ -325,6 +348,11 @@ class _Run:
 def _check(trainer: Any) -> None:
     from transformers import Trainer, __version__
 
+    if isinstance(trainer, SelfHealingTrainer):
+        raise AttachError(
+            "heal takes a trainer that is not healed yet, and this is what heal() has returned: "
+            "call its train(), or pass its .trainer to heal it under another policy"
+        )
     if not isinstance(trainer, Trainer):
         raise AttachError(
             f"heal takes a transformers.Trainer or a trainer of TRL, not {type(trainer).__name__}: "
@@ -337,8 +365,9 @@ def _check(trainer: Any) -> None:
         )
     if any(isinstance(each, HealingCallback) for each in trainer.callback_handler.callbacks):
         raise AttachError(
-            "heal and HealingCallback would each judge the same steps: leave the callback out, "
-            "heal does what it does"
+            "one policy heals a trainer, and this one has a HealingCallback among its callbacks, "
+            "which would judge the same steps as heal(): leave the callback out, or write "
+            "trainer.remove_callback(HealingCallback) before"
         )
     if trainer.args.auto_find_batch_size:
         raise AttachError(
