@@ -292,7 +292,8 @@ class IncidentMonitor:
                 lr_scale=now,
                 observed=self.policy.observes,
             )
-        if now < before and not record.action & Action.ROLLBACK and not self.policy.observes:
+        alone = record.action & Action.CUT_LR and not record.action & Action.ROLLBACK
+        if alone and not self.policy.observes:
             # A cut comes with a rollback where the policy has one for this cause.
             spent = self.policy.goes_back_for(record.cause)
             what = "; no rollback is left in the budget, and the run continues" if spent else ""
