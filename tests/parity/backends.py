@@ -23,10 +23,10 @@ from tests.core import fuzz
 Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
-NAMES = ("numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled")
+NAMES = ("numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled", "torch-graph")
 """`host` is for one run at a time, `recorded` is what torch's host engine runs; `jax-scalars`
 runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own, and which is what a
-training step has."""
+training step has. `torch-graph` is torch.compile without Inductor: one graph, run by torch."""
 
 
 def missing(backend: str) -> str | None:
@@ -53,9 +53,13 @@ def runner(backend: str, engine: Engine) -> Run:
         return _jax(engine, one_by_one=backend == "jax-scalars")
     if backend == "torch":
         return _stepwise(lambda s, x: engine.step(s, x, xp=namespace), _tensor)
-    if backend == "torch-compiled":
+    if backend in ("torch-compiled", "torch-graph"):
         torch.compiler.reset()  # or the recompilation limit would count other tests' engines
-        compiled = torch.compile(lambda s, x: engine.step(s, x, xp=namespace), fullgraph=True)
+        compiled = torch.compile(
+            lambda s, x: engine.step(s, x, xp=namespace),
+            fullgraph=True,
+            backend="inductor" if backend == "torch-compiled" else "eager",
+        )
 
         def step(state: Any, signals: Signals) -> Any:
             # Two names of one tensor in the state (the LR multiplier and its telemetry) would be
