@@ -23,7 +23,9 @@ from tests.core import fuzz
 Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
-NAMES = ("numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled", "torch-graph")
+NAMES = (
+    "numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled", "torch-graph",
+)  # fmt: skip
 """`host` is for one run at a time, `recorded` is what torch's host engine runs; `jax-scalars`
 runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own, and which is what a
 training step has. `torch-graph` is torch.compile without Inductor: one graph, run by torch."""
