@@ -192,7 +192,7 @@ class TieredStore:
 
     def describe(self, state_bytes: int | None = None) -> str:
         """The bound on host memory, as text."""
-        return f"{self.memory.describe(state_bytes)}, and one more while it is written to disk"
+        return self.memory.describe(state_bytes, to_disk=True)
 
     # -- within ---------------------------------------------------------------------------------
 
