@@ -200,22 +200,12 @@ class SnapshotStore:
             held = [*(slot.snapshot for slot in slots if slot is not None), self._spare]
             return sum(snapshot.nbytes for snapshot in held if snapshot is not None)
 
-    def describe(self, state_bytes: int | None = None, *, to_disk: bool = False) -> str:
-        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …".
-
-        Args:
-            state_bytes: size of a copy, before the first save.
-            to_disk: one more copy is held while it is written to a disk.
-        """
-        most = self.keep.most + 1 + to_disk
+    def describe(self, state_bytes: int | None = None) -> str:
+        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …"."""
+        most = self.keep.most + 1
         one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
         size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
-        return (
-            f"at most {most} copies of the state in host memory{size}: "
-            f"{self.keep.good} known-good, {self.keep.candidates} on probation, "
-            f"{self.keep.quarantined} quarantined, 1 being taken"
-            f"{', 1 being written to disk' if to_disk else ''}"
-        )
+        return f"at most {most} copies of the state in host memory{size}"
 
     def drop(self, step: int) -> None:
         """`delete`, even of the last known-good one."""

@@ -192,7 +192,7 @@ class TieredStore:
 
     def describe(self, state_bytes: int | None = None) -> str:
         """The bound on host memory, as text."""
-        return self.memory.describe(state_bytes, to_disk=True)
+        return f"{self.memory.describe(state_bytes)}, and one more while it is written to disk"
 
     # -- within ---------------------------------------------------------------------------------
 

@@ -92,5 +92,5 @@ def test_memory_is_not_used_again_while_it_is_written_to_disk(case, tmp_path):
 def test_it_reports_how_much_memory_it_takes(case, tmp_path):
     store = case.make(tmp_path, keep=Keep(good=1, candidates=2, quarantined=0))
     text = store.describe(100_000_000)
-    assert text.startswith("at most 5 copies of the state in host memory (5 × 100.0 MB = 500.0 MB)")
-    assert text.endswith(", 1 being written to disk")
+    assert text.startswith("at most 4 copies of the state in host memory (4 × 100.0 MB = 400.0 MB)")
+    assert text.endswith("and one more while it is written to disk")
