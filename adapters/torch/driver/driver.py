@@ -201,9 +201,10 @@ class TorchDriver:
             healing.decline()
 
     def finite(self) -> bool:
-        """Whether all parameters are finite. One sync for each device."""
+        """Whether all parameters are finite, of DTensors on all ranks. One sync per device."""
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
-        norm = gradients.total_norm(gradients.norms(params), params[0].device)
+        each = gradients.whole_norms(gradients.norms(params), params)
+        norm = gradients.total_norm(each, params[0].device)
         return bool(torch.isfinite(norm))
 
     def losses_of(
@@ -253,12 +254,18 @@ class TorchDriver:
         memory = MemoryStore(nonfinite_ok=nonfinite_ok, trust=trust)
         if where is None:
             return memory
-        return TieredStore(memory, DCPStore(where, nonfinite_ok=nonfinite_ok, trust=trust))
+        members = self._members if initialized() else []
+        group = GlooRanks(members=members).group if members else None
+        disk = DCPStore(where, nonfinite_ok=nonfinite_ok, trust=trust, process_group=group)
+        return TieredStore(memory, disk)
 
     def ranks(self) -> Ranks:
-        """Exchanges between the ranks. The first call makes a gloo group, and needs every rank."""
+        """Exchanges between the ranks that step together; without any, between all.
+
+        The first call makes a gloo group, and needs every one of them.
+        """
         if self._ranks is None:
-            self._ranks = GlooRanks() if initialized() else Alone()
+            self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
         return self._ranks
 
     def generators(self) -> live_state.RngState:
@@ -300,6 +307,16 @@ class TorchDriver:
             self.healings[name] = healing
         for healing in self.healings.values():
             healing.hooks.grows, healing.own_loss = True, len(self.healings) == 1
+
+    @property
+    def _members(self) -> list[int]:
+        """The ranks that step together, in the default group; empty for engines that decide alone.
+
+        The most that any optimizer has: another one's may be a part of them.
+        """
+        return max(
+            (each.hooks.all_reduce.ranks.members for each in self.healings.values()), key=len
+        )
 
     @property
     def _ranks_to_compare(self) -> Ranks | None:

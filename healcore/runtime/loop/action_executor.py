@@ -12,11 +12,11 @@ from healcore.runtime.events.models import RerunVerdict
 from healcore.runtime.incidents.assessment import DamageVerdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
+from healcore.runtime.incidents.step_lines import cause_text
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.order_executor import (
     ActionResult,
     OrderExecutor,
-    cause_text,
     nonfinite_save,
 )
 from healcore.runtime.postmortem.diagnosis import RollbackRecord

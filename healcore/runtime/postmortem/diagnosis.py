@@ -79,7 +79,9 @@ class RunEnd(NamedTuple):
     batches: tuple[Batch, ...] = ()
     """Of the last incident's first steps."""
     skips: int = 0
-    """Of the whole run."""
+    """Steps skipped in the whole run; `clips` and `lr_cuts` too are of the whole run."""
+    clips: int = 0
+    lr_cuts: int = 0
     rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
     verdict: str = ""

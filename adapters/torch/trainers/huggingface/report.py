@@ -1,60 +1,113 @@
-"""`TrainingReport`: what healcore saw and did in one `train()` call."""
+"""`HealingReport`: what healcore saw and did in a run of a transformers Trainer."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from healcore.core.verdict import Cause, names
+from healcore.runtime.events import json_lines
+from healcore.runtime.events.models import Ending
+from healcore.runtime.ledger import IncidentRecord
+from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd
+from healcore.torch.driver import TorchDriver
 from healcore.torch.healing import Report
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingReport:
-    """What was seen and done. `str()` gives it as lines to print, `to_dict()` as JSON-safe values.
+class HealingReport:
+    """How a run was healed. `str()` gives it as lines to print, `to_dict()` as JSON-safe values.
 
     Counts are those of the whole run, earlier processes included.
     """
 
     policy: str
+    ending: str
+    """completed, stopped, exception, signal or interrupted; running, before the end."""
+    converged: bool
+    """It completed, with finite weights and no open incident."""
     steps: int
-    """The Trainer's global_step."""
-    skipped: int
-    """Optimizer steps that were left out."""
-    clipped: int
-    """Optimizer steps whose gradients the policy scaled down."""
-    incidents: int
+    """Optimizer steps done, the Trainer's global_step; a rollback decreases them."""
+    attempts: int
+    """Rollbacks; a callback does none."""
+    recoveries: int
+    """Incidents that are over."""
+    history: tuple[IncidentRecord, ...]
+    """The incidents, oldest first."""
+    rollbacks: tuple[RollbackRecord, ...]
+    """Those of this process."""
+    counts: dict[str, int]
+    """Name of a cause -> incidents with it; and `skips` and `clips` (steps), `lr_cuts`, `shrinks`
+    of the micro-batch, and orders of a rollback `not_carried_out` (a callback cannot go back)."""
     lr_scale: float
     """What the learning rate is multiplied by; 1: the schedule as it is."""
-    lr_cuts: int
-    not_carried_out: int
-    """Rollbacks that the policy ordered and a callback cannot do."""
     last_good: int | None
     """Step of the newest known-good checkpoint; None: there is none."""
     quarantined: tuple[int, ...]
-    """Steps of the checkpoints that were moved to `_healcore`."""
-    ending: str
-    """completed, stopped, exception or interrupted; "": the training goes on."""
-    postmortem: str | None
-    """The file that says how the run ended, where something happened."""
+    """Steps of the Trainer's checkpoints that a callback has moved to `_healcore`."""
+    postmortem: Path | None
+    """The file about the end of this process, if there is one; a later run writes another one."""
+    diagnosis: str
+    """Why the run was stopped; "" if it was not."""
     optimizer: Report
     """How the optimizer is healed, and what that costs."""
 
+    @classmethod
+    def of(
+        cls,
+        end: RunEnd,
+        *,
+        ending: str,
+        incidents: Sequence[IncidentRecord],
+        driver: TorchDriver,
+        counts: dict[str, int],
+        quarantined: Iterable[int] = (),
+        error: BaseException | None,
+        **others: Any,
+    ) -> HealingReport:
+        """The report from the facts at its end, or so far (`ending` "")."""
+        causes = Counter(name for each in incidents for name in names(Cause(each.cause)))
+        tally = driver.healing()["optimizer"]["state"]["tally"]
+        return cls(
+            ending=ending or "running",
+            converged=ending == Ending.COMPLETED and not end.open and driver.finite(),
+            steps=end.step,
+            recoveries=sum(each.over for each in incidents),
+            history=tuple(incidents),
+            rollbacks=end.rollbacks,
+            counts={
+                **causes,
+                "skips": end.skips,
+                "clips": int(tally["clips"]),
+                "lr_cuts": int(tally["lr_cuts"]),
+                **counts,
+            },
+            lr_scale=end.lr_scale,
+            last_good=end.last_good,
+            quarantined=tuple(quarantined),
+            diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
+            optimizer=driver.healings["optimizer"].report(),
+            **others,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Values that `json.dumps` takes."""
-        return asdict(self)
+        return json_lines.to_json(vars(self) | {"history": [vars(each) for each in self.history]})
 
     def __str__(self) -> str:
-        good = "none yet" if self.last_good is None else f"step {self.last_good}"
+        counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
         lines = [
-            f"policy  {self.policy}, {self.ending or 'running'} at step {self.steps}",
-            f"steps   {self.skipped} skipped, {self.clipped} clipped; {self.incidents} incidents",
-            f"lr      × {self.lr_scale:g} after {self.lr_cuts} cuts",
-            f"good    newest known-good checkpoint: {good}",
+            f"policy      {self.policy}",
+            f"ending      {self.ending} at step {self.steps}, converged: {self.converged}",
+            f"incidents   {len(self.history)}, {self.recoveries} of them over; {counts or 'none'}",
+            f"rollbacks   {self.attempts}; learning rate × {self.lr_scale:g}",
+            f"known-good  {'none' if self.last_good is None else f'step {self.last_good}'}",
+            f"postmortem  {self.postmortem or 'none'}",
         ]
         if self.quarantined:
-            lines.append(f"bad     quarantined {', '.join(map(str, self.quarantined))}")
-        if self.not_carried_out:
-            lines.append(f"orders  {self.not_carried_out} rollbacks, which a callback cannot do")
-        if self.postmortem:
-            lines.append(f"details {self.postmortem}")
-        return "\n".join([*lines, str(self.optimizer)])
+            lines.append(f"quarantined {', '.join(map(str, self.quarantined))}")
+        return "\n".join([*lines, *filter(None, [self.diagnosis]), str(self.optimizer)])

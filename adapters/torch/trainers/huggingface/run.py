@@ -6,7 +6,6 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,14 @@ from healcore.runtime.events import Log
 from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import Assessor
-from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
+from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
+from healcore.runtime.incidents.step_lines import cause_text
 from healcore.runtime.ledger import Ledger
-from healcore.runtime.loop.order_executor import OrderExecutor, cause_text
+from healcore.runtime.loop.lifecycle import ending_of
+from healcore.runtime.loop.order_executor import OrderExecutor
+from healcore.runtime.loop.run_lines import end_line, start_line
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd
@@ -35,7 +37,7 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.checkpoints import FOLDER, Checkpoints
-from healcore.torch.trainers.huggingface.report import TrainingReport
+from healcore.torch.trainers.huggingface.report import HealingReport
 
 _log = logging.getLogger("healcore")
 
@@ -43,20 +45,6 @@ LAG = 1
 """Steps after which a step's decision is read on the host: by then it has arrived."""
 
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
-
-_LOGGED = (
-    "heal/loss",
-    "heal/threshold",
-    "heal/grad_scale",
-    "heal/lr_scale",
-    "heal/clips",
-    "heal/skips",
-    "heal/alarms",
-    "heal/incidents",
-)
-"""Metrics of the engine that each training row of the Trainer's log gets."""
-
-_REPORTED = ("heal/skips", "heal/clips", "heal/lr_scale", "heal/lr_cuts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +69,11 @@ class TrainingRun:
         self.policy = HostPolicy.of(policy)
         self.step = trainer.state.global_step
         self.ending = ""
+        self._error: BaseException | None = None
         self.postmortem: Path | None = None
         self.not_carried_out = 0
         self.wants_save = False
         self._checked_step = -1
-        self._incidents = 0
         self._began = time.monotonic()
         optimizer = unwrapped(trainer.optimizer)
         with ExitStack() as stack:
@@ -99,7 +87,7 @@ class TrainingRun:
             if limit is not None and not signals.keeps_limit(policy):
                 stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
             stack.enter_context(signals.observed_losses(trainer, self.driver.observe))
-            stack.enter_context(signals.extended_log(trainer, self.metrics))
+            stack.enter_context(signals.extended_log(trainer, self._metrics))
             ranks = self.driver.ranks()
             self.log = RunLog(
                 Log(None if ranks.rank else _events(options.events, trainer)),
@@ -161,8 +149,9 @@ class TrainingRun:
         if self.step:
             self.log.event("resume", step=self.step, checkpoint=self.step)
             self._load(saved)
-        mode = "observed" if policy.observes else "healed"
-        self.log.info(f"{mode} by policy {policy.name}, from step {self.step}")
+        where = f"checkpoints of the Trainer in {self._trainer.args.output_dir}"
+        line = start_line(policy, self.step, where, resumed=self.step > 0, goes_back=False)
+        self.log.info(line)
 
     def exported(self) -> dict[str, Any]:
         """What travels in the Trainer's checkpoints, JSON-safe. A sync on an accelerator."""
@@ -183,21 +172,20 @@ class TrainingRun:
                 return
             self.driver.load_healing(saved["engines"])
             self.ledger.take_over(Ledger.from_dict(saved["ledger"]), self.step)
-            self._incidents = self.ledger.incident_count
         except (HealcoreError, KeyError, TypeError, ValueError) as error:
             self.log.warning(
                 f"healcore's state in the checkpoint of step {self.step} was not loaded, and "
                 f"starts again: {error}"
             )
             return
-        self.monitor.set_lr_scale({"optimizer": self._values(_REPORTED)["heal/lr_scale"]})
+        self.monitor.set_engines(self.driver.healing())
 
     def close(self, error: BaseException | None) -> None:
         """Detaches everything, and writes how the run has ended. A second call does nothing."""
         if self.ending:
             return
-        ending = _ending(error)
-        self.ending = ending.value
+        ending = ending_of(error)
+        self.ending, self._error = ending.value, error
         raised = trace = None
         if ending is Ending.EXCEPTION and error is not None:
             raised = "".join(traceback.format_exception_only(error)).strip()
@@ -225,14 +213,14 @@ class TrainingRun:
                 last_good=end.last_good,
                 unreported_alarms=self.monitor.unreported_alarms or None,
             )
+            self.log.info(end_line(end, not_carried_out=self.not_carried_out))
         finally:
-            self.final = self._report()
             self._open.close()
 
     # -- between steps --------------------------------------------------------------------------
 
     def after_step(self, step: int, *, now: bool) -> None:
-        """Takes an optimizer step; `step` counts from 1. `now`: its decision is read at once.
+        """Takes an optimizer step; `step` counts from 1. `now`: its decision is waited for.
 
         Raises RunStopped if the policy ends the run.
         """
@@ -303,7 +291,6 @@ class TrainingRun:
         for result in self._reader.due(all=all):
             self._reader.count_correction()
             request = self.monitor.process(result)
-            self._log_incident(result)
             if request is not None and carry_out:
                 self._carry_out(request)
             elif request is not None:
@@ -315,58 +302,27 @@ class TrainingRun:
             for step in self.checkpoints.mark_good(self.ledger.unhealthy, self.ledger.next_step):
                 self.log.event("good", step=step)
 
-    def _log_incident(self, result: StepResult) -> None:
-        """Logs one line for a new incident: the first ten, then each power of two."""
-        number = self.ledger.incident_count
-        if number <= self._incidents:
-            return
-        self._incidents = number
-        if number > 10 and number & (number - 1):
-            return
-        record = max(result.records, key=lambda each: each.cause != 0)
-        done = "; skipped" if record.skip else ""
-        if not record.skip and record.grad_scale < 1:
-            done = f"; gradients × {record.grad_scale:.3g}"
-        self.log.warning(
-            f"step {result.index + 1}: incident {number}: {cause_text(record.cause)}; the last "
-            f"finite loss is {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
-            f"{'; nothing is changed, the policy observes' if self.policy.observes else done}"
-        )
-
     def _carry_out(self, request: ActionRequest) -> None:
         self.wants_save |= self._executor.execute(request, self.step).save
 
     # -- reports --------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, float]:
-        """The engine's numbers of the last step, for a row of the log. One sync."""
-        return self._values(_LOGGED)
+    def _metrics(self) -> dict[str, float]:
+        return self.monitor.metrics.values()
 
-    def _values(self, names: Sequence[str]) -> dict[str, float]:
-        found = self._healing.metrics()
-        values = torch.stack([found[name].float() for name in names]).cpu().numpy()
-        return {name: float(value) for name, value in zip(names, values, strict=True)}
-
-    def report(self) -> TrainingReport:
+    def report(self) -> HealingReport:
         """What was seen and done so far."""
-        return self.final if self.ending else self._report()
-
-    def _report(self) -> TrainingReport:
-        values = self._values(_REPORTED)
-        return TrainingReport(
+        return HealingReport.of(
+            self.run_end(Ending.COMPLETED),
             policy=self.policy.name,
-            steps=self.step,
-            skipped=int(values["heal/skips"]),
-            clipped=int(values["heal/clips"]),
-            incidents=self.ledger.incident_count,
-            lr_scale=values["heal/lr_scale"],
-            lr_cuts=int(values["heal/lr_cuts"]),
-            not_carried_out=self.not_carried_out,
-            last_good=self.checkpoints.last_good,
-            quarantined=tuple(self.checkpoints.quarantined),
             ending=self.ending,
-            postmortem=None if self.postmortem is None else str(self.postmortem),
-            optimizer=self._healing.report(),
+            attempts=0,
+            incidents=self.ledger.incidents,
+            driver=self.driver,
+            counts={"not_carried_out": self.not_carried_out},
+            quarantined=self.checkpoints.quarantined,
+            postmortem=self.postmortem,
+            error=self._error,
         )
 
     def run_end(self, ending: Ending, why: str = "", exception: str | None = None) -> RunEnd:
@@ -439,11 +395,3 @@ def _events(given: Any, trainer: Any) -> Path | None:
     if given != "auto":
         return None if given is None else Path(given).absolute()
     return _folder(trainer).absolute() / FOLDER / "healcore.events.jsonl"
-
-
-def _ending(error: BaseException | None) -> Ending:
-    if error is None:
-        return Ending.COMPLETED
-    if isinstance(error, RunStopped):
-        return Ending.STOPPED
-    return Ending.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Ending.EXCEPTION

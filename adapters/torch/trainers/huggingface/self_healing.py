@@ -16,6 +16,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook
 from healcore.runtime.loop.lifecycle import ending_of
+from healcore.runtime.postmortem.postmortem import path_for
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
@@ -24,9 +25,9 @@ from healcore.torch.trainers.huggingface.callback import HealingCallback
 from healcore.torch.trainers.huggingface.dry_run import DryRun, copy_of, findings
 from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
 from healcore.torch.trainers.huggingface.evidence import loss_fn_of
-from healcore.torch.trainers.huggingface.healing_report import HealingReport, report_of
 from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 from healcore.torch.trainers.huggingface.progress import Progress
+from healcore.torch.trainers.huggingface.report import HealingReport
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -208,8 +209,20 @@ class SelfHealingTrainer:
         """
         if self.healer is None:
             raise AttachError("there is nothing to report before train(): call it first")
-        shrinks = 0 if self._split is None else self._split.sizes.used
-        return report_of(self.healer, self._ending, self._error, shrinks=shrinks)
+        healer, ending = self.healer, self._ending or ""
+        end, events = healer.run_end(), healer.events
+        path = None if events.path is None else path_for(events.path, events.run)
+        return HealingReport.of(
+            end,
+            policy=self._host_policy.name,
+            ending=ending,
+            attempts=healer.rollbacks,
+            incidents=healer.incidents,
+            driver=healer.driver,
+            counts={"shrinks": 0 if self._split is None else self._split.sizes.used},
+            postmortem=path if ending and path is not None and path.exists() else None,
+            error=self._error,
+        )
 
     def dry_run(self, steps: int = 2) -> DryRun:
         """Trains a copy for some steps in observe mode, and says what was found.
@@ -262,6 +275,7 @@ class _Run:
         self._replace("_push_from_checkpoint", self._repeating)
         stack.enter_context(signals.unclipped(trainer))
         stack.enter_context(signals.observed_losses(trainer, self._observe))
+        stack.enter_context(signals.extended_log(trainer, self._metrics))
 
     def _replace(self, name: str, replacement: Callable[..., Any]) -> None:
         """Lets `replacement` be called with the trainer's own method before the arguments."""
@@ -309,6 +323,10 @@ class _Run:
     def _observe(self, loss: Any) -> None:
         self._healer().observe(loss)
 
+    def _metrics(self) -> dict[str, float]:
+        healer = self._healed.healer
+        return {} if healer is None else healer.metrics()
+
     def _repeating(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """A push of a checkpoint to the Hub, again after a failure of the network."""
         return self._healer().retrying(own)(*args, **kwargs)
@@ -325,6 +343,11 @@ class _Run:
 def _check(trainer: Any) -> None:
     from transformers import Trainer, __version__
 
+    if isinstance(trainer, SelfHealingTrainer):
+        raise AttachError(
+            "heal takes a trainer that is not healed yet, and this is what heal() has returned: "
+            "call its train(), or pass its .trainer to heal it under another policy"
+        )
     if not isinstance(trainer, Trainer):
         raise AttachError(
             f"heal takes a transformers.Trainer or a trainer of TRL, not {type(trainer).__name__}: "
@@ -337,8 +360,9 @@ def _check(trainer: Any) -> None:
         )
     if any(isinstance(each, HealingCallback) for each in trainer.callback_handler.callbacks):
         raise AttachError(
-            "heal and HealingCallback would each judge the same steps: leave the callback out, "
-            "heal does what it does"
+            "one policy heals a trainer, and this one has a HealingCallback among its callbacks, "
+            "which would judge the same steps as heal(): leave the callback out, or write "
+            "trainer.remove_callback(HealingCallback) before"
         )
     if trainer.args.auto_find_batch_size:
         raise AttachError(

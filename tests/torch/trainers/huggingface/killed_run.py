@@ -45,7 +45,7 @@ def main(folder: Path, step: int) -> None:
     report = callback.report()
     assert report is not None
     total = weights(run).double().sum().item()
-    print(f"end {total!r} {report.skipped} {report.lr_scale} {report.ending}")
+    print(f"end {total!r} {report.counts['skips']} {report.lr_scale} {report.ending}")
 
 
 if __name__ == "__main__":

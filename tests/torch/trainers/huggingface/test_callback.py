@@ -53,7 +53,7 @@ def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Pa
     assert mean_loss(sick) == pytest.approx(mean_loss(healthy), rel=0.15)
     report = callback.report()
     assert report is not None
-    assert (report.skipped, report.incidents, report.ending) == (1, 1, "completed")
+    assert (report.counts["skips"], len(report.history), report.ending) == (1, 1, "completed")
     assert not schema_problems(events_of(tmp_path / "sick"))
 
 
@@ -164,7 +164,7 @@ def test_the_halved_learning_rate_takes_effect(tmp_path: Path):
     assert moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
     report = callback.report()
     assert report is not None
-    assert (report.lr_cuts, report.lr_scale) == (1, 0.5)
+    assert (report.counts["lr_cuts"], report.lr_scale) == (1, 0.5)
 
 
 class Ramp(small_runs.Net):
@@ -204,7 +204,7 @@ def test_a_rollback_that_a_callback_cannot_do_is_said_once(
     lines = [e for e in capsys.readouterr().err.splitlines() if "heal(trainer, policy)" in e]
     report = callback.report()
     assert report is not None
-    assert report.not_carried_out == 3
+    assert report.counts["not_carried_out"] == 3
     assert len(lines) == 1
     assert "callback cannot go back" in lines[0]
 
@@ -224,7 +224,7 @@ def test_a_stop_ends_training_with_a_diagnosis(tmp_path: Path):
     assert report is not None
     assert report.ending == "stopped"
     assert report.postmortem is not None
-    found = json.loads(Path(report.postmortem).read_text())
+    found = json.loads(report.postmortem.read_text())
     assert found["ending"] == "stopped"
     assert "NaN or Inf" in found["diagnosis"]
     assert not schema_problems(events_of(tmp_path))
@@ -269,7 +269,7 @@ def test_nothing_stays_after_an_exception(tmp_path: Path, late: bool):
     else:
         assert report.ending == "exception"
         assert report.postmortem is not None
-        assert "stop here" in json.loads(Path(report.postmortem).read_text())["exception"]
+        assert "stop here" in json.loads(report.postmortem.read_text())["exception"]
     assert hooks_of(run) == 0
     assert callback.healing is None
     assert not {"training_step", "log", "_mixed_mesh_grad_norm"} & set(vars(run))
@@ -284,7 +284,7 @@ def test_a_second_train_is_healed_anew(tmp_path: Path):
     run.train()
     report = callback.report()
     assert report is not None
-    assert (report.skipped, report.ending) == (1, "completed")
+    assert (report.counts["skips"], report.ending) == (1, "completed")
     assert weights(run).isfinite().all()
 
 

@@ -83,7 +83,7 @@ def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
     assert len(live) == 1
     report = live[0].report()
     assert report is not None
-    assert (report.lr_scale, report.skipped) == (0.5, 1)
+    assert (report.lr_scale, report.counts["skips"]) == (0.5, 1)
     assert torch.equal(weights(first), weights(again))
 
 

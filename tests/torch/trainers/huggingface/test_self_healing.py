@@ -90,9 +90,12 @@ def test_a_healthy_run_is_bit_identical(kind: str, tmp_path: Path):
     assert torch.equal(tiny.weights(trainer), tiny.weights(alone))
     assert trainer.state.epoch == alone.state.epoch
     assert trainer.state.global_step == alone.state.global_step == healed.healer.step
-    timed = ("runtime", "per_second", "step_time")
+    left_out = ("runtime", "per_second", "step_time", "heal/")
     histories = [
-        [{k: v for k, v in row.items() if not any(t in k for t in timed)} for row in of.log_history]
+        [
+            {k: v for k, v in row.items() if not any(t in k for t in left_out)}
+            for row in of.log_history
+        ]
         for of in (trainer.state, alone.state)
     ]
     assert histories[0] == histories[1]
@@ -254,10 +257,17 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
 
 
 def test_one_trainer_has_one_policy(tmp_path: Path):
-    both = tiny.plain(tmp_path)
+    both = tiny.plain(tmp_path, max_steps=1)
+    healed: Any = heal(both)
+    with pytest.raises(AttachError, match=r"call its train\(\), or pass its \.trainer"):
+        heal(healed)
     both.add_callback(HealingCallback("default"))
-    with pytest.raises(AttachError, match="leave the callback out"):
-        heal(both)
+    for action in (lambda: heal(both), healed.train):
+        with pytest.raises(AttachError, match=r"remove_callback\(HealingCallback\)"):
+            action()
+    both.add_callback(HealingCallback("zclip"))
+    with pytest.raises(AttachError, match=r"this one has 2 \(policies 'default', 'zclip'\)"):
+        both.train()
 
 
 def test_a_trainer_without_the_methods_is_refused_in_words(tmp_path: Path, monkeypatch: Any):
