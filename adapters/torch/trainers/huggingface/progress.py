@@ -34,6 +34,7 @@ class Progress:
 
     Attributes:
         training: whether Trainer's loop has begun. Before, it sets its sums of the loss itself.
+        max_steps: of the run that was loaded; None: nothing was.
     """
 
     def __init__(self, trainer: Any, feed: EpochFeed, split: SplitSteps) -> None:
@@ -41,6 +42,7 @@ class Progress:
         self._feed = feed
         self._split = split
         self.training = False
+        self.max_steps: int | None = None
 
     def state_dict(self) -> dict[str, str]:
         """The present counters. Reads one scalar from the device."""
@@ -54,6 +56,7 @@ class Progress:
             fields["num_input_tokens_seen"] = before.tokens_seen
         saved = {
             "state": fields,
+            "max_steps": state.max_steps,
             "counters": {name: _plain(value) for name, value in counters.items()},
             "logging": {name: getattr(trainer, name) for name in _LOGGING if self.training},
             "tr_loss": float(loss),
@@ -66,6 +69,7 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the counters; what the callbacks have counted too."""
         trainer, saved = self._trainer, json.loads(state["json"])
+        self.max_steps = saved.get("max_steps")
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
         for name, value in saved["counters"].items():
