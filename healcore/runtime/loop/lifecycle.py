@@ -41,6 +41,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     if not resume:
         _begin_lineage(loop)
     state = loop.journal.state
+    completed_at = state.newest_on_disk if state.ending == Ending.COMPLETED else None
     loop.out_of_memory.resume()
     loop.checkpoints.allow_nonfinite(state.nonfinite_ok or [])
     _repeat_quarantine(loop)
@@ -54,6 +55,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     if rerun and loop.step <= rerun[1]:
         loop.reruns.start(*rerun)
     loop.read_engines()
+    loop.had_completed = resume and loop.step == completed_at
     state.ending = None
     loop.rollbacks.write_journal(loop.step)
     loop.set_start(loop.step, resumed=resume)
@@ -241,7 +243,8 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         attempt("the fault could not be dealt with", partial(_answer, loop, fault, error))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state half changed.
-        saved = attempt("the last state could not be saved", loop.save_last)
+        save = partial(loop.save_last, completed=completed)
+        saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", loop.checkpoints.wait)
     not_saved = None
     if completed and any(loop.ranks.gather(_last_state_lost(loop, saved))):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
+from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks
 
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
@@ -38,6 +40,8 @@ class SaveSchedule:
         """Step at which a save became due that has not been taken yet; 0: none."""
         self._saved = -1
         """Step of the last checkpoint, or that the run started or resumed from."""
+        self._newest = -1
+        """The same, restart points included."""
 
     def count(self, steps: int) -> None:
         """Counts steps; a negative number corrects an earlier count."""
@@ -45,7 +49,7 @@ class SaveSchedule:
 
     def reset(self, step: int) -> None:
         """Restarts the count: the state is that of the checkpoint of `step`, or the initial one."""
-        self._saved, self._overdue, self._steps = step, 0, 0
+        self._saved, self._newest, self._overdue, self._steps = step, step, 0, 0
 
     def due(self, step: int) -> bool:
         """Whether a save is due and possible; called once per dispatch."""
@@ -53,6 +57,20 @@ class SaveSchedule:
         if self.checkpoints.due(step, steps):
             self._overdue = self._overdue or step
         return bool(self._overdue) and self.alarm_free(step) and self.driver.may_save()
+
+    def restart_due(self, step: int) -> bool:
+        """Whether a restart point is due and possible: only of a state that nothing speaks against.
+
+        A restart resumes from it, and it has passed no probation.
+        """
+        due = self.checkpoints.restart_points.due(step, self._newest)
+        return due and not self.ledger.open and not self._alarmed(step) and self.driver.may_save()
+
+    def save_for_restart(self, step: int) -> None:
+        """Saves a restart point, if one is still due now that all steps are read."""
+        if self.restart_due(step):
+            self._newest = step  # also if it is left out: the next one is due later
+            self.checkpoints.save_for_restart(step, *self.rollbacks.contents(step))
 
     def alarm_free(self, step: int) -> bool:
         """Whether the last steps had no alarm, which may be the first of an incident.
@@ -70,13 +88,13 @@ class SaveSchedule:
 
     def save(self, step: int, why: str) -> None:
         """Saves a checkpoint of this step."""
-        self._overdue, self._saved = 0, step
+        self._overdue, self._saved, self._newest = 0, step, step
         self.checkpoints.save(step, *self.rollbacks.contents(step), why)
         if self.rollbacks.journal_outdated:
             self.rollbacks.write_journal(step)
 
-    def save_emergency(self, step: int) -> str:
-        """Saves before an exception ends the run; returns why not, or "".
+    def save_emergency(self, step: int, exact: Callable[[], AbstractContextManager[None]]) -> str:
+        """Saves before an exception ends the run, in the context `exact`; returns why not, or "".
 
         A restart resumes from this checkpoint, which has passed no probation: so only of a state
         that nothing speaks against.
@@ -87,15 +105,20 @@ class SaveSchedule:
             return "the last steps had an alarm"
         if not self.driver.finite():
             return "the weights are not finite"
-        self.save(step, "emergency")
+        try:
+            with exact():
+                self.save(step, "emergency")
+        except StoreError as error:
+            return str(error)
         return ""
 
-    def save_last(self, step: int) -> None:
-        """Saves a checkpoint of the last step, if the last one is older."""
+    def save_last(self, step: int, exact: Callable[[], AbstractContextManager[None]]) -> None:
+        """Saves a checkpoint of the last step in the context `exact`, if the last one is older."""
         if step == self._saved and not self.checkpoints.in_memory_only(step):
             return
         if self.driver.may_save():
-            self.save(step, "last")
+            with exact():
+                self.save(step, "last")
             return
         self.log.problem(
             step, f"the run ends within an accumulation: the last checkpoint is {self._saved}"
