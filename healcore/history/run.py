@@ -285,10 +285,12 @@ class Run:
         before, after = event.lr_scale_before, event.lr_scale
         if before is None or after is None:
             return
-        self.cuts += after < before
+        # Without `action`: the limit of an earlier cut, or an earlier healcore, which had only cuts.
+        cut = after < before and (event.why is None or "CUT_LR" in (event.action or ()))
+        self.cuts += cut
         last = self._incidents[-1] if self._incidents else None
         # An order of the incident cut, also if the events of its alarms are gone.
-        if after < before and last is not None and last.attempt == len(self.attempts) - 1:
+        if cut and last is not None and last.attempt == len(self.attempts) - 1:
             last.cut(before, after)
 
     def _add_verdict(self, event: EventRecord, step: float) -> None:

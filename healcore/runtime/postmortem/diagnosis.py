@@ -12,7 +12,7 @@ from typing import NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending, RerunVerdict
+from healcore.runtime.events.models import Ending, EventRecord, RerunVerdict
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.incidents.hooks import Batch
 
@@ -52,11 +52,44 @@ class RollbackRecord(NamedTuple):
     step: int
     onset: int
     target: int
-    lr_before: float | None = None
-    """Learning rate, multiplier included; None: unknown."""
-    lr_after: float | None = None
+    lr: float | None = None
+    """The schedule's learning rate at `step`, without the multiplier; None: unknown."""
+    lr_limit: float | None = None
+    """The learning rate that the run does not exceed for now; None: no cut limits it, or unknown."""
+    lr_scale: float = 1.0
+    """The multiplier at `target`: 1 where the schedule is below the limit."""
     left_out: int = 0
     """Number of batches left out."""
+
+    @classmethod
+    def of(cls, event: EventRecord) -> RollbackRecord:
+        """The record of an event `rollback`."""
+        step = event.step or 0
+        return cls(
+            step=step,
+            onset=step if event.onset is None else event.onset,
+            target=event.checkpoint or 0,
+            lr=event.lr,
+            lr_limit=event.lr_limit,
+            lr_scale=1.0 if event.lr_scale is None else event.lr_scale,
+            left_out=len(event.batches or ()),
+        )
+
+    @property
+    def lowers_lr(self) -> bool:
+        """Whether the steps up to `step` have a lower learning rate than the schedule's."""
+        if self.lr is None or self.lr_limit is None:
+            return self.lr_scale < 1
+        return self.lr_limit < self.lr
+
+    @property
+    def lr_text(self) -> str:
+        """What the learning rate is after it, for a sentence; "" if it is the schedule's."""
+        if not self.lowers_lr:
+            return ""
+        if self.lr_limit is None:
+            return f"learning rate × {self.lr_scale:.3g}"
+        return f"learning rate at most {self.lr_limit:.3g}"
 
 
 class RunEnd(NamedTuple):
@@ -218,7 +251,7 @@ def _look_at(end: RunEnd) -> Iterator[str]:
         verdict=end.verdict,
         rollbacks=len(end.rollbacks),
         left_out=any(each.left_out for each in end.rollbacks),
-        lr_lowered=end.lr_scale < 1 or any(map(_lowered, end.rollbacks)),
+        lr_lowered=end.lr_scale < 1 or any(each.lowers_lr for each in end.rollbacks),
     )
     if hints:
         yield "Look at:"
@@ -255,17 +288,12 @@ def _batches(batches: Sequence[Batch]) -> str:
 
 def _rollback(rollback: RollbackRecord) -> str:
     text = f"went back from step {rollback.step} to {rollback.target}"
-    if _lowered(rollback):
-        text += f" with the learning rate {rollback.lr_before:.3g} -> {rollback.lr_after:.3g}"
+    if rollback.lr_text:
+        text += f" with the {rollback.lr_text}"
+        text += "" if rollback.lr_limit is None else f" (the schedule had come to {rollback.lr:.3g})"
     if rollback.left_out:
         text += f" and without {_count(rollback.left_out, 'batch', 'batches')}"
     return text
-
-
-def _lowered(rollback: RollbackRecord) -> bool:
-    """A rollback restores the user's own schedule too: the rate of that step may be higher."""
-    before, after = rollback.lr_before, rollback.lr_after
-    return before is not None and after is not None and after < before
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from healcore.runtime.events.models import EventRecord, RollbackOutcome
+from healcore.runtime.postmortem.diagnosis import RollbackRecord
 from healcore.tools.report.descriptions import counted, flag_names
 from healcore.tools.terminal import clean
 from healcore.tools.watch.live_run import LiveRun
@@ -42,7 +43,8 @@ def _rollback(event: EventRecord) -> str:
     target = _or(event.checkpoint)
     if event.outcome == RollbackOutcome.TRIAL:
         return f"replayed from step {target}, to see whether it happens again"
-    rate = "" if event.lr_scale is None else f", learning rate × {event.lr_scale:.3g}"
+    rate = RollbackRecord.of(event).lr_text
+    rate = f", {rate}" if rate else ""
     left = f", {len(event.batches)} batches left out" if event.batches else ""
     return f"back to the checkpoint of step {target}{rate}{left}"
 
@@ -52,7 +54,8 @@ def _lr(event: EventRecord) -> str:
     if not before or not after:
         return "learning rate"
     would = "would be " if event.observed else ""
-    return f"learning rate {would}× {after:.3g}, was {before:.3g}"
+    why = f": {event.why}" if event.why else ""
+    return f"learning rate {would}× {after:.3g}, was × {before:.3g}{why}"
 
 
 def _hook(event: EventRecord) -> str:
