@@ -55,7 +55,7 @@ class RollbackRecord(NamedTuple):
     lr: float | None = None
     """The schedule's learning rate at `step`, without the multiplier; None: unknown."""
     lr_limit: float | None = None
-    """The learning rate that the run does not exceed for now; None: no cut limits it, or unknown."""
+    """The learning rate that the run has at most, for now; None: no cut limits it, or unknown."""
     lr_scale: float = 1.0
     """The multiplier at `target`: 1 where the schedule is below the limit."""
     left_out: int = 0
@@ -107,12 +107,15 @@ class RunEnd(NamedTuple):
     open: bool | None = None
     """Whether the last incident was still open; None: unknown."""
     incidents: int = 0
+    """Of the whole run, with those in steps that a rollback has undone."""
+    undone_incidents: int = 0
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
     batches: tuple[Batch, ...] = ()
     """Of the last incident's first steps."""
     skips: int = 0
-    """Of the whole run."""
+    """Of the whole run, with those that a rollback has undone."""
+    undone_skips: int = 0
     rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
     verdict: str = ""
@@ -128,6 +131,8 @@ class RunEnd(NamedTuple):
     unsaved_why: str = ""
     """Why the last of them could not be written."""
     observes: bool = False
+    probation: int | None = None
+    """Healthy steps after which a checkpoint is known-good; None: unknown."""
     last_good: int | None = None
     path: str | None = None
     """Directory of the checkpoint `last_good`."""
@@ -177,7 +182,7 @@ def _headline(end: RunEnd) -> str:
 def _seen(end: RunEnd) -> Iterator[str]:
     if not end.cause:
         if end.incidents:
-            yield _section("Seen", f"{_count(end.incidents, 'incident')}, all of them over.")
+            yield _section("Seen", f"{incidents_text(end)}, all of them over.")
         return
     names = ", ".join(each.name.lower() for each in Cause if each.name and each in end.cause)
     since = "" if end.onset is None else f" from step {end.onset} on"
@@ -193,7 +198,7 @@ def _seen(end: RunEnd) -> Iterator[str]:
     elif end.verdict == RerunVerdict.REPRODUCIBLE:
         sentences.append("The same step, taken again from a snapshot, failed again: reproducible.")
     if end.incidents > 1:
-        sentences.append(f"It was incident {end.incidents} of the run.")
+        sentences.append(f"It was the last of {incidents_text(end)}.")
     yield _section("Seen", " ".join(sentences))
 
 
@@ -216,7 +221,7 @@ def _actions(end: RunEnd) -> Iterator[str]:
         return
     done = []
     if end.skips:
-        done.append(f"skipped {_count(end.skips, 'step')}")
+        done.append(f"skipped {with_undone(_count(end.skips, 'step'), end.undone_skips)}")
     if len(end.rollbacks) > _SHOWN:
         done.append(f"{len(end.rollbacks) - _SHOWN} earlier rollbacks")
     done += [_rollback(each) for each in end.rollbacks[-_SHOWN:]]
@@ -244,8 +249,8 @@ def _unsaved(end: RunEnd) -> Iterator[str]:
 
 
 def _look_at(end: RunEnd) -> Iterator[str]:
-    if end.ending == Ending.COMPLETED and end.open is False:
-        return
+    if end.ending == Ending.COMPLETED and not (end.open or end.not_finite or end.fault):
+        return  # it has ended well
     hints = advice(
         end.cause | end.fault,
         verdict=end.verdict,
@@ -260,10 +265,34 @@ def _look_at(end: RunEnd) -> Iterator[str]:
 
 
 def _last_good(end: RunEnd) -> str:
-    if end.last_good is None:
-        return _section("Last known-good", "none; resume from the start, or check one by hand.")
-    where = f", in {end.path}" if end.path else ""
-    return f"Last known-good: the checkpoint of step {end.last_good}{where}."
+    if end.last_good is not None:
+        where = f", in {end.path}" if end.path else ""
+        return f"Last known-good: the checkpoint of step {end.last_good}{where}."
+    text = "none" + why_none_is_good(end.step, end.probation)
+    if end.ending != Ending.COMPLETED:
+        text += "; resume from the start, or check one by hand"
+    return _section("Last known-good", f"{text}.")
+
+
+def why_none_is_good(step: int, probation: int | None) -> str:
+    """Why no checkpoint is known-good after `step` steps, and what to set; begins with a colon."""
+    if probation is None:
+        return ""
+    text = f": a checkpoint is known-good after {probation} healthy steps (rollback.probation)"
+    if step > probation:
+        return text
+    text += f", and the run has had {step}"
+    return text if step < 2 else f'{text}. For runs as short, rollback={{"probation": {step // 2}}}'
+
+
+def incidents_text(end: RunEnd) -> str:
+    """How many incidents there were."""
+    return with_undone(_count(end.incidents, "incident"), end.undone_incidents)
+
+
+def with_undone(count: str, undone: int) -> str:
+    """A count, and how many of it belong to steps that the run has gone back over."""
+    return f"{count} ({undone} undone by a rollback)" if undone else count
 
 
 # -- pieces of sentences --------------------------------------------------------------------------
@@ -290,7 +319,9 @@ def _rollback(rollback: RollbackRecord) -> str:
     text = f"went back from step {rollback.step} to {rollback.target}"
     if rollback.lr_text:
         text += f" with the {rollback.lr_text}"
-        text += "" if rollback.lr_limit is None else f" (the schedule had come to {rollback.lr:.3g})"
+        text += (
+            "" if rollback.lr_limit is None else f" (the schedule had come to {rollback.lr:.3g})"
+        )
     if rollback.left_out:
         text += f" and without {_count(rollback.left_out, 'batch', 'batches')}"
     return text

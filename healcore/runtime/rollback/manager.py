@@ -219,7 +219,8 @@ class RollbackManager:
         rate = self.driver.learning_rate() if plan.rerun is None else None
         engines, lr = at_rate(self.policy.engine, engines, rate, before=plan.lr)
         self.driver.load_healing(engines)
-        self.ledger.on_rollback(plan.onset, result.step, counts=plan.rerun is None)
+        saved, counts = _ledger_in(result), plan.rerun is None
+        self.ledger.on_rollback(plan.onset, result.step, saved, counts=counts)
         return AppliedPlan(result.step, engines, host_state, lr)
 
     def _complete(self, plan: RollbackPlan, applied: AppliedPlan) -> None:
@@ -240,7 +241,7 @@ class RollbackManager:
     def finish_interrupted(self, plan: RollbackPlan) -> AppliedPlan:
         """Carries out a plan during which a process was killed."""
         if self.journal.state.ledger is not None:
-            self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0])
+            self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0], None)
         applied = self._apply_plan(plan, now=plan.step)
         position = {**(_position(applied.host_state) or {}), **plan.forward}
         self.loaders.resume(position, plan.left_out)
@@ -256,19 +257,19 @@ class RollbackManager:
         result = self._restore(order, order[0])
         check_lineage(self.journal, result)
         engines = self._saved_engines(result, result.step)
-        healing = result.restored.healing or {}
-        ledger = healing.get("ledger") if healing.get("schema") == HEALING_SCHEMA else None
+        saved = ledger = _ledger_in(result)
         last, forward, reset = self.journal.state.last_rollback, {}, False
         if last is not None and result.step <= last.target:
             # Killed between the rollback and the first save after it, or that one is damaged.
             live, _ = compatible(self.policy.engine, last.engines)
             older = result.step < last.target
             engines = after_rollback(self.policy.engine, live, engines) if older else live
-            ledger, forward = self.journal.state.ledger, last.plan.forward
+            of_journal, forward = self.journal.state.ledger, last.plan.forward
+            ledger = None if of_journal is None else Ledger.from_dict(of_journal)
             reset = self._resets(last.plan)
         host_state = self._load_state(result, engines, reset=reset)
         if ledger is not None:
-            self.ledger.take_over(Ledger.from_dict(ledger), result.step)
+            self.ledger.take_over(ledger, result.step, saved)
         else:
             self.ledger.next_step = result.step
         left_out = {} if last is None else last.plan.left_out
@@ -355,6 +356,14 @@ class RollbackManager:
             self.journal_outdated = True
         else:
             self.journal_outdated = False
+
+
+def _ledger_in(result: RestoreResult) -> Ledger | None:
+    """The ledger of a checkpoint; None: it has none that this version reads."""
+    healing = result.restored.healing or {}
+    if healing.get("schema") != HEALING_SCHEMA or not healing.get("ledger"):
+        return None
+    return Ledger.from_dict(healing["ledger"])
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:

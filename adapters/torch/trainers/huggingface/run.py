@@ -182,7 +182,8 @@ class TrainingRun:
                 )
                 return
             self.driver.load_healing(saved["engines"])
-            self.ledger.take_over(Ledger.from_dict(saved["ledger"]), self.step)
+            ledger = Ledger.from_dict(saved["ledger"])
+            self.ledger.take_over(ledger, self.step, ledger)
             self._incidents = self.ledger.incident_count
         except (HealcoreError, KeyError, TypeError, ValueError) as error:
             self.log.warning(
@@ -327,7 +328,7 @@ class TrainingRun:
         if not record.skip and record.grad_scale < 1:
             done = f"; gradients × {record.grad_scale:.3g}"
         self.log.warning(
-            f"step {result.index + 1}: incident {number}: {cause_text(record.cause)}; the last "
+            f"step {result.index}: incident {number}: {cause_text(record.cause)}; the last "
             f"finite loss is {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
             f"{'; nothing is changed, the policy observes' if self.policy.observes else done}"
         )
