@@ -14,12 +14,13 @@ from healcore.torch.engines import DeviceEngine, HostEngine
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.measurement import Measurer
+from healcore.torch.ranks import StepRanks
 from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.skipped_step import is_third_party
 from healcore.torch.step_hooks import StepHooks
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import DeviceMesh, ProcessGroup
 
     from healcore.core.engine import Engine
     from healcore.policy import Overrides, PolicyLike
@@ -33,7 +34,8 @@ def attach(
     engine: Literal["auto", "host", "device"] = "auto",
     fused: bool | Literal["auto"] = "auto",
     compile: bool | Literal["auto"] = "auto",
-    process_group: ProcessGroup | Literal["auto"] | None = "auto",
+    process_group: ProcessGroup | DeviceMesh | Literal["auto"] | None = "auto",
+    pp_mesh: DeviceMesh | None = None,
     **overrides: Unpack[Overrides],
 ) -> Healing:
     """Heals an optimizer: the policy judges every `optimizer.step()`, then clips it or skips it.
@@ -61,9 +63,12 @@ def attach(
             True asserts it for a subclass that only wraps `super().step()`; False never uses them.
         compile: whether the device engine runs through torch.compile; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
-            and norms, which costs one small all_reduce per step. "auto": the default group, where
-            torch.distributed is initialized with several ranks. None: nothing is exchanged; only
-            where every rank has the same loss and gradients anyway, or trains its own model.
+            and the global norm, which costs one all_reduce of 64 bytes per step. "auto": the ranks
+            of the parameters' meshes (FSDP2, tensor parallel), or of plain parameters the default
+            group, where torch.distributed is initialized. None: nothing is exchanged; only where
+            every rank has the same loss and gradients anyway, or trains its own model.
+        pp_mesh: the stages of a pipeline, `mesh["pp"]`, over which norms are added up. By default
+            the dimension "pp" of the mesh that the parameters' meshes are parts of.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`.
 
@@ -71,8 +76,8 @@ def attach(
         The handle: `observe`, `metrics`, `state_dict`, `report`, `detach`.
 
     Raises:
-        AttachError: not an optimizer, already attached, no parameters, or an unknown value of an
-            option. Nothing has changed then.
+        AttachError: not an optimizer, already attached, no parameters, an unknown value of an
+            option, or meshes that do not tell who steps together. Nothing has changed then.
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
     from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
@@ -87,6 +92,7 @@ def attach(
         fused=fused,
         compile=compile,
         process_group=process_group,
+        pp_mesh=pp_mesh,
     )
 
 
@@ -99,6 +105,7 @@ def heal_optimizer(
     fused: bool | Literal["auto"] = "auto",
     compile: bool | Literal["auto"] = "auto",
     process_group: Any = "auto",
+    pp_mesh: Any = None,
     measurer: Callable[..., Measurer] = Measurer,
     hooks: Callable[..., StepHooks] = StepHooks,
 ) -> Healing:
@@ -131,7 +138,13 @@ def heal_optimizer(
             "the parameters are on the meta device and have no values: "
             "attach after they are materialised"
         )
+    ranks = StepRanks(params, process_group, pp_mesh)
     core = core_of()
+    if core.per_tensor and ranks.stages > 1:
+        raise AttachError(
+            "the policy clips each parameter by its own history, and pipeline stages have "
+            "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
+        )
     if (core.softens or core.clips_updates) and isinstance(optimizer, torch.optim.LBFGS):
         raise AttachError(
             "the policy has soft_step or [update_clip], and LBFGS reads its learning rate before "
@@ -150,7 +163,7 @@ def heal_optimizer(
         live_engine,
         measurer(core, optimizer, home, scaler),
         Enforcer(optimizer, by_kernel=obstacle is None, scales_lr=core.scales_lr),
-        SignalAllReduce(process_group, home),
+        SignalAllReduce(ranks, home),
     )
     return Healing(step_hooks, engine_reason=reason, obstacle=obstacle)
 

@@ -9,8 +9,10 @@ result dtype. On a CPU it would then not be vectorised (192 bfloat16 tensors of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,24 +30,36 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def complete_(params: Sequence[Tensor]) -> None:
+    """Reduces gradients that are partial sums on each rank, as a LayerNorm's in sequence parallel.
+
+    The optimizer's step would do that anyway, with at least the same communication.
+    """
+    for p in params:
+        grad = p.grad
+        if is_dtensor(grad) and grad.placements != p.placements:  # type: ignore[union-attr]
+            p.grad = grad.redistribute(placements=p.placements)  # type: ignore[union-attr]
+
+
 def norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """L2 norm of each gradient, 0-d float32 on its device (a DTensor for a DTensor).
+    """L2 norm of each gradient, 0-d float32 on its device; of a DTensor, of this rank's part.
 
     Gradients may be dense or sparse, on any device and of any dtype.
     """
     found: dict[int, Tensor] = {}
     batches: dict[tuple[object, ...], dict[int, Tensor]] = {}
     for i, grad in enumerate(grads):
+        grad = local(grad)
         if grad.layout is not torch.strided:
             grad = (grad.coalesce() if grad.is_sparse else grad).values()
         if grad.dtype.is_complex:
             grad = torch.view_as_real(grad)
-        device, dtype, mesh = grad.device, grad.dtype, _mesh(grad)
-        if mesh is None and device.type == "cpu" and (dtype in _HALVES or grad.numel() > CHUNK):
+        device, dtype = grad.device, grad.dtype
+        if device.type == "cpu" and (dtype in _HALVES or grad.numel() > CHUNK):
             found[i] = _norm_in_pieces(grad)
         else:
-            batches.setdefault((device, dtype, mesh), {})[i] = grad
-    for (_, dtype, _), batch in batches.items():
+            batches.setdefault((device, dtype), {})[i] = grad
+    for (_, dtype), batch in batches.items():
         result = torch.float32 if dtype in _HALVES else None
         each = _foreach_norm([*batch.values()], 2, dtype=result)
         if dtype is torch.float64:
@@ -54,18 +68,35 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     return [found[i] for i in range(len(grads))]
 
 
+def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Norms of whole DTensors, from those of this rank's parts; those of plain tensors as they are.
+
+    One small all_reduce for each dimension of each mesh, which every rank of it has to call.
+    """
+    whole = [*norms]
+    by_mesh: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if is_dtensor(tensor):
+            by_mesh.setdefault(tensor.device_mesh, []).append(i)  # type: ignore[attr-defined]
+    for mesh, members in by_mesh.items():
+        squares = norm_vector([norms[i] for i in members], norms[members[0]].device).double() ** 2
+        for dim in range(mesh.ndim):
+            copies = [
+                mesh.size(dim) if tensors[i].placements[dim].is_replicate() else 1  # type: ignore[attr-defined]
+                for i in members
+            ]
+            squares /= torch.tensor(copies, dtype=squares.dtype).to(squares.device)
+            dist.all_reduce(squares, group=mesh.get_group(dim))
+        for i, norm in zip(members, squares.sqrt().to(torch.float32).unbind(), strict=True):
+            whole[i] = norm
+    return whole
+
+
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norm of all gradients from `norms` of each, 0-d float32 on `device`, no DTensor."""
-    by_mesh: dict[object, list[Tensor]] = {}
-    for norm in norms:
-        by_mesh.setdefault(_mesh(norm), []).append(norm)
-    plain = by_mesh.pop(None, [])
-    for members in by_mesh.values():  # one all_reduce for each mesh, not one for each tensor
-        combined = torch.linalg.vector_norm(torch.stack(members))
-        plain.append(combined.full_tensor())  # type: ignore[attr-defined]
-    if any(norm.device != device for norm in plain):
-        plain = [norm.to(device, non_blocking=True) for norm in plain]
-    return torch.linalg.vector_norm(torch.stack(plain)) if len(plain) > 1 else plain[0]
+    """The norm of all gradients from `norms` of each, 0-d float32 on `device`."""
+    if any(norm.device != device for norm in norms):
+        norms = [norm.to(device, non_blocking=True) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack([*norms])) if len(norms) > 1 else norms[0]
 
 
 def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -73,22 +104,17 @@ def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
     zero = torch.zeros((), dtype=torch.float32, device=device)
     parts = []
     for norm in norms:
-        if norm is None:
-            norm = zero
-        elif hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()  # type: ignore[operator]
-        parts.append(norm.to(device, non_blocking=True))
-    return torch.stack(parts)
+        parts.append(zero if norm is None else norm.to(device, non_blocking=True))
+    return torch.stack(parts) if parts else zero.new_zeros(0)
 
 
 def scale_(params: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiplies all gradients in place by one number or 0-d tensor."""
-    # One call takes either plain tensors or the DTensors of one mesh.
-    batches: dict[tuple[torch.device, object], list[Tensor]] = {}
+    batches: dict[torch.device, list[Tensor]] = {}
     for p in params:
         if p.grad is not None:
-            batches.setdefault((p.grad.device, _mesh(p.grad)), []).append(_values(p.grad))
-    for (device, _), tensors in batches.items():
+            batches.setdefault(p.grad.device, []).append(_values(p.grad))
+    for device, tensors in batches.items():
         on_device = factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_(tensors, on_device)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -103,16 +129,22 @@ def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> 
         _values(p.grad).mul_(factor)
 
 
+def is_dtensor(tensor: object) -> bool:
+    """Whether this is a DTensor; without an import of torch.distributed.tensor."""
+    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, in its memory; a plain tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def _values(grad: Tensor) -> Tensor:
     """The stored values of a gradient, in its memory. Not for norms: they may be uncoalesced."""
+    grad = local(grad)
     if grad.layout is torch.strided:
         return grad
     return grad._values() if grad.is_sparse else grad.values()
-
-
-def _mesh(tensor: Tensor) -> object:
-    """The device mesh of a DTensor, None of a plain tensor."""
-    return None if type(tensor) is Tensor else getattr(tensor, "device_mesh", None)
 
 
 def _norm_in_pieces(grad: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from healcore.torch import gradients
 from healcore.torch.errors import AttachError
 from healcore.torch.grad_scaler import DroppedSteps, Overflows
 from healcore.torch.losses import LossMean, checked
+from healcore.torch.ranks import StepRanks
 
 _SIDE_SIGNALS = {"eval_loss": math.nan, "update_norm": None}
 """Signals that not every step has, with their value at a step without one (None: absent)."""
@@ -26,11 +27,14 @@ class Measurement(NamedTuple):
     """The signals of one step, as tensors next to the parameters; no field is read on the host."""
 
     grad_norm: Tensor | None
-    """0-d float32: global norm of what is in `.grad`; None if no parameter has a gradient."""
+    """0-d float32: norm of this rank's `.grad`, global once reduced; None without a gradient."""
     loss: Tensor | None = None
     """0-d float32: mean over the micro-batches of this step."""
     group_norms: Tensor | None = None
-    """(n,) float32: norm of each parameter's gradient, 0 without one."""
+    """(n,) float32: norm of each parameter's gradient, 0 without one; of this rank's, as above."""
+    squares: Tensor | None = None
+    """(1,) or with `group_norms` (1 + n,) float64: what this rank adds to their squares over all
+    ranks. None if every rank has all gradients, and once reduced."""
     eval_loss: Tensor | None = None
     """0-d float32, NaN at a step without an evaluation."""
     update_norm: Tensor | None = None
@@ -73,7 +77,7 @@ class StepNorms(NamedTuple):
     params: Sequence[Tensor]
     """Those with a gradient."""
     norms: Sequence[Tensor]
-    """0-d float32 each: norm of its gradient, times `grad_divisor`."""
+    """0-d float32 each: norm of this rank's part of its gradient, times `grad_divisor`."""
     grad_divisor: Tensor | None
 
     def on_host(self) -> np.ndarray:
@@ -81,7 +85,8 @@ class StepNorms(NamedTuple):
 
         Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
         """
-        stacked = gradients.norm_vector(self.norms, self.norms[0].device)
+        whole = gradients.whole_norms(self.norms, self.params)
+        stacked = gradients.norm_vector(whole, whole[0].device)
         values, divisor = read([stacked, self.grad_divisor])
         with np.errstate(all="ignore"):
             return values if divisor is None else values / divisor
@@ -136,22 +141,31 @@ class Measurer:
         *,
         grad_divisor: Tensor | None,
         found_inf: Tensor | None,
+        ranks: StepRanks,
     ) -> Measurement:
         """Measures the step about to be taken; `everything` is all parameters of the optimizer."""
         self.dropped.stepped = True
         self.overflows.reset()
+        gradients.complete_(everything)
         each = gradients.norms([p.grad for p in everything if p.grad is not None])
         self.tensor_norms = each
-        group_norms = None
-        if self.engine.per_tensor:
+        by_parameter = squares = None
+        if self.engine.per_tensor or ranks.has_parts:
             remaining = iter(each)
-            group_norms = gradients.norm_vector(
+            by_parameter = gradients.norm_vector(
                 [None if p.grad is None else next(remaining) for p in everything], self.home
             )
+        group_norms = by_parameter if self.engine.per_tensor else None
+        if by_parameter is not None and ranks.has_parts:
+            parts = ranks.squares(by_parameter, everything)
+            squares = parts.sum().reshape(1)
+            if group_norms is not None:
+                squares = torch.cat([squares, parts])
         measured = Measurement(
             grad_norm=gradients.total_norm(each, self.home) if each else None,
             loss=self._losses.mean(),
             group_norms=group_norms,
+            squares=squares,
             eval_loss=self._side_signal("eval_loss"),
             update_norm=self._side_signal("update_norm"),
             grad_divisor=self._at_home(grad_divisor),
@@ -200,7 +214,8 @@ class Measurer:
 
     def all_finite(self, grads: Sequence[Tensor]) -> bool:
         """Whether these gradients are finite. A sync on an accelerator."""
-        norm = gradients.total_norm(gradients.norms(grads), self.home)
+        each = gradients.whole_norms(gradients.norms(grads), grads)
+        norm = gradients.total_norm(each, self.home)
         return bool(torch.isfinite(norm).cpu().numpy())
 
     def _side_signal(self, name: str) -> Tensor | None:

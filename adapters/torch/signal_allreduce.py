@@ -1,11 +1,21 @@
-"""`SignalAllReduce`: the ranks of a data-parallel run judge the same signals.
+"""`SignalAllReduce`: the ranks of one run judge the same signals.
 
 DistributedDataParallel reduces gradients and leaves the loss local: after a loss spike on one rank
-only that rank would skip. So all signals of a step go through one `all_reduce` first.
+only that rank would skip. Of sharded gradients each rank has its own. So all signals of a step go
+through one `all_reduce` first, of eight float64:
+
+    loss, update norm, eval loss    sums over the ranks that have them
+    overflows, eval losses          counts, in one number
+    decision, its square            of the step before: 16 bits of it, to notice ranks that differ
+    squared gradient norm           the sum is the squared global norm, or ranks times it
+    losses, update norms, gradients counts, in one number
+
+Per-tensor clipping adds eight bytes for each parameter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,124 +23,157 @@ import torch.distributed as dist
 from torch import Tensor
 
 from healcore.core.verdict import Decision
-from healcore.torch.errors import AttachError, RanksDisagreeError
+from healcore.torch import gradients
+from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.measurement import AsyncCopy, Measurement
+from healcore.torch.ranks import StepRanks
 
-_SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "found_inf")
-_OPTIONAL = frozenset({"loss", "grad_norm", "update_norm"})
+_COUNTED = ("loss", "update_norm", "grad_norm")
 """Signals that one rank may have while another has not."""
+_MOST = 1 << 17
+"""Counts of fewer ranks than this share a float64, three at most: 51 of its 53 bits."""
 
 
 class SignalAllReduce:
-    """Averages the signals of a step, on the device `home`, over the ranks of a process group.
+    """Reduces the signals of a step over `ranks`, on the device `home`.
 
-    In float64, so that a value that is the same on all ranks stays the same float32. `group` is a
-    process group, "auto" (the default one, once it is initialized) or None; otherwise AttachError.
+    In float64, so that a value that is the same on all ranks stays the same float32.
     """
 
-    def __init__(self, group: Any, home: torch.device) -> None:
-        self._auto = isinstance(group, str) and group == "auto" and dist.is_available()
-        is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
-        if not (is_group or group is None or (isinstance(group, str) and group == "auto")):
-            raise AttachError(
-                "process_group is a torch.distributed process group, 'auto' or None, got "
-                f"{type(group).__name__}: leave it out for the default group, or pass None where "
-                "every rank has the same loss and the same gradients anyway"
-            )
-        self._group: Any = group if is_group else None
+    def __init__(self, ranks: StepRanks, home: torch.device) -> None:
+        self.ranks = ranks
         self._home = home
         self._zero = torch.zeros((), dtype=torch.float32, device=home)
-        self._one = torch.ones((), dtype=torch.float32, device=home)
-        self._differs: AsyncCopy | None = None
+        self._counts: dict[int, Tensor] = {}
+        """What this rank adds to the counts, on the device, by their number."""
+        self._scales = torch.tensor([1, _MOST, _MOST**2], dtype=torch.float64).to(home)
+        self._differs: tuple[AsyncCopy, str] | None = None
 
     @property
     def world(self) -> int:
         """Number of ranks that decide together."""
-        if self._auto and dist.is_initialized():
-            self._group, self._auto = dist.group.WORLD, False
-        return 1 if self._group is None else dist.get_world_size(self._group)
+        return self.ranks.world
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank logs for all that decide together."""
-        return self.world == 1 or dist.get_rank(self._group) == 0
+    def reduce(self, measured: Measurement, last: Decision | None) -> Measurement:
+        """The mean of each signal over the ranks that have it, and the global norm.
 
-    def mean(self, measured: Measurement, last: Decision | None) -> Measurement:
-        """The mean of each signal over the ranks that have it. Every rank calls it at every step.
-
-        A sync only if this rank lacks a loss or a norm, which another may have. `grad_norm` stays
-        None if no rank has gradients. RanksDisagreeError if the decisions `last` of the step before
-        differ; on an accelerator it comes some steps later, once it can be read without waiting.
+        Every rank calls it at every step. A sync only if this rank lacks a loss or a norm, which
+        another may have. `grad_norm` stays None if no rank has gradients. RanksDisagreeError if the
+        decisions `last` of the step before differ, or at the first one the parameters; on an
+        accelerator it comes some steps later, once it can be read without waiting.
         """
-        if self._differs is not None and self._differs.has_arrived():
+        if self._differs is not None and self._differs[0].has_arrived():
             differs, self._differs = self._differs, None
-            _raise_if(differs)
-        values, counts = [], []
-        for name in _SIGNALS:
-            value = getattr(measured, name)
-            count = self._zero if value is None else self._one
-            if value is None:
-                value = self._zero
-            elif name == "eval_loss":  # NaN stands for "none at this step"
-                count = (~torch.isnan(value)).to(torch.float32)
-                value = torch.where(torch.isnan(value), self._zero, value)
-            values.append(value)
-            counts.append(count)
-        checksum = self._checksum(last)
-        packed = torch.stack([*values, checksum, *counts, self._one])
-        if measured.group_norms is not None:
-            packed = torch.cat([packed, measured.group_norms])
-        n = len(values) + 1
-        sums, ranks, groups = self._summed(packed).tensor_split((n, 2 * n))
-        means = (sums / ranks).to(torch.float32).unbind()
-        differs = AsyncCopy(means[-1] != checksum)
+            _raise_if(*differs)
+        sums = self._summed(self._packed(measured, last))
+        differs = AsyncCopy(self.world * sums[5] != sums[4] * sums[4]), _why(last)
         if self._home.type == "cpu":
-            _raise_if(differs)
+            _raise_if(*differs)
         elif self._differs is None:
             self._differs = differs
-        absent = {name for name in _SIGNALS if getattr(measured, name) is None}
-        if absent & _OPTIONAL:
-            has_it = ranks.cpu().numpy()
-            absent -= {name for i, name in enumerate(_SIGNALS) if name in _OPTIONAL and has_it[i]}
-        reduced = {
-            name: mean for name, mean in zip(_SIGNALS, means, strict=False) if name not in absent
-        }
-        if measured.group_norms is not None:
-            reduced["group_norms"] = (groups / self.world).to(torch.float32)
-        return measured._replace(**reduced)
+        counts = torch.remainder(torch.floor(sums[7] / self._scales), _MOST)
+        means = sums[:2] / counts[:2]
+        squares = torch.cat([sums[6:7], sums[8:]])
+        if not self.ranks.has_parts:
+            squares = squares / counts[2]
+        norms = squares.sqrt().to(torch.float32)
+        found = {name for name in _COUNTED if getattr(measured, name) is not None}
+        if len(found) < len(_COUNTED):
+            on_host = counts.cpu().numpy()
+            found = {name for name, count in zip(_COUNTED, on_host, strict=True) if count}
+        loss, update = means.to(torch.float32).unbind()
+        overflows, evals = sums[3], None
+        if measured.eval_loss is not None:
+            overflows = torch.remainder(sums[3], _MOST)
+            evals = (sums[2] / torch.floor(sums[3] / _MOST)).to(torch.float32)
+        return measured._replace(
+            loss=loss if "loss" in found else None,
+            update_norm=update if "update_norm" in found else None,
+            grad_norm=norms[0] if "grad_norm" in found else None,
+            group_norms=None if measured.group_norms is None else norms[1:],
+            eval_loss=evals,
+            found_inf=None if measured.found_inf is None else overflows.to(torch.float32),
+            squares=None,
+        )
 
-    def mean_of(self, value: Tensor | None) -> Tensor:
-        """The mean of one 0-d float32 over the ranks that have it; every rank calls it, or none."""
+    def norm_of(self, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
+        """The global norm of one tensor for each of `params`; every rank calls it, or none."""
+        each = gradients.norm_vector(gradients.norms(tensors), self._home)
+        norm = torch.linalg.vector_norm(each)
         if self.world == 1:
-            return self._zero if value is None else value
-        given = [self._zero, self._zero] if value is None else [value, self._one]
-        total, ranks = self._summed(torch.stack(given)).unbind()
-        return (total / ranks.clamp(min=1)).to(torch.float32)
+            return norm
+        if self.ranks.has_parts:
+            return self._summed(self.ranks.squares(each, params).sum()).sqrt().to(torch.float32)
+        given = torch.stack([norm.to(torch.float64).square(), torch.full_like(norm, bool(params))])
+        total, count = self._summed(given).unbind()
+        return (total / count.clamp(min=1)).sqrt().to(torch.float32)
+
+    def _packed(self, measured: Measurement, last: Decision | None) -> Tensor:
+        """What this rank adds: (8,) float64, with `group_norms` (8 + n,)."""
+        zero = self._zero
+        loss, update = (zero if x is None else x for x in (measured.loss, measured.update_norm))
+        flags = zero if measured.found_inf is None else (measured.found_inf > 0).to(torch.float32)
+        evals = measured.eval_loss
+        if evals is None:
+            evals = zero
+        else:  # NaN stands for "none at this step"
+            has_one = ~torch.isnan(evals)
+            flags = flags + _MOST * has_one
+            evals = torch.where(has_one, evals, zero)
+        head = torch.stack([loss, update, evals, flags]).to(torch.float64)
+        squares = measured.squares
+        if squares is None:
+            norm = zero if measured.grad_norm is None else measured.grad_norm
+            each = [norm.reshape(1)]
+            if measured.group_norms is not None:
+                each.append(measured.group_norms)
+            squares = torch.cat(each).to(torch.float64).square()
+        counts = sum(
+            _MOST**i for i, name in enumerate(_COUNTED) if getattr(measured, name) is not None
+        )
+        if counts not in self._counts:
+            number = torch.tensor([counts], dtype=torch.float64)
+            self._counts[counts] = number.to(self._home)
+        mark = self._mark(last)
+        return torch.cat([head, mark, squares[:1], self._counts[counts], squares[1:]])
+
+    def _mark(self, last: Decision | None) -> Tensor:
+        """(2,) float64: 16 bits of a decision, and their square; at the first of the parameters."""
+        if last is None:
+            bits = torch.full_like(self._zero, self.ranks.fingerprint(), dtype=torch.float64)
+        else:
+            values = 8.0 * last.skip + 2.0 * last.lr_scale + last.grad_scale
+            if not isinstance(values, Tensor):
+                values = torch.full_like(self._zero, float(values))
+            folded = values.to(torch.float32).view(torch.int32)
+            bits = ((folded ^ (folded >> 16)) & 0xFFFF).to(torch.float64)
+        return torch.stack([bits, bits * bits])
 
     def _summed(self, packed: Tensor) -> Tensor:
         """The sum over the ranks, float64."""
-        device = _reduction_device(self._group, self._home)
+        device = _reduction_device(self.ranks.group, self._home)
         packed = packed.to(device, torch.float64)
-        dist.all_reduce(packed, group=self._group)
+        dist.all_reduce(packed, group=self.ranks.group)
         return packed.to(self._home, non_blocking=True)
 
-    def _checksum(self, last: Decision | None) -> Tensor:
-        """One float32 that differs where decisions differ; the mean of equal ones is exact."""
-        if last is None:
-            return self._zero
-        if not isinstance(last.grad_scale, Tensor):
-            checksum = 8.0 * last.skip + 2.0 * last.lr_scale + last.grad_scale
-            return torch.full_like(self._zero, float(checksum))
-        return 8.0 * last.skip.to(torch.float32) + 2.0 * last.lr_scale + last.grad_scale
 
-
-def _raise_if(differs: AsyncCopy) -> None:
-    if differs.read():
-        raise RanksDisagreeError(
-            "the ranks decided different things at the step before, so that their parameters "
-            "differ: attach with one policy, and call expect_change(), load_state_dict() and "
-            "on_rollback() on every rank before the same step; go back to a checkpoint"
+def _why(last: Decision | None) -> str:
+    if last is None:
+        return (
+            "at the first step the ranks have parameters of different shapes, or only some of them "
+            "have loaded a state: pass pp_mesh=mesh['pp'] for the stages of a pipeline, and "
+            "process_group= for ranks that train another model; load_state_dict() is for every rank"
         )
+    return (
+        "the ranks decided different things at the step before, so that their parameters "
+        "differ: attach with one policy, and call expect_change(), load_state_dict() and "
+        "on_rollback() on every rank before the same step; go back to a checkpoint"
+    )
+
+
+def _raise_if(differs: AsyncCopy, why: str) -> None:
+    if differs.read():
+        raise RanksDisagreeError(why)
 
 
 def _reduction_device(group: Any, home: torch.device) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -214,15 +214,17 @@ class StepHooks:
                 self.measurer.add_side_signal("update_norm", self._update_norm)
             self._update_norm = None
         divisor, found_inf = self.enforcer.amp_flags()
-        measured = self.measurer.measure(everything, grad_divisor=divisor, found_inf=found_inf)
+        measured = self.measurer.measure(
+            everything, grad_divisor=divisor, found_inf=found_inf, ranks=self.all_reduce.ranks
+        )
         self.measurer.clear()
-        state_init = measured.state_init and _is_zero(measured.grad_norm)
+        state_init = measured.state_init and _are_zero(self.measurer.tensor_norms, params)
         if params and not state_init and not self.late_loss.is_done:
             self.late_loss.before_step(params, measured.loss is not None)
         if has_ranks:
             if state_init:  # perhaps on one rank only: an all_reduce would wait for ever
                 return
-            measured = self.all_reduce.mean(measured, self.live_engine.decision)
+            measured = self.all_reduce.reduce(measured, self.live_engine.decision)
         if measured.grad_norm is None:
             return
         measured = self.measurer.mark_overflow(measured)
@@ -263,13 +265,16 @@ class StepHooks:
         if self.on_judged is not None:
             self.on_judged(norms)
         else:
-            self.incident_log.enabled = self.all_reduce.is_first
+            self.incident_log.enabled = self.all_reduce.ranks.is_first
             self.incident_log.judged(self.live_engine, has_seen_loss="loss" in self.measurer.seen)
 
 
-def _is_zero(norm: Tensor | None) -> bool:
-    """Whether a norm is 0. A sync, only for a fresh optimizer with learning rate 0."""
-    return norm is None or not norm.cpu().numpy()
+def _are_zero(norms: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
+    """Whether all gradients are 0. A sync, only for a fresh optimizer with learning rate 0.
+
+    Of DTensors on all ranks: one may have no elements of any, and would not take the step.
+    """
+    return all(not norm.cpu().numpy() for norm in gradients.whole_norms(norms, params))
 
 
 class OpenStep:

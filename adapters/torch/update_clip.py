@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from healcore.torch import gradients
 from healcore.torch.engines import LiveEngine
+from healcore.torch.gradients import local
 from healcore.torch.signal_allreduce import SignalAllReduce
 
 # Private, but every foreach optimizer uses them.
@@ -67,15 +67,13 @@ class UpdateClip:
         if params is None:
             return None
         differences = [self._copies[p] for p in params]
-        norm = None
         if params:
             _subtract(differences, params)  # old - new, in place of the copy
-            norm = gradients.total_norm(gradients.norms(differences), self._home)
-        norm = self._all_reduce.mean_of(norm)
+        norm = self._all_reduce.norm_of(differences, params)
         skipped = True if undone else self._skipped
         scale = self._engine.clip_update(norm / self._lr_scale, skipped)
         if isinstance(scale, Tensor):
-            for p, difference in zip(map(_local, params), map(_local, differences), strict=True):
+            for p, difference in zip(map(local, params), map(local, differences), strict=True):
                 factor = scale.to(p.device, non_blocking=True)
                 # Selected, not added: an addition of zeros would make +0.0 of -0.0.
                 p.copy_(torch.where(factor < 1, p + (1 - factor).to(p.dtype) * difference, p))
@@ -86,8 +84,3 @@ class UpdateClip:
     def clear(self) -> None:
         """Forgets a step that has raised."""
         self._params = None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in its memory; a plain tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]

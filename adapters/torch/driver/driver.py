@@ -201,9 +201,10 @@ class TorchDriver:
             healing.decline()
 
     def finite(self) -> bool:
-        """Whether all parameters are finite. One sync for each device."""
+        """Whether all parameters are finite, of DTensors on all ranks. One sync per device."""
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
-        norm = gradients.total_norm(gradients.norms(params), params[0].device)
+        each = gradients.whole_norms(gradients.norms(params), params)
+        norm = gradients.total_norm(each, params[0].device)
         return bool(torch.isfinite(norm))
 
     def losses_of(

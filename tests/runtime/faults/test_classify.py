@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gzip
 import http.client
+import importlib.util
 import io
 import json
 import socket
@@ -20,8 +21,6 @@ from datetime import timedelta
 from email.utils import formatdate
 from typing import Any
 
-import aiohttp
-import grpc
 import httpx
 import huggingface_hub
 import jax.numpy as jnp
@@ -91,6 +90,8 @@ def by_hub(url):
 
 
 def by_aiohttp(url):
+    import aiohttp
+
     async def get():
         async with aiohttp.ClientSession() as session, session.get(url) as response:
             response.raise_for_status()
@@ -98,7 +99,19 @@ def by_aiohttp(url):
     asyncio.run(get())
 
 
-CLIENTS = [by_requests, by_httpx, by_urllib, by_hub, by_aiohttp]
+def needs(name):
+    """Skips a test without a library that healcore does not require and only others bring along."""
+    missing = importlib.util.find_spec(name) is None
+    return pytest.mark.skipif(missing, reason=f"{name} is not installed: no exceptions of it")
+
+
+CLIENTS = [
+    by_requests,
+    by_httpx,
+    by_urllib,
+    by_hub,
+    pytest.param(by_aiohttp, marks=needs("aiohttp")),
+]
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -188,10 +201,13 @@ def test_the_hub_is_offline_on_purpose():
     )  # fmt: skip
 
 
+@needs("grpc")
 @pytest.mark.parametrize(
     ("code", "transient"), [("UNAVAILABLE", True), ("PERMISSION_DENIED", False)]
 )
 def test_grpc(code, transient):
+    import grpc
+
     def handler(request, context):
         context.abort(getattr(grpc.StatusCode, code), "the capital")
 

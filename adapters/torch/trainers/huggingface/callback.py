@@ -23,8 +23,10 @@ from transformers import (  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from healcore.policy import Overrides, Policy, PolicySource, from_dict, load, to_dict  # noqa: E402
+from healcore.runtime.store.ranks import Alone, on_first  # noqa: E402
 from healcore.torch.errors import AttachError  # noqa: E402
 from healcore.torch.healing import Healing  # noqa: E402
+from healcore.torch.store.gloo import GlooRanks, initialized  # noqa: E402
 from healcore.torch.trainers.huggingface import checkpoints  # noqa: E402
 from healcore.torch.trainers.huggingface.report import HealingReport  # noqa: E402
 from healcore.torch.trainers.huggingface.run import Options, TrainingRun  # noqa: E402
@@ -109,6 +111,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         """Guards the Trainer's `train()`, see `_guard`."""
         trainer = _trainer_of(self)
         if trainer is not None:
+            _check_only_one(trainer)
             _guard(trainer)
 
     def on_train_begin(
@@ -127,6 +130,7 @@ class HealingCallback(TrainerCallback, ExportableState):
                 "HealingCallback found no Trainer among its callers: give it to a transformers "
                 "Trainer in callbacks=[...], or heal the optimizer with healcore.torch.attach"
             )
+        _check_only_one(trainer)
         _guard(trainer)
         saved = self._saved_in(state)
         # transformers 5.23 raises KeyError at the next save if the checkpoint did not have it.
@@ -235,6 +239,18 @@ def _trainer_of(callback: HealingCallback) -> Any | None:
     return None
 
 
+def _check_only_one(trainer: Any) -> None:
+    """AttachError for a second policy on the same steps. Nothing has changed then."""
+    found = _of(trainer)
+    if len(found) > 1:
+        policies = ", ".join(repr(each.policy.name) for each in found)
+        raise AttachError(
+            f"a Trainer takes one HealingCallback, and this one has {len(found)} (policies "
+            f"{policies}): leave one in callbacks=[...]; trainer.remove_callback(HealingCallback) "
+            "takes one out"
+        )
+
+
 def _guard(trainer: Any) -> None:
     """Makes `train()` of one Trainer resume from a good checkpoint, and clean up when it raises.
 
@@ -279,10 +295,10 @@ def _good(trainer: Any, wanted: Any) -> Any:
         return wanted
     if wanted is not True and Path(wanted).absolute().parent != folder.absolute():
         return wanted
-    trainer.accelerator.wait_for_everyone()
-    built = trainer.accelerator.unwrap_model(trainer.model)
-    target, wrong = checkpoints.resume_target(folder, checkpoints.nonfinite_in(built))
-    trainer.accelerator.wait_for_everyone()  # before anything is moved
+    # On every rank: an exchange, if the model of an earlier train() is sharded.
+    meant = checkpoints.nonfinite_in(trainer.accelerator.unwrap_model(trainer.model))
+    ranks = GlooRanks() if initialized() else Alone()
+    target, wrong = on_first(ranks, lambda: checkpoints.resume_target(folder, meant))
     by_name = {path.name: why for path, why in wrong.items()}
     if wanted is not True and Path(wanted).name not in by_name and Path(wanted).is_dir():
         return wanted

@@ -338,6 +338,11 @@ class _Run:
 def _check(trainer: Any) -> None:
     from transformers import Trainer, __version__
 
+    if isinstance(trainer, SelfHealingTrainer):
+        raise AttachError(
+            "heal takes a trainer that is not healed yet, and this is what heal() has returned: "
+            "call its train(), or pass its .trainer to heal it under another policy"
+        )
     if not isinstance(trainer, Trainer):
         raise AttachError(
             f"heal takes a transformers.Trainer or a trainer of TRL, not {type(trainer).__name__}: "
@@ -350,8 +355,9 @@ def _check(trainer: Any) -> None:
         )
     if any(isinstance(each, HealingCallback) for each in trainer.callback_handler.callbacks):
         raise AttachError(
-            "heal and HealingCallback would each judge the same steps: leave the callback out, "
-            "heal does what it does"
+            "one policy heals a trainer, and this one has a HealingCallback among its callbacks, "
+            "which would judge the same steps as heal(): leave the callback out, or write "
+            "trainer.remove_callback(HealingCallback) before"
         )
     if trainer.args.auto_find_batch_size:
         raise AttachError(

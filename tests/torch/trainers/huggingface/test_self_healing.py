@@ -260,10 +260,17 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
 
 
 def test_one_trainer_has_one_policy(tmp_path: Path):
-    both = tiny.plain(tmp_path)
+    both = tiny.plain(tmp_path, max_steps=1)
+    healed: Any = heal(both)
+    with pytest.raises(AttachError, match=r"call its train\(\), or pass its \.trainer"):
+        heal(healed)
     both.add_callback(HealingCallback("default"))
-    with pytest.raises(AttachError, match="leave the callback out"):
-        heal(both)
+    for action in (lambda: heal(both), healed.train):
+        with pytest.raises(AttachError, match=r"remove_callback\(HealingCallback\)"):
+            action()
+    both.add_callback(HealingCallback("zclip"))
+    with pytest.raises(AttachError, match=r"this one has 2 \(policies 'default', 'zclip'\)"):
+        both.train()
 
 
 def test_a_trainer_without_the_methods_is_refused_in_words(tmp_path: Path, monkeypatch: Any):

@@ -1,0 +1,220 @@
+"""`StepRanks`: the ranks that take each step together, and which of them hold the same parameters.
+
+Both are known from the parameters: a DTensor names its device mesh and its placements, and a plain
+tensor is taken for a copy, as under DistributedDataParallel. What the parameters cannot tell, the
+group of a run that shares its program with another one, or the stages of a pipeline, is given.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from healcore.torch.errors import AttachError
+
+_PIPELINE = "pp"
+"""The name that torch's pipeline tutorials and torchtitan give to that dimension of a mesh."""
+
+
+class StepRanks:
+    """The ranks that step one optimizer together.
+
+    Args:
+        params: of the optimizer.
+        group: a process group; a DeviceMesh, for all of its ranks; "auto": those of the meshes of
+            `params`, or the default group if they are plain, once it is initialized; None: this
+            rank alone.
+        pp_mesh: 1-D mesh of the stages of a pipeline, whose parameters are different ones. By
+            default the dimension "pp" of the mesh that the parameters' meshes are parts of.
+
+    Raises:
+        AttachError: the parameters do not tell the group, or do not fit the one that is given.
+    """
+
+    def __init__(self, params: Sequence[Tensor], group: Any = "auto", pp_mesh: Any = None) -> None:
+        self._auto = isinstance(group, str) and group == "auto"
+        if not (self._auto or group is None or _is_group(group) or _is_mesh(group)):
+            raise AttachError(
+                "process_group is a torch.distributed process group, a DeviceMesh, 'auto' or None, "
+                f"got {type(group).__name__}: leave it out for the ranks of the parameters, or "
+                "pass None where every rank has the same loss and the same gradients anyway"
+            )
+        self._params: Sequence[Tensor] = params
+        self._pp_mesh = pp_mesh
+        self.group: Any = None
+        """The process group; None for one rank alone."""
+        self.members: list[int] = []
+        """Its ranks in the default group."""
+        self.stages = 1
+        """Number of pipeline stages among them."""
+        self.has_parts = False
+        """Whether a rank has only a part of the gradients, so that norms are added up."""
+        self._weighed: tuple[list[int], Any] = [], None
+        if self._auto:
+            self._find()
+        else:
+            self._set(group)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that decide together."""
+        if self._auto:
+            self._find()
+        return len(self.members) or 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank logs for all that decide together."""
+        return self.world == 1 or dist.get_rank(self.group) == 0
+
+    def squares(self, norms: Tensor, params: Sequence[Tensor]) -> Tensor:
+        """What this rank adds to the squared norm of each of `params`, (n,) float64.
+
+        `norms` are of its parts of them, (n,) float32. A part that several ranks hold counts once.
+        """
+        ids = [*map(id, params)]
+        if ids != self._weighed[0]:
+            each = torch.tensor([1 / self._copies(p) for p in params], dtype=torch.float64)
+            self._weighed = ids, each.to(norms.device)
+        return norms.to(torch.float64).square() * self._weighed[1]
+
+    def fingerprint(self) -> int:
+        """16 bits of the parameters' number and shapes, the same on ranks that hold copies.
+
+        0 where they may differ: pipeline stages, and FSDP1, whose shapes are of its shards.
+        """
+        if self.stages > 1 or any(getattr(p, "_fsdp_flattened", False) for p in self._params):
+            return 0
+        return zlib.crc32(str([tuple(p.shape) for p in self._params]).encode()) & 0xFFFF
+
+    # -- lookup ---------------------------------------------------------------------------------
+
+    def _find(self) -> None:
+        """Sets the group from the parameters, as soon as torch.distributed is initialized."""
+        if dist.is_available() and dist.is_initialized():
+            self._auto = False
+            self._set(_group_of(self._params))
+
+    def _set(self, group: Any) -> None:
+        mesh = group if _is_mesh(group) else None
+        if group is not None:
+            self.group = _group_of_mesh(group) if mesh is not None else group
+            self.members = dist.get_process_group_ranks(self.group)
+        stages = self._pipeline()
+        if stages is not None and not set(_ranks_of(stages)) <= set(self.members):
+            raise AttachError(
+                f"pp_mesh has ranks {_ranks_of(stages)}, and the ranks that step together are "
+                f"{self.members}: pass the group of all stages as process_group, or leave it out"
+            )
+        self.stages = 1 if stages is None else stages.size()
+        for p in self._params:
+            self.has_parts |= self._copies(p) != len(self.members or [0])
+        self.has_parts |= self.stages > 1
+
+    def _pipeline(self) -> Any:
+        """The mesh of the pipeline stages, given or found; None without."""
+        if self._pp_mesh is not None:
+            if not _is_mesh(self._pp_mesh) or self._pp_mesh.ndim != 1:
+                raise AttachError(
+                    f"pp_mesh is a DeviceMesh of one dimension, got {self._pp_mesh!r:.80}: pass "
+                    'mesh["pp"]'
+                )
+            return self._pp_mesh
+        if self.group is not None:
+            for root in map(_root, _meshes(self._params)):
+                if _PIPELINE in (root.mesh_dim_names or ()):
+                    return root[_PIPELINE]
+        return None
+
+    def _copies(self, param: Tensor) -> int:
+        """How many of the ranks hold the same part of a parameter."""
+        mesh = _mesh(param)
+        if mesh is None:
+            return max(1, len(self.members) // self.stages)
+        sizes = [mesh.size(i) for i, at in enumerate(param.placements) if at.is_replicate()]  # type: ignore[attr-defined]
+        same = 1
+        for size in sizes:
+            same *= size
+        ranks = _ranks_of(mesh)
+        if not self.members:
+            if same == len(ranks):
+                return 1
+            raise AttachError(
+                f"process_group=None, and a parameter is spread over ranks {ranks}: each has only "
+                "a part of the gradients, whose norm needs the others; leave process_group out"
+            )
+        if not set(ranks) <= set(self.members):
+            raise AttachError(
+                f"a parameter is spread over ranks {ranks}, and the ranks that step together are "
+                f"{self.members}: pass a process_group that has all of them, or leave it out"
+            )
+        if len(self.members) % (self.stages * len(ranks)):
+            raise AttachError(
+                f"a parameter is spread over the {len(ranks)} ranks {ranks}, which is no even part "
+                f"of the {len(self.members)} that step together in {self.stages} stage(s): pass "
+                "the process_group that trains this parameter"
+            )
+        return same * (len(self.members) // self.stages // len(ranks))
+
+
+def _group_of(params: Sequence[Tensor]) -> Any:
+    """The group of the ranks that the parameters are spread over, or the default group."""
+    everyone = dist.get_world_size()
+    found = {tuple(sorted(_ranks_of(root))): root for root in map(_root, _meshes(params))}
+    if not found:
+        return dist.group.WORLD
+    largest = max(found, key=len)
+    for ranks in found:
+        if not set(ranks) <= set(largest):
+            raise AttachError(
+                f"parameters are on unrelated meshes, of ranks {[*largest]} and of {[*ranks]}, "
+                "which do not tell who steps together: pass process_group=, a group or a mesh of "
+                "all ranks that do, or build both meshes as parts of one"
+            )
+    return dist.group.WORLD if len(largest) == everyone else _group_of_mesh(found[largest])
+
+
+def _group_of_mesh(mesh: Any) -> Any:
+    """The process group of all ranks of a mesh; a new one if it has none. All of them call it."""
+    ranks = sorted(_ranks_of(mesh))
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def _meshes(params: Iterable[Tensor]) -> list[Any]:
+    """The different meshes of these parameters, in order."""
+    return [*dict.fromkeys(mesh for mesh in map(_mesh, params) if mesh is not None)]
+
+
+def _mesh(param: Tensor) -> Any:
+    return getattr(param, "device_mesh", None)
+
+
+def _root(mesh: Any) -> Any:
+    """The mesh that this one is a part of, or itself."""
+    of_mesh = getattr(mesh, "_get_root_mesh", None)
+    if of_mesh is not None:
+        return of_mesh()
+    from torch.distributed import device_mesh  # torch < 2.9
+
+    return device_mesh._mesh_resources.get_root_mesh(mesh)
+
+
+def _ranks_of(mesh: Any) -> list[int]:
+    return mesh.mesh.flatten().tolist()
+
+
+def _is_group(value: Any) -> bool:
+    return dist.is_available() and isinstance(value, dist.ProcessGroup)
+
+
+def _is_mesh(value: Any) -> bool:
+    return dist.is_available() and isinstance(value, dist.DeviceMesh)

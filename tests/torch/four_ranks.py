@@ -1,0 +1,398 @@
+"""Four ranks of one program, for test_four_ranks.py: python -m tests.torch.four_ranks ROOT.
+
+One process imports everything and forks into the ranks. Each writes one JSON line for each case to
+ROOT/RANK. The cases share the world, because starting it costs more than they do.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.detectors import grad_spike
+from healcore.core.engine import Engine
+from healcore.torch import AttachError, RanksDisagreeError, attach
+from tests.torch import policies
+
+WORLD, ROWS = 4, 4
+STEPS = {"alone": 200, "DDP": 200, "FSDP2": 200, "HSDP": 90}
+NAN = float("nan")
+SECONDS = 400
+"""After which ranks that wait for each other show where, and end."""
+
+BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART = 40, 55, 70, 85
+FAULTS = {BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART}
+
+POLICY = Engine(
+    policies.LOSSES.config._replace(
+        clip=("zclip", ZClipConfig(warmup_steps=20)),
+        detectors=(*policies.LOSSES.config.detectors, ("grad_spike", grad_spike.Config())),
+    )
+)
+"""Clips, and skips what is not finite and spikes of the loss."""
+
+
+class Collectives(TorchDispatchMode):
+    """The bytes of everything that goes through a process group, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, as what the DTensor does
+        name = str(func)
+        if "c10d" in name and "wait" not in name and "wrap" not in name:
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.nbytes.append(sum(tensor.nbytes for tensor in tensors))
+        return func(*args, **(kwargs or {}))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
+
+
+def held(net: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Parameters, moments and step counts."""
+    return [*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+
+
+def hybrid_mesh() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+
+def digest(tensors: list[Tensor]) -> str:
+    data = b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)
+    return hashlib.sha256(data).hexdigest()
+
+
+# -- 200 steps with faults ------------------------------------------------------------------------
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def trained(kind: str) -> dict[str, Any]:
+    """One run on the same global batches; "alone" takes all rows of them in one process."""
+    rank = dist.get_rank()
+    if kind == "alone" and rank > 0:
+        return {}
+    net = small_net()
+    model: nn.Module = net
+    if kind == "DDP":
+        model = DistributedDataParallel(net)
+    elif kind == "FSDP2":
+        model = fully_shard(net, mesh=init_device_mesh("cpu", (WORLD,)))
+    elif kind == "HSDP":
+        model = fully_shard(net, mesh=hybrid_mesh())
+    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
+    heal = attach(optimizer, POLICY, process_group=None if kind == "alone" else "auto")
+    mine = range(WORLD) if kind == "alone" else [rank]
+    records, unmoved, added = [], True, set()
+    for i in range(STEPS[kind]):
+        x = torch.randn(WORLD, ROWS, 4, generator=torch.Generator().manual_seed(i))
+        noise = torch.randn(WORLD, ROWS, 1, generator=torch.Generator().manual_seed(9000 + i))
+        losses, seen = [], []
+        for r in mine:
+            loss = (model(x[r]) - x[r].sum(1, keepdim=True) - noise[r]).square().mean()
+            loss = loss * (NAN if (i, r) == (BAD_BATCH, 1) else 1.0)
+            losses.append(loss)
+            factor = 1e4 if (i, r) == (SPIKE, 2) else NAN if i == ONE_FINITE and r > 0 else 1.0
+            seen.append(loss.detach() * factor)
+        heal.observe(torch.stack(seen).mean())
+        torch.stack(losses).mean().backward()
+        if i == BAD_PART and 3 in mine:
+            grads = (part(p.grad) for p in net.parameters() if p.grad is not None)
+            next(grad for grad in grads if grad.numel()).view(-1)[0] = NAN
+        before = digest([part(t) for t in held(net, optimizer)]) if i in FAULTS else ""
+        with Collectives() if i in FAULTS else nullcontext() as counted:
+            optimizer.step()
+        optimizer.zero_grad()
+        if counted is not None:
+            added.add(tuple(counted.nbytes))
+            unmoved &= digest([part(t) for t in held(net, optimizer)]) == before
+        n = heal.live_engine.pending_record()()
+        decided = n.step, int(n.cause), int(n.action), bool(n.skip)
+        records.append([*decided, n.lr_scale, n.grad_scale, n.loss, n.grad_norm])
+    return {
+        "records": records,
+        "unmoved": unmoved,
+        "added": sorted(added),
+        "weights": digest([whole(t) for t in held(net, optimizer)]),
+        "part": digest([part(t) for t in held(net, optimizer)]),
+        "ranks": heal.ranks,
+    }
+
+
+# -- what is judged, for each way to spread a model -----------------------------------------------
+
+
+def layout(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], int]:
+    """A model, how to call it, and which data this rank has."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    if kind == "DDP":
+        return net, DistributedDataParallel(net), rank
+    if kind == "FSDP2":
+        return net, fully_shard(net, mesh=init_device_mesh("cpu", (WORLD,))), rank
+    if kind == "HSDP":
+        return net, fully_shard(net, mesh=hybrid_mesh()), rank
+    if kind == "tensor parallel":  # the LayerNorm stays plain, a bias is replicated
+        plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+        return net, parallelize_module(net, init_device_mesh("cpu", (WORLD,)), plan), 0
+    if kind == "sequence parallel":  # gradients of the LayerNorm are partial sums
+        sequence = SequenceParallel(sequence_dim=0)
+        spread = ColwiseParallel(input_layouts=Shard(0))
+        plan = {"0": sequence, "1": spread, "3": RowwiseParallel(output_layouts=Replicate())}
+        model = parallelize_module(net, init_device_mesh("cpu", (WORLD,)), plan)
+        return net, lambda x: model(x.chunk(WORLD)[rank]), 0
+    assert kind == "FSDP2 and tensor parallel"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(net, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    return net, fully_shard(net, mesh=mesh["dp"]), rank // 2
+
+
+LAYOUTS = (
+    "DDP", "FSDP2", "HSDP", "tensor parallel", "sequence parallel", "FSDP2 and tensor parallel",
+)  # fmt: skip
+
+
+def judged(kind: str) -> dict[str, Any]:
+    """The norm that is judged, that of the whole gradients, and what healing adds to a step."""
+    outcome: dict[str, Any] = {"norms": [], "calls": []}
+    weights = []
+    for healed in (False, True):
+        net, model, data = layout(kind)
+        optimizer = AdamW(net.parameters(), lr=1e-2)
+        heal = attach(optimizer, policies.SKIPS) if healed else None
+        for i in range(2):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * i + data))
+            loss = (model(x) - x).square().mean()
+            if heal is not None:
+                heal.observe(loss)
+            loss.backward()
+            each = [whole(p.grad).norm() for p in net.parameters() if p.grad is not None]
+            with Collectives() as counted:
+                optimizer.step()
+            optimizer.zero_grad()
+        outcome["calls"].append(counted.nbytes)
+        weights.append(digest([whole(p) for p in net.parameters()]))
+        if heal is not None:
+            norm = float(torch.stack(each).norm())
+            outcome["norms"] = [float(heal.metrics()["heal/grad_norm"]), norm]
+            outcome["ranks"] = heal.ranks
+    outcome["same"] = weights[0] == weights[1]
+    return outcome
+
+
+def fused(where: Any) -> dict[str, Any]:
+    """A NaN in one rank's part of a sharded gradient, and per-tensor clipping, in a fused step."""
+    outcome: dict[str, Any] = {}
+    for name, policy in (("skips", policies.SKIPS), ("per tensor", policies.ADAGC)):
+        net, model, data = layout("HSDP")
+        optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
+        heal = attach(optimizer, policy, engine=where)
+        for i in range(5):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * i + data))
+            loss = (model(x) - x).square().mean() * (1e3 if i == 4 else 1.0)
+            heal.observe(loss)
+            loss.backward()
+            if i == 3:
+                for p in net.parameters():
+                    if p.grad is not None and dist.get_rank() == 1:
+                        part(p.grad).view(-1)[:1] = NAN
+            before = digest([part(t) for t in held(net, optimizer)])
+            with Collectives() as counted:
+                optimizer.step()
+            optimizer.zero_grad()
+            if i == 3:
+                after = digest([part(t) for t in held(net, optimizer)])
+                outcome[name] = [float(heal.metrics()["heal/skips"]), after == before]
+        outcome[name] += [counted.nbytes, digest([whole(p) for p in net.parameters()])]
+    return outcome
+
+
+def pipeline(kind: str) -> dict[str, Any]:
+    """Stages of a pipeline: four, or two of two sharded ranks; the last one has the loss."""
+    torch.manual_seed(0)
+    if kind == "four stages":
+        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("pp",))
+        options: dict[str, Any] = {"pp_mesh": mesh["pp"]}
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        options = {}
+    stages, index = mesh["pp"].size(), mesh["pp"].get_local_rank()
+    nets = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(stages)]
+    net = nets[index]
+    if kind != "four stages":
+        fully_shard(net, mesh=mesh["dp"])
+    stage = PipelineStage(net, index, stages, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out - target).square().mean())
+    optimizer = SGD(net.parameters(), lr=1e-2)
+    heal = attach(optimizer, policies.SKIPS, **options)
+    outcome: dict[str, Any] = {}
+    for i in range(3):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(i))
+        losses: list[Tensor] = []
+        given = (x,) if index == 0 else ()
+        if index == stages - 1:
+            schedule.step(*given, target=x, losses=losses)
+            heal.observe(torch.stack(losses).mean())
+        else:
+            schedule.step(*given)
+        square = sum((part(p.grad).square().sum() for p in net.parameters()), torch.zeros(()))
+        dist.all_reduce(square)
+        if i == 2 and dist.get_rank() == 0:
+            for p in net.parameters():
+                part(p.grad).view(-1)[0] = NAN
+        before = digest([part(p) for p in net.parameters()])
+        with Collectives() as counted:
+            optimizer.step()
+        optimizer.zero_grad()
+        if i == 1:
+            outcome["norms"] = [float(heal.metrics()["heal/grad_norm"]), float(square.sqrt())]
+            outcome["loss"] = float(heal.live_engine.pending_record()().loss)
+    outcome["added"] = counted.nbytes
+    outcome["skips"] = float(heal.metrics()["heal/skips"])
+    outcome["unmoved"] = digest([part(p) for p in net.parameters()]) == before
+    return outcome
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def refused(kind: str) -> dict[str, Any]:
+    """What `attach`, or the first step, says to parameters that do not tell who steps together."""
+    rank = dist.get_rank()
+    low, high = dist.new_group([0, 1]), dist.new_group([2, 3])
+    even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])
+    everyone = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("pp",))
+
+    def on(group: Any) -> nn.Parameter:
+        mesh = dist.DeviceMesh.from_group(group, "cpu")
+        return nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
+
+    neighbours, others = (low if rank < 2 else high), (odd if rank % 2 else even)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    spread = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
+    plain = nn.Parameter(torch.ones(2))
+    said: dict[str, Any] = {}
+    two = {"process_group": neighbours}
+    for name, params, policy, options in (
+        ("unrelated meshes", [on(neighbours), on(others)], policies.SKIPS, {}),
+        ("alone", [spread], policies.SKIPS, {"process_group": None}),
+        ("small group", [spread], policies.SKIPS, two),
+        ("no mesh", [plain], policies.SKIPS, {"pp_mesh": low}),
+        ("stages elsewhere", [plain], policies.SKIPS, {**two, "pp_mesh": everyone}),
+        ("per tensor", [plain], policies.ADAGC, {"pp_mesh": everyone}),
+    ):  # fmt: skip
+        optimizer = SGD(params, lr=0.1)
+        try:
+            attach(optimizer, policy, **options)
+            said[name] = "attached"
+        except AttachError as error:
+            said[name] = str(error)
+        assert not optimizer._optimizer_step_pre_hooks
+    said["pair"] = attach(SGD([on(neighbours)], lr=0.1), policies.SKIPS).ranks
+    given = {"process_group": everyone}
+    said["both"] = attach(SGD([on(neighbours), on(others)], lr=0.1), policies.SKIPS, **given).ranks
+    different = nn.Parameter(torch.ones(2 + rank))
+    optimizer = SGD([different], lr=0.1)
+    attach(optimizer, policies.SKIPS)
+    different.grad = torch.ones_like(different)
+    try:
+        optimizer.step()
+    except RanksDisagreeError as error:
+        said["different shapes"] = str(error)
+    return said
+
+
+def cold_start(kind: str) -> dict[str, Any]:
+    """A warm-up that begins at a learning rate of 0, with a gradient on one rank only."""
+    net = nn.Linear(4, 1, bias=False)
+    fully_shard(net, mesh=init_device_mesh("cpu", (WORLD,)))  # all of it is on rank 0
+    optimizer = AdamW(net.parameters(), lr=0.0)
+    heal = attach(optimizer, policies.SKIPS)
+    loss = net(torch.ones(1, 4)).sum()
+    heal.observe(loss)
+    loss.backward()
+    optimizer.step()
+    return {"norm": float(heal.metrics()["heal/grad_norm"])}
+
+
+CASES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
+    **{kind: (trained, kind) for kind in STEPS},
+    **{f"judged, {kind}": (judged, kind) for kind in LAYOUTS},
+    **{f"fused, {where}": (fused, where) for where in ("host", "device")},
+    **{f"pipeline, {kind}": (pipeline, kind) for kind in ("four stages", "two stages")},
+    "refused": (refused, ""),
+    "cold start": (cold_start, ""),
+}
+
+
+def rank_of(rank: int, root: Path) -> None:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/meeting", rank=rank, world_size=WORLD
+    )
+    with (root / str(rank)).open("w", buffering=1) as out:
+        for case, (run, what) in CASES.items():
+            dist.barrier()
+            out.write(json.dumps([case, run(what)]) + "\n")
+    dist.destroy_process_group()
+
+
+def main(root: Path) -> None:
+    ranks = []
+    for rank in range(WORLD):
+        process = os.fork()
+        if process == 0:
+            try:
+                rank_of(rank, root)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+        ranks.append(process)
+    for process in ranks:
+        os.waitpid(process, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,132 @@
+"""Four ranks that train one model, spread in every way that gloo runs, take the same decisions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torch.four_ranks import FAULTS, LAYOUTS, SECONDS, STEPS, WORLD
+from tests.torch.optimizer_cases import host_and_device
+from tests.torch.two_ranks import ROOT
+
+SPREAD = ("DDP", "FSDP2", "HSDP")
+COPIES = {"DDP": 4, "FSDP2": 1, "HSDP": 2}
+TOLERANCE = 1e-5
+"""Relative, of losses and norms: four processes add up in another order than one does."""
+
+
+class World:
+    """What each rank wrote, case by case."""
+
+    def __init__(self, root: Path) -> None:
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.torch.four_ranks", str(root)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=SECONDS + 60,
+        )
+        self.errors = run.stderr
+        files = [root / str(rank) for rank in range(WORLD)]
+        lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
+        self._outcomes = [dict(map(json.loads, each)) for each in lines]
+
+    def of(self, case: str) -> list[dict[str, Any]]:
+        """The outcome on each rank."""
+        assert all(case in each for each in self._outcomes), self.errors[-4000:]
+        return [each[case] for each in self._outcomes]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+def test_all_ranks_skip_what_is_bad_on_one(kind: str, world: World):
+    outcomes = world.of(kind)
+    for each in outcomes:
+        assert each["records"] == outcomes[0]["records"]
+        assert {i for i, record in enumerate(each["records"]) if record[3]} == FAULTS
+        assert each["unmoved"]
+        assert each["weights"] == outcomes[0]["weights"]
+        assert each["ranks"] == WORLD
+    parts = [each["part"] for each in outcomes]
+    assert all(parts.count(part) == COPIES[kind] for part in parts)
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+def test_four_processes_decide_as_one_does(kind: str, world: World):
+    alone = world.of("alone")[0]["records"][: STEPS[kind]]
+    for four, one in zip(world.of(kind)[0]["records"], alone, strict=True):
+        assert four[:4] == one[:4]
+        assert four[4:] == pytest.approx(one[4:], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+def test_a_step_is_given_one_all_reduce_of_64_bytes(kind: str, world: World):
+    for each in world.of(kind):
+        assert each["added"] == [[64]]
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_the_global_norm_counts_every_part_once(kind: str, world: World):
+    for each in world.of(f"judged, {kind}"):
+        judged, norm = each["norms"]
+        assert judged == pytest.approx(norm, rel=1e-6)
+        assert each["ranks"] == WORLD
+        assert each["same"], "a step that is not skipped is not the optimizer's own"
+        alone, healed = each["calls"]
+        # Sequence parallel: the optimizer would reduce partial gradients, several times.
+        assert healed[-1] == 64
+        assert len(healed) <= len(alone) + 1
+        if kind != "sequence parallel":
+            assert healed == [64]
+
+
+@host_and_device
+def test_a_fused_step_of_sharded_parameters_is_skipped_exactly(where: str, world: World):
+    outcomes = world.of(f"fused, {where}")
+    for each in outcomes:
+        assert each["skips"][:3] == [1.0, True, [64]]
+        skips, exact, added, _ = each["per tensor"]
+        assert (skips, exact) == (1.0, True)
+        assert added == [64 + 8 * 6]  # a number for each parameter
+        assert each == outcomes[0]
+    assert outcomes == world.of("fused, host")
+
+
+@pytest.mark.parametrize("kind", ["four stages", "two stages"])
+def test_norms_are_added_up_over_pipeline_stages(kind: str, world: World):
+    outcomes = world.of(f"pipeline, {kind}")
+    for each in outcomes:
+        judged, norm = each["norms"]
+        assert judged == pytest.approx(norm, rel=1e-6)
+        assert each["loss"] == outcomes[-1]["loss"]
+        assert each["added"] == [64]
+        assert each["skips"] == 1.0
+        assert each["unmoved"]
+
+
+def test_what_cannot_work_is_refused_in_words(world: World):
+    for said in world.of("refused"):
+        assert "unrelated meshes" in said["unrelated meshes"]
+        assert "leave process_group out" in said["alone"]
+        assert "that step together are" in said["small group"]
+        assert 'mesh["pp"]' in said["no mesh"]
+        assert "group of all stages" in said["stages elsewhere"]
+        assert "pipeline stages" in said["per tensor"]
+        assert "pp_mesh" in said["different shapes"]
+        assert (said["pair"], said["both"]) == (2, WORLD)
+
+
+def test_a_warm_up_from_zero_waits_for_nobody(world: World):
+    for each in world.of("cold start"):
+        assert each["norm"] == 2.0
