@@ -40,7 +40,7 @@ healcore stopped the run at step 4121: the budget of 2 recoveries is spent.
 Seen: nonfinite_grad, loss_spike from step 4093 on. Last finite loss 2.31, last finite norm 14.2
   (limit 1.27). Gradients that stood out: layers.3.weight (nan), layers.1.weight (12.5). Its
   data: epoch 0 batch 412, epoch 0 batch 413. The same step, taken again from a snapshot, failed
-  again: reproducible. It was incident 4 of the run.
+  again: reproducible. It was the last of 4 incidents.
 Tried: skipped 1 step; went back from step 4011 to 3900 with the learning rate at most 0.0005
   (the schedule had come to 0.001) and without 12 batches; went back from step 4021 to 3800 and
   without 1 batch; the learning rate stands at 0.25 of its schedule.
@@ -108,6 +108,21 @@ def test_a_completed_run_gets_no_lecture():
     assert text.startswith("The run is complete at step 4121.\n")
     assert ", over by then" in text
     assert "Look at" not in text
+    none = explain(RunEnd("completed", 40, probation=100))
+    assert "resume" not in none
+    assert "after 100 healthy steps (rollback.probation), and the run has had 40" in " ".join(
+        none.split()
+    )
+    assert 'rollback={"probation": 20}' in none
+    stopped = explain(RunEnd("stopped", 400, probation=100))
+    assert "resume from the start" in stopped
+    assert "the run has had" not in stopped
+
+
+def test_what_a_rollback_has_undone_is_said():
+    text = explain(STOPPED._replace(skips=5, undone_skips=3, undone_incidents=2))
+    assert "skipped 5 steps (3 undone by a rollback)" in text
+    assert "the last of 4 incidents (2 undone by a rollback)" in " ".join(text.split())
 
 
 def test_observing_tries_nothing():
