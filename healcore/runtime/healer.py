@@ -374,6 +374,18 @@ class Healer(Generic[State]):
         """The incidents so far, oldest first, in earlier processes too."""
         return tuple(self._loop.ledger.incidents)
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger: of the newest step that was read, and counts so far; no sync.
+
+            wandb.log(healer.metrics())
+
+        `heal/loss`, `heal/threshold`, `heal/grad_scale`, `heal/lr_scale`, and since the run began
+        `heal/clips`, `heal/skips`, `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`,
+        `heal/incidents`; with several optimizers `heal/<name>/loss` and so on. A step is read `lag`
+        steps after it. Empty before the first; no `heal/clips` if tensors are clipped one by one.
+        """
+        return self._loop.monitor.metrics.values()
+
     @property
     def events(self) -> Log:
         """The events file."""

@@ -12,13 +12,31 @@ from healcore.runtime.trackers import Trackers
 _console = logging.getLogger("healcore")
 
 
+class _StandardError(logging.Handler):
+    """Writes to the present `sys.stderr`, above a progress bar.
+
+    A live display of rich replaces `sys.stderr` by a stream that knows of it; tqdm has a function.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a line."""
+        try:
+            line = self.format(record)
+            tqdm: Any = sys.modules.get("tqdm.std")  # a program without it has no bar of it
+            if tqdm is None:
+                print(line, file=sys.stderr, flush=True)
+            else:
+                tqdm.tqdm.write(line, file=sys.stderr)
+        except Exception:
+            self.handleError(record)
+
+
 class RunLog:
     """Events, to the file and to trackers, and lines on the logger `healcore`, of one rank.
 
-    The lines, at INFO and WARNING, are per incident and rollback, not per alarm. If the program's
-    logging is set up to show these levels, it shows the lines. Otherwise they go to standard error
-    while the run lasts: most programs set up no logging, and libraries that do (absl is one) show
-    warnings only.
+    The lines are at INFO and WARNING. If the program's logging is set up to show these levels, it
+    shows the lines. Otherwise they go to standard error while the run lasts: most programs set up
+    no logging, and libraries that do (absl is one) show warnings only.
     """
 
     def __init__(self, events: Log, *, console: bool, trackers: Trackers | None = None) -> None:
@@ -57,7 +75,7 @@ class RunLog:
         """Adds a handler if nothing else would show the lines."""
         shown = _console.hasHandlers() and _console.isEnabledFor(logging.INFO)
         if self._enabled and not shown:
-            self._handler = logging.StreamHandler(sys.stderr)
+            self._handler = _StandardError()
             self._handler.setFormatter(logging.Formatter("healcore: %(message)s"))
             _console.addHandler(self._handler)
             self._before = (_console.level, _console.propagate)

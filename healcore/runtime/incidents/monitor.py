@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
+from healcore.runtime.incidents.run_metrics import RunMetrics
+from healcore.runtime.incidents.step_lines import StepLines
 from healcore.runtime.ledger import IncidentRecord, Ledger
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.run_log import RunLog
@@ -73,6 +75,8 @@ class IncidentMonitor:
         self.unreported_alarms = 0
         """Alarms without an event of their own."""
         self.first_alarm: FirstAlarm | None = None
+        self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
+        self._lines = StepLines(self.policy, self.log)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._lr_scale: dict[str, float] = {}
         self._lr_scale_before: dict[str, float] = {}
@@ -84,8 +88,12 @@ class IncidentMonitor:
         self._batches[step.index] = step.batches
         self._batches.pop(step.index - max(self.policy.region, _MIN_REMEMBERED), None)
         incident = self.ledger.record(step.index, step.records)
-        if incident is not None and incident.number > self._last_incident:
+        is_new = incident is not None and incident.number > self._last_incident
+        if incident is not None and is_new:
             self._begin(incident, step)
+        self.metrics.add(step.records)
+        skips = self.metrics.total("skips")
+        self._lines.add(step, incident, is_new=is_new, skips=skips)
         request = None
         for record in step.records:
             if record.cause:
@@ -113,6 +121,8 @@ class IncidentMonitor:
             skips=ledger.skips,
             undone_skips=ledger.undone_skips,
             probation=self.policy.probation,
+            clips=self.metrics.total("clips"),
+            lr_cuts=self.metrics.total("lr_cuts"),
             lr_scale=self.lr_scale,
             observes=self.policy.observes,
             **others,
@@ -143,9 +153,11 @@ class IncidentMonitor:
         """Forgets the steps from `target` on, which are repeated."""
         self._batches = {index: ids for index, ids in self._batches.items() if index < target}
 
-    def set_lr_scale(self, lr_scale: dict[str, float]) -> None:
-        """Sets the engines' learning-rate multipliers without an event."""
-        self._lr_scale, self._lr_scale_before = dict(lr_scale), dict(lr_scale)
+    def set_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes multipliers and counts of engine states (`Driver.healing`), without an event."""
+        self._lr_scale = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
+        self._lr_scale_before = dict(self._lr_scale)
+        self.metrics.set(engines)
 
     @property
     def lr_scale(self) -> float:

@@ -12,11 +12,11 @@ from healcore.runtime.events.models import RerunVerdict
 from healcore.runtime.incidents.assessment import DamageVerdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
+from healcore.runtime.incidents.step_lines import cause_text
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.order_executor import (
     ActionResult,
     OrderExecutor,
-    cause_text,
     nonfinite_save,
 )
 from healcore.runtime.postmortem.diagnosis import RollbackRecord
@@ -113,7 +113,9 @@ class ActionExecutor(OrderExecutor):
     def _roll_back(self, request: ActionRequest, step: int) -> int:
         rerun = self.reruns.should_rerun(request)
         # Steps that are not read yet belong to the bad window if they have alarms too.
-        bad = request.bad + self.monitor.bad_batches(list(self.reader.due(all=True)))
+        unread = list(self.reader.due(all=True))
+        self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
+        bad = request.bad + self.monitor.bad_batches(unread)
         bad, more = self._skipped_batches(request, bad)
         try:
             result = self.rollbacks.roll_back(

@@ -19,6 +19,7 @@ from healcore.runtime.events import read
 from healcore.runtime.events.models import Ending, RollbackOutcome
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.run_lines import end_line, start_line
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped, Terminated
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.rollback.engine_states import LearningRate
@@ -53,7 +54,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     rerun = None if state.last_rollback is None else state.last_rollback.plan.rerun
     if rerun and loop.step <= rerun[1]:
         loop.reruns.start(*rerun)
-    loop.sync_lr_scale()
+    loop.read_engines()
     state.ending = None
     loop.rollbacks.write_journal(loop.step)
     loop.set_start(loop.step, resumed=resume)
@@ -62,9 +63,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
         _allow_nonfinite(loop)
         loop.save("first")
     loop.termination.start()
-    mode = "observed" if loop.policy.observes else "healed"
-    store = describe(loop.checkpoints.store)
-    loop.log.info(f"{mode} by policy {loop.policy.name}, from step {loop.step}; {store}")
+    loop.log.info(start_line(loop.policy, loop.step, _checkpoints(loop), resumed=resume))
 
 
 def _begin_lineage(loop: Loop) -> None:
@@ -131,14 +130,12 @@ def _resume(loop: Loop) -> None:
     loop.log.event("resume", step=step, checkpoint=step)
     damaged = {error.step: error for error in loop.rollbacks.damage if error.step > step}
     skipped = [saved for saved in saves if saved.step > step and saved.step not in damaged]
-    line = f"resumes from the checkpoint of step {step}"
     if skipped:
-        line += f"; newer ones cannot be used: {', '.join(_reason(saved) for saved in skipped)}"
-    if not damaged:
-        loop.log.info(line)
-        return
-    which = "; ".join(f"{at} ({e.file} {e.difference})" for at, e in sorted(damaged.items()))
-    loop.log.warning(f"newer checkpoints are damaged: {which}. The run {line}")
+        which = ", ".join(_reason(saved) for saved in skipped)
+        loop.log.info(f"checkpoints newer than {step} cannot be used: {which}")
+    if damaged:
+        which = "; ".join(f"{at} ({e.file} {e.difference})" for at, e in sorted(damaged.items()))
+        loop.log.warning(f"checkpoints newer than {step} are damaged: {which}")
 
 
 def _reason(saved: Saved) -> str:
@@ -186,6 +183,14 @@ def _log_rollback(
         lr_limit=None if lr is None else lr.limit,
         lr_scale=None if lr is None else lr.scale,
     )
+
+
+def _checkpoints(loop: Loop) -> str:
+    """Where checkpoints go and how often, for the first line."""
+    store: Any = loop.checkpoints.store
+    folder = getattr(getattr(store, "disk", store), "root", None)
+    where = "" if folder is None else f" in {folder}"
+    return f"checkpoints every {loop.checkpoints.every} steps{where}, {describe(store)}"
 
 
 def describe(store: Any) -> str:
@@ -254,11 +259,6 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         attempt("checkpoints on probation", lambda: loop.checkpoints.finish(loop.ledger, loop.step))
         attempt("the last saves", loop.checkpoints.nonfinite_checkpoints)
     attempt("the journal", lambda: loop.write_ending(ending))
-    if ending in (Ending.INTERRUPTED, Ending.SIGNAL):
-        newest = loop.journal.state.newest_on_disk if loop.journal.path is not None else None
-        on_disk = "nothing is on disk" if newest is None else f"checkpoint {newest} is on disk"
-        ended = "interrupted" if ending == Ending.INTERRUPTED else "ended by a signal"
-        loop.log.info(f"{ended} after step {loop.step}: {on_disk}")
     for problem in problems:
         loop.warn(problem)
     attempt("trackers", loop.log.trackers.drain)
@@ -325,6 +325,8 @@ def _write_end(loop: Loop, ending: Ending, error: BaseException | None, fault: C
     if ending == Ending.EXCEPTION and error is not None:
         exception = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
+    with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
+        loop.read_engines()
     end = loop.run_end(ending, _why(error), exception, fault)
     # Before the event: the next start looks for a missing postmortem only if there is no end event.
     events = loop.log.events
@@ -342,6 +344,9 @@ def _write_end(loop: Loop, ending: Ending, error: BaseException | None, fault: C
         last_good=end.last_good,
         unreported_alarms=loop.monitor.unreported_alarms or None,
     )
+    state = loop.journal.state
+    newest = state.newest_on_disk if loop.journal.path is not None else None
+    loop.log.info(end_line(end, rollbacks=state.rollbacks, newest=newest))
 
 
 def _why(error: BaseException | None) -> str:

@@ -157,10 +157,9 @@ class Loop:
         self._saves.reset(step)
         self._resumed_at = step if resumed else None
 
-    def sync_lr_scale(self) -> None:
-        """Takes the engines' learning-rate multipliers as known, without an event."""
-        engines = self.driver.healing().items()
-        self.monitor.set_lr_scale({name: each["state"]["lr"]["scale"] for name, each in engines})
+    def read_engines(self) -> None:
+        """Takes the engines' learning-rate multipliers and counts as known, without an event."""
+        self.monitor.set_engines(self.driver.healing())
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -282,7 +281,7 @@ class Loop:
         self._assessor.on_rollback(target)
         self.metrics.went_back()
         self._ids.clear()
-        self.sync_lr_scale()
+        self.read_engines()
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -362,7 +361,7 @@ class Loop:
             if request is not None:
                 what = ", ".join(names(request.action))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
-                self.log.event("problem", step=step.index, problem=problem)
+                self.log.problem(step.index, problem)
 
     def write_ending(self, ending: str) -> None:
         """Writes to the journal how the process ended; without it, the process was killed."""

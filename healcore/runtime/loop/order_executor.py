@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from healcore.core.verdict import Action, Cause, names
+from healcore.core.verdict import Action, names
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import AssessmentResult, Assessor, DamageVerdict
 from healcore.runtime.incidents.monitor import ActionRequest
+from healcore.runtime.incidents.step_lines import cause_text
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
@@ -150,11 +151,6 @@ class OrderExecutor(ABC):
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
-
-
-def cause_text(cause: Cause) -> str:
-    """Names of causes, for a sentence."""
-    return " and ".join(names(cause)).lower().replace("_", " ")
 
 
 def nonfinite_save(request: ActionRequest) -> str:

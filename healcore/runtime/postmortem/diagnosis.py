@@ -114,8 +114,11 @@ class RunEnd(NamedTuple):
     batches: tuple[Batch, ...] = ()
     """Of the last incident's first steps."""
     skips: int = 0
-    """Of the whole run, with those that a rollback has undone."""
+    """Steps skipped in the whole run, with those that a rollback has undone."""
     undone_skips: int = 0
+    clips: int = 0
+    """Of the whole run too, as `lr_cuts`."""
+    lr_cuts: int = 0
     rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
     verdict: str = ""

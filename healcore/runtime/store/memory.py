@@ -205,11 +205,7 @@ class SnapshotStore:
         most = self.keep.most + 1
         one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
         size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
-        return (
-            f"at most {most} copies of the state in host memory{size}: "
-            f"{self.keep.good} known-good, {self.keep.candidates} on probation, "
-            f"{self.keep.quarantined} quarantined, one being taken"
-        )
+        return f"at most {most} copies of the state in host memory{size}"
 
     def drop(self, step: int) -> None:
         """`delete`, even of the last known-good one."""

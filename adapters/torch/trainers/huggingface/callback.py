@@ -150,7 +150,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         run = self._run
         if run is None:
             return control
-        run.after_step(state.global_step, now=control.should_save or control.should_training_stop)
+        now = control.should_save or control.should_training_stop or control.should_log
+        run.after_step(state.global_step, now=now)
         if run.wants_save:
             control.should_save, run.wants_save = True, False
         return self._checked(control)

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,14 @@ from healcore.runtime.events import Log
 from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import Assessor
-from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
+from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
+from healcore.runtime.incidents.step_lines import cause_text
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.lifecycle import ending_of
-from healcore.runtime.loop.order_executor import OrderExecutor, cause_text
+from healcore.runtime.loop.order_executor import OrderExecutor
+from healcore.runtime.loop.run_lines import end_line, start_line
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd
@@ -44,18 +45,6 @@ LAG = 1
 """Steps after which a step's decision is read on the host: by then it has arrived."""
 
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
-
-_LOGGED = (
-    "heal/loss",
-    "heal/threshold",
-    "heal/grad_scale",
-    "heal/lr_scale",
-    "heal/clips",
-    "heal/skips",
-    "heal/alarms",
-    "heal/incidents",
-)
-"""Metrics of the engine that each training row of the Trainer's log gets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +74,6 @@ class TrainingRun:
         self.not_carried_out = 0
         self.wants_save = False
         self._checked_step = -1
-        self._incidents = 0
         self._began = time.monotonic()
         optimizer = unwrapped(trainer.optimizer)
         with ExitStack() as stack:
@@ -99,7 +87,7 @@ class TrainingRun:
             if limit is not None and not signals.keeps_limit(policy):
                 stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
             stack.enter_context(signals.observed_losses(trainer, self.driver.observe))
-            stack.enter_context(signals.extended_log(trainer, self.metrics))
+            stack.enter_context(signals.extended_log(trainer, self._metrics))
             ranks = self.driver.ranks()
             self.log = RunLog(
                 Log(None if ranks.rank else _events(options.events, trainer)),
@@ -161,8 +149,9 @@ class TrainingRun:
         if self.step:
             self.log.event("resume", step=self.step, checkpoint=self.step)
             self._load(saved)
-        mode = "observed" if policy.observes else "healed"
-        self.log.info(f"{mode} by policy {policy.name}, from step {self.step}")
+        where = f"checkpoints of the Trainer in {self._trainer.args.output_dir}"
+        line = start_line(policy, self.step, where, resumed=self.step > 0, goes_back=False)
+        self.log.info(line)
 
     def exported(self) -> dict[str, Any]:
         """What travels in the Trainer's checkpoints, JSON-safe. A sync on an accelerator."""
@@ -184,14 +173,13 @@ class TrainingRun:
             self.driver.load_healing(saved["engines"])
             ledger = Ledger.from_dict(saved["ledger"])
             self.ledger.take_over(ledger, self.step, ledger)
-            self._incidents = self.ledger.incident_count
         except (HealcoreError, KeyError, TypeError, ValueError) as error:
             self.log.warning(
                 f"healcore's state in the checkpoint of step {self.step} was not loaded, and "
                 f"starts again: {error}"
             )
             return
-        self.monitor.set_lr_scale({"optimizer": self._values(["heal/lr_scale"])["heal/lr_scale"]})
+        self.monitor.set_engines(self.driver.healing())
 
     def close(self, error: BaseException | None) -> None:
         """Detaches everything, and writes how the run has ended. A second call does nothing."""
@@ -226,13 +214,14 @@ class TrainingRun:
                 last_good=end.last_good,
                 unreported_alarms=self.monitor.unreported_alarms or None,
             )
+            self.log.info(end_line(end, not_carried_out=self.not_carried_out))
         finally:
             self._open.close()
 
     # -- between steps --------------------------------------------------------------------------
 
     def after_step(self, step: int, *, now: bool) -> None:
-        """Takes an optimizer step; `step` counts from 1. `now`: its decision is read at once.
+        """Takes an optimizer step; `step` counts from 1. `now`: its decision is waited for.
 
         Raises RunStopped if the policy ends the run.
         """
@@ -303,7 +292,6 @@ class TrainingRun:
         for result in self._reader.due(all=all):
             self._reader.count_correction()
             request = self.monitor.process(result)
-            self._log_incident(result)
             if request is not None and carry_out:
                 self._carry_out(request)
             elif request is not None:
@@ -315,37 +303,13 @@ class TrainingRun:
             for step in self.checkpoints.mark_good(self.ledger.unhealthy, self.ledger.next_step):
                 self.log.event("good", step=step)
 
-    def _log_incident(self, result: StepResult) -> None:
-        """Logs one line for a new incident: the first ten, then each power of two."""
-        number = self.ledger.incident_count
-        if number <= self._incidents:
-            return
-        self._incidents = number
-        if number > 10 and number & (number - 1):
-            return
-        record = max(result.records, key=lambda each: each.cause != 0)
-        done = "; skipped" if record.skip else ""
-        if not record.skip and record.grad_scale < 1:
-            done = f"; gradients × {record.grad_scale:.3g}"
-        self.log.warning(
-            f"step {result.index}: incident {number}: {cause_text(record.cause)}; the last "
-            f"finite loss is {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
-            f"{'; nothing is changed, the policy observes' if self.policy.observes else done}"
-        )
-
     def _carry_out(self, request: ActionRequest) -> None:
         self.wants_save |= self._executor.execute(request, self.step).save
 
     # -- reports --------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, float]:
-        """The engine's numbers of the last step, for a row of the log. One sync."""
-        return self._values(_LOGGED)
-
-    def _values(self, names: Sequence[str]) -> dict[str, float]:
-        found = self._healing.metrics()
-        values = torch.stack([found[name].float() for name in names]).cpu().numpy()
-        return {name: float(value) for name, value in zip(names, values, strict=True)}
+    def _metrics(self) -> dict[str, float]:
+        return self.monitor.metrics.values()
 
     def report(self) -> HealingReport:
         """What was seen and done so far."""

@@ -275,6 +275,7 @@ class _Run:
         self._replace("_push_from_checkpoint", self._repeating)
         stack.enter_context(signals.unclipped(trainer))
         stack.enter_context(signals.observed_losses(trainer, self._observe))
+        stack.enter_context(signals.extended_log(trainer, self._metrics))
 
     def _replace(self, name: str, replacement: Callable[..., Any]) -> None:
         """Lets `replacement` be called with the trainer's own method before the arguments."""
@@ -321,6 +322,10 @@ class _Run:
 
     def _observe(self, loss: Any) -> None:
         self._healer().observe(loss)
+
+    def _metrics(self) -> dict[str, float]:
+        healer = self._healed.healer
+        return {} if healer is None else healer.metrics()
 
     def _repeating(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """A push of a checkpoint to the Hub, again after a failure of the network."""

@@ -42,6 +42,7 @@ class LightningHealingCallback(Callback):
         trainer = Trainer(max_epochs=3, callbacks=[LightningHealingCallback(store="healing")])
         trainer.fit(module, loader)
 
+    Its numbers (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) go to the Trainer's loggers.
     Nothing else changes: automatic and manual optimization, several optimizers, accumulation,
     validation and other callbacks work as before. After a kill the same program goes on from
     the store. Works with `lightning` and with `pytorch_lightning`.
@@ -153,6 +154,18 @@ class LightningHealingCallback(Callback):
         """Feeds dataloaders that were reloaded (`reload_dataloaders_every_n_epochs`)."""
         if isinstance(self._run, WholeRun):
             self._run.feed()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Logs `heal/skips` and so on, every `log_every_n_steps`."""
+        if self._run is None or not trainer._logger_connector.should_update_logs:
+            return
+        metrics = self._run.metrics() if trainer.loggers else {}
+        if metrics:
+            for logger in trainer.loggers:
+                # As LearningRateMonitor does it; `self.log` would copy each number to the device.
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.core.engine import StateError
+from healcore.runtime.incidents.run_metrics import METRICS
 from healcore.torch.attachment import attach
 from healcore.torch.healing import Healing
 
@@ -46,6 +48,18 @@ class InStep:
         """Reports an evaluation's loss."""
         for healing in self.healings.values():
             healing.observe_eval(loss)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step for a logger. A sync on an accelerator."""
+        found: dict[str, float] = {}
+        for name, healing in self.healings.items():
+            prefix = "heal/" if len(self.healings) == 1 else f"heal/{name}/"
+            values = healing.metrics()
+            numbers = torch.stack([values[f"heal/{each}"].float() for each in METRICS]).tolist()
+            found |= {
+                f"{prefix}{each}": number for each, number in zip(METRICS, numbers, strict=True)
+            }
+        return found
 
     def close(self, error: BaseException | None = None) -> None:
         """Detaches."""

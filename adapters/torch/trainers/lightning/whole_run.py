@@ -71,6 +71,10 @@ class WholeRun:
         if self.healer is not None:
             self.healer.observe_eval(loss)
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger; no sync. Empty before the first step was read."""
+        return {} if self.healer is None else self.healer.metrics()
+
     def close(self, error: BaseException | None = None) -> None:
         """Ends the Healer's block, with the exception that ends the fit, if any."""
         vars(self._trainer.fit_loop.epoch_loop).pop("on_advance_end", None)

@@ -29,7 +29,7 @@ def test_no_sync_is_added(tmp_path: Path):
     """With fused AdamW, Trainer's default, and the decision made on the device."""
     counts = []
     for healed in (False, True):
-        trainer = tiny.plain(tmp_path, optim="adamw_torch_fused", logging_steps=500)
+        trainer = tiny.plain(tmp_path, optim="adamw_torch_fused", logging_steps=3)
         steps = CountSteps()
         trainer.add_callback(steps)
         if healed:
@@ -37,6 +37,7 @@ def test_no_sync_is_added(tmp_path: Path):
             own.train()
             (healing,) = own.healer.driver.healings.values()
             assert healing.report().engine == "device"
+            assert "heal/skips" in trainer.state.log_history[8]
         else:
             trainer.train()
         counts.append(steps.counter.count)

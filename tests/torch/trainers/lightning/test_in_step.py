@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
@@ -46,14 +49,24 @@ def fit(callback: Any, module: Any = None, **options: Any) -> tuple[Any, Any]:
 
 
 @both
-def test_one_bad_batch_is_noticed_in_its_step(in_step_only: bool):
+def test_one_bad_batch_is_noticed_in_its_step(tmp_path: Path, in_step_only: bool):
     callback = Judged(in_step_only=in_step_only)
-    module, running = fit(callback, rows=data(bad=3), max_epochs=2)
+    logs = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+    module, running = fit(callback, rows=data(bad=3), max_epochs=2, **logs)
     causes = [bool(each.cause & Cause.NONFINITE_LOSS) for each in callback.decisions]
     assert [i for i, bad in enumerate(causes) if bad] == [3, 11]
     assert [each.skip for each in callback.decisions] == causes
     assert all(p.isfinite().all() for p in module.parameters())
     assert running.global_step == 16
+    with Path(running.logger.log_dir, "metrics.csv").open() as file:
+        rows = {int(row["step"]): row for row in csv.DictReader(file)}
+    # Written before the step: of the step before it, or of the one before that.
+    late = 0 if in_step_only else 1
+    assert [step for step in range(2, 16) if float(rows[step]["heal/skips"]) == 1] == [
+        *range(4 + late, 12 + late)
+    ]
+    assert float(rows[15]["heal/skips"]) == 2
+    assert float(rows[15]["heal/loss"]) == callback.losses[14 - late]
 
 
 def test_without_the_callback_the_weights_are_lost():
@@ -226,13 +239,19 @@ class Counting(Regression):
 
 
 @both
-def test_the_callback_itself_reads_nothing_on_the_host(in_step_only: bool):
-    """Whatever the engine reads is in `Report.syncs_per_step`; the hooks around it add nothing."""
+def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path, in_step_only: bool):
+    """Whatever the engine reads is in `Report.syncs_per_step`; the hooks around it add nothing.
+
+    Nor do the metrics in a logger, except in the step only, where a row of them is one wait.
+    """
+    logs: dict[str, Any] = {}
+    if not in_step_only:
+        logs = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
 
     def syncs(callback: Any) -> int:
         torch.manual_seed(0)
         with CountSyncs() as counted:
-            fit(callback, Counting(), accumulate_grad_batches=2)
+            fit(callback, Counting(), accumulate_grad_batches=2, **logs)
         return counted.count
 
     callback = LightningHealingCallback(in_step_only=in_step_only)

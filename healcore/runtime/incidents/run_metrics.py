@@ -1,0 +1,72 @@
+"""`RunMetrics`: the newest step and counts so far, as named numbers for a logger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Action
+
+COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
+"""Counts since the run began, as an engine has them in its `tally`."""
+
+_LAST = ("loss", "threshold", "grad_scale", "lr_scale")
+"""Of the newest step, as in `StepRecord`."""
+
+METRICS = (*_LAST, "incidents", *COUNTS)
+"""The names of all metrics, after `heal/`."""
+
+
+class RunMetrics:
+    """Metrics from the records that the host reads anyway, `lag` steps after the step: no sync.
+
+    Counts begin with those of the engines' states, which are on the host at the start of a run and
+    after a rollback, and go on with each record.
+
+    Args:
+        per_tensor: the policy clips each tensor by itself. A record does not say whether such a
+            step was clipped: there is no metric `heal/clips` then.
+    """
+
+    def __init__(self, *, per_tensor: bool) -> None:
+        self._left_out = {"clips"} if per_tensor else set[str]()
+        self._counts: dict[str, dict[str, int]] = {}
+        self._last: dict[str, StepRecord] = {}
+
+    def set(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes the counts of engine states, as `Driver.healing` gives them."""
+        for name, engine in engines.items():
+            tally = engine["state"]["tally"]
+            self._counts[name] = {count: int(tally[count]) for count in COUNTS}
+        self._last.clear()
+
+    def add(self, records: Iterable[StepRecord]) -> None:
+        """Takes the records of one step."""
+        for record in records:
+            counts = self._counts.setdefault(record.engine, dict.fromkeys(COUNTS, 0))
+            last = self._last.get(record.engine)
+            # A step that a GradScaler left out was not judged: its record is the last one again.
+            if record.judged and (last is None or last.step != record.step):
+                counts["clips"] += record.grad_scale < 1 and not record.skip
+                counts["skips"] += record.skip
+                counts["lr_cuts"] += bool(record.action & Action.CUT_LR)
+                counts["alarms"] += record.cause != 0
+            self._last[record.engine] = record
+
+    def total(self, count: str) -> int:
+        """One of `COUNTS`, over all engines."""
+        return sum(counts[count] for counts in self._counts.values())
+
+    def values(self) -> dict[str, float]:
+        """`heal/skips` and so on; `heal/<engine>/skips` of several. Empty before the first step."""
+        found: dict[str, float] = {}
+        for name, record in self._last.items():
+            prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
+            numbers = record._asdict() | {"incidents": record.incident} | self._counts[name]
+            found |= {
+                f"{prefix}/{each}": float(numbers[each])
+                for each in METRICS
+                if each not in self._left_out
+            }
+        return found

@@ -1,0 +1,98 @@
+"""`StepLines`: what a run says on the console about its steps, with every driver and trainer."""
+
+from __future__ import annotations
+
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import Action, Cause, names
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.ledger import IncidentRecord
+from healcore.runtime.run_log import RunLog
+
+_ORDERS = Action.ROLLBACK | Action.STOP | Action.CUT_LR
+
+
+class StepLines:
+    """Logs a line for a step at which something is wrong; steps that are fine have none.
+
+    - Every cut of the learning rate has a line.
+    - Incidents: the first ten, then each power of two.
+    - Skipped steps within an incident, and alerts outside of one (an outlier that was clipped): the
+      first, then each power of ten.
+
+    Rollbacks and stops, which end or undo steps, have lines where they are carried out.
+    """
+
+    def __init__(self, policy: HostPolicy, log: RunLog) -> None:
+        self._observes = policy.observes
+        self._log = log
+        self._alerts = self._skips = 0
+
+    def add(
+        self, step: StepResult, incident: IncidentRecord | None, *, is_new: bool, skips: int
+    ) -> None:
+        """Takes a step, with its incident if it has one; `skips` of the run, this one included."""
+        skips_before, self._skips = self._skips, skips
+        alerts_before = self._alerts
+        record = max(step.records, key=_weight, default=None)
+        if record is None:
+            return
+        if incident is None and record.action & Action.ALERT:
+            self._alerts += 1
+        if (
+            (record.action & Action.CUT_LR and not self._observes)
+            or (incident is not None and is_new and is_logged(incident.number))
+            or _passes_power_of_ten(skips_before, skips)
+            or _passes_power_of_ten(alerts_before, self._alerts)
+        ):
+            number = f"incident {incident.number}: " if incident is not None else ""
+            self._log.warning(
+                f"step {step.index}: {number}{incident_text(record)}{self._done(record, skips)}"
+            )
+
+    def _done(self, record: StepRecord, skips: int) -> str:
+        if self._observes:
+            orders = names(record.action & _ORDERS)
+            ordered = f"; {' and '.join(orders)} ordered" if orders else ""
+            return f"{ordered}; nothing is changed, the policy observes"
+        done = enforced_text(record)
+        if record.skip and skips > 1:
+            done += f", {skips} of the run"
+        if record.action & Action.CUT_LR:
+            done += f"; learning rate × {record.lr_scale:g}"
+        return done
+
+
+def incident_text(record: StepRecord) -> str:
+    """Causes and numbers of a step, for a sentence."""
+    return (
+        f"{cause_text(record.cause)}; the last finite loss is {record.loss:.4g}, "
+        f"gradient norm {record.grad_norm:.4g}"
+    )
+
+
+def enforced_text(record: StepRecord) -> str:
+    """What was done within the step: "; skipped", "; gradients × 0.1", or nothing."""
+    if record.skip:
+        return "; skipped"
+    return f"; gradients × {record.grad_scale:.3g}" if record.grad_scale < 1 else ""
+
+
+def cause_text(cause: Cause) -> str:
+    """Names of causes, for a sentence."""
+    return " and ".join(names(cause)).lower().replace("_", " ")
+
+
+def is_logged(incident: int) -> bool:
+    """Whether this incident has a line: the first ten, then each power of two."""
+    return incident <= 10 or incident & (incident - 1) == 0
+
+
+def _passes_power_of_ten(before: int, now: int) -> bool:
+    """Whether a count has reached 1, 10, 100, ..."""
+    return now > before and (not before or len(str(now)) > len(str(before)))
+
+
+def _weight(record: StepRecord) -> tuple[bool, bool, bool]:
+    """Of several optimizers the one that the line is about."""
+    return bool(record.action & Action.CUT_LR), bool(record.skip), record.cause != 0

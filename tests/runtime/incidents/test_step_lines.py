@@ -1,0 +1,111 @@
+"""What is said about steps on the console: trouble once, and nothing of a fine step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from healcore.core.verdict import Action, Cause
+from healcore.runtime.events import Log
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.incidents.hooks import Hooks, RunFacts
+from healcore.runtime.incidents.monitor import IncidentMonitor
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.run_log import RunLog
+from healcore.runtime.store.ranks import Alone
+from tests.healer.step_records import record
+
+FINE = record()
+NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
+
+
+class Run:
+    """The monitor of a run, and what it has said."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], policy: str = "default") -> None:
+        self._capsys = capsys
+        self.log = RunLog(Log(None), console=True)
+        self.log.attach_console()
+        self.monitor = IncidentMonitor(
+            policy=HostPolicy.of(policy),
+            ledger=Ledger(),
+            hooks=Hooks(),
+            ranks=Alone(),
+            log=self.log,
+            facts=RunFacts,
+        )
+        self._step = 0
+
+    def steps(self, number: int, **changes: Any) -> list[str]:
+        """The lines of some equal steps."""
+        for _ in range(number):
+            self._step += 1
+            each = FINE._replace(step=self._step, **changes)
+            self.monitor.process(StepResult(self._step - 1, [each], ()))
+        return self._capsys.readouterr().err.splitlines()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """A run under the default policy."""
+    made = Run(capsys)
+    yield made
+    made.log.detach_console()
+
+
+def test_clipped_steps_without_an_alarm_say_nothing(run: Run):
+    assert run.steps(200, grad_scale=0.9) == []
+    assert run.monitor.metrics.values()["heal/clips"] == 200
+
+
+def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run: Run):
+    run.steps(5)
+    lines = run.steps(1000, incident=1, incident_open=True, **NAN)
+    assert len(lines) == 4
+    assert lines[0].startswith("healcore: step 5: incident 1: nonfinite loss; ")
+    assert lines[0].endswith("; skipped")
+    assert [line.split("; ")[-1] for line in lines[1:]] == [
+        "skipped, 10 of the run",
+        "skipped, 100 of the run",
+        "skipped, 1000 of the run",
+    ]
+
+
+def test_each_of_the_first_incidents_is_said_and_later_ones_at_powers_of_two(run: Run):
+    said = []
+    for number in range(1, 41):
+        said.append(len(run.steps(1, incident=number, **NAN)))
+        run.steps(3, incident=number)
+    assert [number for number, lines in enumerate(said, 1) if lines] == [*range(1, 11), 16, 32]
+
+
+def test_outliers_that_were_only_clipped_are_said_at_powers_of_ten(run: Run):
+    alert = {"cause": Cause.LOSS_SPIKE, "action": Action.ALERT, "grad_scale": 0.01}
+    lines = [line for _ in range(100) for line in run.steps(1, **alert) + run.steps(1)]
+    assert [line.split(":")[1] for line in lines] == [" step 0", " step 18", " step 198"]
+    assert lines[0].endswith(
+        "loss spike; the last finite loss is 0, gradient norm 0; gradients × 0.01"
+    )
+
+
+def test_every_cut_of_the_learning_rate_is_said_also_within_one_incident(run: Run):
+    """As for the third trouble of a run, which gets an alert and a cut and no rollback."""
+    cut = {"cause": Cause.INSTABILITY, "action": Action.ALERT | Action.CUT_LR}
+    one = {"incident": 1, "incident_open": True}
+    run.steps(1, **one, **cut, lr_scale=0.25)
+    run.steps(30, **one, cause=Cause.INSTABILITY, lr_scale=0.25)
+    (line,) = run.steps(1, **one, **cut, lr_scale=0.0625)
+    assert line.startswith("healcore: step 31: incident 1: instability; ")
+    assert line.endswith("; learning rate × 0.0625")
+    assert run.monitor.metrics.values()["heal/lr_cuts"] == 2
+
+
+def test_observe_mode_says_what_was_ordered(capsys: pytest.CaptureFixture[str]):
+    run = Run(capsys, "observe")
+    order = {"cause": Cause.INSTABILITY, "action": Action.ROLLBACK | Action.CUT_LR}
+    (line,) = run.steps(1, incident=1, incident_open=True, **order)
+    run.log.detach_console()
+    assert line.endswith("ROLLBACK and CUT_LR ordered; nothing is changed, the policy observes")
