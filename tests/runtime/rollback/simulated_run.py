@@ -131,6 +131,9 @@ class Nothing:
     def load_healing(self, engines: Any) -> None:
         pass
 
+    def learning_rate(self) -> None:
+        pass
+
 
 class EventList(Log):
     """Appends events to a list instead of a file."""
