@@ -13,6 +13,7 @@ from torch import Tensor
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
+from healcore.runtime.incidents.step_lines import enforced_text, incident_text, is_logged
 from healcore.torch.engines import HostEngine, LiveEngine, PendingRecord
 from healcore.torch.measurement import AsyncCopy
 from healcore.torch.norm_ceiling import NormCeiling
@@ -101,11 +102,11 @@ class IncidentLog:
 
     def _log_step(self, record: StepRecord, cause: int, action: int) -> None:
         new, self._incident = record.incident > self._incident, record.incident
-        if new and cause and _is_logged(record.incident):
+        if new and cause and is_logged(record.incident):
             self._write(self._incident_line(record, cause))
         observes = self._engine.mode == "observe"
         # Not whenever it falls: under the limit of a cut it follows a rising schedule step by step.
-        if action & Action.CUT_LR and not observes and _is_logged(record.incident):
+        if action & Action.CUT_LR and not observes and is_logged(record.incident):
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}")
         if observes or self.is_polled:
             return
@@ -123,14 +124,9 @@ class IncidentLog:
         if self._engine.mode == "observe":
             enforced = "; nothing is changed, the policy observes"
         elif record.onset == record.step - 1:
-            enforced = "; skipped" if record.skip else ""
-            if not record.skip and record.grad_scale < 1:
-                enforced = f"; gradients × {record.grad_scale:.3g}"
-        return (
-            f"step {record.onset}: incident {record.incident}: {', '.join(names(Cause(cause)))}; "
-            f"the last finite loss is {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
-            f"{enforced}"
-        )
+            enforced = enforced_text(record)
+        text = incident_text(record._replace(cause=Cause(cause)))
+        return f"step {record.onset}: incident {record.incident}: {text}{enforced}"
 
     def _once(self, key: str, line: str) -> None:
         if key not in self._logged:
@@ -140,8 +136,3 @@ class IncidentLog:
     def _write(self, line: str) -> None:
         if self.enabled:
             _log.warning("%s: %s", self._name, line)
-
-
-def _is_logged(incident: int) -> bool:
-    """Whether this incident has a line: the first ten, then each power of two."""
-    return incident <= 10 or incident & (incident - 1) == 0

@@ -48,8 +48,7 @@ class StepRanks:
         self._pp_mesh = pp_mesh
         self.group: Any = None
         """The process group; None for one rank alone."""
-        self.members: list[int] = []
-        """Its ranks in the default group."""
+        self._members: list[int] = []
         self.stages = 1
         """Number of pipeline stages among them."""
         self.has_parts = False
@@ -61,10 +60,15 @@ class StepRanks:
             self._set(group)
 
     @property
-    def world(self) -> int:
-        """Number of ranks that decide together."""
+    def members(self) -> list[int]:
+        """The ranks that decide together, in the default group; empty for one alone."""
         if self._auto:
             self._find()
+        return self._members
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that decide together."""
         return len(self.members) or 1
 
     @property
@@ -104,7 +108,7 @@ class StepRanks:
         mesh = group if _is_mesh(group) else None
         if group is not None:
             self.group = _group_of_mesh(group) if mesh is not None else group
-            self.members = dist.get_process_group_ranks(self.group)
+            self._members = dist.get_process_group_ranks(self.group)
         stages = self._pipeline()
         if stages is not None and not set(_ranks_of(stages)) <= set(self.members):
             raise AttachError(

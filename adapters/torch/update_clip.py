@@ -31,6 +31,7 @@ class UpdateClip:
         self._all_reduce = all_reduce
         self._home = home
         self._copies: dict[Tensor, Tensor] = {}
+        """Of a DTensor, of this rank's part."""
         self._params: list[Tensor] | None = None
         self._skipped: bool | Tensor = False
         self._lr_scale: float | Tensor = 1.0
@@ -50,11 +51,13 @@ class UpdateClip:
         """
         self._params, self._skipped, self._lr_scale = [*params], skipped, lr_scale
         with torch.no_grad():
-            for p in self._params:
+            parts = [*map(local, self._params)]  # foreach takes no mix of DTensors
+            for p, part in zip(self._params, parts, strict=True):
                 copy = self._copies.get(p)
-                if copy is None or copy.shape != p.shape or copy.dtype != p.dtype:
-                    self._copies[p] = torch.empty_like(p)
-            _copy([self._copies[p] for p in self._params], self._params)
+                if copy is None or copy.shape != part.shape or copy.dtype != part.dtype:
+                    self._copies[p] = torch.empty_like(part)
+            if parts:
+                _copy([self._copies[p] for p in self._params], parts)
 
     @torch.no_grad()
     def after(self, *, undone: bool) -> Tensor | None:
@@ -66,19 +69,20 @@ class UpdateClip:
         params, self._params = self._params, None
         if params is None:
             return None
+        parts = [*map(local, params)]
         differences = [self._copies[p] for p in params]
         if params:
-            _subtract(differences, params)  # old - new, in place of the copy
+            _subtract(differences, parts)  # old - new, in place of the copy
         norm = self._all_reduce.norm_of(differences, params)
         skipped = True if undone else self._skipped
         scale = self._engine.clip_update(norm / self._lr_scale, skipped)
         if isinstance(scale, Tensor):
-            for p, difference in zip(map(local, params), map(local, differences), strict=True):
+            for p, difference in zip(parts, differences, strict=True):
                 factor = scale.to(p.device, non_blocking=True)
                 # Selected, not added: an addition of zeros would make +0.0 of -0.0.
                 p.copy_(torch.where(factor < 1, p + (1 - factor).to(p.dtype) * difference, p))
         elif scale < 1 and params:
-            _add(params, differences, alpha=1 - scale)
+            _add(parts, differences, alpha=1 - scale)
         return norm
 
     def clear(self) -> None:

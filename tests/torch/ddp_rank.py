@@ -25,7 +25,7 @@ from healcore.torch import RanksDisagreeError, attach
 from healcore.torch.driver import TorchDriver
 from tests.torch import policies
 
-STEPS, BAD = 50, 20
+STEPS, BAD = 20, 12
 NAN = float("nan")
 SECONDS = 600
 """After which a rank that waits for the other one shows where, and ends."""
@@ -109,7 +109,7 @@ def run(scenario: Scenario, root: Path) -> dict[str, Any]:
         if scenario.healer:
             state = {"model": net, "optimizer": optimizer}
             with healcore.Healer(
-                scenario.policy, state=state, attach=options, save_every=10
+                scenario.policy, state=state, attach=options, save_every=5
             ) as healer:
                 for i in healer.batches(range(STEPS)):
                     trained, observed = loss_at(i)

@@ -1,7 +1,6 @@
-"""Four ranks of one program, for test_four_ranks.py: python -m tests.torch.four_ranks ROOT.
+"""One of four ranks that train one model: python -m tests.torch.four_ranks RANK ROOT.
 
-One process imports everything and forks into the ranks. Each writes one JSON line for each case to
-ROOT/RANK. The cases share the world, because starting it costs more than they do.
+Prints a JSON line for each case. They share one world, because starting it costs more than they do.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import json
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,15 +31,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from healcore.core.clipping.update_clip import UpdateClipConfig
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.detectors import grad_spike
 from healcore.core.engine import Engine
+from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, RanksDisagreeError, attach
+from healcore.torch.driver import TorchDriver
 from tests.torch import policies
 
 WORLD, ROWS = 4, 4
 STEPS = {"alone": 200, "DDP": 200, "FSDP2": 200, "HSDP": 90}
 NAN = float("nan")
+ROOT = "root"
+"""Stands for the folder of this run."""
 SECONDS = 400
 """After which ranks that wait for each other show where, and end."""
 
@@ -56,6 +58,14 @@ POLICY = Engine(
     )
 )
 """Clips, and skips what is not finite and spikes of the loss."""
+
+CLIPS_UPDATES = Engine(
+    policies.SKIPS.config._replace(
+        update_clip=UpdateClipConfig(warmup_steps=4), detectors=policies.SKIPS.config.detectors[:1]
+    )
+)
+UPDATES = {"DDP": 16, "HSDP": 8, "tensor parallel": 8}
+"""Bytes of the second all_reduce."""
 
 
 class Collectives(TorchDispatchMode):
@@ -247,6 +257,53 @@ def fused(where: Any) -> dict[str, Any]:
     return outcome
 
 
+def scaled(kind: str) -> dict[str, Any]:
+    """A GradScaler that finds an overflow in one of two parts, and skips the step by itself."""
+    net, model, data = layout("HSDP")
+    optimizer = AdamW(net.parameters(), lr=1e-2, fused=kind == "fused")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    heal = attach(optimizer, policies.SKIPS, scaler=scaler)
+    exact = []
+    for i in range(5):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * i + data))
+        loss = (model(x) - x).square().mean()
+        heal.observe(loss)
+        scaler.scale(loss).backward()
+        if i == 3 and dist.get_rank() in (1, 3):  # its copies, as after the reduction
+            for p in net.parameters():
+                assert p.grad is not None
+                part(p.grad).view(-1)[:1] = float("inf")
+        before = digest([part(t) for t in held(net, optimizer)])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        exact.append(digest([part(t) for t in held(net, optimizer)]) == before)
+    metrics = heal.metrics()
+    return {"skipped": exact, "scale": scaler.get_scale(), "skips": float(metrics["heal/skips"]),
+            "weights": digest([whole(p) for p in net.parameters()])}  # fmt: skip
+
+
+def updates(kind: str) -> dict[str, Any]:
+    """The norm of an update that is clipped, that of the whole parameters' move, and what is sent."""
+    net, model, data = layout(kind)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    heal = attach(optimizer, CLIPS_UPDATES)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(data))
+    for i in range(7):
+        heal.observe(1.0)
+        (model(x) * (100.0 if i == 6 else 1.0)).square().mean().backward()
+        before = [whole(p).clone() for p in net.parameters()]
+        with Collectives() as counted:
+            optimizer.step()
+        optimizer.zero_grad()
+        moves = [(whole(p) - b).norm() for p, b in zip(net.parameters(), before, strict=True)]
+        made, moved = float(heal.metrics()["heal/update_norm"]), float(torch.stack(moves).norm())
+        if i == 5:
+            norms = [made, moved]
+    return {"norms": norms, "clips": float(heal.metrics()["heal/update_clips"]),
+            "shorter": moved / norms[1], "added": counted.nbytes}  # fmt: skip
+
+
 def pipeline(kind: str) -> dict[str, Any]:
     """Stages of a pipeline: four, or two of two sharded ranks; the last one has the loss."""
     torch.manual_seed(0)
@@ -355,44 +412,56 @@ def cold_start(kind: str) -> dict[str, Any]:
     return {"norm": float(heal.metrics()["heal/grad_norm"])}
 
 
-CASES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
+def part_of_the_program(root: Path) -> dict[str, Any]:
+    """Two of the four ranks train a sharded model under a Healer; the others do something else."""
+    pair = dist.new_group([2, 3])
+    if dist.get_rank() < 2:
+        return {}
+    return {"stopped": paired(pair, root / "pair", 6), "resumed": paired(pair, root / "pair", 9)}
+
+
+def paired(pair: Any, store: Path, steps: int) -> dict[str, Any]:
+    """A run of two ranks that ends after so many steps, and goes on from the one before."""
+    net = fully_shard(small_net(), mesh=dist.DeviceMesh.from_group(pair, "cpu"))
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    state = {"model": net, "optimizer": optimizer}
+    with Healer(policies.SKIPS, state=state, store=store, save_every=4, resume=True) as healer:
+        first = healer.step
+        for i in healer.batches(range(steps)):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(i + dist.get_rank()))
+            loss = net(x).square().mean() * (NAN if (i, dist.get_rank()) == (3, 3) else 1.0)
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(healer.driver, TorchDriver)
+        world = healer.driver.ranks().world
+        skips = float(healer.driver.healings["optimizer"].metrics()["heal/skips"])
+    return {"world": world, "skips": skips, "first": first}
+
+
+CASES: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     **{kind: (trained, kind) for kind in STEPS},
     **{f"judged, {kind}": (judged, kind) for kind in LAYOUTS},
     **{f"fused, {where}": (fused, where) for where in ("host", "device")},
+    **{f"scaled, {kind}": (scaled, kind) for kind in ("fused", "not fused")},
+    **{f"updates, {kind}": (updates, kind) for kind in UPDATES},
     **{f"pipeline, {kind}": (pipeline, kind) for kind in ("four stages", "two stages")},
     "refused": (refused, ""),
     "cold start": (cold_start, ""),
+    "part of the program": (part_of_the_program, ROOT),
 }
 
 
-def rank_of(rank: int, root: Path) -> None:
+def main(rank: int, root: Path) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{root}/meeting", rank=rank, world_size=WORLD
-    )
-    with (root / str(rank)).open("w", buffering=1) as out:
-        for case, (run, what) in CASES.items():
-            dist.barrier()
-            out.write(json.dumps([case, run(what)]) + "\n")
+    meeting = f"file://{root}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
+    for case, (run, what) in CASES.items():
+        dist.barrier()
+        print(json.dumps([case, run(root if what is ROOT else what)]), flush=True)
     dist.destroy_process_group()
 
 
-def main(root: Path) -> None:
-    ranks = []
-    for rank in range(WORLD):
-        process = os.fork()
-        if process == 0:
-            try:
-                rank_of(rank, root)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(0)
-        ranks.append(process)
-    for process in ranks:
-        os.waitpid(process, 0)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

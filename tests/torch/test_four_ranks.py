@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.torch.four_ranks import FAULTS, LAYOUTS, SECONDS, STEPS, WORLD
+from tests.torch.forked_ranks import run_ranks
+from tests.torch.four_ranks import FAULTS, LAYOUTS, SECONDS, STEPS, UPDATES, WORLD
 from tests.torch.optimizer_cases import host_and_device
-from tests.torch.two_ranks import ROOT
 
 SPREAD = ("DDP", "FSDP2", "HSDP")
 COPIES = {"DDP": 4, "FSDP2": 1, "HSDP": 2}
@@ -25,22 +22,13 @@ class World:
     """What each rank wrote, case by case."""
 
     def __init__(self, root: Path) -> None:
-        run = subprocess.run(
-            [sys.executable, "-m", "tests.torch.four_ranks", str(root)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=SECONDS + 60,
-        )
-        self.errors = run.stderr
-        files = [root / str(rank) for rank in range(WORLD)]
-        lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
-        self._outcomes = [dict(map(json.loads, each)) for each in lines]
+        found = run_ranks("tests.torch.four_ranks", root, world=WORLD, seconds=SECONDS + 60)
+        self.errors = "\n".join(errors[-3000:] for _, errors in found)
+        self._outcomes = [dict(map(json.loads, out.splitlines())) for out, _ in found]
 
     def of(self, case: str) -> list[dict[str, Any]]:
         """The outcome on each rank."""
-        assert all(case in each for each in self._outcomes), self.errors[-4000:]
+        assert all(case in each for each in self._outcomes), self.errors
         return [each[case] for each in self._outcomes]
 
 
@@ -103,6 +91,25 @@ def test_a_fused_step_of_sharded_parameters_is_skipped_exactly(where: str, world
     assert outcomes == world.of("fused, host")
 
 
+@pytest.mark.parametrize("kind", ["fused", "not fused"])
+def test_an_overflow_in_one_part_is_skipped_on_all_and_not_counted(kind: str, world: World):
+    outcomes = world.of(f"scaled, {kind}")
+    for each in outcomes:
+        assert each["skipped"] == [False, False, False, True, False]
+        assert (each["scale"], each["skips"]) == (512.0, 0.0)
+        assert each == outcomes[0]
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_updates_are_clipped_by_their_global_norm(kind: str, world: World):
+    for each in world.of(f"updates, {kind}"):
+        judged, norm = each["norms"]
+        assert judged == pytest.approx(norm, rel=1e-3)
+        assert each["clips"] == 1.0
+        assert each["shorter"] < 2.0
+        assert each["added"] == [64, UPDATES[kind]]
+
+
 @pytest.mark.parametrize("kind", ["four stages", "two stages"])
 def test_norms_are_added_up_over_pipeline_stages(kind: str, world: World):
     outcomes = world.of(f"pipeline, {kind}")
@@ -125,6 +132,12 @@ def test_what_cannot_work_is_refused_in_words(world: World):
         assert "pipeline stages" in said["per tensor"]
         assert "pp_mesh" in said["different shapes"]
         assert (said["pair"], said["both"]) == (2, WORLD)
+
+
+def test_a_healer_of_two_of_the_ranks_needs_no_others(world: World):
+    alike = {"world": 2, "skips": 1.0}
+    whole = {"stopped": {**alike, "first": 0}, "resumed": {**alike, "first": 6}}
+    assert world.of("part of the program") == [{}, {}, whole, whole]
 
 
 def test_a_warm_up_from_zero_waits_for_nobody(world: World):

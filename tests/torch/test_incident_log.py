@@ -70,7 +70,7 @@ def test_an_incident_is_one_line_of_any_length(where: Where, lines: Lines):
     loop = Loop(where=where)
     loop.steps(*[1.0] * 4, *[NAN] * 40, *[1.0] * 2 * EVERY)
     (line,) = logged(lines)
-    assert line.startswith("AdamW: step 4: incident 1: NONFINITE_LOSS, NONFINITE_GRAD; ")
+    assert line.startswith("AdamW: step 4: incident 1: nonfinite loss and nonfinite grad; ")
     assert where == "device" or line.endswith("; skipped")
 
 

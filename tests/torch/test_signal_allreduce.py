@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from tests.torch.ddp_rank import BAD, SCENARIOS, SECONDS, STEPS
+from tests.torch.forked_ranks import run_ranks
 from tests.torch.optimizer_cases import host_and_device
-from tests.torch.two_ranks import run_two_ranks
 
 
 class Pair:
     """The output of both ranks, scenario by scenario."""
 
     def __init__(self, root: Path) -> None:
-        self._outputs = run_two_ranks(
-            "tests.torch.ddp_rank", root, seconds=SECONDS * len(SCENARIOS)
-        )
+        self._outputs = run_ranks("tests.torch.ddp_rank", root, seconds=SECONDS * len(SCENARIOS))
 
     def outputs(self, scenario: str) -> list[dict[str, Any]]:
         """The results of each rank."""

@@ -254,12 +254,18 @@ class TorchDriver:
         memory = MemoryStore(nonfinite_ok=nonfinite_ok, trust=trust)
         if where is None:
             return memory
-        return TieredStore(memory, DCPStore(where, nonfinite_ok=nonfinite_ok, trust=trust))
+        members = self._members if initialized() else []
+        group = GlooRanks(members=members).group if members else None
+        disk = DCPStore(where, nonfinite_ok=nonfinite_ok, trust=trust, process_group=group)
+        return TieredStore(memory, disk)
 
     def ranks(self) -> Ranks:
-        """Exchanges between the ranks. The first call makes a gloo group, and needs every rank."""
+        """Exchanges between the ranks that step together; without any, between all.
+
+        The first call makes a gloo group, and needs every one of them.
+        """
         if self._ranks is None:
-            self._ranks = GlooRanks() if initialized() else Alone()
+            self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
         return self._ranks
 
     def generators(self) -> live_state.RngState:
@@ -301,6 +307,16 @@ class TorchDriver:
             self.healings[name] = healing
         for healing in self.healings.values():
             healing.hooks.grows, healing.own_loss = True, len(self.healings) == 1
+
+    @property
+    def _members(self) -> list[int]:
+        """The ranks that step together, in the default group; empty for engines that decide alone.
+
+        The most that any optimizer has: another one's may be a part of them.
+        """
+        return max(
+            (each.hooks.all_reduce.ranks.members for each in self.healings.values()), key=len
+        )
 
     @property
     def _ranks_to_compare(self) -> Ranks | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,12 +14,15 @@ class GlooRanks:
     """Exchanges over a gloo group of its own.
 
     Saving exchanges from a background thread, and would interfere with the training in its group.
-    Without a `group` (gloo, used by nothing else) a new one of all ranks is made, which is why
-    every rank makes its store at the same place in the program.
+    Without a `group` (gloo, used by nothing else) a new one is made, of `members` (ranks of the
+    default group) or of all ranks, which is why each of these makes its store at the same place in
+    the program. Other ranks than `members` need not know of it.
     """
 
-    def __init__(self, group: Any | None = None) -> None:
-        if group is None:
+    def __init__(self, group: Any | None = None, *, members: Sequence[int] = ()) -> None:
+        if group is None and members and len(members) < dist.get_world_size():
+            group = dist.new_group([*members], backend="gloo", use_local_synchronization=True)
+        elif group is None:
             group = dist.new_group(backend="gloo")
         elif dist.get_backend(group) != "gloo":
             raise StoreError(

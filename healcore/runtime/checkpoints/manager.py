@@ -10,6 +10,8 @@ from typing import Any
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.catalog import Catalog, PendingQuarantine
+from healcore.runtime.checkpoints.restart_points import RestartPoints
+from healcore.runtime.checkpoints.wait_limit import WaitLimit
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
@@ -41,6 +43,7 @@ class CheckpointManager:
 
     `every` is the number of steps between two saves, `probation` of the healthy steps until a
     checkpoint is known-good. Onsets fewer than `region` steps apart belong to the same trouble.
+    `restart_every` and `restart_spread` are those of `RestartPoints`.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class CheckpointManager:
         verifier: BackgroundVerifier,
         ranks: Ranks,
         log: RunLog,
+        restart_every: int | None = None,
+        restart_spread: bool = False,
     ) -> None:
         self.store = store
         self.every = every
@@ -61,7 +66,10 @@ class CheckpointManager:
         self._ranks = ranks
         self._log = log
         self.catalog = Catalog(keep.checked(), probation=probation, region=region)
-        self._wait_limit = WaitLimit()
+        self.restart_points = RestartPoints(
+            store, every=restart_every, spread=restart_spread, verifier=verifier, ranks=ranks
+        )
+        self._wait_limit = WaitLimit(MAX_WAIT, _WAIT_SHARE)
         self._saved_once = False
         self._deleted: deque[set[int]] = deque()
         self._in_memory_only: set[int] = set()
@@ -106,6 +114,7 @@ class CheckpointManager:
         self.good = max(self._logged_good, default=None)
         self._in_memory_only.clear()
         self._nonfinite.clear()
+        self.restart_points.clear()
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -141,6 +150,8 @@ class CheckpointManager:
             self._save_failed(step, error)
             return
         self._saved_once = True
+        self.restart_points.keep(step)
+        self.restart_points.delete_older(step)
         self.unsaved.discard(step)
         (self._in_memory_only.add if late else self._in_memory_only.discard)(step)
         self.catalog.add(step)
@@ -151,6 +162,20 @@ class CheckpointManager:
                 step,
                 lambda tier: self._quarantined_late.extend(self._pending_quarantine.write(tier)),
             )
+
+    def save_for_restart(
+        self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any]
+    ) -> None:
+        """Saves a restart point, or leaves it out where that would cost too much time."""
+        began = time.monotonic()
+        try:
+            saved = self.restart_points.save(step, state, healing)
+        except (StoreError, OSError) as error:
+            self._save_failed(step, error)
+            return
+        if saved:
+            seconds = round(time.monotonic() - began, 6)
+            self._log.event("save", step=step, why="restart", seconds=seconds)
 
     def in_memory_only(self, step: int) -> bool:
         """Whether a checkpoint is missing on a disk that was too slow. Waits for the disk."""
@@ -185,6 +210,7 @@ class CheckpointManager:
     def finish(self, ledger: Ledger, step: int) -> None:
         """The last `poll` of a run; waits for what it has queued."""
         self.poll(ledger, step)
+        self.restart_points.delete_older(step)
         self._wait_for_results()
 
     def _wait_for_results(self) -> None:
@@ -374,26 +400,3 @@ class CheckpointManager:
         self._log.event("save_failed", step=step, problem=problem)
         if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ...: a full disk stays so
             self._log.warning(line)
-
-
-class WaitLimit:
-    """How long a run may still wait for slow saves.
-
-    Waited time is not refunded when the disk keeps up for once: otherwise every other save would
-    wait as long as the first.
-    """
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._waited = 0.0
-
-    def exceeded(self, store: Any) -> bool:
-        """Waits for the previous save; whether it is still being written when the time is up."""
-        began = time.monotonic()
-        left = MAX_WAIT + _WAIT_SHARE * (began - self._began) - self._waited
-        busy = getattr(store, "busy", False)
-        while busy and time.monotonic() < began + left:
-            time.sleep(0.001)
-            busy = getattr(store, "busy", False)
-        self._waited += time.monotonic() - began
-        return busy

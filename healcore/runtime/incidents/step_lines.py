@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
-from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.delayed_reader import StepResult
-from healcore.runtime.ledger import IncidentRecord
-from healcore.runtime.run_log import RunLog
+
+if TYPE_CHECKING:  # `healcore.torch.attach` has these lines without the rest of the runtime
+    from healcore.runtime.host_policy import HostPolicy
+    from healcore.runtime.incidents.delayed_reader import StepResult
+    from healcore.runtime.ledger import IncidentRecord
+    from healcore.runtime.run_log import RunLog
 
 _ORDERS = Action.ROLLBACK | Action.STOP | Action.CUT_LR
 
@@ -17,7 +21,7 @@ class StepLines:
 
     - Every cut of the learning rate has a line.
     - Incidents: the first ten, then each power of two.
-    - Skipped steps within an incident, and alerts outside of one (an outlier that was clipped): the
+    - Skipped steps within an incident, and alarms outside of one (an outlier that was clipped): the
       first, then each power of ten.
 
     Rollbacks and stops, which end or undo steps, have lines where they are carried out.
@@ -26,24 +30,24 @@ class StepLines:
     def __init__(self, policy: HostPolicy, log: RunLog) -> None:
         self._observes = policy.observes
         self._log = log
-        self._alerts = self._skips = 0
+        self._alone = 0
 
     def add(
         self, step: StepResult, incident: IncidentRecord | None, *, is_new: bool, skips: int
     ) -> None:
         """Takes a step, with its incident if it has one; `skips` of the run, this one included."""
-        skips_before, self._skips = self._skips, skips
-        alerts_before = self._alerts
+        skips_before = skips - sum(bool(each.skip) for each in step.records)
+        alone_before = self._alone
         record = max(step.records, key=_weight, default=None)
         if record is None:
             return
-        if incident is None and record.action & Action.ALERT:
-            self._alerts += 1
+        if incident is None and record.cause:
+            self._alone += 1
         if (
             (record.action & Action.CUT_LR and not self._observes)
             or (incident is not None and is_new and is_logged(incident.number))
             or _passes_power_of_ten(skips_before, skips)
-            or _passes_power_of_ten(alerts_before, self._alerts)
+            or _passes_power_of_ten(alone_before, self._alone)
         ):
             number = f"incident {incident.number}: " if incident is not None else ""
             self._log.warning(

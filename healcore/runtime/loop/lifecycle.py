@@ -42,6 +42,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     if not resume:
         _begin_lineage(loop)
     state = loop.journal.state
+    completed_at = state.newest_on_disk if state.ending == Ending.COMPLETED else None
     loop.out_of_memory.resume()
     loop.checkpoints.allow_nonfinite(state.nonfinite_ok or [])
     _repeat_quarantine(loop)
@@ -55,6 +56,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     if rerun and loop.step <= rerun[1]:
         loop.reruns.start(*rerun)
     loop.read_engines()
+    loop.had_completed = resume and loop.step == completed_at
     state.ending = None
     loop.rollbacks.write_journal(loop.step)
     loop.set_start(loop.step, resumed=resume)

@@ -68,6 +68,8 @@ class Loop:
         self.finalizer: weakref.finalize[..., Loop] | None = None
         """Cleans up if the `with` block of the Healer is never left."""
         self.step = 0
+        self.had_completed = False
+        """The run in the store had completed, and this process has its last state."""
         self.began = time.monotonic()
         self.monitor = IncidentMonitor(
             policy=policy,
@@ -321,14 +323,17 @@ class Loop:
         return why_not
 
     def _save_when_due(self) -> bool:
-        """A regular save, if one is due; whether the run has gone back instead."""
-        if not self._saves.due(self.step):
+        """A save, if one is due; whether the run has gone back instead."""
+        regular = self._saves.due(self.step)
+        if not regular and not self._saves.restart_due(self.step):
             return False
         # Unread steps may bring a request, which a restart from this save would never see. Reading
         # them takes no longer than the save, which waits for the device anyway.
         if self._read(all=True):
             return True
-        if self._saves.alarm_free(self.step):
+        if not regular:
+            self._saves.save_for_restart(self.step)
+        elif self._saves.alarm_free(self.step):
             if self._leave_bad_state():
                 return True
             self.save("regular")

@@ -38,6 +38,8 @@ class SaveSchedule:
         """Step at which a save became due that has not been taken yet; 0: none."""
         self._saved = -1
         """Step of the last checkpoint, or that the run started or resumed from."""
+        self._newest = -1
+        """The same, restart points included."""
 
     def count(self, steps: int) -> None:
         """Counts steps; a negative number corrects an earlier count."""
@@ -45,7 +47,7 @@ class SaveSchedule:
 
     def reset(self, step: int) -> None:
         """Restarts the count: the state is that of the checkpoint of `step`, or the initial one."""
-        self._saved, self._overdue, self._steps = step, 0, 0
+        self._saved, self._newest, self._overdue, self._steps = step, step, 0, 0
 
     def due(self, step: int) -> bool:
         """Whether a save is due and possible; called once per dispatch."""
@@ -53,6 +55,20 @@ class SaveSchedule:
         if self.checkpoints.due(step, steps):
             self._overdue = self._overdue or step
         return bool(self._overdue) and self.alarm_free(step) and self.driver.may_save()
+
+    def restart_due(self, step: int) -> bool:
+        """Whether a restart point is due and possible: only of a state that nothing speaks against.
+
+        A restart resumes from it, and it has passed no probation.
+        """
+        due = self.checkpoints.restart_points.due(step, self._newest)
+        return due and not self.ledger.open and not self._alarmed(step) and self.driver.may_save()
+
+    def save_for_restart(self, step: int) -> None:
+        """Saves a restart point, if one is still due now that all steps are read."""
+        if self.restart_due(step):
+            self._newest = step  # also if it is left out: the next one is due later
+            self.checkpoints.save_for_restart(step, *self.rollbacks.contents(step))
 
     def alarm_free(self, step: int) -> bool:
         """Whether the last steps had no alarm, which may be the first of an incident.
@@ -70,7 +86,7 @@ class SaveSchedule:
 
     def save(self, step: int, why: str) -> None:
         """Saves a checkpoint of this step."""
-        self._overdue, self._saved = 0, step
+        self._overdue, self._saved, self._newest = 0, step, step
         self.checkpoints.save(step, *self.rollbacks.contents(step), why)
         if self.rollbacks.journal_outdated:
             self.rollbacks.write_journal(step)

@@ -59,6 +59,7 @@ class Options(NamedTuple):
     events: Any
     metrics: Any
     save_every: int | None
+    restart_every: int | None
     lag: int
     keep: Keep | None
     hooks: Hooks
@@ -78,11 +79,10 @@ class Options(NamedTuple):
         DelayedReader(self.lag)
         if self.keep is not None:
             self.keep.checked()
-        every = self.save_every
-        if every is not None and (
-            isinstance(every, bool) or not isinstance(every, int) or every < 1
-        ):
-            raise ValueError(f"save_every is a whole number of steps >= 1, or None, not {every!r}")
+        for name in ("save_every", "restart_every"):
+            every = getattr(self, name)
+            if every is not None and (type(every) is not int or every < 1):
+                raise ValueError(f"{name} is a whole number of steps >= 1, or None, not {every!r}")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(
                 f"loss_fn is a function that gives the loss of a batch, or None, not "
@@ -239,6 +239,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         verifier=BackgroundVerifier(in_background=ranks.world == 1),
         ranks=ranks,
         log=log,
+        restart_every=options.restart_every,
+        restart_spread=options.save_every is None,
     )
     rollbacks = RollbackManager(
         policy=policy,

@@ -27,7 +27,7 @@ def after_rollback(
 
 def cut_lr(engine: Engine, live: Engines, rate: float | None) -> dict[str, dict[str, Any]]:
     """Engine states after a cut of the schedule's learning rate, if the policy has one left."""
-    at = None if rate is None else np.float32(rate)
+    at = None if rate is None or not engine.limits_lr else np.float32(rate)
     return {
         name: engine.to_dict(engine.cut_lr(engine.from_dict(now), at, xp=np))
         for name, now in live.items()
@@ -50,8 +50,10 @@ def at_rate(
 ) -> tuple[dict[str, dict[str, Any]], LearningRate]:
     """Engine states for the restored rate of the schedule, which was `before`.
 
-    A `rate` that is not known (None) leaves the multipliers as they are.
+    The multipliers stay as they are if the rate is not known (None), or the policy's cuts do not
+    depend on it.
     """
+    rate = rate if engine.limits_lr else None
     states = {name: engine.from_dict(each) for name, each in engines.items()}
     if rate is not None:
         at = np.float32(rate)

@@ -216,10 +216,15 @@ class SnapshotStore:
             self._resolve_superseded()
 
     def save_and_hold(
-        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        healing: Mapping[str, Any] | None = None,
+        in_ring: bool = True,
     ) -> Slot:
         """`save`; the copy stays readable, in or out of the ring, until `end_hold`."""
-        return self._save(step, state, healing, holders=1)
+        return self._save(step, state, healing, holders=1, in_ring=in_ring)
 
     def read_held(self, slot: Slot) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """State and healing state, in the snapshot's own memory: not to be changed.
@@ -246,6 +251,7 @@ class SnapshotStore:
         state: Mapping[str, Any],
         healing: Mapping[str, Any] | None,
         holders: int = 0,
+        in_ring: bool = True,
     ) -> Slot:
         step = protocol.checked_step(step)
         kept = None if healing is None else protocol.frozen(healing)
@@ -258,10 +264,10 @@ class SnapshotStore:
                 raise
             raise SaveFailed(step, "while copying the state", error) from error
         slot = Slot(step, snapshot, kept, time.time(), holders=holders)
-        self._behind.submit(step, "while copying the state", lambda: self._admit(slot))
+        self._behind.submit(step, "while copying the state", lambda: self._admit(slot, in_ring))
         return slot
 
-    def _admit(self, slot: Slot) -> None:
+    def _admit(self, slot: Slot, in_ring: bool) -> None:
         """In the background: completes and inspects the copy, then puts it into the ring."""
         try:
             slot.snapshot.settle()
@@ -270,6 +276,11 @@ class SnapshotStore:
             self._release(slot)
             raise
         bad = slot.saved(self.nonfinite_ok).nonfinite
+        if bad:
+            self._nonfinite.append((slot.step, bad))
+        if not in_ring:
+            self._release(slot)
+            return
         with self._lock:
             replaced = self._slots.pop(slot.step, None)
             self._slots[slot.step] = slot
@@ -278,8 +289,6 @@ class SnapshotStore:
             elif replaced is not None:
                 self._release(replaced)
             self._thin()
-        if bad:
-            self._nonfinite.append((slot.step, bad))
         if slot.dropped:
             names = ", ".join(bad[:3])
             self._problems.append(

@@ -73,6 +73,15 @@ class TieredStore:
         self._saves += 1
         self.memory.save(step, state, healing=healing)
 
+    def save_on_disk(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> None:
+        """`save` only to disk: the copy that it is written from pushes none out of memory."""
+        step = protocol.checked_step(step)
+        if self._written is not None and self.busy:
+            self._written.result()
+        self._to_both(step, state, healing, in_ring=False)
+
     def steps(self) -> list[Saved]:
         """Checkpoints of both, ascending; what is in both has its status in memory.
 
@@ -201,11 +210,16 @@ class TieredStore:
         return self.disk.processes
 
     def _to_both(
-        self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        healing: Mapping[str, Any] | None,
+        *,
+        in_ring: bool = True,
     ) -> None:
         """Copies to memory and submits the write. Ranks exchange in the background only."""
         try:
-            slot = self.memory.save_and_hold(step, state, healing=healing)
+            slot = self.memory.save_and_hold(step, state, healing=healing, in_ring=in_ring)
         except Exception as error:
             if self._ranks.world > 1:  # the others have a copy, and wait for this rank's
                 failure = error

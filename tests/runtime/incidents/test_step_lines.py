@@ -74,6 +74,18 @@ def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run: Run):
     ]
 
 
+def test_a_resumed_run_goes_on_counting(run: Run):
+    tally = {"clips": 3, "skips": 98, "lr_cuts": 0, "rollbacks": 0, "alarms": 98}
+    run.monitor.set_engines({"model": {"state": {"tally": tally, "lr": {"scale": 1.0}}}})
+    assert run.steps(5) == []
+    said = run.steps(4, incident=1, incident_open=True, **NAN)
+    assert [line.split("; ")[-1] for line in said] == [
+        "skipped, 99 of the run",
+        "skipped, 100 of the run",
+    ]
+    assert run.monitor.metrics.values()["heal/skips"] == 102
+
+
 def test_each_of_the_first_incidents_is_said_and_later_ones_at_powers_of_two(run: Run):
     said = []
     for number in range(1, 41):
@@ -83,11 +95,11 @@ def test_each_of_the_first_incidents_is_said_and_later_ones_at_powers_of_two(run
 
 
 def test_outliers_that_were_only_clipped_are_said_at_powers_of_ten(run: Run):
-    alert = {"cause": Cause.LOSS_SPIKE, "action": Action.ALERT, "grad_scale": 0.01}
+    alert = {"cause": Cause.GRAD_SPIKE, "grad_scale": 0.01}
     lines = [line for _ in range(100) for line in run.steps(1, **alert) + run.steps(1)]
     assert [line.split(":")[1] for line in lines] == [" step 0", " step 18", " step 198"]
     assert lines[0].endswith(
-        "loss spike; the last finite loss is 0, gradient norm 0; gradients × 0.01"
+        "grad spike; the last finite loss is 0, gradient norm 0; gradients × 0.01"
     )
 
 

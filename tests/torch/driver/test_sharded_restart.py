@@ -7,13 +7,13 @@ import json
 import pytest
 
 from tests.torch.driver.sharded_run_rank import OPTIMIZERS
-from tests.torch.two_ranks import run_two_ranks
+from tests.torch.forked_ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], str]]:
     root = tmp_path_factory.mktemp("sharded")
-    found = run_two_ranks("tests.torch.driver.sharded_run_rank", root, seconds=1200)
+    found = run_ranks("tests.torch.driver.sharded_run_rank", root, seconds=1200)
     return [(out.splitlines(), errors) for out, errors in found]
 
 

@@ -6,14 +6,18 @@ it is called again for the rest of the epoch that the run has gone back to.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import TrainerCallback
 
+from healcore.runtime.data.epoch_reader import EmptyLoader
 from healcore.runtime.healer import Healer
 from healcore.torch.trainers.huggingface.train_data import RewindableBatches
+
+_log = logging.getLogger("healcore")
 
 
 class WentBack(BaseException):
@@ -28,6 +32,9 @@ class EpochFeed:
         count: batches of it that Trainer has received. Lower than the loader's own index if a
             rollback has left some out.
         length: batches that this epoch has in all; None: unknown.
+        exhausted: the data have ended, and do not begin again.
+        nothing_to_do: the run had completed before this start, with the same `max_steps`; before
+            these if a callback has stopped it.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -41,10 +48,12 @@ class EpochFeed:
         self.epoch = 0
         self.count = 0
         self.length: int | None = None
+        self.exhausted = False
+        self.nothing_to_do = False
 
-    def open(self, healer: Healer[Any]) -> None:
+    def open(self, healer: Healer[Any], *, nothing_to_do: bool) -> None:
         """Takes the Healer that reads the batches."""
-        self._healer = healer
+        self._healer, self.nothing_to_do = healer, nothing_to_do
 
     def go_to(self, epoch: int, count: int) -> None:
         """Takes the position of a checkpoint; the Healer moves the data itself."""
@@ -59,7 +68,7 @@ class EpochFeed:
 
     def has_batch(self) -> bool:
         """Whether there is another batch of this epoch. Reads it; may raise WentBack."""
-        if not self._held:
+        if not self._held and not self.exhausted:
             self._read()
         return bool(self._held) and self._data_epoch == self.epoch
 
@@ -107,6 +116,10 @@ class EpochFeed:
             self._data_epoch = self._data.epoch
         except StopIteration:
             self._batches = None
+        except EmptyLoader as error:
+            if error.epoch == 0:
+                raise
+            self._batches, self.exhausted = None, True
         if healer.rollbacks != rollbacks:
             raise WentBack
 
@@ -142,7 +155,7 @@ def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], ca
     last = call["epoch"] >= state.num_train_epochs - 1
     per_step = trainer.args.gradient_accumulation_steps
     while feed.epoch <= call["epoch"] or last:
-        if state.global_step >= state.max_steps:
+        if feed.nothing_to_do or state.global_step >= state.max_steps:
             control.should_training_stop = True  # the run had completed before this start
             return
         try:
@@ -159,6 +172,14 @@ def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], ca
                 )
                 run_epoch(**{**call, **more, "epoch": feed.epoch, "train_dataloader": feed})
                 control = trainer.control
+            if feed.exhausted and not control.should_training_stop:
+                _log.warning(
+                    "the data have ended at step %d of %d, and an IterableDataset that cannot be "
+                    "read twice has one epoch: training ends here",
+                    state.global_step,
+                    state.max_steps,
+                )
+                control.should_training_stop = True
             if control.should_training_stop:
                 if feed.stop():
                     continue

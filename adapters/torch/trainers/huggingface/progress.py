@@ -34,6 +34,7 @@ class Progress:
 
     Attributes:
         training: whether Trainer's loop has begun. Before, it sets its sums of the loss itself.
+        max_steps: of the run that was loaded; None: nothing was.
     """
 
     def __init__(self, trainer: Any, feed: EpochFeed, sizes: MicrobatchSizes) -> None:
@@ -41,6 +42,7 @@ class Progress:
         self._feed = feed
         self._sizes = sizes
         self.training = False
+        self.max_steps: int | None = None
 
     def state_dict(self) -> dict[str, str]:
         """The present counters. Reads one scalar from the device."""
@@ -48,6 +50,7 @@ class Progress:
         counters = {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)}
         saved = {
             "state": {name: getattr(state, name) for name in _STATE},
+            "max_steps": state.max_steps,
             "counters": {name: _plain(value) for name, value in counters.items()},
             "logging": {name: getattr(trainer, name) for name in _LOGGING if self.training},
             "tr_loss": float(trainer._tr_loss) if self.training else 0.0,
@@ -60,6 +63,7 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the counters; what the callbacks have counted too."""
         trainer, saved = self._trainer, json.loads(state["json"])
+        self.max_steps = saved.get("max_steps")
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
         for name, value in saved["counters"].items():

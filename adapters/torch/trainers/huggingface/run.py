@@ -77,8 +77,11 @@ class TrainingRun:
         self._began = time.monotonic()
         optimizer = unwrapped(trainer.optimizer)
         with ExitStack() as stack:
+            state = {"model": trainer.model, "optimizer": optimizer}
+            if trainer.lr_scheduler is not None:
+                state["scheduler"] = trainer.lr_scheduler
             self.driver = TorchDriver(
-                {"model": trainer.model, "optimizer": optimizer},
+                state,
                 policy,
                 {"engine": options.engine, "scaler": _scaler(trainer)},
             )

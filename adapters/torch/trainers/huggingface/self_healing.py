@@ -78,7 +78,8 @@ def heal(
             same store, the program continues.
         events: the events file; None: `healcore.events.jsonl` in the store.
         metrics: a file with one line per step; "auto": next to the events; None: no file.
-        save_every: steps between two checkpoints; None: the policy's `rollback.probation`.
+        save_every: steps between two checkpoints; None: as for `healcore.Healer`. In any case the
+            newest state is saved for a restart as often as the trainer saves (`save_steps`).
         keep: how many checkpoints of each kind stay.
         loss_fn: the loss of one batch; it distinguishes a damaged model from different data.
             "auto": the trainer's own `compute_loss`, except where the trainer generates what it is
@@ -250,7 +251,9 @@ class SelfHealingTrainer:
             return findings(metrics)
 
     def _open(self, state: dict[str, Any], stack: ExitStack) -> Healer[Any]:
-        self.healer = stack.enter_context(Healer(state=state, **self._options))
+        args = self.trainer.args
+        every = self.trainer.state.save_steps if args.save_strategy == "steps" else None
+        self.healer = stack.enter_context(Healer(state=state, restart_every=every, **self._options))
         return self.healer
 
 
@@ -297,7 +300,9 @@ class _Run:
             "progress": self._progress,
         }
         state = {name: each for name, each in state.items() if each is not None}
-        self._feed.open(self._healed._open(state, self._stack))
+        healer = self._healed._open(state, self._stack)
+        same = self._progress.max_steps == trainer.state.max_steps
+        self._feed.open(healer, nothing_to_do=healer.had_completed and same)
         if self._healed._limit is not None:  # the policy's clipping does not hold it
             optimizer = unwrapped(trainer.optimizer)
             self._stack.enter_context(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
+
+from healcore.runtime.data import DataError
+
+_END = object()
 
 
 class RewindableBatches:
@@ -21,8 +27,9 @@ class RewindableBatches:
     of GRPO, groups by length, or shards over ranks.
 
     A collator that draws random numbers in the main process draws new ones after a rewind, because
-    accelerate reads one batch ahead. An IterableDataset has to begin again with the same data; its
-    batches before the position are read and dropped.
+    accelerate reads one batch ahead. Of an IterableDataset that begins again with the same first
+    batch, the batches before the position are read and dropped. One that does not (a generator, or
+    a stream that is never the same) goes on forward: it cannot be led back.
 
     Attributes:
         epoch: of the next batch, from 0.
@@ -36,23 +43,51 @@ class RewindableBatches:
         self._random: dict[str, Any] | None = None
         """The random state at the beginning of this epoch; None: it has not begun."""
         self._loaded = False
+        self._streams = isinstance(
+            getattr(loader, "dataset", None), torch.utils.data.IterableDataset
+        )
+        self._firsts: dict[int, str] = {}
+        """Epoch -> digest of its first batch, of an IterableDataset."""
+        self._running: Iterator[Any] | None = None
+        self._begun: Iterator[Any] | None = None
+        """An epoch that `_check_begins_again` has begun."""
+        self._rest: Iterator[Any] | None = None
+        """What it has begun of a stream that does not begin again; None: it does, or is not known.
+
+        Not closed before its end: a generator would end with an iterator that delegates to it.
+        """
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch after `load_state_dict`, otherwise the next one."""
         if self._loaded:
             self._loaded = False
+            if self._running is not None:
+                return self._running
         elif self.index:
             self._next_epoch()
-        return self._batches()
+        self._running = self._batches()
+        return self._running
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch."""
-        return {"epoch": self.epoch, "index": self.index, "random": self._random}
+        first = self._firsts.get(self.epoch)
+        return {"epoch": self.epoch, "index": self.index, "random": self._random, "first": first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a position for the next `iter`."""
-        self.epoch, self.index = int(state["epoch"]), int(state["index"])
-        self._random = state["random"]
+        """Takes a position for the next `iter`.
+
+        Raises:
+            DataError: the data do not begin again; the position is the one that it was.
+        """
+        epoch, index = int(state["epoch"]), int(state["index"])
+        here = (epoch, index) == (self.epoch, self.index)
+        if not (self._streams and here):
+            first = self._firsts.get(epoch, state.get("first"))
+            if self._streams and first is not None:
+                self._check_begins_again(epoch, state["random"], first)
+                self._firsts[epoch] = first
+            self.epoch, self.index, self._random = epoch, index, state["random"]
+            self._running = None
         self._loaded = True
 
     def _next_epoch(self) -> None:
@@ -65,27 +100,53 @@ class RewindableBatches:
         again, self._random = self._random is not None, self._random or now
         if again:
             _set_random_state(self._random, generators)
-        batches = iter(self._from(self.index))
+        begun, self._begun = self._begun, None
+        batches = iter(self._from(self.index) if begun is None else self._after(begun))
         while True:
             try:
-                batch = next(batches)
-            except StopIteration:
-                break
+                batch = next(batches, _END)
+                if batch is _END and self._rest is not None:
+                    batch = next(self._rest, _END)
+                if batch is _END:
+                    break
             finally:
                 if again:  # the sampler has drawn its order now
                     _set_random_state(now, [])
                     again = False
+            if self._streams and not self.index:
+                self._firsts[self.epoch] = _digest(batch)
             self.index += 1
             yield batch
+        self._running = None
         self._next_epoch()
 
-    def _set_epoch(self) -> None:
+    def _check_begins_again(self, epoch: int, drawn: Mapping[str, Any] | None, first: str) -> None:
+        """Begins an epoch of an IterableDataset; DataError if its first batch is another one."""
+        problem = "the train_dataset is an IterableDataset that does not begin again as it did"
+        if self._rest is not None:
+            raise DataError(problem)
+        generators = _generators(self._loader)
+        now = _random_state(generators)
+        self._set_epoch(epoch)
+        if drawn is not None:
+            _set_random_state(drawn, generators)
+        batches = iter(self._loader)
+        batch = next(batches, _END)
+        _set_random_state(now, generators)
+        if batch is not _END and _digest(batch) == first:
+            self._begun = itertools.chain([batch], batches)
+            return
+        self._set_epoch(self.epoch)
+        self._rest = batches if batch is _END else itertools.chain([batch], batches)
+        raise DataError(problem)
+
+    def _set_epoch(self, epoch: int | None = None) -> None:
         """As `Trainer._run_epoch` does it."""
         inner = getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)
         for each in (self._loader, inner):
             set_epoch = getattr(each, "set_epoch", None)
             if set_epoch is not None:
-                set_epoch(self.epoch)
+                set_epoch(self.epoch if epoch is None else epoch)
 
     def _from(self, index: int) -> Any:
         if not index:
@@ -95,6 +156,21 @@ class RewindableBatches:
 
             return skip_first_batches(self._loader, index)
         return itertools.islice(self._loader, index, None)
+
+    def _after(self, begun: Iterator[Any]) -> Iterator[Any]:
+        return itertools.islice(begun, self.index, None)
+
+
+def _digest(batch: Any) -> str:
+    """Of the values of a batch. A sync if they are on an accelerator."""
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().cpu().contiguous().reshape(-1)
+            found.update(flat.view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -95,6 +95,10 @@ class LightningHealingCallback(Callback):
             resolve(policy, self._overrides())
         else:
             self._options = {"store": store, **options}
+            if options.get("resume", "auto") == "auto":
+                # "auto" of a Healer ends the program if the run had completed, and what comes
+                # after fit(), such as test(), would never run again.
+                self._options["resume"] = True
             # Checks them now; that of the fit is made when the optimizers are there.
             Healer(policy, state={}, loss_fn=loss_fn, **self._options)
         self._run: InStep | WholeRun | None = None

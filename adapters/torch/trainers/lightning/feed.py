@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ from healcore.runtime.data.epoch_reader import EmptyLoader
 from healcore.runtime.healer import Healer
 from healcore.torch.trainers.lightning.progress import Progress
 from healcore.torch.trainers.lightning.train_loader import TrainBatch, TrainLoader
+
+_log = logging.getLogger("healcore")
 
 
 class Feed:
@@ -21,6 +24,7 @@ class Feed:
         fetched: batches of this epoch so far.
         done: whether the batch fetched last is the last one of its epoch.
         length: batches per epoch; None if it is not known.
+        nothing_to_do: the run in the store was complete.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Feed:
         self.length = length
         self.fetched = 0
         self.done = False
+        self.nothing_to_do = False
         self._healer: Healer | None = None
         self._batches: Iterator[TrainBatch] | None = None
         self._start_profiler: Callable[[], None] = _nothing
@@ -75,7 +80,10 @@ class Feed:
             self.loader = TrainLoader(self._fetcher, self.length, done)
         if self._healer is None:
             self._healer = self._open(self)
-            if self._progress.is_complete:  # it was resumed at its end
+            had_completed = self._healer.had_completed
+            self.nothing_to_do = self._progress.is_complete(had_completed=had_completed)
+            if self.nothing_to_do:
+                _log.info("nothing to do: the run in the store completed at this step")
                 raise StopIteration
         if self._batches is None:
             # One iteration over all epochs: a rollback may lead into an earlier one.

@@ -18,6 +18,7 @@ class FitOptions(Overrides, total=False):
     events: str | os.PathLike[str] | None
     metrics: str | os.PathLike[str] | None
     save_every: int | None
+    restart_every: int | None
     lag: int
     keep: Keep | None
     on_incident: Hook | Iterable[Hook]

@@ -20,14 +20,25 @@ class Progress:
         self._fit = trainer.fit_loop
         self.data_goes_back = True
         """Whether the data return to the checkpoint too."""
+        self._saved_limits: dict[str, int] | None = None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether `max_steps` or `max_epochs` is reached."""
+    def is_complete(self, *, had_completed: bool) -> bool:
+        """Whether `max_steps` or `max_epochs` is reached; or the fit had ended before, as it was.
+
+        `had_completed`: the fit in the store ended by itself, by early stopping perhaps. With
+        another limit than then it is trained further.
+        """
+        if had_completed and self._saved_limits == self._limits():
+            return True
         fit = self._fit
         steps = fit.max_steps is not None and 0 <= fit.max_steps <= fit.epoch_loop.global_step
         epochs = fit.max_epochs is not None and fit.max_epochs >= 0
         return steps or (epochs and fit.epoch_progress.current.processed >= fit.max_epochs)
+
+    def _limits(self) -> dict[str, int]:
+        """Lightning's limits of a fit; -1: none."""
+        found = {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
+        return {name: -1 if limit is None else limit for name, limit in found.items()}
 
     def count_left_out(self, length: int) -> None:
         """Before the last of `length` batches: counts those of its epoch that were left out.
@@ -49,11 +60,13 @@ class Progress:
             "automatic": loop.automatic_optimization.optim_progress.state_dict(),
             "manual": loop.manual_optimization.optim_step_progress.state_dict(),
             "batches_that_stepped": loop._batches_that_stepped,
+            "limits": self._limits(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts them into the running loops."""
         loop = self._fit.epoch_loop
+        self._saved_limits = dict(state["limits"])
         if self.data_goes_back:
             self._fit.epoch_progress.load_state_dict(state["epoch"])
             loop.batch_progress.load_state_dict(state["batch"])

@@ -42,6 +42,7 @@ class WholeRun:
         self._engines = engines
         self._progress = Progress(trainer)
         self._read_at_the_end()
+        self._end_at_once_if_complete()
 
     @property
     def healings(self) -> Mapping[str, Healing]:
@@ -77,7 +78,8 @@ class WholeRun:
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the Healer's block, with the exception that ends the fit, if any."""
-        vars(self._trainer.fit_loop.epoch_loop).pop("on_advance_end", None)
+        for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop):
+            vars(loop).pop("on_advance_end", None)
         if self.healer is None:
             return
         if type(error).__name__ == "SIGTERMException":
@@ -95,7 +97,9 @@ class WholeRun:
         assert feed.loader is not None
         if self.healer is None:
             ckpt_path = self._trainer.ckpt_path
-            options = self._options if ckpt_path is None else {**self._options, "resume": False}
+            options = {"restart_every": self._saves_every(), **self._options}
+            if ckpt_path is not None:
+                options["resume"] = False
             loss_fn = None if self._loss_fn is None else self._loss_of
             healer = Healer(self._policy, state=self._state(), loss_fn=loss_fn, **options)
             self._progress.data_goes_back = True
@@ -126,9 +130,27 @@ class WholeRun:
             "progress": self._progress,
         }
 
+    def _saves_every(self) -> int | None:
+        """Steps after which a ModelCheckpoint saves; None: after epochs, or a time, or none."""
+        callbacks = self._trainer.checkpoint_callbacks
+        steps = [getattr(each, "_every_n_train_steps", 0) for each in callbacks]
+        return min(filter(None, steps), default=None)
+
     def _loss_of(self, batch: Any) -> Any:
         assert self._loss_fn is not None
         return self._loss_fn(self._trainer.strategy.batch_to_device(batch.fetched[0]))
+
+    def _end_at_once_if_complete(self) -> None:
+        """Lets `fit` return without an epoch's end, which would be one without any batch."""
+        fit = self._trainer.fit_loop
+        original = fit.on_advance_end
+
+        def on_advance_end() -> None:
+            if getattr(fit._data_fetcher, "nothing_to_do", False):
+                raise StopIteration  # leaves FitLoop.run
+            original()
+
+        fit.on_advance_end = on_advance_end
 
     def _read_at_the_end(self) -> None:
         """Lets steps that are read at the end of an epoch still send the run back into it.

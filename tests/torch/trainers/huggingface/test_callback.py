@@ -288,7 +288,9 @@ def test_a_second_train_is_healed_anew(tmp_path: Path):
     assert weights(run).isfinite().all()
 
 
-def test_metrics_reach_every_training_row_of_the_log(tmp_path: Path):
+def test_metrics_reach_every_training_row_of_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+):
     seen: list[dict[str, float]] = []
 
     class Tracker(TrainerCallback):
@@ -305,6 +307,11 @@ def test_metrics_reach_every_training_row_of_the_log(tmp_path: Path):
     assert all(math.isfinite(row["heal/loss"]) for row in rows)
     assert rows[3]["heal/loss"] == pytest.approx(rows[3]["loss"], rel=1e-3)
     assert not any("heal/loss" in row for row in seen if "loss" not in row)
+    start, skip, end = (e for e in capsys.readouterr().err.splitlines() if "healcore: " in e)
+    assert "starts at step 0 with policy default: clips, skips, cuts the learning rate, " in start
+    assert "step 7: incident 1: nonfinite loss and nonfinite grad" in skip
+    assert "completed after step 40: skipped 1 step" in end
+    assert not [each for each in recwarn if "scheduler" in str(each.message)]
 
 
 def test_the_callback_survives_its_own_state():

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -33,12 +34,19 @@ class Killed(Regression):
         return super().training_step(batch, batch_idx)
 
 
+class Epochs(lightning.Callback):
+    """Needs the batches of each epoch at its end, as a module that stacks its outputs does."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        assert pl_module.seen, "an epoch without a batch"
+
+
 def program(folder: Path, number: int | None, loader: Any) -> None:
     """The program that is started twice: a fit with checkpoints every third step."""
     torch.manual_seed(0)
     module = Killed(number, folder / "killed")
     callback = LightningHealingCallback(store=folder / "store", save_every=3, clip=None)
-    running = trainer(callback, max_epochs=3, val_check_interval=4)
+    running = trainer(callback, Epochs(), max_epochs=3, val_check_interval=4)
     rows = loader(data(), batch_size=8, shuffle=True)
     running.fit(module, rows, DataLoader(data(2), 8))
     counts = (running.global_step, running.current_epoch)
@@ -85,7 +93,9 @@ def test_it_ends_with_the_same_bits(number: signal.Signals, whole: Any, tmp_path
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
     (tmp_path / "out.pt").unlink()
     assert run(tmp_path, number) == 0
-    assert not (tmp_path / "out.pt").exists(), "a completed run ends the program, with status 0"
+    again, counts_again, none = result(tmp_path)
+    assert (counts_again, none) == (counts, []), "fit returns at once, and the program goes on"
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def test_a_plain_loader_goes_on_at_the_same_number_of_batches(tmp_path: Path):

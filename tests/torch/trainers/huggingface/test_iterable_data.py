@@ -1,0 +1,92 @@
+"""`heal(trainer)` on an IterableDataset: one that begins again, and one that can be read once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
+
+from healcore.torch import heal
+from tests.torch.trainers.huggingface.small_runs import BATCH, Net, Rows, weights
+
+POLICY = {
+    "save_every": 5,
+    "rollback": {"probation": 3, "confirm": False, "skip_batches": 0},
+    "respond": [{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
+    "clip": None,
+}
+
+
+class Stream(IterableDataset):
+    """The rows of some batches; `once`: a generator that is never made again."""
+
+    def __init__(self, batches: int, bad: int | None, *, once: bool) -> None:
+        rows = Rows(batches, {} if bad is None else {bad: math.nan})
+        self.rows, self.once, self.read = rows, once, []
+        self.left = self.all()
+
+    def all(self) -> Iterator[Any]:
+        for index in range(len(self.rows)):
+            self.read.append(index // BATCH)
+            yield self.rows[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.left if self.once else self.all()
+
+
+class Seen(Trainer):
+    """Records the batch of each step, by its first value."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows: Any = self.train_dataset
+        (found,) = (rows.rows.x[:, 0] == inputs["x"][0, 0]).nonzero()[0]
+        vars(self).setdefault("seen", []).append(int(found) // BATCH)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def run(folder: Path, *, once: bool, bad: int | None = None, healed: bool = True) -> Any:
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=BATCH,
+        max_steps=30,
+        learning_rate=1e-2,
+        log_level="error",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+        max_grad_norm=0.0,
+        # Where one process reads for all, accelerate itself raises at the end of the data.
+        accelerator_config={"dispatch_batches": False},
+        dataloader_pin_memory=False,
+    )
+    trainer = Seen(model=Net(), args=args, train_dataset=Stream(20, bad, once=once))
+    (heal(trainer, store=folder / "store", **POLICY) if healed else trainer).train()
+    return trainer
+
+
+def test_a_run_on_a_generator_completes_as_without_healing(tmp_path: Path):
+    alone, healed = (run(tmp_path / str(each), once=True, healed=each) for each in (False, True))
+    assert healed.state.global_step == alone.state.global_step == 20
+    assert torch.equal(weights(healed), weights(alone))
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_after_a_rollback(once: bool, tmp_path: Path):
+    """Data that begin again are led back to the checkpoint; a generator goes on, and loses none."""
+    trainer = run(tmp_path, once=once, bad=12)
+    assert trainer.seen[:14] == list(range(14))
+    if once:
+        assert sorted(trainer.seen[14:]) == list(range(14, 20))
+        assert trainer.state.global_step == 20 - 9, "from step 14 back to 5"
+    else:
+        assert trainer.seen[14:22] == [*range(5, 12), 13]
+        assert trainer.state.global_step == 30
+    assert weights(trainer).isfinite().all()
