@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace as jax_namespace
+from healcore.jax.one_kernel import one_kernel
 from healcore.torch import namespace
 from tests.core import fuzz
 
@@ -25,8 +27,8 @@ Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 
 NAMES = ("numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled")
 """`host` is for one run at a time, `recorded` is what torch's host engine runs; `jax-scalars`
-runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own, and which is what a
-training step has."""
+runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own, in one kernel, as a
+training step does."""
 
 
 def missing(backend: str) -> str | None:
@@ -105,9 +107,13 @@ def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -
 def _jax(engine: Engine, *, one_by_one: bool) -> Run:
     """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
 
+    def step(state: Any, signals: Signals) -> Any:
+        judge = partial(engine.step, xp=jax_namespace)
+        return one_kernel(judge, state, signals) if one_by_one else judge(state, signals)
+
     def scan(state: Any, trace: Signals) -> Any:
         def body(state: Any, signals: Signals) -> Any:
-            state, decision = engine.step(state, signals, xp=jax_namespace)
+            state, decision = step(state, signals)
             return state, (state, decision)
 
         return jax.lax.scan(body, state, trace)
