@@ -250,7 +250,8 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         attempt("the fault could not be dealt with", partial(_answer, loop, fault, error))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state half changed.
-        saved = attempt("the last state could not be saved", loop.save_last)
+        save = partial(loop.save_last, completed=completed)
+        saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", loop.checkpoints.wait)
     not_saved = None
     if completed and any(loop.ranks.gather(_last_state_lost(loop, saved))):
