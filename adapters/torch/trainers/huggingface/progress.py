@@ -79,6 +79,7 @@ class Progress:
             for name in _LOGGING:
                 setattr(trainer, name, saved["logging"].get(name, 0))
             trainer._tr_loss.fill_(saved["tr_loss"])
+            self._hide_undone()
         else:  # a rollback does not give memory back
             self._split.sizes.load(saved["microbatches"])
         for callback, (name, own) in zip(self._stateful(), saved["callbacks"], strict=False):
@@ -94,6 +95,16 @@ class Progress:
         metrics = getattr(trainer, "_metrics", None)  # TRL's, since the last log
         if isinstance(metrics, dict) and "train" in metrics:
             metrics["train"].clear()
+
+    def _hide_undone(self) -> None:
+        """Lets TensorBoard hide what Trainer has logged of the steps that are taken again."""
+        for callback in self._trainer.callback_handler.callbacks:
+            writer = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
+            # Not tensorboardX's, which may be there without TensorBoard itself.
+            if type(writer).__module__.startswith("torch.") and writer.file_writer is not None:
+                from healcore.runtime.trackers.tensorboard_files import hide_undone
+
+                hide_undone(writer, self._trainer.state.global_step + 1)  # the next that it logs
 
     def _stateful(self) -> list[Any]:
         """Callbacks that count, such as EarlyStoppingCallback."""
