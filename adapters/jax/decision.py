@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chex
 import jax
@@ -14,7 +14,10 @@ from healcore.core.engine import readout
 from healcore.core.verdict import Decision
 from healcore.jax import state_layout
 from healcore.jax.gradients import is_gradient
-from healcore.jax.state import HealStateError, find
+from healcore.jax.state import HealStateError, engine_state, find
+
+if TYPE_CHECKING:
+    from healcore.policy import PolicyLike
 
 
 def last_decision(opt_state: optax.OptState) -> Decision:
@@ -39,21 +42,28 @@ def last_decision(opt_state: optax.OptState) -> Decision:
     return Decision(*(found.get(f"heal_{field}") for field in Decision._fields))
 
 
-def metrics(opt_state: optax.OptState) -> dict[str, chex.Array]:
+def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict[str, chex.Array]:
     """Named scalars for a logger: 0-d arrays under `heal/...`, without a sync or a copy.
 
     Args:
         opt_state: any nesting of optax states with one healing state in it.
+        policy: the one that the optimizer was built with; needed for the numbers of
+            `[update_clip]`, whose place in the state depends on it.
 
     Returns:
         See `healcore.core.engine.readout.metrics`; `heal/loss` is NaN until there was a finite one,
         so also where `value=` is never passed.
 
     Raises:
-        HealStateError: there is no healing state in it, or more than one.
+        HealStateError: there is no healing state in it, more than one, or one of another policy.
     """
     state = find(opt_state)
-    return _metrics(state.heal_floats, state.heal_ints)
+    found = _metrics(state.heal_floats, state.heal_ints)
+    if policy is None:
+        return found
+    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+
+    return {**found, **readout.of_updates(engine_state(engine_of(policy), state))}
 
 
 @jax.jit

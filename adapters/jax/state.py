@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import chex
@@ -21,6 +22,7 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Decision
 from healcore.jax import namespace, state_layout
 from healcore.jax.gradients import is_gradient
+from healcore.jax.one_kernel import one_kernel
 from healcore.jax.state_layout import StateLayout
 
 Tree = TypeVar("Tree")
@@ -73,30 +75,43 @@ def step(
 
     An externally skipped step is skipped in observe mode too. HealStateError as in `engine_state`.
     """
-    old = engine_state(engine, state)
+    _check(engine, state)
+    norms = state.heal_leaf_norms
+    if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
+        norms = leaf_norms
+    floats, ints, decision, ordered = one_kernel(partial(_judge, engine), state, signals)
+    # Not in the kernel: with `vmap` this is a scatter, which it cannot contain.
+    rings = state_layout.write_record(
+        state.heal_records,
+        state_layout.record(floats, ints),
+        state_layout.step(ints),
+        state_layout.header(state.heal_ints).orders,
+        ordered,
+    )
+    return HealState(floats, ints, rings, _flat_decision(decision), norms), decision
+
+
+def _judge(
+    engine: Engine, state: HealState, signals: Signals
+) -> tuple[chex.Array, chex.Array, Decision, chex.Array]:
+    """The new floats and integers, the decision, and whether it has an order for the host."""
+    layout = _layout_of(engine, state)
+    old = layout.unpack(state.heal_floats, state.heal_ints)
     new, decision = engine.step(old, signals, xp=namespace)
     if signals.externally_skipped is not None:
         # The engine leaves such a skip to its caller, which is this function.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
     template = neutral(groups=None if decision.group_scale is None else 1)
     decision = tree.map_leaves(_own, template, decision)
-    norms = state.heal_leaf_norms
-    if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
-        norms = leaf_norms
     header = state_layout.header(state.heal_ints)
     # A soft step is done already: it must not push an order of the host out of its ring.
     action = new.last.decision.action
     action = action & ~int(Action.SOFT_STEP) if engine.softens else action
     ordered = (action != 0) & (new.step > old.step)
-    orders = header.orders
     if signals.loss is not None:
         header = header._replace(loss_seen=header.loss_seen | jnp.isfinite(signals.loss))
-    header = header._replace(orders=orders + ordered)
-    floats, ints = _layout_of(engine, state).pack(new, header)
-    rings = state_layout.write_record(
-        state.heal_records, state_layout.record(floats, ints), new.step, orders, ordered
-    )
-    return HealState(floats, ints, rings, _flat_decision(decision), norms), decision
+    header = header._replace(orders=header.orders + ordered)
+    return *layout.pack(new, header), decision, ordered
 
 
 def clip_update(

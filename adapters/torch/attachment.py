@@ -20,7 +20,8 @@ from healcore.torch.skipped_step import is_third_party
 from healcore.torch.step_hooks import StepHooks
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from healcore.core.engine import Engine
     from healcore.policy import Overrides, PolicyLike

@@ -44,7 +44,6 @@ class IncidentLog:
         """Whether the loop reads the decisions, and so may carry out their orders."""
         self._steps = self._losses = 0
         self._incident = 0
-        self._lr_scale = 1.0
         self._logged: set[str] = set()
         self._ceiling = NormCeiling()
         self._flags: Tensor | None = None
@@ -77,7 +76,7 @@ class IncidentLog:
                 self._write(clipped)
             decision = live_engine.state.last.decision
             cause, action = int(decision.cause), int(decision.action)
-            if cause or action or self._lr_scale < 1.0:
+            if cause or action:
                 self._log_step(live_engine.pending_record()(), cause, action)
             return
         self._collect(live_engine)
@@ -105,11 +104,9 @@ class IncidentLog:
         new, self._incident = record.incident > self._incident, record.incident
         if new and cause and is_logged(record.incident):
             self._write(self._incident_line(record, cause))
-        before = self._lr_scale
-        if not record.action & Action.SOFT_STEP:  # that multiplier is of one step
-            self._lr_scale = record.lr_scale
         observes = self._engine.mode == "observe"
-        if self._lr_scale < before and not observes and is_logged(record.incident):
+        # Not whenever it falls: under the limit of a cut it follows a rising schedule step by step.
+        if action & Action.CUT_LR and not observes and is_logged(record.incident):
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}")
         if observes or self.is_polled:
             return

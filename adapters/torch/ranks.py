@@ -221,4 +221,8 @@ def _is_group(value: Any) -> bool:
 
 
 def _is_mesh(value: Any) -> bool:
-    return dist.is_available() and isinstance(value, dist.DeviceMesh)
+    if not dist.is_available():
+        return False
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(value, DeviceMesh)

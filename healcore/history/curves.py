@@ -195,6 +195,9 @@ class MetricCounts:
     def __init__(self, incidents: Sequence[Incident]) -> None:
         self.known = False  # the rows have alarms and skips
         self.alarms = self.skips = self.clips = 0
+        # Skipped steps that were not undone, with the steps that each row stands for.
+        self._standing = np.empty((0, 2))
+        self._attempt = -1
         # By place in `incidents`: step and index of the last alarm.
         self.ends: dict[int, tuple[float, int]] = {}
         self._skipped: Counter[int] = Counter()
@@ -214,10 +217,22 @@ class MetricCounts:
         self.alarms += int((alarm * every).sum())
         self.skips += int((skip * every).sum())
         self.clips += int(((clip & ~skip) * every).sum())
+        for attempt in np.unique(rows.attempt).tolist():
+            mine = rows.attempt == attempt
+            if attempt != self._attempt:
+                self._attempt = attempt
+                self._standing = self._standing[self._standing[:, 0] < rows.step[mine][0]]
+            each = np.stack([rows.step, np.broadcast_to(every, rows.step.shape)], axis=1)
+            self._standing = np.concatenate([self._standing, each[mine & skip]])
         for attempt in np.unique(rows.attempt[alarm]).tolist():
             begins = self._begins.get(attempt)
             if begins:
                 self._extend(begins, rows, index, alarm & (rows.attempt == attempt))
+
+    @property
+    def undone_skips(self) -> int:
+        """Skipped steps that a later attempt has undone."""
+        return self.skips - int(self._standing[:, 1].sum())
 
     def _extend(
         self,

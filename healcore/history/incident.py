@@ -62,6 +62,7 @@ class Incident(NamedTuple):
     stop_step: float | None = None  # step of the ordered stop; None: none, or not known
     last: int = -1  # row index of its last alarm; -1: it is `index`
     last_step: float | None = None  # step of its last alarm; None: it is `step`
+    undone: bool = False  # the run went back to before its onset later
 
     @property
     def outcome(self) -> IncidentOutcome:
@@ -111,6 +112,7 @@ class OpenIncident:
     skipped: int = 0
     alarms: int = 0
     stop_step: float | None = None
+    undone: bool = False
 
     def add(self, event: EventRecord) -> None:
         """Adds one of its alarms or orders."""
@@ -159,6 +161,7 @@ class OpenIncident:
             left_out=self.left_out,
             evidence=self.evidence,
             stop_step=self.stop_step,
+            undone=self.undone,
         )
 
 
@@ -180,7 +183,9 @@ class Counts(NamedTuple):
     repeats: int = 0  # rollbacks beyond one per incident
     denied: int = 0  # rollbacks that the budget did not grant
     stops: int = 0
-    skips: int = 0  # skipped steps
+    skips: int = 0  # skipped steps, undone ones too
+    undone_incidents: int = 0  # those that began after a step to which the run went back later
+    undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
     clips: int | None = None  # steps with clipped gradients; None: not known
     alarms: int | None = None  # steps with a cause; None: not known
 
@@ -193,4 +198,5 @@ def counts_of(incidents: Sequence[Incident], **more: int | None) -> Counts:
         repeats=sum(each.repeats for each in incidents),
         stops=sum("STOP" in each.action for each in incidents),
         skips=sum(each.skipped for each in incidents),
+        undone_incidents=sum(each.undone for each in incidents),
     )._replace(**more)

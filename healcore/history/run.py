@@ -16,6 +16,8 @@ from healcore.runtime.events.models import EventRecord, RerunVerdict, RollbackOu
 
 _LATE = frozenset({"good", "damaged", "save_failed"})
 """Their `step` is that of a checkpoint, older than the step of the run."""
+_OF_ONE_STEP = frozenset({"alarm", "incident", "order", "hook", "lr", "verdict"})
+"""Their `step` is the index of a step that is done; that of the others is how many are done."""
 
 
 class AttemptOrigin(enum.StrEnum):
@@ -99,15 +101,16 @@ class Run:
         rollbacks: events of those that were carried out, without trials.
         problems: events that report one.
         faults: events of exceptions, answered or not.
-        step: where the run is.
-        last_step: of the last event that is not about an older checkpoint.
+        step: steps done, as far as the events say.
+        last_step: the same at the last event, which a rollback does not decrease.
         lr_scale: the multiplier of the learning rate in force.
         rerun: the result of the last re-run of a step.
         damaged: steps of checkpoints that were found damaged.
         incident_count: incidents, also those whose events were rotated away.
         rollback_count: the same of rollbacks; with an observing policy, those that it would order.
         alarms: alarms with an event.
-        skips: skipped steps among them.
+        skips: skipped steps among them; `undone_skips` of these were undone by a rollback or a
+            restart.
         cuts: of the learning rate.
         stops: that an observing policy would order.
         unreported_alarms: alarms without an event.
@@ -132,6 +135,7 @@ class Run:
         self.damaged: list[int] = []
         self.incident_count = self.rollback_count = self.cuts = self.stops = 0
         self.alarms = self.skips = self.unreported_alarms = self.lost = 0
+        self._skipped: list[float] = []  # steps that were not undone
         self._known_good = KnownGood()
         self._incidents: list[OpenIncident] = []
         self._alarms: Counter[tuple[str, int]] = Counter()
@@ -140,6 +144,16 @@ class Run:
     def incidents(self) -> tuple[Incident, ...]:
         """In order."""
         return tuple(each.snapshot() for each in self._incidents)
+
+    @property
+    def undone_skips(self) -> int:
+        """Skipped steps with an event that a rollback or a restart has undone."""
+        return self.skips - len(self._skipped)
+
+    @property
+    def undone_incidents(self) -> int:
+        """Incidents that began in steps that a rollback or a restart has undone."""
+        return sum(each.undone for each in self._incidents)
 
     @property
     def start(self) -> EventRecord | None:
@@ -182,7 +196,7 @@ class Run:
         self.processes[-1].add(found)
         self._known_good.add(found)
         if found.step is not None and found.kind not in _LATE:
-            self.step = self.last_step = found.step
+            self.step = self.last_step = found.step + (found.kind in _OF_ONE_STEP)
         if found.lr_scale is not None:
             self.lr_scale = found.lr_scale
         if found.problem is not None and found.kind in ("problem", "save_failed", "damaged"):
@@ -206,8 +220,15 @@ class Run:
         self.attempts.append(RunAttempt(len(self.attempts), first, origin))
         self.attempt_ids.append((run, number))
 
+    def _undo(self, step: float) -> None:
+        """The run goes on from `step`: what came after it is undone."""
+        self._skipped = [each for each in self._skipped if each < step]
+        for incident in self._incidents:
+            incident.undone |= incident.onset_step >= step
+
     def _add_resume(self, event: EventRecord, step: float) -> None:
         at = step if event.checkpoint is None else float(event.checkpoint)
+        self._undo(at)
         self.attempts[-1] = self.attempts[-1]._replace(first_step=at, origin=AttemptOrigin.RESUME)
         self.marks.append(Mark(at, MarkKind.RESUME, event))
 
@@ -233,6 +254,7 @@ class Run:
             incident.cut(event.lr_scale_before, event.lr_scale)
             if event.batches:
                 incident.batches, incident.left_out = batches_of(event), True
+        self._undo(float(target))
         run, number = self.attempt_ids[-1]
         if event.outcome == RollbackOutcome.AFTER_CRASH:  # the process began with it
             self.attempts[-1] = self.attempts[-1]._replace(
@@ -250,7 +272,9 @@ class Run:
     def _add_alarm(self, event: EventRecord, step: float) -> None:
         cause = event.cause or ()
         self.alarms += 1
-        self.skips += bool(event.skip)
+        if event.skip:
+            self.skips += 1
+            self._skipped.append(step)
         self._alarms[event.run, event.incident or 0] += 1
         self.last_seen = _updated(self.last_seen, event)
         readings, attempt = self.last_seen.readings, len(self.attempts) - 1
@@ -285,10 +309,12 @@ class Run:
         before, after = event.lr_scale_before, event.lr_scale
         if before is None or after is None:
             return
-        self.cuts += after < before
+        # Without `action`: the limit of an earlier cut, or an earlier healcore with cuts only.
+        cut = after < before and (event.why is None or "CUT_LR" in (event.action or ()))
+        self.cuts += cut
         last = self._incidents[-1] if self._incidents else None
         # An order of the incident cut, also if the events of its alarms are gone.
-        if after < before and last is not None and last.attempt == len(self.attempts) - 1:
+        if cut and last is not None and last.attempt == len(self.attempts) - 1:
             last.cut(before, after)
 
     def _add_verdict(self, event: EventRecord, step: float) -> None:

@@ -117,6 +117,13 @@ class Driver(Protocol):
         """Whether an exception has interrupted an update: the state may be half updated."""
         ...
 
+    def undo_window(self) -> str:
+        """Undoes what batches since the last step have changed; why it cannot, or "".
+
+        Called before a save that an exception within a step makes: the batches come again.
+        """
+        ...
+
     def finite(self) -> bool:
         """Whether all parameters are finite now. Waits for the device."""
         ...

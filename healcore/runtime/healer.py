@@ -351,7 +351,7 @@ class Healer(Generic[State]):
 
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
-        self._live.save("requested")
+        self._live.save_requested()
 
     # -- the state of the run -------------------------------------------------------------------
 
@@ -359,6 +359,11 @@ class Healer(Generic[State]):
     def step(self) -> int:
         """Steps done (in JAX: updates); a rollback decreases it."""
         return self._loop.step
+
+    @property
+    def unused(self) -> tuple[BatchId, ...]:
+        """Ids of the batches that the loop has received since the last step, of its last loader."""
+        return self._loop.unused
 
     @property
     def had_completed(self) -> bool:

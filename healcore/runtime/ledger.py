@@ -43,6 +43,8 @@ class IncidentRecord:
     lr_scale: float = 1.0
     """The learning-rate multiplier after its latest alarm."""
     over: bool = False
+    undone: bool = False
+    """The run went back to before its onset later."""
     number_in_engine: int = 0
     """The engine's count of incidents then; -1: it has begun again since."""
 
@@ -62,7 +64,12 @@ class Ledger:
     incidents: list[IncidentRecord] = field(default_factory=list)
     past_rollbacks: list[PastRollback] = field(default_factory=list)
     incident_count: int = 0
-    """Incidents so far, including those dropped from `incidents`."""
+    """Incidents so far, including those dropped from `incidents`, and undone ones."""
+    undone_incidents: int = 0
+    """Those that began after a step to which the run went back later."""
+    skips: int = 0
+    """Skipped steps so far, undone ones too."""
+    undone_skips: int = 0
     open: bool = False
     """An incident is open, of more than skipped non-finite steps."""
 
@@ -88,6 +95,7 @@ class Ledger:
             incident.first.setdefault(name, index)
         incident.alarms += 1
         incident.skips += skip
+        self.skips += skip
         # A soft step's multiplier is not the one in force.
         lasting = [each.lr_scale for each in records if not each.action & Action.SOFT_STEP]
         incident.lr_scale = min(lasting, default=incident.lr_scale)
@@ -118,14 +126,17 @@ class Ledger:
             at, index = at - 1, index - 1
         return index + 1
 
-    def on_rollback(self, onset: int, target: int, *, counts: bool = True) -> None:
+    def on_rollback(
+        self, onset: int, target: int, saved: Ledger | None, *, counts: bool = True
+    ) -> None:
         """Records that the checkpoint of step `target` was restored for the incident at `onset`.
 
-        A re-run does not count: it must not affect the choice of the next checkpoint.
+        `saved` is the ledger in the checkpoint. A re-run does not count: it must not affect the
+        choice of the next checkpoint.
         """
         if counts:
             self.past_rollbacks.append(PastRollback(onset, target))
-        self._rewind(target)
+        self._rewind(target, saved)
         if self.incidents:
             self.incidents[-1].rollbacks += 1
 
@@ -133,16 +144,22 @@ class Ledger:
         """Drops unhealthy steps that no checkpoint's probation depends on any more."""
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 
-    def take_over(self, other: Ledger, step: int) -> None:
-        """Continues the ledger of an earlier process from a checkpoint of `step`."""
+    def take_over(self, other: Ledger, step: int, saved: Ledger | None) -> None:
+        """Continues the ledger of an earlier process from a checkpoint of `step`, with `saved`."""
         vars(self).update(vars(other))
-        self._rewind(step)
+        self._rewind(step, saved)
 
-    def _rewind(self, step: int) -> None:
+    def _rewind(self, step: int, saved: Ledger | None) -> None:
         self.next_step, self.open = step, False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
         if self.incidents:
             self.incidents[-1].over, self.incidents[-1].number_in_engine = True, -1
+        for incident in self.incidents:
+            if incident.onset >= step and not incident.undone:
+                incident.undone = True
+                self.undone_incidents += 1
+        if saved is not None:  # its skips, without those undone by then, are those that stand
+            self.undone_skips = self.skips - (saved.skips - saved.undone_skips)
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -159,5 +176,6 @@ class Ledger:
             incidents=[IncidentRecord(**each) for each in data["incidents"]],
             past_rollbacks=[PastRollback(*each) for each in data["past_rollbacks"]],
             incident_count=data["incident_count"],
+            **{name: data.get(name, 0) for name in ("undone_incidents", "skips", "undone_skips")},
             open=data["open"],
         )

@@ -103,6 +103,20 @@ def full(clip: str | None = "zclip", *, mode: str = "heal", **changes: Any) -> E
     )._replace(**changes)
 
 
+def clip_only(clip: str) -> EngineConfig:
+    """One clipping rule and the non-finite detector: a small program, compiled in seconds."""
+    return full(clip, detectors=full().detectors[:1], rules=RULES_OF_ALL_KINDS[:3])
+
+
+def covering(clip: str) -> EngineConfig:
+    """Every detector with and without a ceiling of the learning rate, every clipping rule.
+
+    Clipping rules and detectors see the same signals and do not see each other, so the tests marked
+    `stress` alone have each pair of them.
+    """
+    return full(clip) if clip in ("zclip", "adagc") else clip_only(clip)
+
+
 def published(which: str, **changes: Any) -> EngineConfig:
     """The same with detectors of the catalogue (a key of `PUBLISHED`) instead, and no clipping."""
     lasting = RuleConfig(int(Cause.DIVERGENCE), action=int(Action.CUT_LR), sustained=True)

@@ -27,13 +27,15 @@ def start(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("example", ["torch_healer", "optax_healer"])
-def test_after_a_completed_run_there_is_nothing_to_do(example, tmp_path):
+@pytest.mark.parametrize(
+    ("example", "workers"), [("torch_healer", ([], [TORCHRUN])), ("optax_healer", ([],))]
+)
+def test_after_a_completed_run_there_is_nothing_to_do(example, workers, tmp_path):
     first = start(f"examples.{example}", tmp_path)
     assert first.returncode == 0, first.stderr
     files = sorted(each for each in tmp_path.rglob("*") if each.is_file())
     contents = [each.read_bytes() for each in files]
-    for worker in ([], [TORCHRUN]):
+    for worker in workers:
         again = start(*worker, f"examples.{example}", tmp_path)
         assert again.returncode == 0, again.stderr
         assert "Traceback" not in again.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,33 @@ class TorchLoop:
         return [tensor.detach().numpy().copy() for tensor in tensors]
 
 
+@cache
+def protected_step(policy: Any) -> tuple[Any, Any]:
+    """The transformation and the step of `JaxLoop`: compiled once for all loops with one policy."""
+    adamw = optax.adamw(optax.cosine_decay_schedule(1e-2, 200))
+    tx = adamw if policy is None else protect(adamw, policy=policy)
+
+    def step(state: Any, inputs: jax.Array, targets: jax.Array) -> Any:
+        key, drop = jax.random.split(jax.random.wrap_key_data(state["key"]))
+
+        def loss_of(params: Mapping[str, jax.Array]) -> jax.Array:
+            hidden = jnp.tanh(inputs @ params["w1"] + params["b1"])
+            hidden = hidden * jax.random.bernoulli(drop, 0.8, hidden.shape) / 0.8
+            return jnp.mean((hidden @ params["w2"] + params["b2"] - targets) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        updates, opt_state = optax.with_extra_args_support(tx).update(
+            grads, state["opt_state"], state["params"], value=loss
+        )
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+            "key": jax.random.key_data(key),
+        }
+
+    return tx, jax.jit(step, donate_argnums=0)
+
+
 class JaxLoop:
     """The same with optax; the dropout's key is part of the state."""
 
@@ -153,30 +181,11 @@ class JaxLoop:
             "w2": jax.random.normal(keys[1], (8, 1)) / 3,
             "b2": jnp.zeros(1),
         }
-        adamw = optax.adamw(optax.cosine_decay_schedule(1e-2, 200))
-        self.tx = adamw if policy is None else protect(adamw, policy=policy)
+        self.tx, self._step = protected_step(policy)
         self.state = {
             "params": params,
             "opt_state": self.tx.init(params),
             "key": jax.random.key_data(keys[2]),
-        }
-        self._step = jax.jit(self._taken, donate_argnums=0)
-
-    def _taken(self, state: Any, inputs: jax.Array, targets: jax.Array) -> Any:
-        key, drop = jax.random.split(jax.random.wrap_key_data(state["key"]))
-
-        def loss_of(params: Mapping[str, jax.Array]) -> jax.Array:
-            hidden = jnp.tanh(inputs @ params["w1"] + params["b1"])
-            hidden = hidden * jax.random.bernoulli(drop, 0.8, hidden.shape) / 0.8
-            return jnp.mean((hidden @ params["w2"] + params["b2"] - targets) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_of)(state["params"])
-        tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], value=loss)
-        return {
-            "params": optax.apply_updates(state["params"], updates),
-            "opt_state": opt_state,
-            "key": jax.random.key_data(key),
         }
 
     def step(self, healer: Healer | None, number: Any) -> None:

@@ -18,6 +18,7 @@ import pytest
 from healcore import policy
 from healcore.core import host
 from healcore.jax import namespace, protect
+from healcore.jax.one_kernel import one_kernel
 
 PARAMS = {"w": jnp.ones((4, 4)), "b": jnp.zeros(4)}
 
@@ -34,8 +35,36 @@ def test_xla_does_not_copy_the_engine_into_each_of_its_results():
     tx = protect(optax.sgd(1e-3), engine)
     update = jax.jit(lambda g, s, loss: tx.update(g, s, PARAMS, value=loss))
     compiled = update.lower(PARAMS, tx.init(PARAMS), jnp.float32(1.0)).compile()
-    instructions = re.findall(r"^\s+(?:ROOT )?\S+ = ", compiled.as_text(), re.MULTILINE)
+    text = compiled.as_text()
+    instructions = re.findall(r"^\s+(?:ROOT )?\S+ = ", text, re.MULTILINE)
     assert len(instructions) < 11_000  # 19,000 without `namespace.shared`
+    if jax.default_backend() == "cpu":
+        entry = text[text.index("\nENTRY ") :]
+        assert entry.count(" fusion(") + entry.count(" call(") < 30  # 150 without `one_kernel`
+
+
+@pytest.mark.parametrize(("platform", "hints"), [("cpu", 1), ("cuda", 0)])
+def test_only_on_a_cpu_is_the_call_kept(platform, hints):
+    def doubled(x):
+        return one_kernel(lambda x: (x + x, x), x)
+
+    traced = jax.jit(doubled).trace(jnp.float32(1.0))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("xla_cpu_small_call") == hints
+
+
+@pytest.mark.parametrize("preset", ["autoclip", "adagc"])
+def test_the_kernel_contains_nothing_that_xla_refuses_in_one(preset):
+    tx = protect(optax.sgd(1e-3), preset)
+    grads = jax.tree.map(lambda p: jnp.stack([p, jnp.full_like(p, jnp.nan)]), PARAMS)
+
+    @jax.jit
+    def lanes(grads):
+        states = jax.vmap(lambda _: tx.init(PARAMS))(jnp.arange(2))
+        update = jax.vmap(lambda g, s: tx.update(g, s, PARAMS, value=jnp.float32(1.0))[1])
+        return update(grads, states)
+
+    assert lanes(grads).heal.heal_decision["heal_skip"].tolist() == [False, True]
 
 
 @pytest.mark.parametrize("value", [np.bool_(False), np.bool_(True), 0, 1, 1023, 999_999])

@@ -15,7 +15,7 @@ import pytest
 
 from healcore.core.clipping.update_clip import UpdateClipConfig
 from healcore.core.engine import Engine
-from healcore.jax import heal, protect, to_dict
+from healcore.jax import heal, metrics, protect, to_dict
 from healcore.jax.state import engine_state
 from tests.jax import policies
 
@@ -83,8 +83,14 @@ def test_it_decides_as_torch_does_on_the_same_norms():
         p.data.zero_()  # so that the difference is the update itself
         p.grad = torch.full((2, 2), norm / 2)
         optimizer.step()
-    ours = to_dict(run(norms)[1], CLIPS)["state"]["update_clip"]
+    state = run(norms)[1]
+    ours = to_dict(state, CLIPS)["state"]["update_clip"]
     assert ours == handle.state_dict()["state"]["update_clip"]
+    logged, there = metrics(state, CLIPS), handle.metrics()
+    assert logged.keys() == there.keys()
+    named = [name for name in logged if "update" in name]
+    assert len(named) == 3
+    assert {name: float(logged[name]) for name in named} == {n: float(there[n]) for n in named}
 
 
 def test_it_takes_protect():

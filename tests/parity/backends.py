@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,16 +18,19 @@ from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace as jax_namespace
+from healcore.jax.one_kernel import one_kernel
 from healcore.torch import namespace
 from tests.core import fuzz
 
 Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
-NAMES = ("numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled")
+NAMES = (
+    "numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled", "torch-graph",
+)  # fmt: skip
 """`host` is for one run at a time, `recorded` is what torch's host engine runs; `jax-scalars`
-runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own, and which is what a
-training step has."""
+runs lane after lane with 0-d arrays, which XLA rewrites in ways of their own, in one kernel, as a
+training step does. `torch-graph` is torch.compile without Inductor: one graph, run by torch."""
 
 
 def missing(backend: str) -> str | None:
@@ -53,9 +57,13 @@ def runner(backend: str, engine: Engine) -> Run:
         return _jax(engine, one_by_one=backend == "jax-scalars")
     if backend == "torch":
         return _stepwise(lambda s, x: engine.step(s, x, xp=namespace), _tensor)
-    if backend == "torch-compiled":
+    if backend in ("torch-compiled", "torch-graph"):
         torch.compiler.reset()  # or the recompilation limit would count other tests' engines
-        compiled = torch.compile(lambda s, x: engine.step(s, x, xp=namespace), fullgraph=True)
+        compiled = torch.compile(
+            lambda s, x: engine.step(s, x, xp=namespace),
+            fullgraph=True,
+            backend="inductor" if backend == "torch-compiled" else "eager",
+        )
 
         def step(state: Any, signals: Signals) -> Any:
             # Two names of one tensor in the state (the LR multiplier and its telemetry) would be
@@ -105,9 +113,13 @@ def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -
 def _jax(engine: Engine, *, one_by_one: bool) -> Run:
     """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
 
+    def step(state: Any, signals: Signals) -> Any:
+        judge = partial(engine.step, xp=jax_namespace)
+        return one_kernel(judge, state, signals) if one_by_one else judge(state, signals)
+
     def scan(state: Any, trace: Signals) -> Any:
         def body(state: Any, signals: Signals) -> Any:
-            state, decision = engine.step(state, signals, xp=jax_namespace)
+            state, decision = step(state, signals)
             return state, (state, decision)
 
         return jax.lax.scan(body, state, trace)

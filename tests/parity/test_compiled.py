@@ -16,21 +16,24 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 LANES = 256
 
 
-def clip_only(clip: str) -> EngineConfig:
-    """The rule and the non-finite skip: a small graph compiles in seconds."""
-    return policies.full(clip, detectors=policies.full().detectors[:1])._replace(
-        rules=policies.RULES_OF_ALL_KINDS[:3]
-    )
-
-
-def test_a_full_policy_with_scalars():
-    """As a training step has it. One compilation of some 40 seconds: the rest is `stress`."""
+@pytest.mark.parametrize(
+    ("config", "backend"),
+    [
+        pytest.param(policies.clip_only("zclip"), "torch-compiled", id="clipping"),
+        pytest.param(policies.full("zclip"), "torch-graph", id="everything, graph"),
+        pytest.param(
+            policies.full("zclip"), "torch-compiled", id="everything", marks=pytest.mark.stress
+        ),
+    ],
+)
+def test_with_scalars(config: EngineConfig, backend: str):
+    """As a training step has it. Inductor takes some 40 seconds for every detector: `stress`."""
     trace = fuzz.signals(np.random.default_rng(52), 300, 3)
     traces = [lockstep.scalar(trace, lane) for lane in range(3)]
     if not recorded_runs.needed.args[0]:
         runs = widened(recorded_runs.lanes(300, norms=True))
         traces += [lockstep.scalar(runs, lane) for lane in range(0, 100, 25)]
-    lockstep.steps_equal(policies.full("zclip"), traces, ("torch-compiled",), reference="host")
+    lockstep.steps_equal(config, traces, (backend,), reference="host")
 
 
 @pytest.mark.stress
@@ -51,7 +54,9 @@ def test_each_other_clipping_rule(clip):
     groups = policies.GROUPS if clip == "adagc" else 0
     lanes = 64
     trace = fuzz.signals(np.random.default_rng(51), 150, lanes, groups=groups)
-    lockstep.steps_equal(clip_only(clip), [trace], ("torch-compiled",), groups=groups, lanes=lanes)
+    lockstep.steps_equal(
+        policies.clip_only(clip), [trace], ("torch-compiled",), groups=groups, lanes=lanes
+    )
 
 
 @pytest.mark.stress

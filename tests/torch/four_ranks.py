@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -90,13 +90,19 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part(tensor: Tensor) -> Tensor:
+def part(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
 
 
 def held(net: nn.Module, optimizer: Any) -> list[Tensor]:
     """Parameters, moments and step counts."""
     return [*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+
+
+def sharded(net: nn.Module, mesh: Any) -> Any:
+    """FSDP2, of one group of parameters."""
+    return fully_shard(net, mesh=mesh)
 
 
 def hybrid_mesh() -> Any:
@@ -126,9 +132,9 @@ def trained(kind: str) -> dict[str, Any]:
     if kind == "DDP":
         model = DistributedDataParallel(net)
     elif kind == "FSDP2":
-        model = fully_shard(net, mesh=init_device_mesh("cpu", (WORLD,)))
+        model = sharded(net, init_device_mesh("cpu", (WORLD,)))
     elif kind == "HSDP":
-        model = fully_shard(net, mesh=hybrid_mesh())
+        model = sharded(net, hybrid_mesh())
     optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
     heal = attach(optimizer, POLICY, process_group=None if kind == "alone" else "auto")
     mine = range(WORLD) if kind == "alone" else [rank]
@@ -179,9 +185,9 @@ def layout(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], int]:
     if kind == "DDP":
         return net, DistributedDataParallel(net), rank
     if kind == "FSDP2":
-        return net, fully_shard(net, mesh=init_device_mesh("cpu", (WORLD,))), rank
+        return net, sharded(net, init_device_mesh("cpu", (WORLD,))), rank
     if kind == "HSDP":
-        return net, fully_shard(net, mesh=hybrid_mesh()), rank
+        return net, sharded(net, hybrid_mesh()), rank
     if kind == "tensor parallel":  # the LayerNorm stays plain, a bias is replicated
         plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
         return net, parallelize_module(net, init_device_mesh("cpu", (WORLD,)), plan), 0
@@ -194,7 +200,7 @@ def layout(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], int]:
     assert kind == "FSDP2 and tensor parallel"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(net, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
-    return net, fully_shard(net, mesh=mesh["dp"]), rank // 2
+    return net, sharded(net, mesh["dp"]), rank // 2
 
 
 LAYOUTS = (
@@ -284,7 +290,7 @@ def scaled(kind: str) -> dict[str, Any]:
 
 
 def updates(kind: str) -> dict[str, Any]:
-    """The norm of an update that is clipped, that of the whole parameters' move, and what is sent."""
+    """The norm of an update, that of the move of the whole parameters, and what is sent."""
     net, model, data = layout(kind)
     optimizer = SGD(net.parameters(), lr=0.1)
     heal = attach(optimizer, CLIPS_UPDATES)
@@ -317,7 +323,7 @@ def pipeline(kind: str) -> dict[str, Any]:
     nets = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(stages)]
     net = nets[index]
     if kind != "four stages":
-        fully_shard(net, mesh=mesh["dp"])
+        sharded(net, mesh["dp"])
     stage = PipelineStage(net, index, stages, torch.device("cpu"), group=mesh.get_group("pp"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out - target).square().mean())
     optimizer = SGD(net.parameters(), lr=1e-2)
@@ -361,7 +367,7 @@ def refused(kind: str) -> dict[str, Any]:
     everyone = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("pp",))
 
     def on(group: Any) -> nn.Parameter:
-        mesh = dist.DeviceMesh.from_group(group, "cpu")
+        mesh = DeviceMesh.from_group(group, "cpu")
         return nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
 
     neighbours, others = (low if rank < 2 else high), (odd if rank % 2 else even)
@@ -369,15 +375,16 @@ def refused(kind: str) -> dict[str, Any]:
     spread = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
     plain = nn.Parameter(torch.ones(2))
     said: dict[str, Any] = {}
-    two = {"process_group": neighbours}
-    for name, params, policy, options in (
+    two: dict[str, Any] = {"process_group": neighbours}
+    cases: tuple[tuple[str, Any, Any, dict[str, Any]], ...] = (
         ("unrelated meshes", [on(neighbours), on(others)], policies.SKIPS, {}),
         ("alone", [spread], policies.SKIPS, {"process_group": None}),
         ("small group", [spread], policies.SKIPS, two),
         ("no mesh", [plain], policies.SKIPS, {"pp_mesh": low}),
         ("stages elsewhere", [plain], policies.SKIPS, {**two, "pp_mesh": everyone}),
         ("per tensor", [plain], policies.ADAGC, {"pp_mesh": everyone}),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for name, params, policy, options in cases:
         optimizer = SGD(params, lr=0.1)
         try:
             attach(optimizer, policy, **options)
@@ -386,7 +393,7 @@ def refused(kind: str) -> dict[str, Any]:
             said[name] = str(error)
         assert not optimizer._optimizer_step_pre_hooks
     said["pair"] = attach(SGD([on(neighbours)], lr=0.1), policies.SKIPS).ranks
-    given = {"process_group": everyone}
+    given: dict[str, Any] = {"process_group": everyone}
     said["both"] = attach(SGD([on(neighbours), on(others)], lr=0.1), policies.SKIPS, **given).ranks
     different = nn.Parameter(torch.ones(2 + rank))
     optimizer = SGD([different], lr=0.1)
@@ -402,7 +409,7 @@ def refused(kind: str) -> dict[str, Any]:
 def cold_start(kind: str) -> dict[str, Any]:
     """A warm-up that begins at a learning rate of 0, with a gradient on one rank only."""
     net = nn.Linear(4, 1, bias=False)
-    fully_shard(net, mesh=init_device_mesh("cpu", (WORLD,)))  # all of it is on rank 0
+    sharded(net, init_device_mesh("cpu", (WORLD,)))  # all of it is on rank 0
     optimizer = AdamW(net.parameters(), lr=0.0)
     heal = attach(optimizer, policies.SKIPS)
     loss = net(torch.ones(1, 4)).sum()
@@ -422,7 +429,7 @@ def part_of_the_program(root: Path) -> dict[str, Any]:
 
 def paired(pair: Any, store: Path, steps: int) -> dict[str, Any]:
     """A run of two ranks that ends after so many steps, and goes on from the one before."""
-    net = fully_shard(small_net(), mesh=dist.DeviceMesh.from_group(pair, "cpu"))
+    net = sharded(small_net(), DeviceMesh.from_group(pair, "cpu"))
     optimizer = AdamW(net.parameters(), lr=1e-2)
     state = {"model": net, "optimizer": optimizer}
     with Healer(policies.SKIPS, state=state, store=store, save_every=4, resume=True) as healer:

@@ -151,6 +151,12 @@ class JaxDriver:
         """False: an update makes new arrays, and the state is replaced as a whole."""
         return False
 
+    def undo_window(self) -> str:
+        """Nothing: a state that no `update` has passed is not the run's."""
+        if self.may_save():
+            return ""
+        return "the exception came within an accumulation of optax.MultiSteps"
+
     def finite(self) -> bool:
         """Whether the state is finite, except arrays that were not at the start (masks of -inf).
 

@@ -182,6 +182,11 @@ class TorchDriver:
         """Whether an `optimizer.step()` has begun and not ended."""
         return any(healing.in_step for healing in self.healings.values())
 
+    def undo_window(self) -> str:
+        """Restores batch statistics; gradients are in no checkpoint."""
+        self._statistics.restore()
+        return ""
+
     def learning_rate(self) -> float | None:
         """The first optimizer's, of its first group. A sync if it is a tensor on a device."""
         self._settle()

@@ -264,6 +264,21 @@ class Engine:
             tally=state.tally._replace(lr_cuts=counted),
         )
 
+    def at_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
+        """The state with the multiplier that is in force at another learning rate of the schedule.
+
+        A rollback restores the schedule, and a cut limits the rate in absolute terms: at a lower
+        rate of the schedule the multiplier is higher. Hold and ramp stay where they are.
+
+        Args:
+            state: one without an open incident.
+            rate: the schedule's learning rate, float32 array.
+            xp: the array namespace.
+        """
+        never = state.step < 0
+        there = lr.update(self.config.lr, state.lr, never, ~never, never, rate, xp=xp)
+        return state._replace(lr=state.lr._replace(scale=there.scale))
+
     # -- reading and carrying -------------------------------------------------------------------
 
     def metrics(self, state: EngineState) -> dict[str, Any]:

@@ -10,19 +10,13 @@ from healcore.core.engine.state import EngineState
 def metrics(state: EngineState) -> dict[str, Any]:
     """The last step, and counts so far, as 0-d arrays; nothing is copied.
 
+    Counts are of all steps that were judged, with those that a rollback has undone.
+
     `heal/loss` and `heal/grad_norm` are the last finite ones, `heal/threshold` is 0 if none is in
     force, `heal/cause` and `heal/action` are flags. A policy with `update_clip` has three more. In
     observe mode they are what would have been done.
     """
     last, tally = state.last, state.tally
-    clip = getattr(state, "update_clip", None)
-    of_updates = {}
-    if clip is not None:
-        of_updates = {
-            "heal/update_norm": clip.norm,
-            "heal/update_scale": clip.scale,
-            "heal/update_clips": clip.clips,
-        }
     return {
         "heal/loss": last.loss,
         "heal/grad_norm": last.grad_norm,
@@ -41,5 +35,17 @@ def metrics(state: EngineState) -> dict[str, Any]:
         "heal/rollbacks": tally.rollbacks,
         "heal/lr_cuts": tally.lr_cuts,
         "heal/incidents": state.incident.number,
-        **of_updates,
+        **of_updates(state),
+    }
+
+
+def of_updates(state: EngineState) -> dict[str, Any]:
+    """The numbers of the clip of the update; empty for a policy without one."""
+    clip = getattr(state, "update_clip", None)
+    if clip is None:
+        return {}
+    return {
+        "heal/update_norm": clip.norm,
+        "heal/update_scale": clip.scale,
+        "heal/update_clips": clip.clips,
     }

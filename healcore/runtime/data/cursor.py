@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +11,10 @@ from healcore.runtime.data.epoch_reader import EpochReader
 from healcore.runtime.data.position import BatchId, DataError
 
 Batch = TypeVar("Batch", covariant=True)
+
+
+_KEPT = 4
+"""Positions that `position_before` can count from: two of each epoch, and those of checkpoints."""
 
 
 class UnusableLoader(DataError, TypeError):
@@ -58,6 +63,9 @@ class Cursor:
         self._left_out: frozenset[BatchId] = frozenset()
         self._skipped: list[BatchId] = []
         self._refused: str | None = None
+        self._kept: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_KEPT)
+        """Positions that were taken, oldest first, each with the id of the batch after it. From the
+        first call of `position` on, that of each epoch too, unless a position is only an index."""
         self.unreadable: BatchId | None = None
         """The batch whose reading raised, if the last `next` did for that reason."""
         self._until: int | None = 0
@@ -132,6 +140,9 @@ class Cursor:
                     raise
                 after = error
             else:
+                # Its order may be drawn when the first batch is read.
+                if self._kept and self._kept[-1][0] < BatchId(which.epoch, 1):
+                    self.position()
                 if not left_out:
                     return batch, which
                 after = None
@@ -157,10 +168,33 @@ class Cursor:
         taken, the cursor cannot rewind from then on.
         """
         try:
-            return self._encoded()
+            found = self._encoded()
         except Exception as error:  # the loader's code may raise anything
             self._reader.disable_rewind(error)
             return self._encoded()
+        if not self._reader.adapter.by_index:
+            self._kept.append((self._reader.next_id, found))
+        return found
+
+    def position_before(self, batch: BatchId) -> dict[str, Any] | None:
+        """The position before a batch that was read already; None: there is no way back to it.
+
+        Where the loader's state of that moment was not taken, it is an earlier state of the same
+        epoch, with the number of batches to read again and drop.
+        """
+        reader = self._reader
+        if batch == reader.next_id:
+            return self.position()
+        if reader.adapter.by_index:
+            return positions.encode(reader.position_by_index(batch), self._left_out)
+        if batch.index == 0 and reader.ended is not None and reader.ended.epoch == batch.epoch - 1:
+            batch = reader.ended  # the next epoch's order may be drawn when it begins
+        for known, found in reversed(self._kept):
+            if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):
+                behind = found.get("behind", 0) + batch.index - known.index
+                left_out = positions.ahead(self._left_out, batch)
+                return {**found, "index": batch.index, "behind": behind, "left_out": left_out}
+        return None
 
     def rewind(self, position: Mapping[str, Any]) -> bool:
         """Moves to a position, backwards or forwards, also into another epoch.
@@ -195,10 +229,15 @@ class Cursor:
             return False
         try:
             self._reader.restore(target)
+            for _ in range(target.behind):
+                self._drop()
         except Exception as error:  # the loader's code may raise anything
             self._refused = f"{name} does not take the position: {_text(error)}"
             self._return_to(before, error)
             return False
+        self._kept.clear()
+        if not self._reader.adapter.by_index:
+            self._kept.append((self._reader.next_id, dict(position)))
         self._left_out |= left_out
         self._refused = None
         return True

@@ -53,6 +53,8 @@ class EpochReader:
         """The one epoch of an iterator has ended."""
         self.epoch = 0
         self.index = 0
+        self.ended: BatchId | None = None
+        """The end of the last epoch that was read to its end."""
         self.requested_epoch = 0
         """The epoch that the user's loop asked for last."""
         self._loader = loader
@@ -122,15 +124,23 @@ class EpochReader:
         number = self._sampler_epochs.number(self.epoch)
         return Position(self.adapter.kind, self.epoch, self.index, state, number)
 
+    def position_by_index(self, batch: BatchId) -> Position:
+        """The position before any batch, of a loader that needs only its index."""
+        number = self._sampler_epochs.number(batch.epoch)
+        return Position(self.adapter.kind, *batch, self.adapter.state_at(batch.index), number)
+
     def restore(self, target: Position) -> None:
-        """Moves the loader to a position, which is unknown afterwards if the loader raises."""
+        """Moves the loader to the state of a position, which may be some batches before it.
+
+        If the loader raises, its position is unknown afterwards.
+        """
         self._sampler_epochs.restore(target.epoch, target.sampler_epoch)
         self._batches, self._between = None, True
         if target.state is not None:
             self._batches = self.adapter.resume(target.state)
             self._resumed, self._between = True, False
         self.exhausted = False
-        self.epoch, self.index = target.epoch, target.index
+        self.epoch, self.index = target.epoch, target.index - target.behind
 
     def jump(self, target: Position) -> None:
         """Moves to the beginning of the position's epoch, without a state."""
@@ -174,6 +184,7 @@ class EpochReader:
             return
         # A state from between two epochs may lead to the end of the first: then begin again, once.
         if self.index > 0:
+            self.ended = self.next_id
             self.epoch += 1
         self.index = 0
         self._batches, self._between = None, True

@@ -20,11 +20,13 @@ class LoaderAdapter:
     Attributes:
         kind: saved in positions: a state is given back only to the kind it came from.
         complete: the state determines later epochs too.
+        by_index: `state_at` is the state before any batch of an epoch.
         why_not: why the loader cannot be rewound; None if it can.
     """
 
     kind = "forward"
     complete = True
+    by_index = True
 
     def __init__(
         self, loader: Any, *, why_not: str | None = None, first: Iterator[Any] | None = None
@@ -46,6 +48,10 @@ class LoaderAdapter:
         """The state after an epoch, which leads into the next; None: `start` is enough."""
         return None
 
+    def state_at(self, index: int) -> Any:
+        """The state before a batch; only if `by_index`."""
+        return None
+
     def resume(self, state: Any) -> Iterator[Any]:
         """The rest of the epoch that the state is of, or the next epoch."""
         raise NotImplementedError(self.why_not)
@@ -62,6 +68,7 @@ class _StatefulLoader(LoaderAdapter):
     """
 
     kind = "loader"
+    by_index = False
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -109,6 +116,7 @@ class _AccelerateLoader(LoaderAdapter):
     """
 
     kind = "accelerate"
+    by_index = False
 
     def state(self) -> Any:
         return {
@@ -134,6 +142,7 @@ class _StatefulIterator(LoaderAdapter):
 
     kind = "iterator"
     complete = False
+    by_index = False
 
     def __init__(self, loader: Any, first: Iterator[Any], names: tuple[str, str]) -> None:
         super().__init__(loader, first=first)
@@ -165,6 +174,9 @@ class _IndexedSequence(LoaderAdapter):
 
     def state(self) -> int:
         return self._next
+
+    def state_at(self, index: int) -> int:
+        return index
 
     def resume(self, state: int) -> Iterator[Any]:
         self._next = state

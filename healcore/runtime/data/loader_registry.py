@@ -35,7 +35,7 @@ class _Entry:
         self.start = cursor.position()
         """For a checkpoint from before the first use."""
         self.in_loop = False
-        """A loop is iterating over it, or was left by `break`."""
+        """A loop has read from it and may be left by `break`: the rest of the epoch is dropped."""
         self.exhausted = False
         """It had been used up before the restart."""
 
@@ -60,13 +60,21 @@ class LoaderRegistry:
         self._left_out: dict[int, set[BatchId]] = {}
         self._noticed: set[str | None] = set()
 
+    def has_saved(self, loader: Any) -> bool:
+        """Whether a position of an earlier process waits for this loader's `begin`."""
+        number = self._number(loader)
+        return str(self._count if number is None else number) in self._resume
+
+    def _number(self, loader: Any) -> int | None:
+        return next((n for n, each in self._entries.items() if each.loader is loader), None)
+
     def begin(self, loader: Any, epochs: int | None) -> int:
         """Begins to iterate over a loader for `epochs` more epochs; returns the loader's number.
 
         After a restart the loader is where the run was, without the epochs that were finished.
         After a `break` it begins the next epoch, as any loader does.
         """
-        number = next((n for n, each in self._entries.items() if each.loader is loader), None)
+        number = self._number(loader)
         if number is None:
             number, self._count = self._count, self._count + 1
             cursor = Cursor(loader, epochs=epochs, trust=self._trust)
@@ -97,11 +105,17 @@ class LoaderRegistry:
         entry = self._entries[number]
         if entry.exhausted:
             raise StopIteration
+        entry.in_loop = True
         return entry.cursor.next(after=after)
 
     def unreadable(self, number: int) -> BatchId | None:
         """The batch whose reading made the last `next` of this loader raise."""
         return self._entries[number].cursor.unreadable
+
+    def all_unreadable(self) -> dict[int, BatchId]:
+        """Those of all loaders, by number."""
+        found = {number: each.cursor.unreadable for number, each in self._entries.items()}
+        return {number: batch for number, batch in found.items() if batch is not None}
 
     def leave_out(self, number: int, batch: BatchId) -> None:
         """Leaves a batch out from now on, also after a rollback and a restart."""
@@ -146,6 +160,15 @@ class LoaderRegistry:
             if not each.exhausted
         }
         return {**positions, _COUNT: self._count}
+
+    def position_before(self, batches: Mapping[int, BatchId]) -> dict[str, Any] | None:
+        """As `position`, but before these batches, by loader; None: there is no way back to one."""
+        before = {
+            str(number): self._entries[number].cursor.position_before(batch)
+            for number, batch in batches.items()
+            if number in self._entries
+        }
+        return None if None in before.values() else {**self.position(), **before}
 
     def forward_positions(self) -> dict[str, Any]:
         """The positions of loaders that cannot be rewound, which a rollback keeps. JSON-safe."""
@@ -194,6 +217,8 @@ class LoaderRegistry:
             position.get(str(self.current), entry.start)
         ):
             why = entry.cursor.why_not or "it could not be rewound"
+        else:
+            entry.in_loop = False  # a loop that was left by `break` was left after this position
         entry.cursor.leave_out(left_out)
         return RewindResult(why is None, why, tuple(sorted(left_out)))
 

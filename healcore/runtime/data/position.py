@@ -43,6 +43,8 @@ class Position(NamedTuple):
     """Of the adapter; None: the epoch has not begun, or the adapter has no state."""
     sampler_epoch: int | None
     """The number that `set_epoch` was called with for this epoch; None: unknown."""
+    behind: int = 0
+    """How many batches before `index` the state is; they are read again and dropped."""
 
 
 def encode(
@@ -53,7 +55,6 @@ def encode(
     Ids of `left_out` that are still ahead are saved too. `trust` as in `plain.dumps`.
     """
     state = position.state
-    ahead = sorted(each for each in left_out if each >= (position.epoch, position.index))
     return {
         "version": _VERSION,
         "kind": position.kind,
@@ -61,8 +62,14 @@ def encode(
         "index": position.index,
         "state": None if state is None else state_to_text(state, trust=trust),
         "told_epoch": position.sampler_epoch,
-        "left_out": [list(each) for each in ahead],
+        "behind": position.behind,
+        "left_out": ahead(left_out, BatchId(position.epoch, position.index)),
     }
+
+
+def ahead(left_out: Iterable[BatchId], batch: BatchId) -> list[list[int]]:
+    """The ids from a batch on, as a position holds them."""
+    return [list(each) for each in sorted(each for each in left_out if each >= batch)]
 
 
 def state_to_text(state: Any, *, trust: bool = False) -> str:
@@ -97,7 +104,10 @@ def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[Batc
         number = value["told_epoch"]
         number = None if number is None else int(number)
         (batch,) = checked_ids([(value["epoch"], value["index"])])
-        position = Position(str(value["kind"]), *batch, state, number)
+        behind = int(value.get("behind", 0))
+        if not 0 <= behind <= batch.index:
+            raise DataError(f"a state {behind} batches before batch {batch.index} is in no epoch")
+        position = Position(str(value["kind"]), *batch, state, number, behind)
         return position, checked_ids(value["left_out"])
     except DataError:
         raise

@@ -63,7 +63,8 @@ KINDS: dict[str, EventKind] = {
     "skipped_batches": EventKind("Exactly these batches were left out.", ("batches",)),
     "data": EventKind("How the data was positioned.", ("outcome",)),
     "lr": EventKind(
-        "The learning-rate multiplier was cut, or is back at 1.", ("lr_scale_before", "lr_scale")
+        "The learning-rate multiplier was cut (`action`: `CUT_LR`), has left 1, or is back there.",
+        ("lr_scale_before", "lr_scale"),
     ),
     "rerun": EventKind("A suspicious step is taken once more from a snapshot.", ("checkpoint",)),
     "verdict": EventKind("What the re-run showed.", ("outcome",)),

@@ -139,8 +139,9 @@ FAILURES: dict[Cause, Failure] = {
     Cause.OOM: Failure(
         "oom",
         Severity.ERROR,
-        "Memory ran out: a smaller micro-batch, activation checkpointing; whether one input was "
-        "longer than the others.",
+        "Memory ran out: activation checkpointing, shorter sequences (whether one input was longer "
+        "than the others), bf16, an 8-bit optimizer, offloading; a smaller micro-batch only if it "
+        "has more than one sample.",
         ("shrink_microbatch", "clear_cache"),
         (_TABLE,),
     ),

@@ -116,10 +116,13 @@ class IncidentMonitor:
             onset=None if last is None else last.onset,
             open=ledger.open,
             incidents=ledger.incident_count,
+            undone_incidents=ledger.undone_incidents,
             readings=Readings(*alarm.readings) if alarm is not None else None,
             evidence=() if alarm is None else alarm.evidence,
             batches=() if alarm is None else alarm.batches,
-            skips=self.metrics.total("skips"),
+            skips=ledger.skips,
+            undone_skips=ledger.undone_skips,
+            probation=self.policy.probation,
             clips=self.metrics.total("clips"),
             lr_cuts=self.metrics.total("lr_cuts"),
             lr_scale=self.lr_scale,
@@ -276,28 +279,41 @@ class IncidentMonitor:
         )
 
     def _log_lr_change(self, step: StepResult, record: StepRecord) -> None:
-        """One event for each cut and one at the end of the ramp, none for the steps of the ramp."""
+        """One event for each cut, and when the multiplier leaves 1 or is back there.
+
+        Between, it changes with every step: on the way back, and where the schedule moves above a
+        limit that a cut has left.
+        """
         if record.action & Action.SOFT_STEP:
             return  # `lr_scale` is of this step alone, and its alarm has it
         now = record.lr_scale
         before = self._lr_scale.get(record.engine, 1.0)
         self._lr_scale[record.engine] = now
         self._lr_scale_before[record.engine] = before
-        if now < before or (now == 1.0 and before < 1.0):
-            self.log.event(
-                "lr",
-                step=step.index,
-                engine=record.engine,
-                lr_scale_before=before,
-                lr_scale=now,
-                observed=self.policy.observes,
+        cut = bool(record.action & Action.CUT_LR)
+        if cut and now < before:
+            why = "the policy cuts it"
+        elif now < before == 1.0:
+            why = "the schedule has risen above the rate that the last cut allows"
+        elif before < now == 1.0:
+            limited = self.policy.engine.config.lr.ceiling > 0
+            why = (
+                "the schedule is not above the rate that the last cut allows"
+                if limited
+                else "the cut is over"
             )
-        alone = record.action & Action.CUT_LR and not record.action & Action.ROLLBACK
-        if alone and not self.policy.observes:
-            # A cut comes with a rollback where the policy has one for this cause.
-            spent = self.policy.goes_back_for(record.cause)
-            what = "; no rollback is left in the budget, and the run continues" if spent else ""
-            self.log.warning(f"step {step.index}: learning rate × {now:g}{what}")
+        else:
+            return
+        self.log.event(
+            "lr",
+            step=step.index,
+            engine=record.engine,
+            action=names(Action.CUT_LR) if cut else None,
+            lr_scale_before=before,
+            lr_scale=now,
+            why=why,
+            observed=self.policy.observes,
+        )
 
 
 def _merged(one: ActionRequest | None, other: ActionRequest | None) -> ActionRequest | None:

@@ -28,7 +28,7 @@ class StepLines:
     """
 
     def __init__(self, policy: HostPolicy, log: RunLog) -> None:
-        self._observes = policy.observes
+        self._policy = policy
         self._log = log
         self._alone = 0
 
@@ -44,7 +44,7 @@ class StepLines:
         if incident is None and record.cause:
             self._alone += 1
         if (
-            (record.action & Action.CUT_LR and not self._observes)
+            (record.action & Action.CUT_LR and not self._policy.observes)
             or (incident is not None and is_new and is_logged(incident.number))
             or _passes_power_of_ten(skips_before, skips)
             or _passes_power_of_ten(alone_before, self._alone)
@@ -55,7 +55,7 @@ class StepLines:
             )
 
     def _done(self, record: StepRecord, skips: int) -> str:
-        if self._observes:
+        if self._policy.observes:
             orders = names(record.action & _ORDERS)
             ordered = f"; {' and '.join(orders)} ordered" if orders else ""
             return f"{ordered}; nothing is changed, the policy observes"
@@ -64,6 +64,9 @@ class StepLines:
             done += f", {skips} of the run"
         if record.action & Action.CUT_LR:
             done += f"; learning rate × {record.lr_scale:g}"
+            # A cut comes with a rollback where the policy has one for this cause.
+            if not record.action & Action.ROLLBACK and self._policy.goes_back_for(record.cause):
+                done += "; no rollback is left in the budget, and the run continues"
         return done
 
 

@@ -120,9 +120,11 @@ class ActionExecutor(OrderExecutor):
         return self.policy.engine.cuts_lr and left
 
     def _roll_back(self, request: ActionRequest, step: int) -> int:
-        rerun, rate = self.reruns.should_rerun(request), self.driver.learning_rate()
+        rerun = self.reruns.should_rerun(request)
         # Steps that are not read yet belong to the bad window if they have alarms too.
-        bad = request.bad + self.monitor.bad_batches(list(self.reader.due(all=True)))
+        unread = list(self.reader.due(all=True))
+        self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
+        bad = request.bad + self.monitor.bad_batches(unread)
         bad, more = self._skipped_batches(request, bad)
         try:
             result = self.rollbacks.roll_back(
@@ -145,18 +147,18 @@ class ActionExecutor(OrderExecutor):
             self.log.event("rerun", step=step, checkpoint=result.target, onset=request.onset)
         else:
             self.reruns.cancel()
-            now = self.driver.learning_rate()
-            self.completed.append(
-                RollbackRecord(
-                    step=step,
-                    onset=request.onset,
-                    target=result.target,
-                    lr_before=None if rate is None else rate * self.monitor.lr_scale_before,
-                    lr_after=None if now is None else now * self._lr_scale(),
-                    left_out=len(bad),
-                )
-            )
-        self._log_rollback(request._replace(bad=bad), result, step, rerun)
+        done = RollbackRecord(
+            step=step,
+            onset=request.onset,
+            target=result.target,
+            lr=result.lr.schedule,
+            lr_limit=result.lr.limit,
+            lr_scale=result.lr.scale,
+            left_out=0 if rerun else len(bad),
+        )
+        self._log_rollback(request._replace(bad=bad), result, done, rerun)
+        if not rerun:
+            self.completed.append(done)
         return result.target
 
     def _cuts_lr(self, request: ActionRequest, rerun: bool) -> bool:
@@ -186,27 +188,23 @@ class ActionExecutor(OrderExecutor):
                 return (), 0
         return bad, len(bad) * (2**again - 1) if self.policy.confirm else 0
 
-    def _lr_scale(self) -> float:
-        engines = self.driver.healing().values()
-        return min((each["state"]["lr"]["scale"] for each in engines), default=1.0)
-
     def _log_rollback(
-        self, request: ActionRequest, result: RollbackResult, step: int, rerun: bool
+        self, request: ActionRequest, result: RollbackResult, done: RollbackRecord, rerun: bool
     ) -> None:
-        before, after = self.monitor.lr_scale_before, self._lr_scale()
         moved = result.moved
         resets = self.policy.reset_moments and not rerun
         self.log.event(
             "rollback",
-            step=step,
+            step=done.step,
             number=result.number,
-            onset=request.onset,
+            onset=done.onset,
             cause=names(request.cause),
-            checkpoint=result.target,
+            checkpoint=done.target,
             outcome="trial" if rerun else "done",
-            lr=self.driver.learning_rate(),
-            lr_scale_before=before,
-            lr_scale=before if rerun else after,
+            lr=done.lr,
+            lr_limit=done.lr_limit,
+            lr_scale_before=self.monitor.lr_scale_before,
+            lr_scale=done.lr_scale,
             batches=[] if rerun else [list(each) for each in request.bad],
             repeated=result.repeated,
             initial=result.initial,
@@ -218,15 +216,13 @@ class ActionExecutor(OrderExecutor):
         cause = cause_text(request.cause) or "ordered by a hook"
         if request.arrays:
             cause = nonfinite_save(request)
-        changed = (
-            "nothing else is changed, to see whether it happens again"
-            if rerun
-            else f"learning rate × {after:g}, {'moments reset, ' if resets else ''}"
-            f"data {data.split(':')[0]}"
-        )
+        changed = ["nothing else is changed, to see whether it happens again"]
+        if not rerun:
+            moments = "moments reset" if resets else ""
+            changed = [done.lr_text, moments, f"data {data.split(':')[0]}"]
         kind = "first snapshot" if result.initial else "known-good checkpoint"
         self.log.warning(
             f"step {request.index}: {cause}, since step {request.since}; "
-            f"back to the {kind} of step {result.target}"
-            f"{f' ({result.why})' if result.why else ''}; {changed}"
+            f"back to the {kind} of step {done.target}"
+            f"{f' ({result.why})' if result.why else ''}; {', '.join(filter(None, changed))}"
         )

@@ -22,6 +22,7 @@ from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_lines import end_line, start_line
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped, Terminated
 from healcore.runtime.postmortem import postmortem
+from healcore.runtime.rollback.engine_states import LearningRate
 from healcore.runtime.rollback.journal import (
     JournalState,
     RollbackPlan,
@@ -146,11 +147,12 @@ def _reason(saved: Saved) -> str:
 def _finish_rollback(loop: Loop, plan: RollbackPlan) -> None:
     """Finishes a rollback during which the previous process was killed."""
     try:
-        loop.set_restored(*loop.rollbacks.finish_interrupted(plan))
+        applied = loop.rollbacks.finish_interrupted(plan)
+        loop.set_restored(applied.target, applied.host_state)
     except NoGoodCheckpoint as error:
         damage = loop.rollbacks.damage
         raise no_usable_checkpoint(loop.journal, loop.rollbacks.saves(), damage) from error
-    _log_rollback(loop, plan, loop.step)
+    _log_rollback(loop, plan, loop.step, applied.lr)
     loop.log.warning(f"finished an interrupted rollback: back at step {loop.step}")
 
 
@@ -168,8 +170,10 @@ def _is_logged(loop: Loop, number: int) -> bool:
     return any(e["kind"] == "rollback" and e.get("number") == number for e in events)
 
 
-def _log_rollback(loop: Loop, plan: RollbackPlan, target: int) -> None:
-    """Writes the event that a killed process has not written."""
+def _log_rollback(
+    loop: Loop, plan: RollbackPlan, target: int, lr: LearningRate | None = None
+) -> None:
+    """Writes the event that a killed process has not written; `lr` None: not known any more."""
     loop.log.event(
         "rollback",
         step=plan.step,
@@ -177,6 +181,9 @@ def _log_rollback(loop: Loop, plan: RollbackPlan, target: int) -> None:
         onset=plan.onset,
         checkpoint=target,
         outcome=RollbackOutcome.AFTER_CRASH if plan.rerun is None else RollbackOutcome.TRIAL,
+        lr=plan.lr,
+        lr_limit=None if lr is None else lr.limit,
+        lr_scale=None if lr is None else lr.scale,
     )
 
 
@@ -243,7 +250,8 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         attempt("the fault could not be dealt with", partial(_answer, loop, fault, error))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state half changed.
-        saved = attempt("the last state could not be saved", loop.save_last)
+        save = partial(loop.save_last, completed=completed)
+        saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", loop.checkpoints.wait)
     not_saved = None
     if completed and any(loop.ranks.gather(_last_state_lost(loop, saved))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Saved, StoreError
 from healcore.runtime.store.claim import Claim
+from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import Ranks
 
 _MIN_WITHOUT_STEP = 10
@@ -140,10 +142,13 @@ class Loop:
             log=self.log,
         )
         self._ids: dict[int, list[BatchId]] = {}
-        """Number of a loader -> ids of its batches since its last step."""
+        """Number of a loader -> ids of its batches since the last step."""
         self._current = 0
         """Number of the loader that yielded the last batch."""
         self._generators: HostParts | None = None
+        memory_only = isinstance(self.checkpoints.store, SnapshotStore)
+        self._survives = ranks.world == 1 and not memory_only
+        """Whether a save before an exception ends the run is of use."""
         self._resumed_at: int | None = None
 
     # -- the start, see `lifecycle` -------------------------------------------------------------
@@ -168,8 +173,12 @@ class Loop:
     def batches(self, loader: Any, epochs: int | None) -> Iterator[Any]:
         """See `Healer.batches`."""
         self.after_step()  # of a loop that was left by `break`
-        number = self.loaders.begin(loader, epochs)
-        self._restore_generators()
+        if not self.loaders.has_saved(loader):
+            self._restore_generators()  # it begins now, as it did after that checkpoint
+            number = self.loaders.begin(loader, epochs)
+        else:
+            number = self.loaders.begin(loader, epochs)
+            self._restore_generators()
         for line in self.loaders.notices:
             self.log.event("data", step=self.step, outcome=line)
             self.log.info(f"data: {line}")
@@ -191,6 +200,8 @@ class Loop:
             self.after_step()
             if number == self.loaders.current and self._batches_since_step == _MAX_WITHOUT_STEP:
                 self._warn_no_step()
+        if number != self.loaders.current:  # an evaluation: its batches wait for no step
+            self._ids.pop(number, None)
         self.loaders.close(number)
 
     def after_step(self, *, last: bool = False) -> bool:
@@ -225,6 +236,11 @@ class Loop:
         return not self._batches_since_step
 
     @property
+    def unused(self) -> tuple[BatchId, ...]:
+        """See `Healer.unused`."""
+        return tuple(self._ids.get(self._current, ()))
+
+    @property
     def _batches_since_step(self) -> int:
         return len(self._ids.get(self._current, ()))
 
@@ -236,12 +252,15 @@ class Loop:
 
     def _push(self, pending: PendingDispatch) -> None:
         """Queues a dispatch, with the batches of the loader that yielded last."""
-        ids = self._ids.pop(self._current, [])
+        ids = self._ids.get(self._current, [])
+        self._ids.clear()  # a step may take batches of several loaders
         self.loaders.stepped(self._current, ids[-1] if ids else None)
         batch = self._batch if self._assesses_batches and ids else None
         self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
         self._saves.count(pending.count)
+        if self._survives:
+            self.rollbacks.host.after_step()
 
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
@@ -291,9 +310,14 @@ class Loop:
         """Saves a checkpoint of this step."""
         self._saves.save(self.step, why)
 
-    def save_last(self) -> None:
+    def save_requested(self) -> None:
+        """See `Healer.save`."""
+        self.take_last_step()
+        self.save("requested")
+
+    def save_last(self, *, completed: bool) -> None:
         """Saves a checkpoint of the last step, if the last one is older."""
-        self._saves.save_last(self.step)
+        self._saves.save_last(self.step, nullcontext if completed else self._as_after_last_step)
 
     def take_last_step(self) -> bool:
         """Counts a step that was finished before the loop was left; False: it was not finished."""
@@ -305,22 +329,38 @@ class Loop:
         return True
 
     def save_emergency(self) -> str:
-        """Saves before an exception ends the run; returns why not, or "".
+        """Saves the state after the last step before an exception ends the run.
 
-        If the exception came after the step, or between two steps, the checkpoint is exact. If it
-        came within a step, the batches of that step count as read: a restart does not fail on them
-        again.
+        Batches that were read since then come again after a restart. Returns why not, or "".
         """
         if not self.take_last_step():
             return "the exception interrupted the optimizer's update"
         for _ in self._process_due(all=True):
             pass
-        why_not = self._saves.save_emergency(self.step)
-        lost = self._ids.get(self._current, ())
-        if lost and not why_not:
-            batches = [list(each) for each in lost]
-            self.log.event("skipped_batches", step=self.step, batches=batches)
-        return why_not
+        return self._saves.save_emergency(self.step, self._as_after_last_step)
+
+    @contextmanager
+    def _as_after_last_step(self) -> Iterator[None]:
+        """A context in which a save is of the moment after the last step.
+
+        StoreError if batches were read since then and not all that they changed is known.
+        """
+        batches = {number: ids[0] for number, ids in self._ids.items() if ids}
+        batches = {**self.loaders.all_unreadable(), **batches}
+        if not batches or not self._survives:
+            yield
+            return
+        why_not = self.driver.undo_window()
+        if why_not:
+            raise StoreError(why_not)
+        data = self.loaders.position_before(batches)
+        if data is None:
+            raise StoreError("the loader has no way back to the first batch of the step")
+        with self.rollbacks.host.before_batches(data):
+            yield
+        line = "batches that were read for the next step come again after a restart"
+        self.log.event("data", step=self.step, outcome=line)
+        self.log.info(f"step {self.step}: {line}")
 
     def _save_when_due(self) -> bool:
         """A save, if one is due; whether the run has gone back instead."""

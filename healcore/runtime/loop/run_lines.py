@@ -9,7 +9,7 @@ from operator import or_
 from healcore.core.verdict import Action
 from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.postmortem.diagnosis import RunEnd, with_undone
 
 _ENDINGS = {
     Ending.COMPLETED: "completed",
@@ -58,10 +58,11 @@ def end_line(
     newest checkpoint on disk.
     """
     would = "would have " if end.observes else ""
-    done = [
+    skipped = with_undone(_count(end.skips, "step"), end.undone_skips)
+    done = [f"{would}skipped {skipped}"] if end.skips else []
+    done += [
         f"{would}{what} {_count(number, noun)}"
         for number, what, noun in (
-            (end.skips, "skipped", "step"),
             (end.clips, "clipped", "step"),
             (end.lr_cuts, "cut the learning rate", "time"),
             (rollbacks, "rolled back", "time"),

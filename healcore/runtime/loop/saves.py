@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
+from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks
 
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
@@ -91,8 +93,8 @@ class SaveSchedule:
         if self.rollbacks.journal_outdated:
             self.rollbacks.write_journal(step)
 
-    def save_emergency(self, step: int) -> str:
-        """Saves before an exception ends the run; returns why not, or "".
+    def save_emergency(self, step: int, exact: Callable[[], AbstractContextManager[None]]) -> str:
+        """Saves before an exception ends the run, in the context `exact`; returns why not, or "".
 
         A restart resumes from this checkpoint, which has passed no probation: so only of a state
         that nothing speaks against.
@@ -103,15 +105,20 @@ class SaveSchedule:
             return "the last steps had an alarm"
         if not self.driver.finite():
             return "the weights are not finite"
-        self.save(step, "emergency")
+        try:
+            with exact():
+                self.save(step, "emergency")
+        except StoreError as error:
+            return str(error)
         return ""
 
-    def save_last(self, step: int) -> None:
-        """Saves a checkpoint of the last step, if the last one is older."""
+    def save_last(self, step: int, exact: Callable[[], AbstractContextManager[None]]) -> None:
+        """Saves a checkpoint of the last step in the context `exact`, if the last one is older."""
         if step == self._saved and not self.checkpoints.in_memory_only(step):
             return
         if self.driver.may_save():
-            self.save(step, "last")
+            with exact():
+                self.save(step, "last")
             return
         self.log.problem(
             step, f"the run ends within an accumulation: the last checkpoint is {self._saved}"

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
 from healcore.runtime.microbatches.sizes import MicrobatchSizes, Resize
-from healcore.runtime.microbatches.splitting import BatchSize, measure, split
+from healcore.runtime.microbatches.splitting import BatchSize, UnsplittableBatch, measure, split
 
 Batch = TypeVar("Batch")
 Count = Callable[[Any], Any] | str | None
@@ -217,7 +217,12 @@ class AccumulationWindow:
     def _number_of_parts(self, entry: _Entry) -> int:
         if not self.sizes.limited and entry.most is None:
             return 1
-        size = measure(entry.batch)
+        try:
+            size = measure(entry.batch)
+        except UnsplittableBatch:
+            if entry.most is not None:
+                raise
+            return 1  # it may fit as a whole
         if len(self._entries) == 1 and entry.most is None:
             step = self._may_grow()
             grown = None if step is None else self.sizes.grow(size, step)

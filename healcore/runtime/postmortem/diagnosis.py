@@ -12,7 +12,7 @@ from typing import NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending, RerunVerdict
+from healcore.runtime.events.models import Ending, EventRecord, RerunVerdict
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.incidents.hooks import Batch
 
@@ -52,11 +52,44 @@ class RollbackRecord(NamedTuple):
     step: int
     onset: int
     target: int
-    lr_before: float | None = None
-    """Learning rate, multiplier included; None: unknown."""
-    lr_after: float | None = None
+    lr: float | None = None
+    """The schedule's learning rate at `step`, without the multiplier; None: unknown."""
+    lr_limit: float | None = None
+    """The learning rate that the run has at most, for now; None: no cut limits it, or unknown."""
+    lr_scale: float = 1.0
+    """The multiplier at `target`: 1 where the schedule is below the limit."""
     left_out: int = 0
     """Number of batches left out."""
+
+    @classmethod
+    def of(cls, event: EventRecord) -> RollbackRecord:
+        """The record of an event `rollback`."""
+        step = event.step or 0
+        return cls(
+            step=step,
+            onset=step if event.onset is None else event.onset,
+            target=event.checkpoint or 0,
+            lr=event.lr,
+            lr_limit=event.lr_limit,
+            lr_scale=1.0 if event.lr_scale is None else event.lr_scale,
+            left_out=len(event.batches or ()),
+        )
+
+    @property
+    def lowers_lr(self) -> bool:
+        """Whether the steps up to `step` have a lower learning rate than the schedule's."""
+        if self.lr is None or self.lr_limit is None:
+            return self.lr_scale < 1
+        return self.lr_limit < self.lr
+
+    @property
+    def lr_text(self) -> str:
+        """What the learning rate is after it, for a sentence; "" if it is the schedule's."""
+        if not self.lowers_lr:
+            return ""
+        if self.lr_limit is None:
+            return f"learning rate × {self.lr_scale:.3g}"
+        return f"learning rate at most {self.lr_limit:.3g}"
 
 
 class RunEnd(NamedTuple):
@@ -74,13 +107,17 @@ class RunEnd(NamedTuple):
     open: bool | None = None
     """Whether the last incident was still open; None: unknown."""
     incidents: int = 0
+    """Of the whole run, with those in steps that a rollback has undone."""
+    undone_incidents: int = 0
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
     batches: tuple[Batch, ...] = ()
     """Of the last incident's first steps."""
     skips: int = 0
-    """Steps skipped in the whole run; `clips` and `lr_cuts` too are of the whole run."""
+    """Steps skipped in the whole run, with those that a rollback has undone."""
+    undone_skips: int = 0
     clips: int = 0
+    """Of the whole run too, as `lr_cuts`."""
     lr_cuts: int = 0
     rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
@@ -97,6 +134,8 @@ class RunEnd(NamedTuple):
     unsaved_why: str = ""
     """Why the last of them could not be written."""
     observes: bool = False
+    probation: int | None = None
+    """Healthy steps after which a checkpoint is known-good; None: unknown."""
     last_good: int | None = None
     path: str | None = None
     """Directory of the checkpoint `last_good`."""
@@ -146,7 +185,7 @@ def _headline(end: RunEnd) -> str:
 def _seen(end: RunEnd) -> Iterator[str]:
     if not end.cause:
         if end.incidents:
-            yield _section("Seen", f"{_count(end.incidents, 'incident')}, all of them over.")
+            yield _section("Seen", f"{incidents_text(end)}, all of them over.")
         return
     names = ", ".join(each.name.lower() for each in Cause if each.name and each in end.cause)
     since = "" if end.onset is None else f" from step {end.onset} on"
@@ -162,7 +201,7 @@ def _seen(end: RunEnd) -> Iterator[str]:
     elif end.verdict == RerunVerdict.REPRODUCIBLE:
         sentences.append("The same step, taken again from a snapshot, failed again: reproducible.")
     if end.incidents > 1:
-        sentences.append(f"It was incident {end.incidents} of the run.")
+        sentences.append(f"It was the last of {incidents_text(end)}.")
     yield _section("Seen", " ".join(sentences))
 
 
@@ -185,7 +224,7 @@ def _actions(end: RunEnd) -> Iterator[str]:
         return
     done = []
     if end.skips:
-        done.append(f"skipped {_count(end.skips, 'step')}")
+        done.append(f"skipped {with_undone(_count(end.skips, 'step'), end.undone_skips)}")
     if len(end.rollbacks) > _SHOWN:
         done.append(f"{len(end.rollbacks) - _SHOWN} earlier rollbacks")
     done += [_rollback(each) for each in end.rollbacks[-_SHOWN:]]
@@ -213,14 +252,14 @@ def _unsaved(end: RunEnd) -> Iterator[str]:
 
 
 def _look_at(end: RunEnd) -> Iterator[str]:
-    if end.ending == Ending.COMPLETED and end.open is False:
-        return
+    if end.ending == Ending.COMPLETED and not (end.open or end.not_finite or end.fault):
+        return  # it has ended well
     hints = advice(
         end.cause | end.fault,
         verdict=end.verdict,
         rollbacks=len(end.rollbacks),
         left_out=any(each.left_out for each in end.rollbacks),
-        lr_lowered=end.lr_scale < 1 or any(map(_lowered, end.rollbacks)),
+        lr_lowered=end.lr_scale < 1 or any(each.lowers_lr for each in end.rollbacks),
     )
     if hints:
         yield "Look at:"
@@ -229,10 +268,34 @@ def _look_at(end: RunEnd) -> Iterator[str]:
 
 
 def _last_good(end: RunEnd) -> str:
-    if end.last_good is None:
-        return _section("Last known-good", "none; resume from the start, or check one by hand.")
-    where = f", in {end.path}" if end.path else ""
-    return f"Last known-good: the checkpoint of step {end.last_good}{where}."
+    if end.last_good is not None:
+        where = f", in {end.path}" if end.path else ""
+        return f"Last known-good: the checkpoint of step {end.last_good}{where}."
+    text = "none" + why_none_is_good(end.step, end.probation)
+    if end.ending != Ending.COMPLETED:
+        text += "; resume from the start, or check one by hand"
+    return _section("Last known-good", f"{text}.")
+
+
+def why_none_is_good(step: int, probation: int | None) -> str:
+    """Why no checkpoint is known-good after `step` steps, and what to set; begins with a colon."""
+    if probation is None:
+        return ""
+    text = f": a checkpoint is known-good after {probation} healthy steps (rollback.probation)"
+    if step > probation:
+        return text
+    text += f", and the run has had {step}"
+    return text if step < 2 else f'{text}. For runs as short, rollback={{"probation": {step // 2}}}'
+
+
+def incidents_text(end: RunEnd) -> str:
+    """How many incidents there were."""
+    return with_undone(_count(end.incidents, "incident"), end.undone_incidents)
+
+
+def with_undone(count: str, undone: int) -> str:
+    """A count, and how many of it belong to steps that the run has gone back over."""
+    return f"{count} ({undone} undone by a rollback)" if undone else count
 
 
 # -- pieces of sentences --------------------------------------------------------------------------
@@ -257,17 +320,14 @@ def _batches(batches: Sequence[Batch]) -> str:
 
 def _rollback(rollback: RollbackRecord) -> str:
     text = f"went back from step {rollback.step} to {rollback.target}"
-    if _lowered(rollback):
-        text += f" with the learning rate {rollback.lr_before:.3g} -> {rollback.lr_after:.3g}"
+    if rollback.lr_text:
+        text += f" with the {rollback.lr_text}"
+        text += (
+            "" if rollback.lr_limit is None else f" (the schedule had come to {rollback.lr:.3g})"
+        )
     if rollback.left_out:
         text += f" and without {_count(rollback.left_out, 'batch', 'batches')}"
     return text
-
-
-def _lowered(rollback: RollbackRecord) -> bool:
-    """A rollback restores the user's own schedule too: the rate of that step may be higher."""
-    before, after = rollback.lr_before, rollback.lr_after
-    return before is not None and after is not None and after < before
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -16,13 +16,13 @@ from healcore.history.process import KnownGood
 from healcore.runtime.events import Log, json_lines, log
 from healcore.runtime.events.log import Event
 from healcore.runtime.events.metrics import stem
-from healcore.runtime.events.models import Ending, EventRecord, record
+from healcore.runtime.events.models import Ending, record
 from healcore.runtime.events.process import Process, current_process, environment
 from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd, explain
 from healcore.runtime.store import files
 from healcore.runtime.store.commit import sweep
 
-SCHEMA = 1
+SCHEMA = 2
 
 _logger = logging.getLogger(__name__)
 
@@ -187,8 +187,10 @@ def end_of_killed(run: Run, events: Iterable[Event], *, why: str = "") -> RunEnd
         readings=seen.readings,
         evidence=seen.evidence,
         batches=seen.batches,
+        undone_incidents=run.undone_incidents,
         skips=run.skips,
-        rollbacks=tuple(_rollback(event) for event in run.rollbacks),
+        undone_skips=run.undone_skips,
+        rollbacks=tuple(map(RollbackRecord.of, run.rollbacks)),
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         verdict=run.rerun or "",
         damaged=tuple(run.damaged),
@@ -202,16 +204,3 @@ def _cause(flags: Iterable[str]) -> Cause:
     for name in flags:
         cause |= Cause.__members__.get(name, Cause.UNKNOWN)  # of a newer healcore
     return cause
-
-
-def _rollback(event: EventRecord) -> RollbackRecord:
-    step, lr = event.step or 0, event.lr
-    before, after = event.lr_scale_before, event.lr_scale
-    return RollbackRecord(
-        step=step,
-        onset=step if event.onset is None else event.onset,
-        target=event.checkpoint or 0,
-        lr_before=None if lr is None or before is None else lr * before,
-        lr_after=None if lr is None or after is None else lr * after,
-        left_out=len(event.batches or ()),
-    )

@@ -8,7 +8,7 @@ that a rollback has used and undo its learning-rate cut (OPT-175B's logbook has 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,11 +27,47 @@ def after_rollback(
 
 def cut_lr(engine: Engine, live: Engines, rate: float | None) -> dict[str, dict[str, Any]]:
     """Engine states after a cut of the schedule's learning rate, if the policy has one left."""
-    at = None if rate is None else np.float32(rate)
+    at = None if rate is None or not engine.limits_lr else np.float32(rate)
     return {
         name: engine.to_dict(engine.cut_lr(engine.from_dict(now), at, xp=np))
         for name, now in live.items()
     }
+
+
+class LearningRate(NamedTuple):
+    """The learning rate before and after a rollback."""
+
+    schedule: float | None
+    """The schedule's at the step where it began, without the multiplier; None: not known."""
+    limit: float | None
+    """What is not exceeded from now on; None: no cut limits it, or it is not known."""
+    scale: float
+    """The multiplier at the restored step, the smallest of all engines."""
+
+
+def at_rate(
+    engine: Engine, engines: Engines, rate: float | None, *, before: float | None
+) -> tuple[dict[str, dict[str, Any]], LearningRate]:
+    """Engine states for the restored rate of the schedule, which was `before`.
+
+    The multipliers stay as they are if the rate is not known (None), or the policy's cuts do not
+    depend on it.
+    """
+    rate = rate if engine.limits_lr else None
+    states = {name: engine.from_dict(each) for name, each in engines.items()}
+    if rate is not None:
+        at = np.float32(rate)
+        states = {name: engine.at_rate(each, at, xp=np) for name, each in states.items()}
+    ceiling = engine.config.lr.ceiling
+    limits = [
+        float(each.lr.low if each.lr.hold else ceiling * each.lr.broken) for each in states.values()
+    ]
+    limit = min((each for each in limits if each > 0), default=None)
+    return {name: engine.to_dict(each) for name, each in states.items()}, LearningRate(
+        schedule=before,
+        limit=None if rate is None else limit,
+        scale=min((float(each.lr.scale) for each in states.values()), default=1.0),
+    )
 
 
 def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:

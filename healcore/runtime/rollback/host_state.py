@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ ITEM = "healcore"
 
 _GENERATORS = ("python", "numpy", "framework")
 _DATA = "data"
+_WATCHED = 3
+"""Steps of a process after which all generators are looked at, besides at each save."""
 
 
 class HostParts(NamedTuple):
@@ -39,6 +42,10 @@ class HostState:
     """Saved like any object with `state_dict`; read back by the Healer in parts.
 
     `position` returns the loaders' positions. `trust` reads the pickles of earlier versions too.
+
+    An exception within a step comes after batches were read for it and random numbers drawn. So
+    that the state can still be saved as it was after the step before, `after_step` remembers the
+    random states; `before_batches` then makes the next `state_dict` return those.
     """
 
     per_rank = True
@@ -54,19 +61,73 @@ class HostState:
         self._position = position
         self._generators = generators
         self._trust = trust
+        self._steps = 0
+        self._looked_at: dict[str, str] = {}
+        """All random states when they were last compared, as text."""
+        self._drawn = {"framework"}
+        """Generators that the loop draws from: remembered after each step. To copy the others takes
+        100 µs, and most loops never draw from them."""
+        self._remembered: dict[str, Any] = {}
+        self._earlier: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Generators of Python, NumPy and the framework, and positions of the loaders."""
+        if self._earlier is not None:
+            return self._earlier
         # Positions first: asking a loader for its own may draw random numbers.
         data = self._position()
-        own = self._generators
-        states = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),  # noqa: NPY002 (the global one)
-            "framework": None if own is None else own.state_dict(),
-        }
-        coded = {name: plain.dumps(state, (ITEM, name)) for name, state in states.items()}
-        return {**coded, _DATA: data}
+        return {**self._compared(), _DATA: data}
+
+    def after_step(self) -> None:
+        """Remembers the random states between two steps."""
+        self._steps += 1
+        if self._steps == 1:
+            self._looked_at.clear()  # what was drawn before the loop does not count
+        if self._steps <= _WATCHED:
+            self._compared()
+        self._remembered = {name: self._now(name) for name in self._drawn}
+
+    @contextmanager
+    def before_batches(self, data: dict[str, Any]) -> Iterator[None]:
+        """Within the block `state_dict` returns the state of the last `after_step`.
+
+        Args:
+            data: the loaders' positions at that moment.
+
+        Raises:
+            StoreError: a random state of that moment is not known.
+        """
+        states = {name: self._coded(name, state) for name, state in self._remembered.items()}
+        for name in set(_GENERATORS) - set(states):
+            states[name] = self._coded(name, self._now(name))
+            if states[name] != self._looked_at.get(name):
+                raise StoreError(
+                    f"the random state of {name} after the last step is not known: numbers were "
+                    "drawn from it for the first time"
+                )
+        self._earlier = {**states, _DATA: data}
+        try:
+            yield
+        finally:
+            self._earlier = None
+
+    def _compared(self) -> dict[str, str]:
+        """All random states now; those that have changed are remembered from now on."""
+        now = {name: self._coded(name, self._now(name)) for name in _GENERATORS}
+        before, self._looked_at = self._looked_at, now
+        changed = {name for name, state in now.items() if before.get(name, state) != state}
+        self._drawn = {"framework"} | changed
+        return dict(now)
+
+    def _now(self, name: str) -> Any:
+        if name == "python":
+            return random.getstate()
+        if name == "numpy":
+            return np.random.get_state()  # noqa: NPY002 (the global one)
+        return None if self._generators is None else self._generators.state_dict()
+
+    def _coded(self, name: str, state: Any) -> str:
+        return plain.dumps(state, (ITEM, name))
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
         """The content of a checkpoint's item, checked; nothing is set. None if it has none.
@@ -93,6 +154,7 @@ class HostState:
 
     def put_back(self, parts: HostParts) -> None:
         """Sets the generators; call it after the loaders were moved, which draws from them."""
+        self._steps = 0
         random.setstate(parts.python)
         np.random.set_state(parts.numpy)  # noqa: NPY002
         if parts.framework is not None and self._generators is not None:

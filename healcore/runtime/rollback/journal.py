@@ -57,6 +57,8 @@ class RollbackPlan:
     """Number of a loader that cannot be rewound -> its position when the rollback began."""
     rerun: list[int] | None = None
     """Of a re-run with nothing changed: the onset, and the step that brought the order."""
+    lr: float | None = None
+    """The schedule's learning rate when it began; None: not known."""
 
 
 @dataclass

@@ -24,7 +24,14 @@ from healcore.runtime.rollback.checkpoint_choice import (
     saved_after,
     why_older,
 )
-from healcore.runtime.rollback.engine_states import after_rollback, compatible, cut_lr, for_rerun
+from healcore.runtime.rollback.engine_states import (
+    LearningRate,
+    after_rollback,
+    at_rate,
+    compatible,
+    cut_lr,
+    for_rerun,
+)
 from healcore.runtime.rollback.host_state import ITEM, HostParts, HostState
 from healcore.runtime.rollback.journal import (
     CompletedRollback,
@@ -82,6 +89,7 @@ class RollbackResult(NamedTuple):
     """There was no known-good checkpoint: the snapshot that the run started from was restored."""
     why: str
     """Why not a newer checkpoint from before the onset; "": it was the newest."""
+    lr: LearningRate
 
 
 class AppliedPlan(NamedTuple):
@@ -90,6 +98,7 @@ class AppliedPlan(NamedTuple):
     target: int
     engines: dict[str, dict[str, Any]]
     host_state: HostParts | None
+    lr: LearningRate
 
 
 @dataclass(eq=False, kw_only=True)
@@ -152,8 +161,9 @@ class RollbackManager:
         bad = () if rerun else request.bad
         more = 0 if rerun else self.policy.skip_batches + request.more
         live = self.driver.healing()
+        rate = self.driver.learning_rate()
         if request.cut:
-            live = cut_lr(self.policy.engine, live, self.driver.learning_rate())
+            live = cut_lr(self.policy.engine, live, rate)
         newer = {*saved_after(saves, onset=request.onset), *_newer(saves, choice.order[0])}
         plan = RollbackPlan(
             number=self.journal.state.rollbacks + 1,
@@ -165,6 +175,7 @@ class RollbackManager:
             left_out=self.loaders.left_out(bad, more),
             forward=self.loaders.forward_positions(),
             rerun=None if request.rerun is None else [request.onset, request.rerun],
+            lr=rate,
         )
         self.journal.state.pending, self.journal.state.ledger = plan, self.ledger.to_dict()
         self.journal.state.quarantined += directories(saves, plan.quarantine)
@@ -182,7 +193,7 @@ class RollbackManager:
             self.host.put_back(applied.host_state)
         self._complete(plan, applied)
         return RollbackResult(
-            plan.number, applied.target, moved, choice.repeated, choice.initial, why
+            plan.number, applied.target, moved, choice.repeated, choice.initial, why, applied.lr
         )
 
     def state_before(self, onset: int) -> Mapping[str, Any] | None:
@@ -214,8 +225,13 @@ class RollbackManager:
         merge = after_rollback if plan.rerun is None else for_rerun
         engines = merge(self.policy.engine, plan.engines, self._saved_engines(result, now))
         host_state = self._load_state(result, engines, reset=self._resets(plan))
-        self.ledger.on_rollback(plan.onset, result.step, counts=plan.rerun is None)
-        return AppliedPlan(result.step, engines, host_state)
+        # The schedule is at the restored step now. A re-run has everything as it was then.
+        rate = self.driver.learning_rate() if plan.rerun is None else None
+        engines, lr = at_rate(self.policy.engine, engines, rate, before=plan.lr)
+        self.driver.load_healing(engines)
+        saved, counts = _ledger_in(result), plan.rerun is None
+        self.ledger.on_rollback(plan.onset, result.step, saved, counts=counts)
+        return AppliedPlan(result.step, engines, host_state, lr)
 
     def _complete(self, plan: RollbackPlan, applied: AppliedPlan) -> None:
         """Removes the plan from the journal; keeps the result until the next save."""
@@ -232,15 +248,15 @@ class RollbackManager:
 
     # -- after a start --------------------------------------------------------------------------
 
-    def finish_interrupted(self, plan: RollbackPlan) -> tuple[int, HostParts | None]:
-        """Carries out a plan during which a process was killed; returns the same as `resume`."""
+    def finish_interrupted(self, plan: RollbackPlan) -> AppliedPlan:
+        """Carries out a plan during which a process was killed."""
         if self.journal.state.ledger is not None:
-            self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0])
+            self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0], None)
         applied = self._apply_plan(plan, now=plan.step)
         position = {**(_position(applied.host_state) or {}), **plan.forward}
         self.loaders.resume(position, plan.left_out)
         self._complete(plan, applied)
-        return applied.target, applied.host_state
+        return applied
 
     def resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
         """Resumes from the newest intact checkpoint of `order`, steps with the newest first.
@@ -251,19 +267,19 @@ class RollbackManager:
         result = self._restore(order, order[0])
         check_lineage(self.journal, result)
         engines = self._saved_engines(result, result.step)
-        healing = result.restored.healing or {}
-        ledger = healing.get("ledger") if healing.get("schema") == HEALING_SCHEMA else None
+        saved = ledger = _ledger_in(result)
         last, forward, reset = self.journal.state.last_rollback, {}, False
         if last is not None and result.step <= last.target:
             # Killed between the rollback and the first save after it, or that one is damaged.
             live, _ = compatible(self.policy.engine, last.engines)
             older = result.step < last.target
             engines = after_rollback(self.policy.engine, live, engines) if older else live
-            ledger, forward = self.journal.state.ledger, last.plan.forward
+            of_journal, forward = self.journal.state.ledger, last.plan.forward
+            ledger = None if of_journal is None else Ledger.from_dict(of_journal)
             reset = self._resets(last.plan)
         host_state = self._load_state(result, engines, reset=reset)
         if ledger is not None:
-            self.ledger.take_over(Ledger.from_dict(ledger), result.step)
+            self.ledger.take_over(ledger, result.step, saved)
         else:
             self.ledger.next_step = result.step
         left_out = {} if last is None else last.plan.left_out
@@ -350,6 +366,14 @@ class RollbackManager:
             self.journal_outdated = True
         else:
             self.journal_outdated = False
+
+
+def _ledger_in(result: RestoreResult) -> Ledger | None:
+    """The ledger of a checkpoint; None: it has none that this version reads."""
+    healing = result.restored.healing or {}
+    if healing.get("schema") != HEALING_SCHEMA or not healing.get("ledger"):
+        return None
+    return Ledger.from_dict(healing["ledger"])
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ class Trackers:
         for each in selected:
             try:
                 self._deliveries.append(_Delivery(each.name, each.open()))
-            except Exception as error:  # of the import of its library, too
+            except (Exception, SystemExit) as error:  # of the import of its library, too
                 self._problems.append(_failure(each.name, error))
         fork_safety.watch(self)
 

@@ -17,6 +17,17 @@ _events: Any = event_pb2  # protobuf makes the classes at run time: no type chec
 _summaries: Any = summary_pb2
 
 
+def hide_undone(writer: Any, step: int) -> None:
+    """Lets TensorBoard hide what a SummaryWriter has written of `step` and later ones, so far.
+
+    `SummaryWriter(purge_step=...)` writes the same at the beginning of a file. It hides every tag:
+    for a writer whose steps are all optimizer steps.
+    """
+    start = _events.SessionLog(status=_events.SessionLog.START)
+    event = _events.Event(wall_time=time.time(), step=step, session_log=start)
+    writer.file_writer.add_event(event)
+
+
 class Client:
     """Writes to a SummaryWriter of the user's (torch's or tensorboardX's), else own files.
 
@@ -58,14 +69,13 @@ class _Files:
     """The part of a SummaryWriter that is used here, over `EventFileWriter`."""
 
     def __init__(self, folder: str) -> None:
-        self._writer = EventFileWriter(folder)
+        self.file_writer = EventFileWriter(folder)
         self._last = -1
-        self.flush, self.close = self._writer.flush, self._writer.close
+        self.flush, self.close = self.file_writer.flush, self.file_writer.close
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         if step < self._last:
-            # TensorBoard then hides what it has read of the undone steps.
-            self._add(step, session_log=_events.SessionLog(status=_events.SessionLog.START))
+            hide_undone(self, step)
         self._last = step
         one = _summaries.Summary.Value(tag=tag, simple_value=value)
         self._add(step, summary=_summaries.Summary(value=[one]))
@@ -74,4 +84,4 @@ class _Files:
         self._add(step or 0, summary=text_pb(tag, text))
 
     def _add(self, step: int, **fields: Any) -> None:
-        self._writer.add_event(_events.Event(wall_time=time.time(), step=step, **fields))
+        self.file_writer.add_event(_events.Event(wall_time=time.time(), step=step, **fields))

@@ -268,6 +268,12 @@ def notes(results: Sequence[ReplayResult]) -> list[str]:
     return lines
 
 
+_IN_NO_LOG = {
+    "group_norms": "in any log (AdaGC reads every tensor's)",
+    "update": "in any log (its norm without the learning-rate multiplier)",
+}
+
+
 def _inactive(results: Sequence[ReplayResult]) -> list[str]:
     """One line for each missing signal, for all policies and traces together."""
     traces = {each.summary.trace for each in results}
@@ -282,7 +288,7 @@ def _inactive(results: Sequence[ReplayResult]) -> list[str]:
     several = len({each.summary.policy for each in results}) > 1
     lines = []
     for signal, parts in sorted(inactive.items()):
-        logged = "logged" if signal != "group_norms" else "in any log (AdaGC reads every tensor's)"
+        logged = _IN_NO_LOG.get(signal, "logged")
         where = "" if without[signal] == traces else f" in {len(without[signal])} of {len(traces)}"
         where += " traces" if where else ""
         who = [

@@ -305,6 +305,8 @@ def inactive_parts(
             working = True
         else:
             missing.setdefault("grad_norm", []).append(f"clip {kind}")
+    if engine.clips_updates:
+        missing["update"] = ["update_clip"]
     for name, _ in engine.config.detectors:
         absent = DETECTORS[name].NEEDS - logged
         working |= not absent
@@ -328,6 +330,11 @@ def sentence(signal: str, parts: Sequence[str]) -> str:
         return (
             f"{parts[0]} works on the gradient norm of every tensor, which no log has: it is "
             "inactive, and no clipping is replayed"
+        )
+    if signal == "update":
+        return (
+            "update_clip is not replayed: it judges the optimizer's update without the "
+            "learning-rate multiplier, whose norm no log has"
         )
     listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
     return f"{listed} {verb} inactive: no {signal} was logged"

@@ -50,7 +50,9 @@ def curves_of(run: Run, metrics: Path | None) -> RunCurves:
         return _from_alarms(
             run,
             "There is no metrics file: the points are the steps with an alarm, and between them "
-            'nothing is known. Healer(metrics="run.metrics.jsonl") writes one.',
+            "nothing is known. The argument metrics= of Healer, heal and LightningHealingCallback "
+            "writes one; a run with HealingCallback has its losses in the Trainer's own log: "
+            "--metrics trainer_state.json",
         )
     try:
         return _from_lines(run, metrics) if _is_ours(metrics) else _from_trace(run, metrics)

@@ -88,7 +88,7 @@ def find_events(path: Path) -> Path:
     if not found:
         raise ReportError(
             f"{path}: no events file (*events.jsonl) in this directory; "
-            'name the file that Healer(events="run.events.jsonl") has written'
+            "name the file that the argument events= has written (of Healer, heal or a callback)"
         )
     names = ", ".join(each.name for each in found)
     raise ReportError(f"{path}: more than one events file ({names}): name one of them")
@@ -138,6 +138,7 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
             drawn.incidents,
             alarms=max(run.alarms, counted.alarms if counted else 0),
             skips=max(run.skips, counted.skips if counted else 0),
+            undone_skips=max(run.undone_skips, counted.undone_skips if counted else 0),
             clips=counted.clips if counted else None,
         ),
         facts=_facts_of(run, found),
@@ -178,19 +179,13 @@ class RunPolicy(NamedTuple):
 
 
 def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
-    """The given policy, else the one in `start`, the start event of the run's last process.
-
-    A preset is shown with its comments if the run used exactly that: the fingerprint alone does not
-    cover the keys of the host.
-    """
+    """The given policy, else the one in `start`, the start event of the run's last process."""
     start = start or EventRecord()
     name, ran, written = start.policy or "", start.fingerprint or "", start.policy_toml or ""
     if given is None:
-        text = commented_text(name, ran)
-        if text and written in ("", policies.dumps(policies.loads(text))):
+        text = policy_text(name, ran, written)
+        if text:
             return RunPolicy(name, text, ran)
-        if written:
-            return RunPolicy(name, written, ran)
         note = "The text of the policy is not in the events: pass its file with --policy FILE."
         return RunPolicy(name or "not known", "", ran, note)
     fingerprint = policies.fingerprint(given)
@@ -203,12 +198,17 @@ def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
     return RunPolicy(name or given.name, policies.dumps(given), ran or fingerprint, note)
 
 
-def commented_text(name: str, fingerprint: str) -> str:
-    """The text of a preset or recipe with its comments; empty for an edited or other policy."""
+def policy_text(name: str, fingerprint: str, written: str) -> str:
+    """A preset's text with its comments if `written` has the same values, else `written`.
+
+    The fingerprint alone does not cover the keys of the host.
+    """
     if name not in (*policies.preset_names(), *policies.recipe_names()):
-        return ""
-    same = policies.fingerprint(policies.load(name)) == fingerprint
-    return policies.preset_text(name) if same else ""
+        return written
+    preset = policies.load(name)
+    commented = policies.preset_text(name)
+    same = written in ("", commented, policies.dumps(preset))
+    return commented if same and policies.fingerprint(preset) == fingerprint else written
 
 
 def _state_of(run: Run, found: dict[str, Any] | None) -> RunState:

@@ -12,7 +12,7 @@ from healcore.history.process import RunState
 from healcore.tools.report.descriptions import STATES, flag_names, outcome, repeats, step_range
 from healcore.tools.report.markers import MARKERS
 from healcore.tools.report.run_report import RunReport, short_names
-from healcore.tools.report.runs import commented_text
+from healcore.tools.report.runs import policy_text
 
 _INCIDENTS = 1000
 """Most incidents with a row; browsers fail to open pages with many more."""
@@ -27,8 +27,8 @@ _HANDLING = (
     "other."
 )
 _CAPTIONS = {
-    Mode.HEAL: "Faint: steps that a rollback or a restart has undone. A dotted line leads from a "
-    "rollback to its checkpoint.",
+    Mode.HEAL: "Faint: steps that a rollback or a restart has undone; the numbers above count them "
+    "too. A dotted line leads from a rollback to its checkpoint.",
     Mode.OBSERVE: "The policy only observed: nothing was done to this run. Marks are what it would "
     "have ordered; faint are steps that a restart has undone.",
     Mode.REPLAY: "A replay: nothing was done to this run. Marks are what the policy would have "
@@ -100,7 +100,7 @@ def section(report: RunReport) -> dict[str, Any]:
         "drawn": bool(len(report.curves.step)),
         "caption": f"{_CAPTIONS[report.mode]} {_HANDLING}",
         "table": _incident_table(report.incidents, would=report.would),
-        "policy": commented_text(report.policy_name, report.fingerprint) or report.policy_toml,
+        "policy": policy_text(report.policy_name, report.fingerprint, report.policy_toml),
         "facts": _facts(report),
     }
 
@@ -119,15 +119,23 @@ def _count_tiles(report: RunReport) -> list[tuple[str, str]]:
     rollbacks = "would roll back" if report.would else "rollbacks"
     again = repeats(counts, would=report.would)
     tiles = [
-        (str(counts.incidents), "incident" if counts.incidents == 1 else "incidents"),
+        (
+            str(counts.incidents),
+            ("incident" if counts.incidents == 1 else "incidents")
+            + _undone(counts.undone_incidents),
+        ),
         (str(counts.rollbacks), ", ".join(filter(None, (rollbacks, again)))),
-        (f"{counts.skips:,}", f"steps {would}skipped"),
+        (f"{counts.skips:,}", f"steps {would}skipped{_undone(counts.undone_skips)}"),
     ]
     if counts.clips is not None:
         tiles.append((f"{counts.clips:,}", f"steps {would}clipped"))
     if counts.alarms is not None:
         tiles.append((f"{counts.alarms:,}", "steps with an alarm"))
     return [*tiles, (report.row_count, "rows")]
+
+
+def _undone(number: int) -> str:
+    return f", {number:,} of them undone" if number else ""
 
 
 def _loss_tiles(report: RunReport) -> list[tuple[str, str]]:

@@ -49,7 +49,7 @@ EVENTS = RecordFormat(
     lambda record: {"seq", "mono", "kind", "run"} <= record.keys(),
     _event_fields,
     "an events file has the readings of steps with an alarm only, not the losses of healthy ones. "
-    "Healer(..., metrics=...) writes them all",
+    "The argument metrics= of Healer, heal and LightningHealingCallback writes them all",
 )
 METRICS = RecordFormat(
     "healcore metrics",

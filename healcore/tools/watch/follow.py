@@ -197,7 +197,7 @@ class RunWatcher:
             if damaged == seen >= _FOREIGN:
                 raise WatchError(
                     f"{self.path} is no events file: none of its first {seen} lines is an event. "
-                    'Name the file that Healer(events="run.events.jsonl") writes'
+                    "Name the file that the argument events= writes (of Healer, heal or a callback)"
                 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from healcore.runtime.events.models import EventRecord, RollbackOutcome
+from healcore.runtime.postmortem.diagnosis import RollbackRecord, why_none_is_good
 from healcore.tools.report.descriptions import counted, flag_names
 from healcore.tools.terminal import clean
 from healcore.tools.watch.live_run import LiveRun
@@ -42,7 +43,8 @@ def _rollback(event: EventRecord) -> str:
     target = _or(event.checkpoint)
     if event.outcome == RollbackOutcome.TRIAL:
         return f"replayed from step {target}, to see whether it happens again"
-    rate = "" if event.lr_scale is None else f", learning rate × {event.lr_scale:.3g}"
+    rate = RollbackRecord.of(event).lr_text
+    rate = f", {rate}" if rate else ""
     left = f", {len(event.batches)} batches left out" if event.batches else ""
     return f"back to the checkpoint of step {target}{rate}{left}"
 
@@ -52,7 +54,8 @@ def _lr(event: EventRecord) -> str:
     if not before or not after:
         return "learning rate"
     would = "would be " if event.observed else ""
-    return f"learning rate {would}× {after:.3g}, was {before:.3g}"
+    why = f": {event.why}" if event.why else ""
+    return f"learning rate {would}× {after:.3g}, was × {before:.3g}{why}"
 
 
 def _hook(event: EventRecord) -> str:
@@ -107,10 +110,18 @@ def state_lines(live: LiveRun) -> list[str]:
         "it only observes: nothing is done" if run.observes else "",
         start.framework or "",
     ]
-    good = "none yet" if run.last_good is None else f"step {run.last_good:,}"
+    good = f"step {run.last_good:,}" if run.last_good is not None else _none_good(live)
     counts = [_incidents(live), *_actions(live), f"last known-good: {good}"]
     rows = [" · ".join(filter(None, row)) for row in (head, _numbers(live), counts)]
     return [one_line(row) for row in rows if row]
+
+
+def _none_good(live: LiveRun) -> str:
+    if live.policy is None:
+        return "none yet" if live.ending is None else "none"
+    if live.ending is None:
+        return f"none yet, it takes {live.policy.rollback.probation} healthy steps"
+    return f"none{why_none_is_good(live.step or 0, live.policy.rollback.probation)}"
 
 
 def _numbers(live: LiveRun) -> list[str]:
@@ -128,7 +139,9 @@ def _incidents(live: LiveRun) -> str:
     count, onset = live.run.incident_count, live.run.last_seen.onset
     if not count:
         return "no incident"
-    return counted(count, "incident") + ("" if onset is None else f", the last at step {onset:,}")
+    undone = _undone(live.run.undone_incidents)
+    last = "" if onset is None else f", the last at step {onset:,}"
+    return f"{counted(count, 'incident')}{undone}{last}"
 
 
 def _actions(live: LiveRun) -> list[str]:
@@ -147,10 +160,14 @@ def _actions(live: LiveRun) -> list[str]:
     recoveries = f" (budget {int(budget.recoveries)})" if budget else ""
     cuts = f" (budget {int(budget.lr_cuts)})" if budget else ""
     return [
-        f"{skipped} skipped" if run.skips else "",
+        f"{skipped} skipped{_undone(run.undone_skips)}" if run.skips else "",
         counted(run.rollback_count, "rollback") + recoveries,
         counted(run.cuts, "LR cut") + cuts,
     ]
+
+
+def _undone(number: int) -> str:
+    return f" ({number} undone)" if number else ""
 
 
 def _times(count: int) -> str:

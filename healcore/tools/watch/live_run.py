@@ -12,7 +12,7 @@ from healcore.history.run import is_continuation
 from healcore.policy import Policy
 from healcore.runtime.events import log
 from healcore.runtime.events.models import EventRecord
-from healcore.tools.report.runs import commented_text
+from healcore.tools.report.runs import policy_text
 
 _TIMED = 200
 """Metrics lines over which the speed is measured."""
@@ -22,7 +22,7 @@ class LiveRun:
     """The last run that has begun in an events file; the first process of several.
 
     A process that resumes from the checkpoints of the one before continues its counts. The policy
-    is None if it is not given and not exactly a preset. `damaged` counts the lines of `seen` that
+    is None if it is not given and not in the events. `damaged` counts the lines of `seen` that
     are not an event; `killed`: the process is gone, and has written no end.
     """
 
@@ -60,8 +60,7 @@ class LiveRun:
             return None
         found = self.run.add(event)
         if found.kind == "start" and self._given is None:
-            text = commented_text(found.policy or "", found.fingerprint or "")
-            self.policy = policies.loads(text) if text else None
+            self.policy = _policy_of(found)
         self.step, self.lr_scale = self.run.step, self.run.lr_scale
         return found
 
@@ -73,7 +72,7 @@ class LiveRun:
         step = found["step"]
         self.metrics = curve_values(found)
         if self.ending is None:
-            self.step = step
+            self.step = step + 1  # steps done
         self.lr_scale = self.metrics.get("lr_scale", self.lr_scale)
         time = found.get("time")
         if type(time) is float:
@@ -105,3 +104,11 @@ class LiveRun:
         """Whether its process has gone without an event; False if that cannot be checked."""
         self.killed = self.run.state is RunState.GONE
         return self.killed
+
+
+def _policy_of(start: EventRecord) -> Policy | None:
+    text = policy_text(start.policy or "", start.fingerprint or "", start.policy_toml or "")
+    try:
+        return policies.loads(text) if text else None
+    except policies.PolicyError:  # of a newer healcore
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,6 +27,26 @@ def data(number: int, relabelled: bool, bad: bool = False, shuffled: bool = Fals
     return x, (y + 1) % 4 if relabelled else y
 
 
+def loss_of(params: Any, batch: Any) -> Any:
+    x, y = batch
+    logits = jnp.tanh(x @ params["a"]) @ params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+@functools.cache  # compiling takes seconds
+def program(rate: float) -> tuple[Any, Any]:
+    tx = protect(optax.adam(rate), "default")
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        params, opt, *rest = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, opt = tx.update(grads, opt, params, value=loss)
+        return optax.apply_updates(params, updates), opt, *rest
+
+    return tx, step
+
+
 def run(
     folder: Any,
     *,
@@ -42,21 +63,7 @@ def run(
         "a": jax.random.normal(keys[0], (6, 32)) / 2.5,
         "b": jax.random.normal(keys[1], (32, 4)) / 6,
     }
-
-    def loss_of(params: Any, batch: Any) -> Any:
-        x, y = batch
-        logits = jnp.tanh(x @ params["a"]) @ params["b"]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-    tx = protect(optax.adam(rate), "default")
-
-    @jax.jit
-    def step(state: Any, batch: Any) -> Any:
-        params, opt, *rest = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, opt = tx.update(grads, opt, params, value=loss)
-        return optax.apply_updates(params, updates), opt, *rest
-
+    tx, step = program(rate)
     batches = [
         data(number, number >= change, number in bad, number in shuffled) for number in range(400)
     ]

@@ -25,7 +25,7 @@ STOPPED = RunEnd(
     batches=((0, 412), (0, 413)),
     skips=1,
     rollbacks=(
-        RollbackRecord(4011, 4000, 3900, 1e-3, 5e-4, 12),
+        RollbackRecord(4011, 4000, 3900, 1e-3, 5e-4, 0.5, 12),
         RollbackRecord(4021, 4010, 3800, left_out=1),
     ),
     lr_scale=0.25,
@@ -40,10 +40,10 @@ healcore stopped the run at step 4121: the budget of 2 recoveries is spent.
 Seen: nonfinite_grad, loss_spike from step 4093 on. Last finite loss 2.31, last finite norm 14.2
   (limit 1.27). Gradients that stood out: layers.3.weight (nan), layers.1.weight (12.5). Its
   data: epoch 0 batch 412, epoch 0 batch 413. The same step, taken again from a snapshot, failed
-  again: reproducible. It was incident 4 of the run.
-Tried: skipped 1 step; went back from step 4011 to 3900 with the learning rate 0.001 -> 0.0005
-  and without 12 batches; went back from step 4021 to 3800 and without 1 batch; the learning
-  rate stands at 0.25 of its schedule.
+  again: reproducible. It was the last of 4 incidents.
+Tried: skipped 1 step; went back from step 4011 to 3900 with the learning rate at most 0.0005
+  (the schedule had come to 0.001) and without 12 batches; went back from step 4021 to 3800 and
+  without 1 batch; the learning rate stands at 0.25 of its schedule.
 Storage: checkpoints found damaged: 3950. Check the disk that they lie on.
 Look at:
 """
@@ -92,14 +92,15 @@ def test_a_verdict_comes_first():
 
 
 @pytest.mark.parametrize("left_out", [0, 3])
-@pytest.mark.parametrize("lr_after", [1e-3, 5e-4])
-def test_the_advice_follows_from_what_was_tried(left_out, lr_after):
-    tried = tuple(RollbackRecord(at, at - 2, 0, 1e-3, lr_after, left_out) for at in (10, 20))
+@pytest.mark.parametrize("limit", [None, 5e-4])
+def test_the_advice_follows_from_what_was_tried(left_out, limit):
+    """The multiplier is 1 at the checkpoint, in a warm-up, whether the rate is limited or not."""
+    tried = tuple(RollbackRecord(at, at - 2, 0, 1e-3, limit, 1.0, left_out) for at in (10, 20))
     text = explain(RunEnd("stopped", 30, cause=Cause.LOSS_SPIKE, rollbacks=tried))
     hint = " ".join(text[text.index("Going back") :].split())
     assert ("same data" in hint) is not bool(left_out)
-    assert ("same learning rate" in hint) is (lr_after == 1e-3)
-    assert ("the trouble is in the model" in hint) is (bool(left_out) and lr_after < 1e-3)
+    assert ("same learning rate" in hint) is (limit is None)
+    assert ("the trouble is in the model" in hint) is bool(left_out and limit)
 
 
 def test_a_completed_run_gets_no_lecture():
@@ -107,6 +108,21 @@ def test_a_completed_run_gets_no_lecture():
     assert text.startswith("The run is complete at step 4121.\n")
     assert ", over by then" in text
     assert "Look at" not in text
+    none = explain(RunEnd("completed", 40, probation=100))
+    assert "resume" not in none
+    assert "after 100 healthy steps (rollback.probation), and the run has had 40" in " ".join(
+        none.split()
+    )
+    assert 'rollback={"probation": 20}' in none
+    stopped = explain(RunEnd("stopped", 400, probation=100))
+    assert "resume from the start" in stopped
+    assert "the run has had" not in stopped
+
+
+def test_what_a_rollback_has_undone_is_said():
+    text = explain(STOPPED._replace(skips=5, undone_skips=3, undone_incidents=2))
+    assert "skipped 5 steps (3 undone by a rollback)" in text
+    assert "the last of 4 incidents (2 undone by a rollback)" in " ".join(text.split())
 
 
 def test_observing_tries_nothing():
@@ -132,12 +148,23 @@ def test_an_exception_is_quoted():
     assert text.startswith("The training loop raised an exception at step 7: ValueError: shapes")
 
 
-def test_a_schedule_that_was_rewound_is_no_cut():
-    """Without a cut the rate of the checkpoint's step may be the higher one: nobody raised it."""
-    rollback = RollbackRecord(step=340, onset=338, target=200, lr_before=0.004, lr_after=0.0075)
-    text = explain(RunEnd("stopped", 340, rollbacks=(rollback,)))
-    assert "went back from step 340 to 200" in text
-    assert "learning rate 0.004" not in text
+@pytest.mark.parametrize(
+    ("lr", "limit", "scale", "text"),
+    [
+        (0.004, None, 1.0, ""),  # no cut
+        (0.004, 0.005, 1.0, ""),  # the limit of an earlier one, which the schedule is below
+        (0.004, 0.001, 1.0, "learning rate at most 0.001"),  # does not bind at the checkpoint
+        (0.004, 0.001, 0.25, "learning rate at most 0.001"),
+        (None, None, 0.25, "learning rate × 0.25"),  # the schedule is not known
+    ],
+)
+def test_only_rates_that_a_step_can_have_are_named(lr, limit, scale, text):
+    rollback = RollbackRecord(340, 338, 200, lr, limit, scale)
+    assert rollback.lr_text == text
+    told = explain(RunEnd("stopped", 340, rollbacks=(rollback,)))
+    assert "went back from step 340 to 200" in told
+    assert ("learning rate" in told) is bool(text)
+    assert text in told
 
 
 def test_an_exception_adds_what_it_means():

@@ -107,7 +107,7 @@ def test_kill_9(events):
     assert (found.ending, found.certain, found.step) == ("killed", True, 350)
     assert found.cause == ("LOSS_SPIKE",)
     assert found.incidents == 2
-    assert found.rollbacks == (RollbackRecord(413, 4, 300, 1e-3, 5e-4, 2),)
+    assert found.rollbacks == (RollbackRecord(413, 4, 300, 1e-3, 5e-4, 0.5, 2),)
     assert found.lr_scale == 0.5
     assert found.last_good == 300, "400 was quarantined"
     assert found.process is not None

@@ -131,6 +131,9 @@ class Nothing:
     def load_healing(self, engines: Any) -> None:
         pass
 
+    def learning_rate(self) -> None:
+        pass
+
 
 class EventList(Log):
     """Appends events to a list instead of a file."""
@@ -183,7 +186,7 @@ class Process:
         """The same steps as `lifecycle.begin`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
         if self.journal.state.pending is not None:
-            self.step, _ = self.rollbacks.finish_interrupted(self.journal.state.pending)
+            self.step = self.rollbacks.finish_interrupted(self.journal.state.pending).target
         elif usable:
             self.step, _ = self.rollbacks.resume(usable[::-1])
         else:

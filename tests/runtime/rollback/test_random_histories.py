@@ -34,6 +34,7 @@ class History(RuleBasedStateMachine):
         self.process = Process(self.store, self.path)
         self.process.begin()
         self.healthy: list[bool] = []
+        self.skipped: list[int] = []
         self.back: list[PastRollback] = []
         self.onset: int | None = None
         self.only_skips = False
@@ -59,6 +60,7 @@ class History(RuleBasedStateMachine):
     def one_is_skipped(self) -> None:
         self.only_skips = self.only_skips or self.onset is None
         self.onset = len(self.healthy) if self.onset is None else self.onset
+        self.skipped.append(len(self.healthy))
         self.healthy.append(False)
         self.process.take(alarm=True, skip=True, is_open=False)
 
@@ -189,6 +191,10 @@ class History(RuleBasedStateMachine):
         ledger = self.process.ledger
         assert self.process.step == len(self.healthy)
         assert ledger.past_rollbacks == self.back
+        self.skipped = [step for step in self.skipped if step < self.process.step]
+        assert ledger.skips - ledger.undone_skips == len(self.skipped)
+        assert ledger.undone_incidents == sum(each.undone for each in ledger.incidents)
+        assert all(each.undone or each.onset < self.process.step for each in ledger.incidents)
         assert self.process.journal.state.rollbacks == len(self.back)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
         needed = min(self.process.checkpoints.catalog.on_probation, default=self.process.step)

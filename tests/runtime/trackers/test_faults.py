@@ -56,6 +56,18 @@ def cannot_start(name: str, folder: Path, monkeypatch: Any) -> str:
     return "stdout"
 
 
+def test_its_library_ends_the_program_when_it_is_imported(tmp_path, monkeypatch, undisturbed):
+    (tmp_path / "trackio.py").write_text("raise SystemExit('this version has expired')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("trackio", "healcore.runtime.trackers.trackio_run"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert same(run(tmp_path, trackers="trackio"), undisturbed)
+    (problem,) = problems(tmp_path)
+    assert problem == (
+        "tracker trackio fails, training goes on: SystemExit: this version has expired"
+    )
+
+
 @EACH
 def test_it_cannot_start(name, folder, monkeypatch, undisturbed):
     weights = run(folder, trackers=cannot_start(name, folder, monkeypatch))

@@ -34,6 +34,8 @@ def test_what_is_inactive_is_reported(tmp_path):
         "clip zclip, grad_spike, instability and vanishing are inactive: no grad_norm was logged"
     )
     assert replay(without(tmp_path), "default").resting == ()
+    (note,) = replay(without(tmp_path), "levanter-clip-update").resting
+    assert note.startswith("update_clip is not replayed: ")
 
 
 def test_nothing_left_to_judge(tmp_path):

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action
+from healcore.history import Counts, Curves, Mode
 from healcore.policy import dumps, fingerprint, load, loads
 from healcore.runtime.events.models import EventRecord
 from healcore.tools.report.descriptions import outcome
+from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import policy_of, read_reports
+from healcore.tools.report.sections import section
 from tests.tools.report.small_runs import Loop, lines_of, train
 
 
@@ -36,7 +39,22 @@ def test_every_incident_and_rollback_is_reported(run, request):
     assert all(case.left_out for case in back)
     skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
     assert sum(case.skipped for case in report.incidents) == skips > 10
+    assert report.counts.undone_skips == undone(events, "alarm")
+    assert report.counts.undone_incidents == undone(events, "incident") >= len(back)
     assert report.notes == ()
+
+
+def undone(path, kind):
+    """Skipped steps, or incidents, before a later event that goes on from an earlier step."""
+    events = lines_of(path)
+    return sum(
+        any(
+            later["kind"] in ("rollback", "resume") and later["checkpoint"] <= event["step"]
+            for later in events[place:]
+        )
+        for place, event in enumerate(events)
+        if event["kind"] == kind and event.get("skip", True)
+    )
 
 
 @pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
@@ -128,6 +146,11 @@ def test_a_preset_with_a_host_value_replaced_is_not_shown_as_the_preset():
     start = EventRecord(kind="start", policy="default", fingerprint=fingerprint(policy))
     shown = policy_of(start.model_copy(update={"policy_toml": dumps(policy)}), None)
     assert loads(shown.toml) == policy
+    curves = Curves(np.zeros(0), np.zeros(0, np.float32))
+    report = RunReport(
+        "run", Mode.HEAL, "default", shown.toml, shown.fingerprint, curves, (), Counts(), {}
+    )
+    assert loads(section(report)["policy"]) == policy
     preset = load("default")
     assert "# " in policy_of(start.model_copy(update={"policy_toml": dumps(preset)}), None).toml
     assert "# " in policy_of(start, None).toml

@@ -73,8 +73,6 @@ class HealingCallback(TrainerCallback, ExportableState):
         self._options = Options(events=events, engine=engine)
         self._run: TrainingRun | None = None
         self._last: HealingReport | None = None
-        self.saved: dict[str, Any] | None = None
-        """What a checkpoint held, once the Trainer has restored this callback from it."""
 
     @property
     def healing(self) -> Healing | None:
@@ -132,7 +130,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             )
         _check_only_one(trainer)
         _guard(trainer)
-        saved = self._saved_in(state)
+        saved = _saved_in(state, type(self).__name__)
         # transformers 5.23 raises KeyError at the next save if the checkpoint did not have it.
         exported: Any = state.stateful_callbacks
         exported.setdefault(type(self).__name__, self.state())
@@ -214,18 +212,17 @@ class HealingCallback(TrainerCallback, ExportableState):
             control.should_save = self._run.may_save()
         return control
 
-    def _saved_in(self, state: TrainerState) -> Any:
-        """This callback's state in the checkpoint that the Trainer has resumed from, if any.
 
-        Read here because the Trainer restores callbacks only if an option says so
-        (restore_callback_states_from_checkpoint), and then as new objects.
-        """
-        if self.saved is not None:
-            return self.saved
-        exported: Any = state.stateful_callbacks
-        found = exported.get(type(self).__name__)
-        found = found[0] if isinstance(found, list) else found
-        return None if found is None else found.get("attributes", {}).get("saved")
+def _saved_in(state: TrainerState, name: str) -> Any:
+    """The callback's state in the checkpoint that the Trainer has resumed from, if any.
+
+    Not the attribute `saved`, which the Trainer sets only if an option says so
+    (restore_callback_states_from_checkpoint), on a new object that may serve in a later `train()`.
+    """
+    exported: Any = state.stateful_callbacks
+    found = exported.get(name)
+    found = found[0] if isinstance(found, list) else found
+    return None if found is None else found.get("attributes", {}).get("saved")
 
 
 def _trainer_of(callback: HealingCallback) -> Any | None:

@@ -55,6 +55,15 @@ class EpochFeed:
         """Takes the Healer that reads the batches."""
         self._healer, self.nothing_to_do = healer, nothing_to_do
 
+    def position(self) -> tuple[int, int]:
+        """Epoch and `count` after the last step."""
+        return self.epoch, self.count - self.received
+
+    @property
+    def received(self) -> int:
+        """Batches that Trainer has received since the last step."""
+        return 0 if self._healer is None else len(self._healer.unused) - len(self._held)
+
     def go_to(self, epoch: int, count: int) -> None:
         """Takes the position of a checkpoint; the Healer moves the data itself."""
         self.epoch, self.count = epoch, count

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from healcore.torch.trainers.huggingface.counts import LossCounts
 
 
 def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
@@ -22,18 +23,11 @@ def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
     def loss_of(batch: Any) -> Any:
         # TRL's compute_loss changes its inputs, and adds to the metrics that are logged next.
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
-        counted = {name: getattr(trainer, name, None) for name in _COUNTED}
-        saved = copy.deepcopy(counted)
+        before = LossCounts(trainer)
         try:
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
         finally:
-            for name, value in saved.items():
-                if value is not None:
-                    setattr(trainer, name, value)
+            before.restore()
 
     return loss_of
-
-
-_COUNTED = ("_metrics", "_total_train_tokens")
-"""What TRL's trainers add to in `compute_loss`."""

@@ -18,7 +18,13 @@ from healcore.core.verdict import Cause
 from healcore.runtime.healer import Healer
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes
-from healcore.runtime.microbatches.splitting import UnsplittableBatch, measure, split
+from healcore.runtime.microbatches.splitting import (
+    BatchSize,
+    UnsplittableBatch,
+    measure,
+    split,
+)
+from healcore.torch.trainers.huggingface.counts import WindowCounts
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers whose batch has all chosen rows first, and then the rejected ones."""
@@ -50,6 +56,7 @@ class SplitSteps:
 
     Attributes:
         sizes: what fits, as learnt so far.
+        before: what the trainer had counted before the first micro-batch of this or the last step.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class SplitSteps:
         self._healer = healer
         self._stack = stack
         self.sizes = MicrobatchSizes(shrinks=policy.shrinks, grow_after=policy.refund_after)
+        self.before: WindowCounts | None = None
         self._window: list[_MicroBatch] = []
 
     def training_step(
@@ -76,8 +84,11 @@ class SplitSteps:
             torch.OutOfMemoryError: the policy has no rule for it, or the batch cannot be split.
         """
         todo = [_MicroBatch(model, inputs, items)]
-        if not self._window and self.sizes.limited and self._why_not() is None:
-            self.sizes.grow(measure(self._rows(inputs)), self._healer().step)
+        if not self._window:
+            self.before = WindowCounts(self._trainer)
+            size = self._size(inputs) if self._why_not() is None else None
+            if size is not None:
+                self.sizes.grow(size, self._healer().step)
         self._window += todo
         while True:
             loss, failure = self._run(own, todo)
@@ -88,6 +99,8 @@ class SplitSteps:
             del failure
             for parameter in model.parameters():
                 parameter.grad = None  # of all that the window has accumulated
+            if self.before is not None:
+                self.before.in_loss.restore()
             if "clear_cache" in self._answers and torch.cuda.is_available():
                 torch.cuda.empty_cache()
             todo = list(self._window)
@@ -104,8 +117,9 @@ class SplitSteps:
         for batch in todo:
             parts = 1
             try:
-                if self.sizes.limited:
-                    parts = self.sizes.parts(measure(self._rows(batch.inputs)))
+                size = self._size(batch.inputs)
+                if size is not None:
+                    parts = self.sizes.parts(size)
                 loss = self._in_parts(own, batch, parts)
             except torch.OutOfMemoryError as error:
                 return None, _Failure(batch, parts, error)
@@ -166,6 +180,16 @@ class SplitSteps:
                 changed[name] = each.transpose(0, 1).flatten(0, 1)
         return changed
 
+    def _size(self, inputs: Any) -> BatchSize | None:
+        """Its size; None: it is trained on whole, having no common number of samples, or no need.
+
+        To raise here would lose a step that may well fit.
+        """
+        try:
+            return measure(self._rows(inputs)) if self.sizes.limited else None
+        except UnsplittableBatch:
+            return None
+
     def _why_not(self) -> str | None:
         """Why a window cannot be done again in parts; None: it can."""
         from transformers import Trainer
@@ -202,8 +226,8 @@ class SplitSteps:
                 )
                 return
             healer.stop(
-                f"{problem}, with gradient checkpointing as far as the model has it: take a model "
-                "or a sequence length that fits, or offload"
+                f"{problem}, with gradient checkpointing as far as the model has it; what takes "
+                "less: shorter sequences, bf16=True, an 8-bit optimizer or LoRA, offloading"
             )
         else:
             healer.report_fault(

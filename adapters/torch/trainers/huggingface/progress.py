@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.microbatches.sizes import MicrobatchSizes
+from healcore.torch.trainers.huggingface.counts import COUNTERS
 
 if TYPE_CHECKING:
     from healcore.torch.trainers.huggingface.epochs import EpochFeed
+    from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 
 _STATE = (
     "epoch",
@@ -23,40 +24,45 @@ _STATE = (
 )
 """Fields of `TrainerState`; the others (max_steps, save_steps, ...) are settings."""
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
-_COUNTERS = ("current_flos", "_step", "_total_train_tokens")
-"""Of Trainer, of GRPO and RLOO, of SFT and DPO; an attribute that is not there is left out."""
 
 
 class Progress:
     """An item of the Healer's state: without it global_step would go on while weights go back.
 
-    One JSON text, because TrainerState holds None, text and dictionaries.
+    One JSON text, because TrainerState holds None, text and dictionaries. Within a step it is what
+    was counted after the step before, because the batches of this one come again.
 
     Attributes:
         training: whether Trainer's loop has begun. Before, it sets its sums of the loss itself.
         max_steps: of the run that was loaded; None: nothing was.
     """
 
-    def __init__(self, trainer: Any, feed: EpochFeed, sizes: MicrobatchSizes) -> None:
+    def __init__(self, trainer: Any, feed: EpochFeed, split: SplitSteps) -> None:
         self._trainer = trainer
         self._feed = feed
-        self._sizes = sizes
+        self._split = split
         self.training = False
         self.max_steps: int | None = None
 
     def state_dict(self) -> dict[str, str]:
         """The present counters. Reads one scalar from the device."""
         trainer, state = self._trainer, self._trainer.state
-        counters = {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)}
+        counters = {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)}
+        fields = {name: getattr(state, name) for name in _STATE}
+        loss = trainer._tr_loss if self.training else 0.0
+        before = self._split.before
+        if self._feed.received and before is not None and before.step == state.global_step:
+            counters, loss = before.counters, before.tr_loss
+            fields["num_input_tokens_seen"] = before.tokens_seen
         saved = {
-            "state": {name: getattr(state, name) for name in _STATE},
+            "state": fields,
             "max_steps": state.max_steps,
             "counters": {name: _plain(value) for name, value in counters.items()},
             "logging": {name: getattr(trainer, name) for name in _LOGGING if self.training},
-            "tr_loss": float(trainer._tr_loss) if self.training else 0.0,
+            "tr_loss": float(loss),
             "callbacks": [[type(each).__name__, each.state()] for each in self._stateful()],
-            "data": [self._feed.epoch, self._feed.count],
-            "microbatches": self._sizes.to_dict(),
+            "data": self._feed.position(),
+            "microbatches": self._split.sizes.to_dict(),
         }
         return {"json": json.dumps(saved)}
 
@@ -73,8 +79,9 @@ class Progress:
             for name in _LOGGING:
                 setattr(trainer, name, saved["logging"].get(name, 0))
             trainer._tr_loss.fill_(saved["tr_loss"])
+            self._hide_undone()
         else:  # a rollback does not give memory back
-            self._sizes.load(saved["microbatches"])
+            self._split.sizes.load(saved["microbatches"])
         for callback, (name, own) in zip(self._stateful(), saved["callbacks"], strict=False):
             if type(callback).__name__ == name:
                 for key, value in own["attributes"].items():
@@ -88,6 +95,16 @@ class Progress:
         metrics = getattr(trainer, "_metrics", None)  # TRL's, since the last log
         if isinstance(metrics, dict) and "train" in metrics:
             metrics["train"].clear()
+
+    def _hide_undone(self) -> None:
+        """Lets TensorBoard hide what Trainer has logged of the steps that are taken again."""
+        for callback in self._trainer.callback_handler.callbacks:
+            writer = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
+            # Not tensorboardX's, which may be there without TensorBoard itself.
+            if type(writer).__module__.startswith("torch.") and writer.file_writer is not None:
+                from healcore.runtime.trackers.tensorboard_files import hide_undone
+
+                hide_undone(writer, self._trainer.state.global_step + 1)  # the next that it logs
 
     def _stateful(self) -> list[Any]:
         """Callbacks that count, such as EarlyStoppingCallback."""

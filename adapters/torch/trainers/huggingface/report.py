@@ -13,7 +13,12 @@ from healcore.runtime.events import json_lines
 from healcore.runtime.events.models import Ending
 from healcore.runtime.ledger import IncidentRecord
 from healcore.runtime.loop.termination import RunStopped
-from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd
+from healcore.runtime.postmortem.diagnosis import (
+    RollbackRecord,
+    RunEnd,
+    why_none_is_good,
+    with_undone,
+)
 from healcore.torch.driver import TorchDriver
 from healcore.torch.healing import Report
 
@@ -22,7 +27,8 @@ from healcore.torch.healing import Report
 class HealingReport:
     """How a run was healed. `str()` gives it as lines to print, `to_dict()` as JSON-safe values.
 
-    Counts are those of the whole run, earlier processes included.
+    Counts are those of the whole run, earlier processes included, and with the steps that a
+    rollback has undone.
     """
 
     policy: str
@@ -41,12 +47,15 @@ class HealingReport:
     rollbacks: tuple[RollbackRecord, ...]
     """Those of this process."""
     counts: dict[str, int]
-    """Name of a cause -> incidents with it; and `skips` and `clips` (steps), `lr_cuts`, `shrinks`
-    of the micro-batch, and orders of a rollback `not_carried_out` (a callback cannot go back)."""
+    """Name of a cause -> incidents with it; and `skips` and `clips` (steps), `undone_skips` (those
+    that a rollback has undone), `lr_cuts`, `shrinks` of the micro-batch, and orders of a rollback
+    `not_carried_out` (a callback cannot go back)."""
     lr_scale: float
     """What the learning rate is multiplied by; 1: the schedule as it is."""
     last_good: int | None
     """Step of the newest known-good checkpoint; None: there is none."""
+    probation: int | None
+    """Healthy steps after which a checkpoint is known-good."""
     quarantined: tuple[int, ...]
     """Steps of the Trainer's checkpoints that a callback has moved to `_healcore`."""
     postmortem: Path | None
@@ -82,12 +91,14 @@ class HealingReport:
             counts={
                 **causes,
                 "skips": end.skips,
+                "undone_skips": end.undone_skips,
                 "clips": int(tally["clips"]),
                 "lr_cuts": int(tally["lr_cuts"]),
                 **counts,
             },
             lr_scale=end.lr_scale,
             last_good=end.last_good,
+            probation=end.probation,
             quarantined=tuple(quarantined),
             diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
             optimizer=driver.healings["optimizer"].report(),
@@ -100,12 +111,17 @@ class HealingReport:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
+        undone = sum(each.undone for each in self.history)
+        incidents = with_undone(str(len(self.history)), undone)
+        good = f"none{why_none_is_good(self.steps, self.probation)}"
+        if self.last_good is not None:
+            good = f"step {self.last_good}"
         lines = [
             f"policy      {self.policy}",
             f"ending      {self.ending} at step {self.steps}, converged: {self.converged}",
-            f"incidents   {len(self.history)}, {self.recoveries} of them over; {counts or 'none'}",
+            f"incidents   {incidents}, {self.recoveries} of them over; {counts or 'none'}",
             f"rollbacks   {self.attempts}; learning rate × {self.lr_scale:g}",
-            f"known-good  {'none' if self.last_good is None else f'step {self.last_good}'}",
+            f"known-good  {good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
         if self.quarantined:

@@ -174,7 +174,8 @@ class TrainingRun:
                 )
                 return
             self.driver.load_healing(saved["engines"])
-            self.ledger.take_over(Ledger.from_dict(saved["ledger"]), self.step)
+            ledger = Ledger.from_dict(saved["ledger"])
+            self.ledger.take_over(ledger, self.step, ledger)
         except (HealcoreError, KeyError, TypeError, ValueError) as error:
             self.log.warning(
                 f"healcore's state in the checkpoint of step {self.step} was not loaded, and "

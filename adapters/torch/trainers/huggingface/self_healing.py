@@ -291,7 +291,7 @@ class _Run:
         assert healed._split is not None
         model, loader = own(*args, **kwargs)
         self._feed = EpochFeed(loader)
-        self._progress = Progress(trainer, self._feed, healed._split.sizes)
+        self._progress = Progress(trainer, self._feed, healed._split)
         state = {
             "model": trainer.accelerator.unwrap_model(trainer.model),
             "optimizer": trainer.optimizer,

@@ -89,6 +89,8 @@ class Feed:
             # One iteration over all epochs: a rollback may lead into an earlier one.
             self._batches = self._healer.batches(self.loader, epochs=None)
         batch = next(self._batches)
+        if len(self._healer.unused) == 1:
+            self._progress.begin_step()
         self.fetched += 1
         length = self.loader.length
         self.done = batch.is_last or (length is not None and self._healer.is_last_batch(length))

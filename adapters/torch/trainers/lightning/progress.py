@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -14,12 +14,16 @@ class Progress:
     forward through its loader is not at the checkpoint's batch again.
 
     The Healer saves and restores them between two batches, where Lightning asks for the next one.
+    What it saves at an exception within a step is as it was before the first batch of that step.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._fit = trainer.fit_loop
         self.data_goes_back = True
         """Whether the data return to the checkpoint too."""
+        self.within_step: Callable[[], bool] = bool
+        """Whether batches have been fetched since the last step."""
+        self._before: dict[str, Any] = {}
         self._saved_limits: dict[str, int] | None = None
 
     def is_complete(self, *, had_completed: bool) -> bool:
@@ -48,10 +52,23 @@ class Progress:
         batch = self._fit.epoch_loop.batch_progress
         batch.increment_by(max(length - 1 - batch.current.ready, 0))
 
+    def begin_step(self) -> None:
+        """Remembers how many batches there were before the first one of a step."""
+        batch = self._fit.epoch_loop.batch_progress
+        self._before = {
+            "current": batch.current.ready,
+            "total": batch.total.ready,
+            "is_last_batch": batch.is_last_batch,
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """All counters, as numbers."""
         loop = self._fit.epoch_loop
         epoch, batch = self._fit.epoch_progress.state_dict(), loop.batch_progress.state_dict()
+        if self.within_step():
+            before = self._before
+            counts = {n: dict.fromkeys(batch[n], before[n]) for n in ("current", "total")}
+            batch = {**before, **counts}
         _to_next_epoch(epoch, batch)
         return {
             "epoch": epoch,

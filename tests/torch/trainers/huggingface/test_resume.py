@@ -98,6 +98,25 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path):
     assert logged(whole, "heal/loss") == logged(again, "heal/loss")
 
 
+def test_a_callback_that_was_restored_once_takes_the_state_of_the_next_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    whole = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
+    whole.train()
+    restored = trainer(
+        tmp_path,
+        callbacks=[HealingCallback()],
+        restore_callback_states_from_checkpoint=True,
+        **SAVES,
+    )
+    restored.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    (live,) = [e for e in restored.callback_handler.callbacks if isinstance(e, HealingCallback)]
+    again = trainer(tmp_path, callbacks=[live], **SAVES)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
+    assert "start again" not in capsys.readouterr().err
+    assert torch.equal(weights(whole), weights(again))
+
+
 def test_a_checkpoint_of_a_run_without_the_callback_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

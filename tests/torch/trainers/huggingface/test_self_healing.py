@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 from transformers import Trainer, TrainerCallback
+from transformers.integrations import TensorBoardCallback
 
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback, heal
@@ -49,6 +52,7 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     steps, scales = tiny.Steps(), LRScales()
     trainer.add_callback(steps)
     trainer.add_callback(scales)
+    trainer.add_callback(TensorBoardCallback(SummaryWriter(str(tmp_path / "tensorboard"))))
     healed: Any = heal(trainer, store=tmp_path / "store", **OFTEN)
     scales.healed = healed
     healed.train()
@@ -68,6 +72,8 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     # The log has each step once, and the sums of the loss have gone back with it.
     logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
     assert logged == list(range(1, 51))
+    shown = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [each.step for each in shown.Scalars("train/loss")] == logged
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(sum(losses) / 50, rel=1e-4)
     # Without healing the same run is lost.

@@ -1,0 +1,52 @@
+"""What a Trainer counts with each micro-batch, and what it was before the first one of a step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+COUNTERS = ("current_flos", "_step", "_total_train_tokens")
+"""Of Trainer, of GRPO and RLOO, of SFT and DPO; an attribute that is not there is left out."""
+
+
+class LossCounts:
+    """What TRL's trainers add to in `compute_loss`, as it is now: metrics and a number of tokens.
+
+    The metrics are lists with one entry for each micro-batch since the last log.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._tokens = copy.deepcopy(getattr(trainer, "_total_train_tokens", None))
+        metrics = getattr(trainer, "_metrics", None)
+        self._lists = {
+            mode: {name: (values, len(values)) for name, values in lists.items()}
+            for mode, lists in (metrics if isinstance(metrics, dict) else {}).items()
+            if isinstance(lists, dict)
+        }
+
+    def restore(self) -> None:
+        """Takes back what was added since."""
+        if self._tokens is not None:
+            self._trainer._total_train_tokens = self._tokens
+        for mode, lists in self._lists.items():
+            metrics = self._trainer._metrics[mode]
+            metrics.clear()
+            for name, (values, length) in lists.items():
+                del values[length:]
+                metrics[name] = values
+
+
+class WindowCounts:
+    """The counts before the first micro-batch of a step. Copies one scalar, and reads none."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.step = trainer.state.global_step
+        self.in_loss = LossCounts(trainer)
+        self.tokens_seen = trainer.state.num_input_tokens_seen
+        self.tr_loss = trainer._tr_loss.clone()
+        self.counters = {
+            name: copy.deepcopy(getattr(trainer, name))
+            for name in COUNTERS
+            if hasattr(trainer, name)
+        }

@@ -1,0 +1,77 @@
+"""What is said about the learning rate when a run goes back to before its warm-up was over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from healcore import Healer
+from healcore.history import Run
+from healcore.runtime.events import read
+from healcore.runtime.events.models import record
+from healcore.tools.watch.lines import event_line
+
+RATE, CUT = 0.01, 0.25
+
+
+def warm_up(step: int) -> float:
+    return min(1.0, ((step + 1) / 40) ** 3)
+
+
+def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp_path, capsys):
+    """The cut at step 37 limits the rate to a quarter; at step 0 the schedule is lower anyway."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+    healer = Healer(
+        "default",
+        state={"model": net, "optimizer": optimizer, "schedule": schedule},
+        events=tmp_path / "run.events.jsonl",
+        save_every=5,
+        respond=[
+            {"to": ["nonfinite"], "do": ["skip"]},
+            {"to": ["nonfinite"], "do": ["rollback", "cut_lr"], "when": {"consecutive": 3}},
+        ],
+        rollback={"confirm": False, "probation": 20},
+        incident={"quiet_steps": 3},
+    )
+    rates = {}
+    with healer:
+        for batch in healer.batches([torch.randn(8, 4) for _ in range(70)]):
+            optimizer.zero_grad()
+            loss = ((net(batch) - batch.sum(1, keepdim=True)) ** 2).mean()
+            if healer.step in (35, 36, 37, 38) and not healer.rollbacks:
+                loss = loss * float("nan")
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            decision = healer.driver.healings["optimizer"].last_decision()
+            rates[healer.step] = optimizer.param_groups[0]["lr"] * float(decision.lr_scale)
+            schedule.step()
+        (done,) = healer.run_end().rollbacks
+    limit = CUT * RATE * warm_up(37)
+    assert (done.step, done.target, done.lr_scale) == (39, 0, 1.0)
+    assert (done.lr, done.lr_limit) == pytest.approx((RATE, limit))
+    assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
+    assert rates[1] == pytest.approx(RATE * warm_up(1)), "and the first ones their schedule's"
+
+    events = [record(each)[0] for each in read(healer.events.path).events]
+    (back,) = (each for each in events if each.kind == "rollback")
+    assert (back.lr, back.lr_limit, back.lr_scale) == (done.lr, done.lr_limit, 1.0)
+    first, second = (each for each in events if each.kind == "lr")
+    assert (first.step, first.action, first.lr_scale) == (37, ["CUT_LR"], CUT)
+    assert (second.action, second.lr_scale_before) == (None, 1.0)
+    assert RATE * warm_up(second.step - 1) < limit < RATE * warm_up(second.step)
+    run = Run()
+    for each in read(healer.events.path).events:
+        run.add(each)
+    assert run.cuts == 1
+
+    said = f"learning rate at most {limit:.3g}"
+    shown = event_line(back)
+    assert shown is not None
+    assert said in shown
+    (line,) = (each for each in capsys.readouterr().err.splitlines() if "back to the known" in each)
+    assert f"; {said}, data rewound" in line
+    assert "×" not in line + shown

@@ -1,0 +1,147 @@
+"""After an exception, a `break` or a rollback exactly one step that counts uses each batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from healcore.runtime.healer import Healer
+from tests.healer.test_faults import with_answers
+from tests.healer.training_loops import Faults, TorchLoop, rules, same
+
+BATCHES = 7
+FEW = settings(
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+def listed() -> Any:
+    return list(range(BATCHES))
+
+
+def shuffled() -> Any:
+    """A new order in each epoch, drawn from torch's global generator when the epoch begins."""
+    return StatefulDataLoader(listed(), batch_size=None, shuffle=True)
+
+
+class Accumulating(TorchLoop):
+    """Dropout and batch statistics, and a step for each `window` batches."""
+
+    def __init__(self, window: int, faults: Faults | None = None) -> None:
+        super().__init__(faults)
+        self.window, self.waiting = window, 0
+        self.used: list[tuple[int, ...]] = []
+        self.pending: list[int] = []
+        self.model.append(torch.nn.BatchNorm1d(1))
+        self.optimizer.add_param_group({"params": list(self.model[-1].parameters())})
+
+    def micro_batch(self, healer: Healer, number: int) -> None:
+        inputs, targets = map(torch.from_numpy, self.faults.batch(number))
+        loss = (self.model(inputs) - targets).square().mean() / self.window
+        healer.observe(loss)
+        loss.backward()
+        self.pending.append(number)
+        if len(self.pending) == self.window:
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.used.append(tuple(self.pending))
+            self.pending.clear()
+
+    def everything(self) -> list[Any]:
+        return [*self.weights(), *(b.numpy().copy() for b in self.model.buffers())]
+
+
+def run(loop: Accumulating, data: Any, store: Any, *, raises_at: int | None = None) -> int:
+    """Two epochs; the batch of that number, from 0, raises after its forward pass."""
+    count = 0
+    with Healer(with_answers(), state=loop.state, store=store, save_every=3) as healer:
+        for number in healer.batches(data, epochs=2):
+            if count == raises_at:
+                loop.model(torch.zeros(4, 4))  # dropout and batch statistics
+                raise ZeroDivisionError
+            loop.micro_batch(healer, int(number))
+            count += 1
+        return healer.step
+
+
+@pytest.mark.parametrize("data", [listed, shuffled])
+@FEW
+@given(window=st.integers(1, 3), at=st.integers(0, 2 * BATCHES - 1))
+def test_a_run_started_again_after_an_exception_is_the_one_without(
+    data, window, at, tmp_path_factory
+):
+    """To the bit, though the window may lie over the end of an epoch."""
+    folder = tmp_path_factory.mktemp("run")
+    whole = Accumulating(window)
+    steps = run(whole, data(), folder / "whole")
+    first = Accumulating(window)
+    with pytest.raises(ZeroDivisionError):
+        run(first, data(), folder / "broken", raises_at=at)
+    again = Accumulating(window)
+    assert run(again, data(), folder / "broken") == steps
+    assert first.used + again.used == whole.used
+    assert same(again.everything(), whole.everything())
+
+
+def test_a_batch_that_could_not_be_read_comes_again(tmp_path):
+    """The policy left none out, so none is."""
+
+    class Failing(list):
+        bad = True
+
+        def __getitem__(self, index: Any) -> Any:
+            if self.bad and index == 4:
+                raise ConnectionResetError
+            return super().__getitem__(index)
+
+    data, loop = Failing(listed()), Accumulating(2)
+    with pytest.raises(ConnectionResetError):
+        run(loop, data, tmp_path)
+    data.bad, again = False, Accumulating(2)
+    run(again, data, tmp_path)
+    assert (loop.used + again.used)[:3] == [(0, 1), (2, 3), (4, 5)]
+
+
+@pytest.mark.parametrize("bad", [3, 5])
+def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad):
+    """The order for the last step before the `break` is read when the loop begins again."""
+    loop, data = TorchLoop(Faults(once=[bad])), listed()
+    with Healer(rules(cut=False), state=loop.state, save_every=2) as healer:
+        for epoch in range(2):
+            for number in healer.batches(data):
+                loop.step(healer, number)
+                if epoch == 0 and number == bad:
+                    break
+        assert healer.rollbacks == 1
+    first, second = loop.faults.order[: bad + 1], loop.faults.order[bad + 1 :]
+    assert first == list(range(bad + 1))
+    assert second[-2 * BATCHES :][-BATCHES:] == data, "then the epoch that the loop asked for"
+    assert second[:-BATCHES] == [n for n in range(second[0], BATCHES) if n != bad]
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_a_rollback_at_the_end_of_the_data_with_batches_that_wait_for_a_step(window):
+    """Their gradients are dropped, and they come again."""
+    last = BATCHES // window * window - 1
+    loop = Accumulating(window, Faults(once=[last]))
+    with Healer(rules(cut=False), state=loop.state, save_every=1) as healer:
+        seen = 0
+        for number in healer.batches(listed()):
+            if healer.rollbacks != seen:  # what the loop has collected was of the weights before
+                seen, loop.pending[:] = healer.rollbacks, []
+                del loop.used[healer.step :]
+            loop.micro_batch(healer, number)
+        assert healer.rollbacks == 1
+        assert healer.step == BATCHES // window - 1, "the bad window is left out"
+    used = [number for each in loop.used for number in each]
+    assert used == list(range(last + 1 - window))
+    assert loop.pending == list(range(last + 1, BATCHES))
