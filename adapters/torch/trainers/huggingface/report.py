@@ -77,7 +77,7 @@ class HealingReport:
         error: BaseException | None,
         **others: Any,
     ) -> HealingReport:
-        """The report from the facts at its end, or so far (`ending` ""); `driver`: a TorchDriver."""
+        """The report from the facts at its end, or so far (`ending` ""), and a TorchDriver."""
         causes = Counter(name for each in incidents for name in names(Cause(each.cause)))
         tally = driver.healing()["optimizer"]["state"]["tally"]
         return cls(
