@@ -224,7 +224,10 @@ def test_watching_counts_all_processes(resumed):
     incidents = sum(event["kind"] == "incident" for event in events)
     assert back > 1
     assert f"{incidents} incidents" in found
-    assert f"{skips} steps skipped · {back} rollbacks" in found
+    (report,) = read_reports(resumed).reports
+    undone = report.counts.undone_skips
+    assert 0 < undone < skips
+    assert f"{skips} steps skipped ({undone} undone) · {back} rollbacks" in found
     assert f"{len(cuts)} LR cuts" in found
 
 

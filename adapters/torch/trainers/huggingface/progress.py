@@ -99,7 +99,7 @@ class Progress:
     def _hide_undone(self) -> None:
         """Lets TensorBoard hide what Trainer has logged of the steps that are taken again."""
         for callback in self._trainer.callback_handler.callbacks:
-            writer = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
+            writer: Any = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
             # Not tensorboardX's, which may be there without TensorBoard itself.
             if type(writer).__module__.startswith("torch.") and writer.file_writer is not None:
                 from healcore.runtime.trackers.tensorboard_files import hide_undone

@@ -19,7 +19,6 @@ from healcore.runtime.postmortem.diagnosis import (
     why_none_is_good,
     with_undone,
 )
-from healcore.torch.driver import TorchDriver
 from healcore.torch.healing import Report
 
 
@@ -72,13 +71,13 @@ class HealingReport:
         *,
         ending: str,
         incidents: Sequence[IncidentRecord],
-        driver: TorchDriver,
+        driver: Any,
         counts: dict[str, int],
         quarantined: Iterable[int] = (),
         error: BaseException | None,
         **others: Any,
     ) -> HealingReport:
-        """The report from the facts at its end, or so far (`ending` "")."""
+        """The report from the facts at its end, or so far (`ending` ""), and a TorchDriver."""
         causes = Counter(name for each in incidents for name in names(Cause(each.cause)))
         tally = driver.healing()["optimizer"]["state"]["tally"]
         return cls(
