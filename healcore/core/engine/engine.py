@@ -276,7 +276,7 @@ class Engine:
             xp: the array namespace.
         """
         never = state.step < 0
-        there = lr.update(self.config.lr, state.lr, never, ~never, never, rate, xp=xp)
+        there = lr.update(self.config.lr, state.lr, never, ~never, never, never, rate, xp=xp)
         return state._replace(lr=state.lr._replace(scale=there.scale))
 
     # -- reading and carrying -------------------------------------------------------------------
