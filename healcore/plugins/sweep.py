@@ -194,13 +194,20 @@ def step(
         config.max_skips, state.skips, wished, softened, seen, xp=xp
     )
     trouble = _trouble(config)
-    alarm = _heard(readings, trouble, False, never) | _heard(readings, trouble, True, never)
-    before = state.incident
-    before = before._replace(open=before.open & ~resumed, quiet=xp.where(resumed, 0, before.quiet))
-    after, wanted = incident.update(
-        config.incident, config.rollback, before, state.step, alarm, recovery, cuts, xp=xp
+    heard = lambda causes: (  # noqa: E731
+        _heard(readings, causes, False, never) | _heard(readings, causes, True, never)
     )
-    first = wanted.recover & ((before.recovered < 0) | (alarm & ~before.open))
+    alarm, harmless = heard(trouble), skip & ~heard(trouble & ~_NONFINITE)
+    before = state.incident
+    before = before._replace(
+        open=before.open & ~resumed,
+        skipped=before.skipped & ~resumed,
+        quiet=xp.where(resumed, 0, before.quiet),
+    )
+    after, wanted = incident.update(
+        config.incident, config.rollback, before, state.step, alarm, harmless, recovery, cuts, xp=xp
+    )
+    first = wanted.recover & ((before.recovered < 0) | (after.number != before.number))
     # Fields that nothing here reads stay unchanged, and cost nothing in a compiled loop.
     after = after._replace(
         number=before.number,

@@ -100,8 +100,15 @@ def jax_functions() -> tuple[Any, ...]:
     def add(total: Any, more: Any) -> Any:
         return jax.tree.map(jnp.add, total, more)
 
-    donates = jax.jit(gradients, donate_argnums=0)
-    return tx, jax.jit(gradients), donates, jax.jit(apply), jax.jit(add)
+    def compiled(function: Any) -> dict[int, Any]:
+        """By the number of samples: compiling takes memory too, which is not to be limited."""
+        scale = jnp.ones((LAYERS, WIDTH))
+        parts = [np.zeros((SAMPLES >> halvings, WIDTH), np.float32) for halvings in range(8)]
+        state = scale, tx.init(scale)
+        return {len(each): function.lower(state, each, 1.0).compile() for each in parts}
+
+    keeps, donates = jax.jit(gradients), jax.jit(gradients, donate_argnums=0)
+    return tx, compiled(keeps), compiled(donates), jax.jit(apply), jax.jit(add)
 
 
 def in_jax(*, limit: bool, donate: bool = False) -> dict[str, Any]:
@@ -119,7 +126,7 @@ def in_jax(*, limit: bool, donate: bool = False) -> dict[str, Any]:
         for batch in healer.batches(data):
             for part in healer.microbatches(batch):
                 with part:
-                    found = gradients(healer.state, part.batch, part.weight)
+                    found = gradients[len(part.batch)](healer.state, part.batch, part.weight)
                     jax.block_until_ready(found)  # on a CPU the call itself does not raise
                     total = found if part.first else add(total, found)
                 if part.first:

@@ -91,10 +91,10 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(
     assert loop.faults.order[0] == 10
     logged = [event["step"] for event in events(tmp_path, "damaged")]
     assert sorted(logged) == [15, 20]
-    (line,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if " are damaged" in r.getMessage()]
     assert "15" in line
     assert "20" in line
-    assert "step 10" in line
+    assert "newer than 10" in line
 
 
 def test_missing_checkpoints_are_reported(killed, tmp_path):

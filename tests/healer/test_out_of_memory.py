@@ -173,7 +173,11 @@ def test_memory_that_comes_back_is_used_again(tmp_path):
 def test_nothing_is_tried_during_an_incident():
     memory = Memory(fits=4)
     nan = torch.full((8, 2), float("nan"))
-    # After a skipped step the incident stays open for quiet_steps.
+    # A step that cuts the learning rate opens an incident, which stays open for quiet_steps.
+    rules = [
+        {"to": ["nonfinite"], "do": ["skip", "cut_lr"]},
+        {"to": ["oom"], "do": ["shrink_microbatch"]},
+    ]
     data = [*batches(2), nan, *batches(17)]
     tried: list[int] = []
 
@@ -181,7 +185,7 @@ def test_nothing_is_tried_during_an_incident():
         if memory.failures > 1 and not tried:
             tried.append(healer.step)
 
-    train(data, memory, each_step=note, budget={"refund_after": 4})
+    train(data, memory, each_step=note, budget={"refund_after": 4}, respond=rules)
     assert tried
     assert tried[0] >= 2 + 10
 

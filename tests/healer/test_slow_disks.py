@@ -50,9 +50,9 @@ class Gates:
             self.open(True)
             wait(checkpoints)
 
-        def ends(run: Any) -> None:
+        def ends(run: Any, **options: Any) -> None:
             self.open(True)
-            save_last(run)
+            save_last(run, **options)
 
         def goes_back(rollbacks: Any, request: Any) -> Any:
             result = roll_back(rollbacks, request)  # begins with `wait`

@@ -4,8 +4,9 @@ An incident uses one recovery, however many steps it lasts. The engine escalates
 another cut) only when alarms continue for `patience` steps after an order, or when another incident
 begins in the same region.
 
-A non-finite step that is skipped has changed nothing, so it is no part of other trouble: it neither
-begins nor prolongs an incident in which the model may get worse.
+A non-finite step that is skipped has changed nothing, so it is no part of other trouble: unless it
+orders a rollback or a cut itself, it neither begins nor prolongs an incident in which the model may
+get worse.
 """
 
 from __future__ import annotations
@@ -74,14 +75,17 @@ def update(
     step is not finite, and the step is skipped. `wants_recovery` and `wants_cut`: such a rule with
     ROLLBACK or CUT_LR fired. `step` is this step's index.
     """
-    begun = alarm & ~harmless & ~state.open
+    # What skipped steps order is about them: their incident is then one like any other.
+    acts = numerics.shared(harmless & (wants_recovery | wants_cut), xp=xp)
+    harmless = numerics.shared(harmless & ~acts, xp=xp)
+    begun = alarm & ~harmless & ~state.open & ~(acts & state.skipped)
     skip_begun = alarm & harmless & ~state.open & ~state.skipped
     opened = numerics.shared(begun | skip_begun, xp=xp)
     waited = xp.where(state.open | state.skipped, state.quiet + 1, 0)
     quiet = xp.where(alarm, xp.where(harmless & state.open, state.quiet, 0), waited)
     lasts = quiet < config.quiet_steps
-    open_ = numerics.shared((state.open | begun) & lasts, xp=xp)
-    skipped = ((state.skipped & ~begun) | skip_begun) & lasts
+    open_ = numerics.shared((state.open | begun | acts) & lasts, xp=xp)
+    skipped = ((state.skipped & ~begun & ~acts) | skip_begun) & lasts
     onset = xp.where(opened, step, state.onset)
 
     recovered = xp.where(opened, -1, state.recovered)

@@ -83,15 +83,19 @@ class Incident:
         """Whether one is open in which a step may have changed the model."""
         return self.open and not self.only_skips
 
-    def see(self, step: int, alarm: bool, harmless: bool) -> None:
-        """Opens or closes the incident; `harmless`: not finite, and skipped."""
+    def see(self, step: int, alarm: bool, harmless: bool, acts: bool) -> None:
+        """Opens or closes the incident; `harmless`: not finite, and skipped; `acts`: for which a
+        rule goes back or cuts.
+        """
         if alarm and (not self.open or (self.only_skips and not harmless)):
             self.number += 1
             self.onset = step
             self.since = {"rollback": None, "cut": None}
             self.open, self.only_skips, self.quiet = True, harmless, 0
-        elif alarm and harmless and not self.only_skips:
+        elif alarm and harmless and not acts and not self.only_skips:
             return
+        if acts:
+            self.only_skips = False
         self.quiet = 0 if alarm else self.quiet + 1
         if self.quiet >= self.config.quiet_steps:
             self.open = False
@@ -288,11 +292,13 @@ class Engine:
         self, cause: int, fired: list[Any], skip: bool, rate: float | None
     ) -> tuple[int, int]:
         alarm = bool(cause & self.trouble)
-        self.incident.see(self.step, alarm, skip and not cause & self.trouble & ~BAD)
 
         def wish(what: Action) -> bool:
             return any(f for rule, f, _ in fired if rule.action & what)
 
+        harmless = skip and not cause & self.trouble & ~BAD
+        acts = harmless and wish(Action.ROLLBACK | Action.CUT_LR)
+        self.incident.see(self.step, alarm, harmless, acts)
         cuts = self.incident.wants("cut", wish(Action.CUT_LR), alarm)
         recover = self.incident.wants("rollback", wish(Action.ROLLBACK), alarm, cuts)
         depth = self.incident.depth() if recover else 0
