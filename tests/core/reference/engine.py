@@ -84,8 +84,9 @@ class Incident:
         return self.open and not self.only_skips
 
     def see(self, step: int, alarm: bool, harmless: bool, acts: bool) -> None:
-        """Opens or closes the incident; `harmless`: not finite, and skipped; `acts`: for which a
-        rule goes back or cuts.
+        """Opens or closes the incident.
+
+        `harmless`: not finite, and skipped; `acts`: and a rule goes back or cuts for it.
         """
         if alarm and (not self.open or (self.only_skips and not harmless)):
             self.number += 1
