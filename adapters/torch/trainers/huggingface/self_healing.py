@@ -17,6 +17,7 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hook
 from healcore.runtime.loop.lifecycle import ending_of
 from healcore.runtime.postmortem.postmortem import path_for
+from healcore.runtime.rollback.journal import NAME
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
@@ -180,7 +181,8 @@ class SelfHealingTrainer:
             ignore_keys_for_eval: as for `Trainer.train`.
 
         Raises:
-            AttachError: another checkpoint is named: only the store can be resumed from.
+            AttachError: another checkpoint is named, or only the Trainer has saved some: only the
+                store can be resumed from.
             RunStopped: the policy ends the run, with a diagnosis; a SystemExit of status 1.
         """
         if resume_from_checkpoint not in (None, True, False):
@@ -190,6 +192,8 @@ class SelfHealingTrainer:
                 f"store, {self._options['store']}; to begin a new run from those weights, load the "
                 "model from that directory and pass an empty store"
             )
+        if resume_from_checkpoint:
+            self._refuse_other_checkpoints()
         _check(self.trainer)
         self._ending = self._error = None
         try:
@@ -249,6 +253,22 @@ class SelfHealingTrainer:
             options = {"metrics": metrics, "attach": self._options["attach"]}
             heal(trainer, policy, store=None, loss_fn=None, **options).train()
             return findings(metrics)
+
+    def _refuse_other_checkpoints(self) -> None:
+        """Raises AttachError if True could only mean the checkpoints of a run without healing."""
+        from transformers.trainer_utils import get_last_checkpoint
+
+        store, folder = self._options["store"], self.trainer.args.output_dir
+        if not isinstance(store, str | os.PathLike) or os.path.exists(os.path.join(store, NAME)):
+            return
+        found = get_last_checkpoint(folder) if folder and os.path.isdir(folder) else None
+        if found is not None:
+            raise AttachError(
+                f"resume_from_checkpoint=True with heal() continues from the store, {store}, where "
+                f"no run has begun yet, and not from {found}, which the Trainer has saved. Leave "
+                "it out to train from step 0, load the model from that directory to begin with "
+                "its weights, or finish that run without heal()"
+            )
 
     def _open(self, state: dict[str, Any], stack: ExitStack) -> Healer[Any]:
         args = self.trainer.args

@@ -291,6 +291,9 @@ def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     healed: Any = heal(tiny.plain(tmp_path))
     with pytest.raises(AttachError, match="only one of the two can own"):
         healed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    (tmp_path / "checkpoint-10").mkdir()  # of a run without heal()
+    with pytest.raises(AttachError, match=r"no run has begun yet, and not from .*checkpoint-10"):
+        healed.train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="save_every"):
         heal(tiny.plain(tmp_path), save_every=0)
     assert not (tmp_path / "_healcore").exists()
