@@ -76,7 +76,7 @@ def young(cluster: Cluster, care: Care) -> float:
 
 
 def _options() -> argparse.Namespace:
-    parser = arguments(__doc__.splitlines()[0])
+    parser = arguments((__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--figure", type=Path, metavar="FILE", help="draw the two pictures of docs/goodput.md")
     add("--ranks", type=int, nargs="+", default=RANKS)

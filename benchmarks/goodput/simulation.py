@@ -133,7 +133,7 @@ class _Run:
             except simpy.Interrupt as interruption:
                 self._pause()
                 # What interrupts a start or a restore begins it again.
-                down_s = max(interruption.cause(), down_s)
+                down_s = max(interruption.cause(), down_s)  # type: ignore[misc]
 
     def _interval(self) -> Waiting:
         self._training_since = self._environment.now
