@@ -109,6 +109,10 @@ class Driver(Protocol):
         """The dispatch since the last call, its copy to the host started; None: there was none."""
         ...
 
+    def on_step(self, call: Callable[[], None]) -> None:
+        """From now on calls `call` after each optimizer step, without waiting for the device."""
+        ...
+
     def may_save(self) -> bool:
         """False within an accumulation: a checkpoint does not hold accumulated gradients."""
         ...

@@ -55,6 +55,7 @@ class JaxDriver:
         """Each engine's gradient norms at its last step without an alarm."""
         self._missing_noted = False
         self.warnings: list[str] = []
+        self._on_step: Callable[[], None] = lambda: None
         self._remember_step()
 
     # -- the training loop ------------------------------------------------------------------------
@@ -71,6 +72,7 @@ class JaxDriver:
             HealStateError: the healing state has moved, or the step did not start from the restored
                 state. The old state stays.
         """
+        self._on_step()
         if state is None:
             return
         before, self._accessor.state = self._accessor.state, state
@@ -83,6 +85,10 @@ class JaxDriver:
         except HealStateError:
             self._accessor.state = before
             raise
+
+    def on_step(self, call: Callable[[], None]) -> None:
+        """Calls `call` from `update`."""
+        self._on_step = call
 
     def poll_step(self) -> Dispatch | None:
         """The step taken since the last call, its copy to the host begun; None if there was none.

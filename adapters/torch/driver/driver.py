@@ -161,6 +161,11 @@ class TorchDriver:
             self._warn_of_missing_losses()
         return step
 
+    def on_step(self, call: Callable[[], None]) -> None:
+        """Calls `call` from the hook after each `optimizer.step()`, of any optimizer."""
+        for accumulation in self._accumulations:
+            accumulation.on_step = call
+
     def may_save(self) -> bool:
         """Whether no optimizer has gradients that it has not stepped with.
 

@@ -268,6 +268,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     loop.log.report_trackers(loop.step)
     _write_end(loop, ending, error, Cause(0) if fault is None else fault.cause)
     for end in (
+        loop.guard.close,
         loop.termination.stop,
         loop.checkpoints.close,
         loop.driver.close,

@@ -16,6 +16,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, PendingDispatch
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import Ending
+from healcore.runtime.hang_guard.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import HIGH_LOSS, Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
@@ -67,6 +68,7 @@ class Loop:
     def __post_init__(self) -> None:
         policy, driver, ranks, ledger = self.policy, self.driver, self.ranks, self.ledger
         self.termination = TerminationWatch()
+        self.guard = HangGuard()
         self.finalizer: weakref.finalize[..., Loop] | None = None
         """Cleans up if the `with` block of the Healer is never left."""
         self.step = 0
@@ -185,18 +187,24 @@ class Loop:
         self.loaders.notices.clear()
         while True:
             try:
+                self.guard.watch()
                 batch, name = self._next(number)
             except StopIteration:
                 if not self._back_from_the_end():
                     break
                 continue
             finally:
+                self.guard.pause()
                 self._log_skipped(number)
             self._current = number
             self._ids.setdefault(number, []).append(name)
             self._generators = None
             self._batch = batch
-            yield batch
+            self.guard.watch()
+            try:
+                yield batch
+            finally:  # also of a loop that is left by `break`
+                self.guard.pause()
             self.after_step()
             if number == self.loaders.current and self._batches_since_step == _MAX_WITHOUT_STEP:
                 self._warn_no_step()
@@ -206,6 +214,7 @@ class Loop:
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
+        self.guard.pause()
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
@@ -259,6 +268,7 @@ class Loop:
         self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
         self._saves.count(pending.count)
+        self.guard.stepped(self.step)
         if self._survives:
             self.rollbacks.host.after_step()
 
@@ -282,7 +292,9 @@ class Loop:
         return False
 
     def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, ActionRequest | None]]:
+        self.guard.watch()  # reading waits for the device
         for step in self.reader.due(all=all):
+            self.guard.pause()
             # A dispatch may have more or fewer steps than `PendingDispatch.count`.
             correction = self.reader.count_correction()
             self.step += correction
@@ -292,6 +304,8 @@ class Loop:
                 if fields is not None:
                     self.log.trackers.metrics(step.index, record, fields)
             yield step, self.monitor.process(step)
+            self.guard.watch()
+        self.guard.pause()
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
         """Continues after a rollback to `target`; `request` is that of the state check, if any."""

@@ -1,0 +1,69 @@
+"""A training process's sign of life: a few numbers in memory that its guard maps too.
+
+Standard library only: the guard imports this file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+
+SIZE = 4 * 8
+"""Bytes: four int64, each written in one store."""
+
+_SINCE, _LONGEST, _STEPS, _STEP = range(4)
+
+
+class Heartbeat:
+    """The numbers in the memory of a file descriptor of `SIZE` bytes.
+
+    The training process writes them and the guard reads them; neither waits.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._numbers = memoryview(mmap.mmap(descriptor, SIZE)).cast("q")
+
+    # -- the training process -------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """From now on the time counts, from 0."""
+        now = time.monotonic_ns()
+        self._add_to_longest(now)
+        self._numbers[_SINCE] = now
+
+    def pause(self) -> None:
+        """From now on the time does not count."""
+        self._add_to_longest(time.monotonic_ns())
+        self._numbers[_SINCE] = 0
+
+    def stepped(self, step: int) -> None:
+        """Counts an optimizer step; `step` are those of the whole run."""
+        self._numbers[_STEPS] += 1
+        self._numbers[_STEP] = step
+
+    def _add_to_longest(self, now: int) -> None:
+        since = self._numbers[_SINCE]
+        if since and now - since > self._numbers[_LONGEST]:
+            self._numbers[_LONGEST] = now - since
+
+    # -- the guard ------------------------------------------------------------------------------
+
+    @property
+    def since(self) -> int:
+        """CLOCK_MONOTONIC in nanoseconds when the time began to count; 0: it does not count."""
+        return self._numbers[_SINCE]
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time so far that counted and came to an end, in seconds."""
+        return self._numbers[_LONGEST] / 1e9
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of this process."""
+        return self._numbers[_STEPS]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the run, with those of earlier processes."""
+        return self._numbers[_STEP]

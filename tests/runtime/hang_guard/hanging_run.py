@@ -1,0 +1,86 @@
+"""A healed run that hangs, or only takes long: python -m ... HOW FOLDER [RANK WORLD].
+
+With several ranks only rank 1 hangs, and the others wait for it in an all_reduce.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from healcore.runtime.healer import Healer
+
+HANGS_AT = 5
+LIMIT = 1.0
+"""Seconds that a step may take."""
+LONG = 2.5
+"""Seconds that are more, and no hang."""
+
+
+def hang(how: str) -> None:
+    """Never returns, unless it is only slow."""
+    if how == "gil":  # waits for a mutex that it holds itself
+        mutex = ctypes.create_string_buffer(64)
+        lock = ctypes.PyDLL(None).pthread_mutex_lock
+        lock(mutex)
+        lock(mutex)
+    elif how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "slow":
+        time.sleep(LONG)
+    elif how == "sleeps":
+        time.sleep(1000)
+    while how == "python":
+        pass
+
+
+def evaluate() -> None:
+    """Takes long, as an evaluation or a checkpoint does."""
+    time.sleep(LONG)
+
+
+def main(how: str, folder: str, rank: int, world: int) -> None:
+    """Trains 10 steps; at step HANGS_AT it does what `how` says."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    options: dict[str, Any] = {"hang": {"timeout_s": LIMIT, "confirm": world > 1}}
+    if how == "slow":
+        options["mode"] = "observe"
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank,
+                                world_size=world)  # fmt: skip
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with Healer("default", state=state, store=folder, **options) as healer:
+        for number in healer.batches(range(10)):
+            time.sleep(0.05)
+            if number == 0 and how == "healthy":
+                evaluate()  # the first step, which compiles
+            if number == HANGS_AT and (world == 1 or rank == 1):
+                hang(how)
+            loss = model(torch.ones(1, 2)).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            for p in model.parameters():
+                if world > 1:
+                    dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == HANGS_AT and how == "healthy":
+                evaluate()
+        if how == "healthy":
+            evaluate()
+    print("completed")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3], *map(int, sys.argv[3:] or (0, 1)))
