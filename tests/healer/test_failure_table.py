@@ -200,7 +200,7 @@ def network(folder: Path) -> None:
 
 def hang(folder: Path) -> None:
     """A process that waits, holding the GIL, for a lock of its own."""
-    assert started("gil", folder).wait(60) == END
+    assert started("gil", folder).wait(300) == END
 
 
 def unknown(folder: Path) -> None:

@@ -6,6 +6,7 @@ Standard library only: the guard imports this file.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -15,11 +16,13 @@ from pathlib import Path
 from healcore.runtime.hang_guard.process_signals import DUMP, END
 from healcore.runtime.hang_guard.settings import Settings
 
-_DUMP_S = 2.0
+_DUMP_S = 5.0
 """Seconds within which a process that can run at all has written its stacks."""
 _END_S = 5.0
 """Seconds until SIGKILL follows."""
-_LOOK_S = 0.002
+_LOOK_S = 0.003
+_STILL = 4
+"""Looks at which the stacks are the same: they seem to be written to their end."""
 _MOST_TEXT = 200_000
 _DEBUGGERS = ('/bdb.py"', '/pdb.py"', '/pydevd.py"', "/debugpy/")
 
@@ -28,7 +31,8 @@ class WatchedProcess:
     """The parent of this guard."""
 
     def __init__(self, settings: Settings) -> None:
-        self._pid, self._stacks, self._thread = settings.pid, settings.stacks, settings.thread
+        self._pid, self._stacks = settings.pid, settings.stacks
+        self._ident = f"0x{settings.thread:016x}"
         self._handle = os.pidfd_open(self._pid)
         self._poll = select.poll()
         self._poll.register(self._handle, select.POLLIN)
@@ -73,25 +77,27 @@ class WatchedProcess:
         A stopped process is continued for as long as that takes.
         """
         stopped = self.stopped()
-        os.ftruncate(self._stacks, 0)
-        os.lseek(self._stacks, 0, os.SEEK_SET)  # the training process writes at the same offset
+        start = os.fstat(self._stacks).st_size
         self._signal(DUMP)
         if stopped:
             self._signal(signal.SIGCONT)
-        text, until = "", time.monotonic() + _DUMP_S
-        while time.monotonic() < until:
+        text, still, until = "", 0, time.monotonic() + _DUMP_S
+        while still < _STILL and time.monotonic() < until:
             time.sleep(_LOOK_S)
-            before, text = text, os.pread(self._stacks, _MOST_TEXT, 0).decode(errors="replace")
-            if text and text == before:
-                break
+            before, text = text, os.pread(self._stacks, _MOST_TEXT, start).decode(errors="replace")
+            still = still + 1 if self.training_stack(text) and text == before else 0
         if stopped:
             self._signal(signal.SIGSTOP)
         return self._ordered(text)
 
     def training_stack(self, stacks: str) -> str:
-        """The part of `stacks` that is of the thread that trains."""
-        first, _, _ = stacks.partition("\n\n")
-        return first if self._is_training(first) else ""
+        """The frames of the thread that trains, in `stacks`; of a busy process only the first ones.
+
+        Not its first line, which says which thread has handled the signal.
+        """
+        _, header, found = stacks.rpartition(f"hread {self._ident}")
+        frames = itertools.takewhile(lambda line: line.startswith("  "), found.split("\n")[1:])
+        return "\n".join(frames) if header else ""
 
     def in_debugger(self, stacks: str) -> bool:
         """Whether the thread that trains waits for a person's input in a debugger."""
@@ -99,10 +105,7 @@ class WatchedProcess:
 
     def _ordered(self, text: str) -> str:
         threads = [each.strip() for each in text.split("\n\n") if each.strip()]
-        return "\n\n".join(sorted(threads, key=lambda each: not self._is_training(each)))
-
-    def _is_training(self, stack: str) -> bool:
-        return f"hread 0x{self._thread:016x}" in stack.partition("\n")[0]
+        return "\n\n".join(sorted(threads, key=lambda each: self._ident not in each))
 
     # -- its end --------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def started(how: str, folder: Path, *ranks: object) -> subprocess.Popen[str]:
-    """The run, which ends by itself after 90 s at the latest; its output goes to a file."""
+    """The run, which ends by itself after 300 s at the latest; its output goes to a file."""
     module = "tests.runtime.hang_guard.hanging_run"
     name = f"{folder.name}.{'.'.join(map(str, ranks))}.log"
     with folder.with_name(name).open("w") as out:
