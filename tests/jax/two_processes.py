@@ -29,9 +29,10 @@ from healcore import policy as policies
 from healcore.jax import protect
 from healcore.jax.state_transfer import without_heal_state
 from healcore.jax.store import OrbaxStore
-from healcore.jax.store.coordination import CoordinatedRanks, ProcessesApart
+from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.store import StoreError
+from healcore.runtime.store.ranks import RankFailed
 from tests.jax import trained_together
 from tests.jax.processes import ROOT, join, report
 
@@ -92,7 +93,7 @@ def exchanges() -> dict[str, Any]:
         try:
             if rank == 0:  # the other does not take part
                 late.gather("alone")
-        except ProcessesApart as error:
+        except RankFailed as error:
             said.append(str(error))
     return {
         "items": all(

@@ -8,18 +8,14 @@ from typing import Any
 
 import jax
 
-from healcore.core.errors import HealcoreError
 from healcore.runtime.store.errors import StoreError
+from healcore.runtime.store.ranks import RankFailed
 
 _TIMEOUT_S = 1800.0
 """Seconds for which an exchange waits: rank 0 may be writing a large checkpoint. The same as a
 group of torch has by default. A process that has died is noticed earlier, by JAX's heartbeats."""
 
 _numbers = itertools.count()
-
-
-class ProcessesApart(HealcoreError, TimeoutError):
-    """Another process has not come to an exchange within its time."""
 
 
 class CoordinatedRanks:
@@ -47,13 +43,13 @@ class CoordinatedRanks:
         self._timeout_s = timeout_s
         self._prefix = f"healcore/{next(_numbers)}"
         self._exchanges = 0
-        self._apart: ProcessesApart | None = None
+        self._apart: RankFailed | None = None
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, on every rank.
 
         Raises:
-            ProcessesApart: a process has not come in time, to this exchange or to an earlier one.
+            RankFailed: a process has not come in time, to this exchange or to an earlier one.
         """
         if self._apart is not None:  # the others may be at that exchange still, or beyond it
             raise self._apart
@@ -74,7 +70,7 @@ class CoordinatedRanks:
                 self._key(number, rank), round(self._timeout_s * 1000)
             )
         except jax.errors.JaxRuntimeError as error:
-            self._apart = ProcessesApart(
+            self._apart = RankFailed(
                 f"process {rank} of {self.world} has not come to an exchange within "
                 f"{self._timeout_s:g} s ({str(error).splitlines()[0]:.200}): is it alive, and does "
                 "every process run the same program?"
