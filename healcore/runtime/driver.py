@@ -25,6 +25,11 @@ class PendingDispatch(Protocol):
 
     count: int
     """Expected number of steps; the result of `steps` has the actual number."""
+    vote_requested: bool
+    """Whether a rank had asked for a vote before its last step (`Driver.request_vote`).
+
+    The same on every rank; known once `steps` was called.
+    """
 
     def steps(self) -> list[list[StepRecord]]:
         """The records of each step, oldest first. Waits if they have not arrived yet.
@@ -107,6 +112,14 @@ class Driver(Protocol):
 
     def poll_step(self) -> PendingDispatch | None:
         """The dispatch since the last call, its copy to the host started; None: there was none."""
+        ...
+
+    def request_vote(self, wanted: bool) -> bool:
+        """Marks the steps from now on for all ranks, or with False no more, without a message more.
+
+        Returns whether it can: the mark travels with what the ranks exchange at each step anyway,
+        and comes back as `PendingDispatch.vote_requested`. Also called by a handler of signals.
+        """
         ...
 
     def may_save(self) -> bool:

@@ -124,6 +124,10 @@ class JaxDriver:
         """Names an array of the optimizers whose first value is not known."""
         return moments.obstacle(self._accessor.read(), [each.path for each in self._engines])
 
+    def request_vote(self, wanted: bool) -> bool:
+        """False: the processes exchange nothing of healcore's at a step."""
+        return False
+
     def may_save(self) -> bool:
         """False during an accumulation by optax.MultiSteps; reads the device then."""
         return self._layout.between_steps(self._accessor.read())

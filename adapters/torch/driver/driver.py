@@ -74,6 +74,7 @@ class TorchDriver:
         self._statistics = BatchStatistics(self._state, self.healings)
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
+        self._wants_vote = False
         self._polled_steps = 0
         self._untracked = UntrackedOptimizers(self._state, self.healings, self.warnings.append)
 
@@ -156,11 +157,19 @@ class TorchDriver:
         entries = self._pending.take()
         if not entries:
             return None
-        step = PendingStep(entries, self._ranks_to_compare)
+        step = PendingStep(entries, self._ranks_to_compare, lambda: self._wants_vote)
         self._polled_steps += 1
         if self._polled_steps == WITHOUT_LOSS:
             self._warn_of_missing_losses()
         return step
+
+    def request_vote(self, wanted: bool) -> bool:
+        """A bit in the all_reduce of each optimizer that all ranks of the run step together."""
+        self._wants_vote, everyone = wanted, len(self._members)
+        for healing in self.healings.values():
+            all_reduce = healing.hooks.all_reduce
+            all_reduce.requests_vote = wanted and all_reduce.world == everyone
+        return True
 
     def may_save(self) -> bool:
         """Whether no optimizer has gradients that it has not stepped with.

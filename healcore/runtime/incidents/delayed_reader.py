@@ -34,6 +34,8 @@ class StepResult(NamedTuple):
     """One per engine, or more if an engine judged several times within the step."""
     batches: tuple[BatchId, ...]
     batch: Any = None
+    vote_requested: bool = False
+    """See `PendingDispatch.vote_requested`; of the last step of a dispatch."""
 
 
 class DelayedReader:
@@ -83,7 +85,11 @@ class DelayedReader:
             # Accumulated batches belong to the update that their gradients go into.
             self._accumulated = () if any(each.judged for each in records) else batches
             yield StepResult(
-                dispatch.index + i, records, () if self._accumulated else batches, dispatch.batch
+                dispatch.index + i,
+                records,
+                () if self._accumulated else batches,
+                dispatch.batch,
+                dispatch.pending.vote_requested and i == len(steps) - 1,
             )
 
     def clear(self) -> None:

@@ -240,7 +240,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
 
     # A rank that ends alone, or a step before the others, must not wait for them.
     completed = ending == Ending.COMPLETED
-    saved, together = True, completed or loop.ranks.world == 1
+    saved, together = True, completed or loop.ends_together or loop.ranks.world == 1
     if completed:
         attempt("the last steps could not be read", loop.read_remaining)
     if together and isinstance(error, Terminated):  # in a wait of `healer.retrying`, say
@@ -250,7 +250,8 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         attempt("the fault could not be dealt with", partial(_answer, loop, fault, error))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state half changed.
-        save = partial(loop.save_last, completed=completed)
+        waiting = loop.waiting_batches()
+        save = partial(loop.last_state.save, loop.step, waiting, completed=completed)
         saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", loop.checkpoints.wait)
     not_saved = None
@@ -261,7 +262,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     if together:
         attempt("checkpoints on probation", lambda: loop.checkpoints.finish(loop.ledger, loop.step))
         attempt("the last saves", loop.checkpoints.nonfinite_checkpoints)
-    attempt("the journal", lambda: loop.write_ending(ending))
+    attempt("the journal", lambda: _write_ending(loop, ending))
     for problem in problems:
         loop.warn(problem)
     attempt("trackers", loop.log.trackers.drain)
@@ -271,7 +272,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         loop.termination.stop,
         loop.checkpoints.close,
         loop.driver.close,
-        loop.release,
+        partial(release, loop),
         lambda: [loop.log.warning(each) for each in loop.log.trackers.close()],
         loop.log.detach_console,
         loop.metrics.close,
@@ -289,7 +290,7 @@ def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
     alone = loop.ranks.world == 1 and not isinstance(loop.checkpoints.store, SnapshotStore)
     if alone and "save" in loop.policy.answers(fault.cause):
         try:
-            why_not = loop.save_emergency()
+            why_not = _save_emergency(loop)
         except Exception as problem:  # a step in JAX that failed may have donated the state
             why_not = f"{type(problem).__name__}: {problem}"
         answer = None if why_not else "save"
@@ -297,6 +298,14 @@ def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
     loop.faults.report(fault, f"the loop raised {what:.300}", answer=answer)
     if why_not:
         loop.warn(f"no checkpoint was saved at the exception: {why_not}")
+
+
+def _save_emergency(loop: Loop) -> str:
+    """Saves the state after the last complete step; returns why not, or ""."""
+    if not loop.take_last_step():
+        return "the exception interrupted the optimizer's update"
+    loop.read_last_steps()
+    return loop.last_state.save_emergency(loop.step, loop.waiting_batches())
 
 
 def _last_state_lost(loop: Loop, saved: bool) -> bool:
@@ -320,6 +329,20 @@ def _not_saved(loop: Loop, problems: list[str]) -> str:
         f"healcore: the loop has ended at step {loop.step}, and its last state is not saved "
         f"({why}). Remove the cause and start the program again: it {target}"
     )
+
+
+def _write_ending(loop: Loop, ending: Ending) -> None:
+    """Writes to the journal how the process ended; without it, the process was killed."""
+    loop.journal.state.ending = ending
+    loop.rollbacks.write_journal(loop.step)
+
+
+def release(loop: Loop) -> None:
+    """Releases the store's directory; the finalizer is no longer needed."""
+    if loop.finalizer is not None:
+        loop.finalizer.detach()
+    if loop.claim is not None:
+        loop.claim.release()
 
 
 def _write_end(loop: Loop, ending: Ending, error: BaseException | None, fault: Cause) -> None:
