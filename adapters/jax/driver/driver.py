@@ -222,6 +222,9 @@ class JaxDriver:
         """Exchanges between the processes of this run."""
         return JaxRanks() if jax.process_count() > 1 else Alone()
 
+    def meeting(self) -> None:
+        """None: processes that end at different moments do not find each other."""
+
     def generators(self) -> None:
         """None: JAX has no global generators; the state holds its keys."""
 

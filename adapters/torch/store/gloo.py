@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,18 @@ class GlooRanks:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
+
+    def renew(self, seconds: float) -> None:
+        """Replaces the group by a new one, whose exchanges raise after so many seconds.
+
+        For ranks whose old group is unusable because one of them has left it. Collective.
+        """
+        self.group = dist.new_group(
+            dist.get_process_group_ranks(self.group),
+            backend="gloo",
+            timeout=timedelta(seconds=seconds),
+            use_local_synchronization=True,
+        )
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, on every rank."""

@@ -13,7 +13,7 @@ from healcore.core.verdict import Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import Driver, PendingDispatch
+from healcore.runtime.driver import Driver, Meeting, PendingDispatch
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
@@ -65,6 +65,8 @@ class Loop:
     loss_fn: Callable[..., Any] | None
     claim: Claim | None
     """On the store's directory."""
+    meeting: Meeting | None
+    """See `Driver.meeting`; None for one process."""
 
     def __post_init__(self) -> None:
         policy, driver, ranks, ledger = self.policy, self.driver, self.ranks, self.ledger
@@ -154,7 +156,7 @@ class Loop:
             saves=self._saves,
             log=self.log,
             # Whether a save before an exception ends the run is of use.
-            exact=ranks.world == 1 and not memory_only,
+            exact=not memory_only and (ranks.world == 1 or self.meeting is not None),
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
@@ -355,6 +357,13 @@ class Loop:
         """Reads the steps that were not read yet; what they request is not carried out."""
         for _ in self._process_due(all=True):
             pass
+
+    def has_unread_alarm(self) -> bool:
+        """Whether one of the last steps, not read yet, has a cause; reads nothing more than that.
+
+        To process such a step is collective.
+        """
+        return self.reader.any_unread(lambda records: any(each.cause for each in records))
 
     def waiting_batches(self) -> dict[int, BatchId]:
         """Number of a loader -> its first batch since the last step, which waits for the next."""
