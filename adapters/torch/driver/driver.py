@@ -73,6 +73,7 @@ class TorchDriver:
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
         self._all_stepped = False
         self._statistics = BatchStatistics(self._state, self.healings)
+        self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
         self._wants_vote = False
         self._polled_steps = 0
@@ -185,8 +186,15 @@ class TorchDriver:
 
     def gradient_window(self) -> GradientWindow:
         """The gradients since the last step, of all optimizers."""
-        scaler = live_state.scaler(self._state)
-        return GradientWindow(self._accumulations, self.healings.values(), self._statistics, scaler)
+        window = GradientWindow(
+            self._accumulations,
+            self.healings.values(),
+            self._statistics,
+            live_state.scaler(self._state),
+            [each for each in self._state.values() if isinstance(each, nn.Module)],
+        )
+        self._windows.append(window)
+        return window
 
     def interrupted(self) -> bool:
         """Whether an `optimizer.step()` has begun and not ended."""
@@ -304,6 +312,8 @@ class TorchDriver:
         """Removes hooks and handles; those of an earlier `attach` stay."""
         self._untracked.close()
         self._statistics.close()
+        for window in self._windows:
+            window.close()
         for accumulation in self._accumulations:
             accumulation.close()
         for healing in self.healings.values():

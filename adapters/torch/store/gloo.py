@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from healcore.runtime.store.errors import StoreError
@@ -51,6 +52,25 @@ class GlooRanks:
         items: list[Any] = [None] * self.world
         dist.all_gather_object(items, item, group=self.group)
         return items
+
+    def largest(self, values: Sequence[int], seconds: float | None = None) -> list[int]:
+        """The largest of each value (0 to 255) over the ranks: one `all_reduce` of a byte for each.
+
+        Args:
+            values: as many on every rank.
+            seconds: to wait for the others; None: the group's time-out.
+
+        Raises:
+            RuntimeError: a rank has left, or did not come in time.
+        """
+        found = torch.tensor(values, dtype=torch.uint8)
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None  # this rank is in the group
+        if seconds is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=seconds))
+        return found.tolist()
 
 
 def initialized() -> bool:
