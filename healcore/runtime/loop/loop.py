@@ -243,11 +243,10 @@ class Loop:
         outcome = self.votes.hold(self.step)
         if outcome is None:
             return
+        self.ends_together = outcome.weight >= Weight.END
         if outcome.weight is Weight.STOP:
-            self.ends_together = True
             self._executor.stop(self.step, outcome.why)
         if outcome.weight is Weight.END:
-            self.ends_together = True
             raise exit_for(outcome.signal or signal.SIGTERM)
         if outcome.weight is Weight.SAVE:
             self.save("requested")
@@ -353,10 +352,9 @@ class Loop:
             self._push(pending)
         return True
 
-    def read_last_steps(self) -> None:
+    def read_last_steps(self) -> list[tuple[StepResult, ActionRequest | None]]:
         """Reads the steps that were not read yet; what they request is not carried out."""
-        for _ in self._process_due(all=True):
-            pass
+        return list(self._process_due(all=True))
 
     def has_unread_alarm(self) -> bool:
         """Whether one of the last steps, not read yet, has a cause; reads nothing more than that.
@@ -409,7 +407,7 @@ class Loop:
             self._warn_no_step()
         if self.step == self._resumed_at:
             self.warn(f"no step was taken: the data had been used up at step {self.step}")
-        for step, request in self._process_due(all=True):
+        for step, request in self.read_last_steps():
             if request is not None:
                 what = ", ".join(names(request.action))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
