@@ -14,7 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.experimental import xla_metadata
+
+try:
+    from jax.experimental.xla_metadata import set_xla_metadata
+except ImportError:  # experimental: another release may not have it
+    set_xla_metadata = None
 
 Result = TypeVar("Result")
 
@@ -32,13 +36,13 @@ def one_kernel(function: Callable[..., Result], *args: Any) -> Result:
         args: pytrees of arrays.
     """
     # Without jit (under `vmap` alone, say) a call would be compiled at every step.
-    if not isinstance(jnp.zeros(()), Tracer):
+    if set_xla_metadata is None or not isinstance(jnp.zeros(()), Tracer):
         return function(*args)
     call = jax.jit(function)  # of one trace for both branches
 
     def marked(*args: Any) -> Result:
         (first, *others), structure = jax.tree.flatten(call(*args))
-        found: Any = xla_metadata.set_xla_metadata(first, **_HINT)  # on the call that made it
+        found: Any = set_xla_metadata(first, **_HINT)  # on the call that made it
         if not isinstance(found, jax.Array):  # older releases of JAX have no hints on values
             found = first
         return jax.tree.unflatten(structure, [found, *others])

@@ -14,7 +14,7 @@ import optax
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.detectors import nonfinite
 from healcore.core.engine import Engine, EngineConfig, RuleConfig
-from healcore.core.verdict import Cause, Decision
+from healcore.core.verdict import NONFINITE, Decision
 from healcore.jax import gradients
 from healcore.jax import state as heal_state
 from healcore.jax.commit import step_or_keep
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
 
 OnSkip = Literal["zero", "nan"]
-_NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+_NONFINITE = int(NONFINITE)
 _TARGETS = ("reciprocal", "mean", "max")
 
 

@@ -78,7 +78,7 @@ def attach(
 
     Raises:
         AttachError: not an optimizer, already attached, no parameters, an unknown value of an
-            option, or meshes that do not tell who steps together. Nothing has changed then.
+            option, or meshes that do not show who steps together. Nothing has changed then.
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
     from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic

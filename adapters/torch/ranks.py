@@ -1,7 +1,7 @@
 """`StepRanks`: the ranks that take each step together, and which of them hold the same parameters.
 
 Both are known from the parameters: a DTensor names its device mesh and its placements, and a plain
-tensor is taken for a copy, as under DistributedDataParallel. What the parameters cannot tell, the
+tensor is taken for a copy, as under DistributedDataParallel. What the parameters cannot show, the
 group of a run that shares its program with another one, or the stages of a pipeline, is given.
 """
 
@@ -33,7 +33,7 @@ class StepRanks:
             default the dimension "pp" of the mesh that the parameters' meshes are parts of.
 
     Raises:
-        AttachError: the parameters do not tell the group, or do not fit the one that is given.
+        AttachError: the parameters do not show the group, or do not fit the one that is given.
     """
 
     def __init__(self, params: Sequence[Tensor], group: Any = "auto", pp_mesh: Any = None) -> None:
@@ -177,7 +177,7 @@ def _group_of(params: Sequence[Tensor]) -> Any:
         if not set(ranks) <= set(largest):
             raise AttachError(
                 f"parameters are on unrelated meshes, of ranks {[*largest]} and of {[*ranks]}, "
-                "which do not tell who steps together: pass process_group=, a group or a mesh of "
+                "which do not show who steps together: pass process_group=, a group or a mesh of "
                 "all ranks that do, or build both meshes as parts of one"
             )
     return dist.group.WORLD if len(largest) == everyone else _group_of_mesh(found[largest])

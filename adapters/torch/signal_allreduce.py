@@ -5,7 +5,7 @@ only that rank would skip. Of sharded gradients each rank has its own. So all si
 through one `all_reduce` first, of eight float64:
 
     loss, update norm, eval loss    sums over the ranks that have them
-    overflows, eval losses          counts, in one number
+    overflows, eval losses, votes   counts, in one number
     decision, its square            of the step before: 16 bits of it, to notice ranks that differ
     squared gradient norm           the sum is the squared global norm, or ranks times it
     losses, update norms, gradients counts, in one number
@@ -48,6 +48,10 @@ class SignalAllReduce:
         """What this rank adds to the counts, on the device, by their number."""
         self._scales = torch.tensor([1, _MOST, _MOST**2], dtype=torch.float64).to(home)
         self._differs: tuple[AsyncCopy, str] | None = None
+        self.requests_vote = False
+        """Whether this rank asks all for a vote, with every step until it is False again."""
+        self.last_marks: AsyncCopy | None = None
+        """(3,) float64 of the last step: the number with the votes, and what `differs` reads."""
 
     @property
     def world(self) -> int:
@@ -64,11 +68,12 @@ class SignalAllReduce:
         """
         if self._differs is not None and self._differs[0].has_arrived():
             differs, self._differs = self._differs, None
-            _raise_if(*differs)
+            self._raise_if(*differs)
         sums = self._summed(self._packed(measured, last))
-        differs = AsyncCopy(self.world * sums[5] != sums[4] * sums[4]), _why(last)
+        self.last_marks = AsyncCopy(sums[3:6])
+        differs = self.last_marks, _why(last)
         if self._home.type == "cpu":
-            _raise_if(*differs)
+            self._raise_if(*differs)
         elif self._differs is None:
             self._differs = differs
         counts = torch.remainder(torch.floor(sums[7] / self._scales), _MOST)
@@ -82,17 +87,19 @@ class SignalAllReduce:
             on_host = counts.cpu().numpy()
             found = {name for name, count in zip(_COUNTED, on_host, strict=True) if count}
         loss, update = means.to(torch.float32).unbind()
-        overflows, evals = sums[3], None
+        overflows = evals = None
+        if measured.found_inf is not None:
+            overflows = torch.remainder(sums[3], _MOST).to(torch.float32)
         if measured.eval_loss is not None:
-            overflows = torch.remainder(sums[3], _MOST)
-            evals = (sums[2] / torch.floor(sums[3] / _MOST)).to(torch.float32)
+            count = torch.remainder(torch.floor(sums[3] / _MOST), _MOST)
+            evals = (sums[2] / count).to(torch.float32)
         return measured._replace(
             loss=loss if "loss" in found else None,
             update_norm=update if "update_norm" in found else None,
             grad_norm=norms[0] if "grad_norm" in found else None,
             group_norms=None if measured.group_norms is None else norms[1:],
             eval_loss=evals,
-            found_inf=None if measured.found_inf is None else overflows.to(torch.float32),
+            found_inf=overflows,
             squares=None,
         )
 
@@ -134,6 +141,8 @@ class SignalAllReduce:
         if counts not in self._counts:
             number = torch.tensor([counts], dtype=torch.float64)
             self._counts[counts] = number.to(self._home)
+        if self.requests_vote:
+            head[3] += float(_MOST**2)
         mark = self._mark(last)
         return torch.cat([head, mark, squares[:1], self._counts[counts], squares[1:]])
 
@@ -148,6 +157,11 @@ class SignalAllReduce:
             folded = values.to(torch.float32).view(torch.int32)
             bits = ((folded ^ (folded >> 16)) & 0xFFFF).to(torch.float64)
         return torch.stack([bits, bits * bits])
+
+    def _raise_if(self, marks: AsyncCopy, why: str) -> None:
+        _, bits, squares = marks.read()
+        if self.world * squares != bits * bits:
+            raise RanksDisagreeError(why)
 
     def _summed(self, packed: Tensor) -> Tensor:
         """The sum over the ranks, float64."""
@@ -171,9 +185,9 @@ def _why(last: Decision | None) -> str:
     )
 
 
-def _raise_if(differs: AsyncCopy, why: str) -> None:
-    if differs.read():
-        raise RanksDisagreeError(why)
+def requests_vote(marks: AsyncCopy | None) -> bool:
+    """Whether any rank asked for a vote, by the `last_marks` of a step; waits for the copy."""
+    return marks is not None and bool(marks.read()[0] >= _MOST**2)
 
 
 def _reduction_device(group: Any, home: torch.device) -> torch.device:

@@ -26,6 +26,10 @@ class Cause(enum.IntFlag):
     UNKNOWN = 1 << 20
 
 
+NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+"""Either of the causes of a step that is not finite."""
+
+
 class Action(enum.IntFlag):
     """What the host is asked to do. A skip is none: the device does it, see `Decision.skip`."""
 

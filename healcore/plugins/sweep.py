@@ -20,7 +20,7 @@ import numpy as np
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import EngineConfig, incident, rules, skip_limit
 from healcore.core.signals import Signals, observe
-from healcore.core.verdict import Action, Cause, Reading
+from healcore.core.verdict import NONFINITE, Action, Reading
 from healcore.plugins.rows import SignalLayout
 
 WORD = 32
@@ -29,8 +29,7 @@ WORD = 32
 Place = tuple[str | int, ...]
 """The path from an `EngineConfig` to a number: names of fields and detectors, indices of rules."""
 
-_NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
-_ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
+_NONFINITE = int(NONFINITE)
 
 
 class PackedRows(NamedTuple):
@@ -135,13 +134,13 @@ def _put(tree: Any, place: Place, number: Any) -> Any:
 
 def trimmed(config: EngineConfig) -> EngineConfig:
     """The policy without the parts that change neither an order nor a skip."""
-    trouble = _trouble(config)
+    trouble = incident.causes(config)
     return config._replace(
         clip=None,
         detectors=tuple(
             (name, each) for name, each in config.detectors if int(CAUSES[name]) & trouble
         ),
-        rules=tuple(rule for rule in config.rules if rule.skip or rule.action & _ACTS),
+        rules=tuple(rule for rule in config.rules if rule.skip or rule.action & incident.ACTS),
     )
 
 
@@ -193,7 +192,7 @@ def step(
     skips, skip, _ = skip_limit.update_soft(
         config.max_skips, state.skips, wished, softened, seen, xp=xp
     )
-    trouble = _trouble(config)
+    trouble = incident.causes(config)
     heard = lambda causes: (  # noqa: E731
         _heard(readings, causes, False, never) | _heard(readings, causes, True, never)
     )
@@ -227,12 +226,3 @@ def _heard(readings: Mapping[str, Reading], causes: int, sustained: bool, never:
             hit = reading.sustained if sustained else reading.alarm
             heard = heard | (hit & ((reading.cause & causes) != 0))
     return heard
-
-
-def _trouble(config: EngineConfig) -> int:
-    """Causes that open an incident: those that some rule acts on."""
-    mask = _NONFINITE
-    for rule in config.rules:
-        if rule.skip or rule.action & _ACTS:
-            mask |= rule.causes
-    return mask

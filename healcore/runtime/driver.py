@@ -7,7 +7,7 @@ Healer chooses the checkpoint, keeps budgets and learning rate, and determines w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from healcore import adapter_registry
@@ -25,12 +25,56 @@ class PendingDispatch(Protocol):
 
     count: int
     """Expected number of steps; the result of `steps` has the actual number."""
+    vote_requested: bool
+    """Whether a rank had asked for a vote before its last step (`Driver.request_vote`).
+
+    The same on every rank; known once `steps` was called.
+    """
 
     def steps(self) -> list[list[StepRecord]]:
         """The records of each step, oldest first. Waits if they have not arrived yet.
 
         A step has one record per engine, or more if an engine judged several times within it.
         """
+        ...
+
+
+class Meeting(Protocol):
+    """How the ranks of a run find each other at its end, where no collective is safe.
+
+    One has raised, and the others wait for it in a collective, or are a step behind. Every wait
+    has a limit.
+    """
+
+    def post(self, item: Any) -> None:
+        """Leaves this rank's item (picklable) for the others."""
+        ...
+
+    def posted(self) -> bool:
+        """Whether any rank has posted: it does not take part in collectives any more."""
+        ...
+
+    def lost_peer(self, error: BaseException | None) -> bool:
+        """Whether this error says that a connection to another rank has broken.
+
+        If no rank has posted then, that rank was killed, and nobody need wait for it.
+        """
+        ...
+
+    def interrupt_others(self) -> None:
+        """Makes ranks raise that wait for this one. Old groups are unusable afterwards."""
+        ...
+
+    def collect(self, seconds: float) -> list[tuple[int, Any] | None]:
+        """Every rank's item, and its place in the order of posting; None: it has not come."""
+        ...
+
+    def all_ready(self, seconds: float) -> bool:
+        """Whether every rank calls this within so many seconds, and all may exchange again."""
+        ...
+
+    def renew(self, ranks: Sequence[Ranks], seconds: float) -> None:
+        """Makes these usable again, for exchanges that raise after so many seconds. Collective."""
         ...
 
 
@@ -113,6 +157,14 @@ class Driver(Protocol):
         """From now on calls `call` after each optimizer step, without waiting for the device."""
         ...
 
+    def request_vote(self, wanted: bool) -> bool:
+        """Marks the steps from now on for all ranks, or with False no more, without a message more.
+
+        Returns whether it can: the mark travels with what the ranks exchange at each step anyway,
+        and comes back as `PendingDispatch.vote_requested`. Also called by a handler of signals.
+        """
+        ...
+
     def may_save(self) -> bool:
         """False within an accumulation: a checkpoint does not hold accumulated gradients."""
         ...
@@ -179,6 +231,10 @@ class Driver(Protocol):
 
     def ranks(self) -> Ranks:
         """The processes of this run."""
+        ...
+
+    def meeting(self) -> Meeting | None:
+        """How ranks meet that end at different moments; None: they cannot. All ranks call it."""
         ...
 
     def generators(self) -> Generators | None:

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Action, Cause, names
+from healcore.core.verdict import NONFINITE, Action, Cause, names
 
 _MAX_INCIDENTS = 1000
 """Incidents kept; the oldest are dropped."""
-_NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 
 
 class PastRollback(NamedTuple):
@@ -51,7 +50,7 @@ class IncidentRecord:
     @property
     def only_skips(self) -> bool:
         """Whether each of its steps was skipped as not finite: nothing has changed in them."""
-        return self.skips == self.alarms and not Cause(self.cause) & ~_NONFINITE
+        return self.skips == self.alarms and not Cause(self.cause) & ~NONFINITE
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Ledger:
             return None
         self.unhealthy.append(index)
         skip = any(each.skip for each in records)
-        incident = self._current(index, records, skip and not Cause(cause) & ~_NONFINITE)
+        incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
         incident.last = index
         incident.cause |= cause
         for name in names(Cause(cause)):

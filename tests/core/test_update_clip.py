@@ -173,7 +173,7 @@ def test_numpy_jax_and_torch_agree_bit_for_bit():
     change = np.asarray(trace.change_expected)
     skipped = np.random.default_rng(9).random(norms.shape) < 0.05
 
-    def one(state: Any, norm: Any, restart: Any, skip: Any, xp: Any) -> Any:
+    def one(state: Any, norm: Any, restart: Any, skip: Any, *, xp: Any) -> Any:
         signals = Signals(grad_norm=norm, change_expected=restart)
         state, _ = engine.step(state, signals, xp=xp)
         return engine.clip_update(state, norm, skip, xp=xp)
@@ -181,13 +181,13 @@ def test_numpy_jax_and_torch_agree_bit_for_bit():
     def in_numpy() -> list[np.ndarray]:
         state, out = engine.init(batch=(8,)), []
         for row in zip(norms, change, skipped, strict=True):
-            state, scale = one(state, *row, np)
+            state, scale = one(state, *row, xp=np)
             out.append(scale)
         return out
 
     def in_jax() -> list[np.ndarray]:
         state, out = jax.tree.map(jnp.asarray, engine.init(batch=(8,))), []
-        step = jax.jit(lambda *args: one(*args, jax_namespace))
+        step = jax.jit(lambda *args: one(*args, xp=jax_namespace))
         for row in zip(norms, change, skipped, strict=True):
             state, scale = step(state, *map(jnp.asarray, row))
             out.append(np.asarray(scale))

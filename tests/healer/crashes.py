@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from healcore.runtime.loop.lifecycle import release
+
 
 class Crash(BaseException):
     """Stands for the kill: not caught, and no cleanup runs after it; see `crashing`."""
@@ -16,7 +18,7 @@ def end_without_log(run: Any, error: BaseException | None) -> None:
     run.checkpoints.wait()
     run.termination.stop()
     run.driver.close()
-    run.release()
+    release(run)
     run.log.detach_console()
     assert error is None or isinstance(error, Crash)
 

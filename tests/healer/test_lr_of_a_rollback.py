@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,10 +26,11 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+    events_path = tmp_path / "run.events.jsonl"
     healer = Healer(
         "default",
         state={"model": net, "optimizer": optimizer, "schedule": schedule},
-        events=tmp_path / "run.events.jsonl",
+        events=events_path,
         save_every=5,
         respond=[
             {"to": ["nonfinite"], "do": ["skip"]},
@@ -38,6 +41,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     )
     rates = {}
     with healer:
+        driver: Any = healer.driver
         for batch in healer.batches([torch.randn(8, 4) for _ in range(70)]):
             optimizer.zero_grad()
             loss = ((net(batch) - batch.sum(1, keepdim=True)) ** 2).mean()
@@ -46,7 +50,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
             healer.observe(loss)
             loss.backward()
             optimizer.step()
-            decision = healer.driver.healings["optimizer"].last_decision()
+            decision = driver.healings["optimizer"].last_decision()
             rates[healer.step] = optimizer.param_groups[0]["lr"] * float(decision.lr_scale)
             schedule.step()
         (done,) = healer.run_end().rollbacks
@@ -56,15 +60,16 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
     assert rates[1] == pytest.approx(RATE * warm_up(1)), "and the first ones their schedule's"
 
-    events = [record(each)[0] for each in read(healer.events.path).events]
+    events = [record(each)[0] for each in read(events_path).events]
     (back,) = (each for each in events if each.kind == "rollback")
     assert (back.lr, back.lr_limit, back.lr_scale) == (done.lr, done.lr_limit, 1.0)
     first, second = (each for each in events if each.kind == "lr")
     assert (first.step, first.action, first.lr_scale) == (37, ["CUT_LR"], CUT)
     assert (second.action, second.lr_scale_before) == (None, 1.0)
+    assert isinstance(second.step, int)
     assert RATE * warm_up(second.step - 1) < limit < RATE * warm_up(second.step)
     run = Run()
-    for each in read(healer.events.path).events:
+    for each in read(events_path).events:
         run.add(each)
     assert run.cuts == 1
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from healcore.runtime.events import read
-from tests.healer.two_ranks import BAD, HOOKS, ODD, SECONDS
+from tests.healer.two_ranks import BAD, ENDS, HOOKS, ODD, SECONDS, TOLD
 
 REPOSITORY = Path(__file__).parents[2]
-SCENARIOS = [*ODD, *HOOKS]
+SCENARIOS = [*ODD, *HOOKS, *ENDS]
 
 
 class Pair:
@@ -81,3 +81,33 @@ def test_a_milder_hook_on_one_rank_changes_nothing(pair):
     logged = pair.result("milder")
     assert logged["stopped"] is None
     assert logged["rollbacks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("scenario", "stopped", "ending"),
+    [
+        ("terminated", "exit status 143", "signal"),
+        ("interrupted", "exit status 130", "interrupted"),
+    ],
+)
+def test_a_signal_to_one_rank_ends_both_at_one_step_with_its_save(scenario, stopped, ending, pair):
+    """The signal comes within step TOLD, whose mark is read a step later."""
+    logged = pair.result(scenario)
+    assert (logged["stopped"], logged["step"]) == (stopped, TOLD + 2)
+    events = read(pair.root / scenario / "run.events.jsonl").events
+    vote = next(e for e in events if e["kind"] == "vote")
+    assert (vote["step"], vote["outcome"]) == (TOLD + 2, "end")
+    assert [each["rank"] for each in vote["of_ranks"]] == [1]
+    assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [TOLD + 2]
+    assert (events[-1]["kind"], events[-1]["ending"]) == ("end", ending)
+
+
+def test_the_gravest_proposal_is_carried_out_by_all(pair):
+    logged = pair.result("proposed")
+    assert (logged["stopped"], logged["step"]) == ("the device has failed", BAD + 2)
+    events = read(pair.root / "proposed" / "run.events.jsonl").events
+    saved, stopped = (e for e in events if e["kind"] == "vote")
+    assert (saved["step"], saved["outcome"]) == (TOLD + 2, "save")
+    requested = [e["step"] for e in events if e["kind"] == "save" and e["why"] == "requested"]
+    assert requested == [TOLD + 2]
+    assert [each["outcome"] for each in stopped["of_ranks"]] == ["report", "stop"]

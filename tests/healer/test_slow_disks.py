@@ -14,7 +14,7 @@ from healcore.jax import store as jax_stores
 from healcore.runtime.checkpoints import manager, wait_limit
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.last_state import LastState
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
@@ -43,16 +43,16 @@ class Gates:
         wait, roll_back, save_last = (
             CheckpointManager.wait,
             RollbackManager.roll_back,
-            Loop.save_last,
+            LastState.save,
         )
 
         def waits(checkpoints: Any) -> None:
             self.open(True)
             wait(checkpoints)
 
-        def ends(run: Any, **options: Any) -> None:
+        def ends(last: Any, *args: Any, **options: Any) -> None:
             self.open(True)
-            save_last(run, **options)
+            save_last(last, *args, **options)
 
         def goes_back(rollbacks: Any, request: Any) -> Any:
             result = roll_back(rollbacks, request)  # begins with `wait`
@@ -61,7 +61,7 @@ class Gates:
 
         monkeypatch.setattr(CheckpointManager, "wait", waits)
         monkeypatch.setattr(RollbackManager, "roll_back", goes_back)
-        monkeypatch.setattr(Loop, "save_last", ends)
+        monkeypatch.setattr(LastState, "save", ends)
         monkeypatch.setattr(manager, "MAX_WAIT", float("inf"))
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
             self._hold_up(monkeypatch, kind, writes, proofs)

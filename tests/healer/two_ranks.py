@@ -8,6 +8,8 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.loop.termination import Interrupted, RunStopped, Terminated
+from healcore.runtime.loop.votes import Proposal, Weight
 from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
@@ -26,7 +29,9 @@ from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.training_loops import Faults, rules
 
 BAD = 23
-SECONDS = 600
+TOLD = 21
+"""Step of a proposal; the ranks vote two steps later, between two regular saves."""
+SECONDS = 60
 """After which a rank that waits for the other one shows where, and ends."""
 
 
@@ -72,6 +77,31 @@ HOOKS: dict[str, Any] = {
 """Scenario -> each rank's hook."""
 
 
+def terminate(healer: Healer, number: int) -> None:
+    """This rank alone is told to end."""
+    if number == TOLD:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt(healer: Healer, number: int) -> None:
+    """Ctrl-C on this rank."""
+    if number == TOLD:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def propose(healer: Healer, number: int) -> None:
+    """Several proposals of different weight, the gravest on this rank."""
+    if number == TOLD:
+        healer._live.votes.propose(Proposal(Weight.SAVE, "a good moment"))
+    if number == BAD:
+        healer._live.votes.propose(Proposal(Weight.REPORT, "a slow disk"))
+        healer._live.votes.propose(Proposal(Weight.STOP, "the device has failed"))
+
+
+ENDS: dict[str, Any] = {"terminated": terminate, "interrupted": interrupt, "proposed": propose}
+"""Scenario -> what happens to rank 1 before a step, which ends the run on both."""
+
+
 def run(scenario: str, root: Path) -> dict[str, Any]:
     """One whole healed run."""
     rank = dist.get_rank()
@@ -79,7 +109,8 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    faults, odd = Faults(always=[BAD]), ODD.get(scenario)
+    faults = Faults(always=[] if scenario in ENDS else [BAD])
+    odd = ENDS.get(scenario) or ODD.get(scenario)
     options: dict[str, Any] = {"store": root / "store", "events": root / "run.events.jsonl"}
     if scenario == "without a disk":
         options["store"] = TorchMemoryStore(Keep(good=3, candidates=3, quarantined=1))
@@ -100,6 +131,8 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
                 optimizer.zero_grad()
     except RunStopped as stop:
         stopped = stop.why
+    except (Terminated, Interrupted) as end:
+        stopped = f"exit status {end.code}"
     weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
     return {
         "stopped": stopped,

@@ -36,6 +36,7 @@ def test_xla_does_not_copy_the_engine_into_each_of_its_results():
     update = jax.jit(lambda g, s, loss: tx.update(g, s, PARAMS, value=loss))
     compiled = update.lower(PARAMS, tx.init(PARAMS), jnp.float32(1.0)).compile()
     text = compiled.as_text()
+    assert text is not None
     instructions = re.findall(r"^\s+(?:ROOT )?\S+ = ", text, re.MULTILINE)
     assert len(instructions) < 11_000  # 19,000 without `namespace.shared`
     if jax.default_backend() == "cpu":

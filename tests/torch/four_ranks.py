@@ -360,7 +360,7 @@ def pipeline(kind: str) -> dict[str, Any]:
 
 
 def refused(kind: str) -> dict[str, Any]:
-    """What `attach`, or the first step, says to parameters that do not tell who steps together."""
+    """What `attach`, or the first step, says to parameters that do not show who steps together."""
     rank = dist.get_rank()
     low, high = dist.new_group([0, 1]), dist.new_group([2, 3])
     even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from healcore.jax import state_layout
 from healcore.jax.driver import engines as in_state
@@ -130,6 +128,10 @@ class JaxDriver:
         """Names an array of the optimizers whose first value is not known."""
         return moments.obstacle(self._accessor.read(), [each.path for each in self._engines])
 
+    def request_vote(self, wanted: bool) -> bool:
+        """False: the processes exchange nothing of healcore's at a step."""
+        return False
+
     def may_save(self) -> bool:
         """False during an accumulation by optax.MultiSteps; reads the device then."""
         return self._layout.between_steps(self._accessor.read())
@@ -221,8 +223,15 @@ class JaxDriver:
         return TieredStore(memory, OrbaxStore(where, nonfinite_ok=nonfinite_ok))
 
     def ranks(self) -> Ranks:
-        """Exchanges between the processes of this run."""
-        return JaxRanks() if jax.process_count() > 1 else Alone()
+        """Exchanges between the processes of this run, each of which has to call this."""
+        if jax.process_count() == 1:
+            return Alone()
+        from healcore.jax.store.coordination import CoordinatedRanks  # loads Orbax
+
+        return CoordinatedRanks()
+
+    def meeting(self) -> None:
+        """None: processes that end at different moments do not find each other."""
 
     def generators(self) -> None:
         """None: JAX has no global generators; the state holds its keys."""
@@ -297,24 +306,6 @@ class RestorePoint(NamedTuple):
                 "resume take the next step from healer.state, not from a variable of your own"
             )
         return bool(moved.any())
-
-
-class JaxRanks:
-    """Exchanges between the processes of jax.distributed, over the devices."""
-
-    def __init__(self) -> None:
-        self.rank = jax.process_index()
-        self.world = jax.process_count()
-
-    def gather(self, item: Any) -> list[Any]:
-        """The items of all processes, by rank."""
-        mine = np.frombuffer(pickle.dumps(item), np.uint8)
-        # process_allgather needs arrays of the same size in every process.
-        sizes = multihost_utils.process_allgather(np.asarray([mine.size], np.int32)).reshape(-1)
-        padded = np.zeros(int(sizes.max()), np.uint8)
-        padded[: mine.size] = mine
-        rows = multihost_utils.process_allgather(padded)
-        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _not_finite(tree: Any) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from healcore.jax.state import HealStateError
+from healcore.runtime.store.ranks import Ranks
 
 
 class GradientWindow:
@@ -54,3 +55,11 @@ class GradientWindow:
                 "donate_argnums, and the state is gone: donate it only to the function that "
                 "applies the summed gradients, which is called after the parts"
             )
+
+    def between_ranks(self, ranks: Ranks) -> str:
+        """Why the processes cannot do a step again together."""
+        del ranks
+        return (
+            "the other processes wait in the collectives of the compiled step, which this one has "
+            "left"
+        )

@@ -69,6 +69,8 @@ class Dispatch:
     number of steps and of those without a record.
     """
 
+    vote_requested = False
+
     def __init__(
         self,
         engines: Sequence[EngineEntry],

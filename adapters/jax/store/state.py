@@ -35,7 +35,15 @@ class _Flattening:
 
     def entry(self, name: str, value: Any) -> dict[str, Any]:
         if hasattr(value, "state_dict"):
-            return {"tree": structure.encode(value.state_dict(), (name,), self._special)}
+            node = structure.encode(value.state_dict(), (name,), self._special)
+            if not getattr(value, "per_rank", False):
+                return {"tree": node}
+            if any(structure.arrays_of(node)):
+                raise UnsavableState(
+                    f'state["{name}"] is saved by each process for itself, and has an array in it: '
+                    "Orbax writes such arrays from one process only; make it a list of numbers"
+                )
+            return {"tree": node, "per_rank": True}
         paths, self.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
         leaves = []
         for path, leaf in paths:

@@ -20,6 +20,7 @@ from healcore.torch.attachment import healing_of
 from healcore.torch.driver import live_state, moments
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.gradient_window import GradientWindow
+from healcore.torch.driver.meeting import StoreMeeting
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
 from healcore.torch.errors import AttachError
@@ -72,7 +73,9 @@ class TorchDriver:
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
         self._all_stepped = False
         self._statistics = BatchStatistics(self._state, self.healings)
+        self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
+        self._wants_vote = False
         self._polled_steps = 0
         self._untracked = UntrackedOptimizers(self._state, self.healings, self.warnings.append)
 
@@ -155,7 +158,7 @@ class TorchDriver:
         entries = self._pending.take()
         if not entries:
             return None
-        step = PendingStep(entries, self._ranks_to_compare)
+        step = PendingStep(entries, self._ranks_to_compare, lambda: self._wants_vote)
         self._polled_steps += 1
         if self._polled_steps == WITHOUT_LOSS:
             self._warn_of_missing_losses()
@@ -165,6 +168,14 @@ class TorchDriver:
         """Calls `call` from the hook after each `optimizer.step()`, of any optimizer."""
         for accumulation in self._accumulations:
             accumulation.on_step = call
+
+    def request_vote(self, wanted: bool) -> bool:
+        """A bit in the all_reduce of each optimizer that all ranks of the run step together."""
+        self._wants_vote, everyone = wanted, len(self._members)
+        for healing in self.healings.values():
+            all_reduce = healing.hooks.all_reduce
+            all_reduce.requests_vote = wanted and all_reduce.world == everyone
+        return True
 
     def may_save(self) -> bool:
         """Whether no optimizer has gradients that it has not stepped with.
@@ -180,16 +191,27 @@ class TorchDriver:
 
     def gradient_window(self) -> GradientWindow:
         """The gradients since the last step, of all optimizers."""
-        scaler = live_state.scaler(self._state)
-        return GradientWindow(self._accumulations, self.healings.values(), self._statistics, scaler)
+        window = GradientWindow(
+            self._accumulations,
+            self.healings.values(),
+            self._statistics,
+            live_state.scaler(self._state),
+            [each for each in self._state.values() if isinstance(each, nn.Module)],
+        )
+        self._windows.append(window)
+        return window
 
     def interrupted(self) -> bool:
         """Whether an `optimizer.step()` has begun and not ended."""
         return any(healing.in_step for healing in self.healings.values())
 
     def undo_window(self) -> str:
-        """Restores batch statistics; gradients are in no checkpoint."""
+        """Restores batch statistics, and parts that FSDP2 has gathered; no gradients are saved."""
         self._statistics.restore()
+        for item in self._state.values():
+            for module in item.modules() if isinstance(item, nn.Module) else ():
+                if hasattr(module, "set_reshard_after_forward"):  # an FSDPModule
+                    module.reshard()  # type: ignore[operator]
         return ""
 
     def learning_rate(self) -> float | None:
@@ -278,6 +300,15 @@ class TorchDriver:
             self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
         return self._ranks
 
+    def meeting(self) -> StoreMeeting | None:
+        """Over the store of torch.distributed, where the ranks exchange over gloo alone (a CPU)."""
+        ranks = self.ranks()
+        on_cpu = all(each.hooks.measurer.home.type == "cpu" for each in self.healings.values())
+        if not isinstance(ranks, GlooRanks):
+            return None
+        found = StoreMeeting(ranks)
+        return found if all(ranks.gather(found.possible and on_cpu)) else None
+
     def generators(self) -> live_state.RngState:
         """The global random generators of CPU and CUDA."""
         return live_state.RngState()
@@ -286,6 +317,8 @@ class TorchDriver:
         """Removes hooks and handles; those of an earlier `attach` stay."""
         self._untracked.close()
         self._statistics.close()
+        for window in self._windows:
+            window.close()
         for accumulation in self._accumulations:
             accumulation.close()
         for healing in self.healings.values():

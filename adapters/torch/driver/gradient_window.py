@@ -9,12 +9,18 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from healcore.runtime.store.ranks import Ranks
+from healcore.torch import gradients
 from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.driver.ddp_gradients import DDPGradients, obstacle, replicas
 from healcore.torch.driver.live_state import RngState
 from healcore.torch.driver.optimizer_hooks import Accumulation
 from healcore.torch.healing import Healing
+from healcore.torch.store.gloo import GlooRanks
 
 _MOST, _DEPTH = 1000, 4
 """Longest container that is searched for tensors, and how deep."""
@@ -34,12 +40,15 @@ class GradientWindow:
         healings: Iterable[Healing],
         statistics: BatchStatistics,
         scaler: torch.amp.GradScaler | None,
+        modules: Iterable[nn.Module] = (),
     ) -> None:
         self._accumulations = accumulations
         self._healings = list(healings)
         self._statistics = statistics
         self._scaler = scaler
+        self._modules = list(modules)
         self._generators = RngState()
+        self._shared: DDPGradients | None = None
         self.begin_window()
 
     def accumulating(self) -> bool:
@@ -71,6 +80,25 @@ class GradientWindow:
         gc.collect()  # an exception and its frames refer to each other
         if clear_cache and torch.accelerator.is_available():
             torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+    def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
+        """Makes the ranks' replicas do a window again together; or says why they cannot."""
+        assert isinstance(ranks, GlooRanks)
+        optimizers = [each.optimizer for each in self._healings]
+        params = [p for each in optimizers for p in gradients.parameters(each)]
+        modules = replicas(params, self._modules)
+        step_ranks = [each.hooks.all_reduce.ranks for each in self._healings]
+        why_not = obstacle(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
+        if why_not:
+            return why_not
+        found = [each for each in modules if isinstance(each, DistributedDataParallel)]
+        self._shared = DDPGradients(found, optimizers, ranks)
+        return self._shared
+
+    def close(self) -> None:
+        """Removes hooks."""
+        if self._shared is not None:
+            self._shared.close()
 
     def _count(self) -> int:
         return sum(each.steps for each in self._accumulations)

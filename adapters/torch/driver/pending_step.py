@@ -14,8 +14,9 @@ from healcore.runtime.store.ranks import Ranks
 from healcore.torch.engines import PendingRecord
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
-from healcore.torch.measurement import StepNorms
+from healcore.torch.measurement import AsyncCopy, StepNorms
 from healcore.torch.norm_ceiling import NormCeiling
+from healcore.torch.signal_allreduce import requests_vote
 
 _log = logging.getLogger("healcore")
 
@@ -34,6 +35,8 @@ class PendingEntry(NamedTuple):
     before: PendingRecord | int
     """The record of the step before, or the number of steps before this one."""
     norms: StepNorms
+    marks: AsyncCopy | None
+    """See `SignalAllReduce.last_marks`."""
 
 
 class PendingEntries:
@@ -102,7 +105,8 @@ class Recorder:
 
     def _record(self, norms: StepNorms) -> None:
         record = self.healing.live_engine.pending_record()
-        self._pending.add(PendingEntry(self, record, self._before, norms))
+        marks = self.healing.hooks.all_reduce.last_marks
+        self._pending.add(PendingEntry(self, record, self._before, norms, marks))
         self._before = record
 
     def read(self, entry: PendingEntry) -> StepRecord:
@@ -137,15 +141,22 @@ class PendingStep:
     """What was judged between two calls of `poll_step`, in the order of judging.
 
     An optimizer that was stepped twice has two entries. `ranks` are those to compare decisions
-    with, where the engines exchange nothing.
+    with, where the engines exchange nothing; `asks` says then whether this rank wants a vote.
     """
 
     count = 1
 
-    def __init__(self, entries: list[PendingEntry], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        entries: list[PendingEntry],
+        ranks: Ranks | None = None,
+        asks: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._entries = entries
         self._ranks = ranks
+        self._asks = asks
         self._records: list[StepRecord] | None = None
+        self.vote_requested = False
 
     def steps(self) -> list[list[StepRecord]]:
         """The records of the one step. Waits only for what has not arrived yet.
@@ -154,20 +165,24 @@ class PendingStep:
         would wait for ever.
         """
         if self._ranks is not None:
-            _compare(self._entries, self._ranks)
+            self.vote_requested = _compare(self._entries, self._ranks, self._asks())
             self._ranks = None
         if self._records is None:
+            self.vote_requested |= any(requests_vote(entry.marks) for entry in self._entries)
             self._records = [entry.recorder.read(entry) for entry in self._entries]
             self._entries = []
         return [self._records]
 
 
-def _compare(entries: list[PendingEntry], ranks: Ranks) -> None:
+def _compare(entries: list[PendingEntry], ranks: Ranks, asks: bool) -> bool:
+    """Whether any rank asks for a vote; RanksDisagreeError if one decided something else."""
     mine = [(each.recorder.name, each.record()) for each in entries]
     decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
-    if any(other != decided for other in ranks.gather(decided)):
+    of_ranks = ranks.gather((decided, asks))
+    if any(other != decided for other, _ in of_ranks):
         raise RanksDisagreeError(
             "the ranks have decided different things, and with process_group=None they exchange no "
             "losses: leave process_group out, or observe the same loss and step with the same "
             "gradients on every rank"
         )
+    return any(wanted for _, wanted in of_ranks)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from healcore.runtime.store.errors import StoreError
@@ -33,11 +35,42 @@ class GlooRanks:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
 
+    def renew(self, seconds: float) -> None:
+        """Replaces the group by a new one, whose exchanges raise after so many seconds.
+
+        For ranks whose old group is unusable because one of them has left it. Collective.
+        """
+        self.group = dist.new_group(
+            dist.get_process_group_ranks(self.group),
+            backend="gloo",
+            timeout=timedelta(seconds=seconds),
+            use_local_synchronization=True,
+        )
+
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, on every rank."""
         items: list[Any] = [None] * self.world
         dist.all_gather_object(items, item, group=self.group)
         return items
+
+    def largest(self, values: Sequence[int], seconds: float | None = None) -> list[int]:
+        """The largest of each value (0 to 255) over the ranks: one `all_reduce` of a byte for each.
+
+        Args:
+            values: as many on every rank.
+            seconds: to wait for the others; None: the group's time-out.
+
+        Raises:
+            RuntimeError: a rank has left, or did not come in time.
+        """
+        found = torch.tensor(values, dtype=torch.uint8)
+        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None  # this rank is in the group
+        if seconds is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=seconds))
+        return found.tolist()
 
 
 def initialized() -> bool:

@@ -26,7 +26,7 @@ from healcore.core.detectors import (
     update_spike,
     vanishing,
 )
-from healcore.core.verdict import Cause
+from healcore.core.verdict import NONFINITE, Cause
 
 DETECTORS: dict[str, ModuleType] = {
     "nonfinite": nonfinite,
@@ -48,7 +48,7 @@ DETECTORS: dict[str, ModuleType] = {
 """Detectors by their name in a policy file, in the order in which they run."""
 
 CAUSES: dict[str, Cause] = {
-    "nonfinite": Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD,
+    "nonfinite": NONFINITE,
     "nonfinite_loss": Cause.NONFINITE_LOSS,
     "nonfinite_grad": Cause.NONFINITE_GRAD,
     "loss_spike": Cause.LOSS_SPIKE,

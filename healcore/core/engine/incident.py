@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.engine.config import IncidentConfig, RollbackConfig
+from healcore.core.engine.config import EngineConfig, IncidentConfig, RollbackConfig
+from healcore.core.verdict import NONFINITE, Action
+
+ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
+"""Actions that change the run."""
 
 
 class IncidentState(NamedTuple):
@@ -55,6 +59,15 @@ def init() -> IncidentState:
         last_onset=minus.copy(),
         escalations=none.copy(),
     )
+
+
+def causes(config: EngineConfig) -> int:
+    """Causes that open an incident: those for which some rule acts, not an alert on a plateau."""
+    mask = int(NONFINITE)
+    for rule in config.rules:
+        if rule.skip or rule.action & ACTS:
+            mask |= rule.causes
+    return mask
 
 
 def update(

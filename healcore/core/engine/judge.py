@@ -17,10 +17,9 @@ from healcore.core.engine import budget, incident, lr, rules, skip_limit
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import EngineState, Tally
 from healcore.core.signals import Observed, Signals, observe
-from healcore.core.verdict import Action, Cause, Decision, Reading, Telemetry, flag
+from healcore.core.verdict import NONFINITE, Action, Cause, Decision, Reading, Telemetry, flag
 
-_NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
-_ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
+_NONFINITE = int(NONFINITE)
 _ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 
 
@@ -58,7 +57,7 @@ def judge(
     learn = seen.finite & ~skip if soft is None else seen.finite & ~skip & ~soft
     clip_state, clip = _clip(config, state, seen, learn, xp=xp)
 
-    trouble = cause & _trouble(config)
+    trouble = cause & incident.causes(config)
     alarm = trouble != 0
     incident_state, wanted = incident.update(
         config.incident,
@@ -193,15 +192,6 @@ def _harmful(config: EngineConfig, state: EngineState, cause: Any) -> Any:
     if any(rule.action & Action.CUT_LR for rule in config.rules):
         grows = grows & (state.budget.lr_cuts == 0)
     return grows | ((cause & _NONFINITE) != 0)
-
-
-def _trouble(config: EngineConfig) -> int:
-    """Causes for which some rule acts; the others (an alert on a plateau) open no incident."""
-    mask = _NONFINITE
-    for rule in config.rules:
-        if rule.skip or rule.action & _ACTS:
-            mask |= rule.causes
-    return mask
 
 
 def _clip(

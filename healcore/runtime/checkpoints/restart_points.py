@@ -94,7 +94,11 @@ class RestartPoints:
         def delete(tier: Any) -> None:
             saves: list[Saved] = tier.steps()
             usable = [each.step for each in saves if each.finite and each.status != "quarantined"]
-            old = [each.step for each in saves if each.step in steps and each.step < max(usable)]
+            old = [
+                each.step
+                for each in saves
+                if each.step in steps and each.step < max(usable, default=0)
+            ]
             for each in agreed(getattr(tier, "processes", None) or Alone(), old):
                 with suppress(NotThere, LastGoodKept):
                     tier.delete(each)

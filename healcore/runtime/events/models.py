@@ -129,9 +129,18 @@ class StacksRecord(_EventsModel):
     stacks: Text
 
 
+class RankRecord(_EventsModel):
+    """What one rank has seen or proposes."""
+
+    rank: Whole
+    outcome: Text | None = None
+    why: Text | None = None
+
+
 ReadingsField = Annotated[
     ReadingsRecord, Field(title="`{loss, grad_norm, threshold, z, z_loss}`, numbers")
 ]
+OfRanks = Annotated[list[RankRecord], Field(title="array of `{rank, outcome, why}`")]
 EvidenceList = Annotated[list[EvidenceRecord], Field(title="array of `{name, grad_norm}`")]
 StacksList = Annotated[list[StacksRecord], Field(title="array of `{ranks, stacks}`")]
 EndingName = Annotated[Ending, Field(strict=False)]  # from its text
@@ -239,6 +248,7 @@ class EventFields(_EventsModel):
     save_every: WholeFromOne = _may("Steps between saves.")
     rank: Whole = _may("Number of this process in the run.")
     world: WholeFromOne = _may("How many processes the run has.")
+    of_ranks: OfRanks = _may("What each of the processes has seen or proposes, where they differ.")
     ending: EndingName = _may("How the process ended.")
     resumes: Truth = _may("There are checkpoints of an earlier process to go on from.")
     unreported_alarms: WholeFromOne = _may("Alarms without an event of their own.")

@@ -74,6 +74,11 @@ KINDS: dict[str, EventKind] = {
         "about it; otherwise it goes on.",
         ("cause", "problem"),
     ),
+    "vote": EventKind(
+        "The processes of the run have exchanged what only some of them knew, and all do the "
+        "gravest of it: report, save, end or stop.",
+        ("outcome", "why", "of_ranks"),
+    ),
     "grow": EventKind(
         "Larger parts of a batch, which once ran out of memory, are tried again.",
         ("samples", "size_before", "size"),

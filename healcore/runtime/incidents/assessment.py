@@ -31,13 +31,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Cause
+from healcore.core.verdict import NONFINITE, Cause
 from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.monitor import ActionRequest
 
 HIGH_LOSS = Cause.LOSS_SPIKE | Cause.DIVERGENCE
 """Causes that different data have too."""
-_NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 _BATCHES = 4
 _APART = 16  # steps from one remembered batch to the next
 # Damage: the mean rise of the remembered batches is at least this share of the step's own rise, and
@@ -226,7 +225,7 @@ class Assessor:
             return AssessmentResult(DamageVerdict.DAMAGE, "instability")
         if not self._driver.finite():
             return AssessmentResult(DamageVerdict.DAMAGE, "weights")
-        if request.cause & _NONFINITE:
+        if request.cause & NONFINITE:
             return self._assess_nonfinite(request)
         result = self._at_first_alarm or self._assess_batches(request.loss)
         return self._require_persistence(request, result)

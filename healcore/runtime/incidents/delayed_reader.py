@@ -6,7 +6,7 @@ The number does not depend on when records arrive: every rank has to act at the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from healcore.core.step_record import StepRecord
@@ -34,6 +34,8 @@ class StepResult(NamedTuple):
     """One per engine, or more if an engine judged several times within the step."""
     batches: tuple[BatchId, ...]
     batch: Any = None
+    vote_requested: bool = False
+    """See `PendingDispatch.vote_requested`; of the last step of a dispatch."""
 
 
 class DelayedReader:
@@ -64,6 +66,12 @@ class DelayedReader:
                 return
             self._read_steps.extend(self._read(self._queue.popleft()))
 
+    def any_unread(self, found: Callable[[list[StepRecord]], bool]) -> bool:
+        """Whether a step that is queued has such records; it stays queued."""
+        queued = [step.records for step in self._read_steps]
+        queued += [records for each in self._queue for records in each.pending.steps()]
+        return any(map(found, queued))
+
     def count_correction(self) -> int:
         """Steps read since the last call minus the steps that `PendingDispatch.count` announced."""
         correction, self._correction = self._correction, 0
@@ -83,7 +91,11 @@ class DelayedReader:
             # Accumulated batches belong to the update that their gradients go into.
             self._accumulated = () if any(each.judged for each in records) else batches
             yield StepResult(
-                dispatch.index + i, records, () if self._accumulated else batches, dispatch.batch
+                dispatch.index + i,
+                records,
+                () if self._accumulated else batches,
+                dispatch.batch,
+                dispatch.pending.vote_requested and i == len(steps) - 1,
             )
 
     def clear(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ from healcore.core.verdict import Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import Driver, PendingDispatch
+from healcore.runtime.driver import Driver, Meeting, PendingDispatch
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import Ending
 from healcore.runtime.hang_guard.hang_guard import HangGuard
@@ -25,9 +25,11 @@ from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
 from healcore.runtime.loop.fault_answers import FaultAnswers
+from healcore.runtime.loop.last_state import LastState
 from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.termination import TerminationWatch, exit_for
+from healcore.runtime.loop.votes import Votes, Weight
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.rollback.host_state import HostParts
 from healcore.runtime.rollback.journal import Journal
@@ -64,11 +66,16 @@ class Loop:
     loss_fn: Callable[..., Any] | None
     claim: Claim | None
     """On the store's directory."""
+    meeting: Meeting | None
+    """See `Driver.meeting`; None for one process."""
 
     def __post_init__(self) -> None:
         policy, driver, ranks, ledger = self.policy, self.driver, self.ranks, self.ledger
-        self.termination = TerminationWatch()
         self.guard = HangGuard()
+        self.votes = Votes(driver, ranks, self.reader.lag, self.log)
+        self.termination = TerminationWatch(self.votes.propose_end if self.votes.possible else None)
+        self.ends_together = False
+        """The ranks have agreed to end after this step."""
         self.finalizer: weakref.finalize[..., Loop] | None = None
         """Cleans up if the `with` block of the Healer is never left."""
         self.step = 0
@@ -143,14 +150,21 @@ class Loop:
             observes=policy.observes,
             log=self.log,
         )
+        memory_only = isinstance(self.checkpoints.store, SnapshotStore)
+        self.last_state = LastState(
+            driver=driver,
+            loaders=self.loaders,
+            rollbacks=self.rollbacks,
+            saves=self._saves,
+            log=self.log,
+            # Whether a save before an exception ends the run is of use.
+            exact=not memory_only and (ranks.world == 1 or self.meeting is not None),
+        )
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
         self._current = 0
         """Number of the loader that yielded the last batch."""
         self._generators: HostParts | None = None
-        memory_only = isinstance(self.checkpoints.store, SnapshotStore)
-        self._survives = ranks.world == 1 and not memory_only
-        """Whether a save before an exception ends the run is of use."""
         self._resumed_at: int | None = None
 
     # -- the start, see `lifecycle` -------------------------------------------------------------
@@ -223,15 +237,28 @@ class Loop:
         if pending is not None:
             if self._read() or self._save_when_due():
                 return True
+            if self.votes.due(self.step):
+                self._vote()
             self.checkpoints.poll(self.ledger, self.step)
         self._log_driver_warnings()
         # Within an accumulation the state cannot be saved: the run ends after it.
-        number = self.termination.signal_number
-        if number is not None and (
-            self.between_steps or self._batches_since_step >= _MAX_WITHOUT_STEP
-        ):
-            raise exit_for(number)
+        may_end = self.between_steps or self._batches_since_step >= _MAX_WITHOUT_STEP
+        if may_end and (pending is None or not self.votes.possible):  # a step brings the vote
+            self.termination.raise_if_alone()
         return False
+
+    def _vote(self) -> None:
+        """Does what the ranks agree on; raises what ends the run on all of them."""
+        outcome = self.votes.hold(self.step)
+        if outcome is None:
+            return
+        self.ends_together = outcome.weight >= Weight.END
+        if outcome.weight is Weight.STOP:
+            self._executor.stop(self.step, outcome.why)
+        if outcome.weight is Weight.END:
+            raise exit_for(outcome.signal or signal.SIGTERM)
+        if outcome.weight is Weight.SAVE:
+            self.save("requested")
 
     def _back_from_the_end(self) -> bool:
         """Whether steps that were not read yet send the run back although it would end."""
@@ -269,8 +296,7 @@ class Loop:
         self.step += pending.count
         self._saves.count(pending.count)
         self.guard.stepped(self.step)
-        if self._survives:
-            self.rollbacks.host.after_step()
+        self.last_state.after_step()
 
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
@@ -303,6 +329,7 @@ class Loop:
                 fields = self.metrics.write(step.index, record, several=len(step.records) > 1)
                 if fields is not None:
                     self.log.trackers.metrics(step.index, record, fields)
+            self.votes.read(step)
             yield step, self.monitor.process(step)
             self.guard.watch()
         self.guard.pause()
@@ -313,6 +340,7 @@ class Loop:
         self._saves.reset(target)
         self._state_check.on_rollback(request)
         self.reader.clear()
+        self.votes.on_rollback()
         self._assessor.on_rollback(target)
         self.metrics.went_back()
         self._ids.clear()
@@ -329,10 +357,6 @@ class Loop:
         self.take_last_step()
         self.save("requested")
 
-    def save_last(self, *, completed: bool) -> None:
-        """Saves a checkpoint of the last step, if the last one is older."""
-        self._saves.save_last(self.step, nullcontext if completed else self._as_after_last_step)
-
     def take_last_step(self) -> bool:
         """Counts a step that was finished before the loop was left; False: it was not finished."""
         if self.driver.interrupted():
@@ -342,39 +366,20 @@ class Loop:
             self._push(pending)
         return True
 
-    def save_emergency(self) -> str:
-        """Saves the state after the last step before an exception ends the run.
+    def read_last_steps(self) -> list[tuple[StepResult, ActionRequest | None]]:
+        """Reads the steps that were not read yet; what they request is not carried out."""
+        return list(self._process_due(all=True))
 
-        Batches that were read since then come again after a restart. Returns why not, or "".
+    def has_unread_alarm(self) -> bool:
+        """Whether one of the last steps, not read yet, has a cause; reads nothing more than that.
+
+        To process such a step is collective.
         """
-        if not self.take_last_step():
-            return "the exception interrupted the optimizer's update"
-        for _ in self._process_due(all=True):
-            pass
-        return self._saves.save_emergency(self.step, self._as_after_last_step)
+        return self.reader.any_unread(lambda records: any(each.cause for each in records))
 
-    @contextmanager
-    def _as_after_last_step(self) -> Iterator[None]:
-        """A context in which a save is of the moment after the last step.
-
-        StoreError if batches were read since then and not all that they changed is known.
-        """
-        batches = {number: ids[0] for number, ids in self._ids.items() if ids}
-        batches = {**self.loaders.all_unreadable(), **batches}
-        if not batches or not self._survives:
-            yield
-            return
-        why_not = self.driver.undo_window()
-        if why_not:
-            raise StoreError(why_not)
-        data = self.loaders.position_before(batches)
-        if data is None:
-            raise StoreError("the loader has no way back to the first batch of the step")
-        with self.rollbacks.host.before_batches(data):
-            yield
-        line = "batches that were read for the next step come again after a restart"
-        self.log.event("data", step=self.step, outcome=line)
-        self.log.info(f"step {self.step}: {line}")
+    def waiting_batches(self) -> dict[int, BatchId]:
+        """Number of a loader -> its first batch since the last step, which waits for the next."""
+        return {number: ids[0] for number, ids in self._ids.items() if ids}
 
     def _save_when_due(self) -> bool:
         """A save, if one is due; whether the run has gone back instead."""
@@ -416,16 +421,11 @@ class Loop:
             self._warn_no_step()
         if self.step == self._resumed_at:
             self.warn(f"no step was taken: the data had been used up at step {self.step}")
-        for step, request in self._process_due(all=True):
+        for step, request in self.read_last_steps():
             if request is not None:
                 what = ", ".join(names(request.action))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
                 self.log.problem(step.index, problem)
-
-    def write_ending(self, ending: str) -> None:
-        """Writes to the journal how the process ended; without it, the process was killed."""
-        self.journal.state.ending = ending
-        self.rollbacks.write_journal(self.step)
 
     def stop(self, why: str) -> NoReturn:
         """Ends the run; see `Healer.stop`."""
@@ -463,13 +463,6 @@ class Loop:
             return self.checkpoints.listed()
         except StoreError:
             return []
-
-    def release(self) -> None:
-        """Releases the store's directory; the finalizer is no longer needed."""
-        if self.finalizer is not None:
-            self.finalizer.detach()
-        if self.claim is not None:
-            self.claim.release()
 
     # -- reports --------------------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.faults import classify
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
+from healcore.runtime.loop.joint_redo import NOT_TRIED, JointRedo, Overrun
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes, Resize
-from healcore.runtime.microbatches.splitting import UnsplittableBatch
-from healcore.runtime.microbatches.window import AccumulationWindow, Failure
+from healcore.runtime.microbatches.splitting import BatchSize, UnsplittableBatch
+from healcore.runtime.microbatches.window import AccumulationWindow, Failure, Together
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
@@ -44,13 +45,17 @@ class OutOfMemory:
         self.sizes = MicrobatchSizes(
             shrinks=self.policy.shrinks, grow_after=self.policy.refund_after
         )
+        self._gradients = self.driver.gradient_window()
+        self._alone_why = ""
+        """Why the other ranks cannot do a window again together with this one."""
         self.window = AccumulationWindow(
-            self.driver.gradient_window(),
+            self._gradients,
             self.sizes,
             on_failure=self._failed,
             may_grow=lambda: None if self.ledger.open else self.step(),
             on_growth=self._grown,
             clear_cache="clear_cache" in self._answers,
+            together=self._together if self.ranks.world > 1 else lambda: None,
         )
 
     def resume(self) -> None:
@@ -59,46 +64,89 @@ class OutOfMemory:
         if found is not None:
             self.sizes.load(found)
 
-    def _failed(self, failure: Failure) -> bool:
-        """Whether to do the window again; RunStopped if there is no smaller part."""
-        error = failure.error
-        fault = classify(error)
-        if fault.cause is not Cause.OOM or not isinstance(error, Exception):
-            return False
-        why_not = self._why_not(failure)
-        if why_not:
-            error.add_note(f"healcore has not tried smaller parts of the batch: {why_not}")
-            return False
+    def described(self, failure: Failure) -> Overrun | None:
+        """A part that did not fit into memory; None: it failed for another reason."""
+        fault = classify(failure.error)
+        if fault.cause is not Cause.OOM or not isinstance(failure.error, Exception):
+            return None
+        size, why_not = None, self._why_not(failure)
+        if not why_not:
+            try:
+                size = failure.size()
+            except UnsplittableBatch as reason:
+                why_not = str(reason)
+        return Overrun(
+            size,
+            failure.parts,
+            fault.sign,
+            _first_line(failure.error),
+            _bytes(failure.error),
+            why_not,
+        )
+
+    def shrink(self, overrun: Overrun, error: BaseException, rank: str = "") -> None:
+        """Halves the parts, and reports it.
+
+        Raises:
+            RunStopped: there is no smaller part.
+        """
+        assert overrun.size is not None  # `why_not` is empty
         try:
-            size = failure.size()
-            resize = self.sizes.shrink(size, failure.parts, self.step())
-        except UnsplittableBatch as reason:
-            error.add_note(f"healcore has not tried smaller parts of the batch: {reason}")
-            return False
+            resize = self.sizes.shrink(overrun.size, overrun.parts, self.step())
         except CannotShrink as reason:
-            self._stop(str(reason), error)
+            self._stop(f"{rank}{reason}", error, overrun.bytes)
         problem = (
-            f"{resize.before} of {resize.samples} samples do not fit into memory, the step is done "
-            f"again with {resize.after} at a time: {_first_line(error)}"
+            f"{rank}{resize.before} of {resize.samples} samples do not fit into memory, the step "
+            f"is done again with {resize.after} at a time: {overrun.line}"
         )
         self.log.event(
             "fault",
             step=self.step(),
-            cause=names(fault.cause),
-            sign=fault.sign,
+            cause=names(Cause.OOM),
+            sign=overrun.sign,
             problem=problem,
             answer="shrink_microbatch",
             samples=resize.samples,
             size_before=resize.before,
             size=resize.after,
-            bytes=_bytes(error),
+            bytes=overrun.bytes,
         )
         self.log.warning(f"step {self.step()}: {problem}")
         self._save_sizes()
+
+    def grow(self, size: BatchSize) -> None:
+        """Tries twice the size if it is time to, and reports it."""
+        resize = self.sizes.grow(size, self.step())
+        if resize is not None:
+            self._grown(resize)
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _failed(self, failure: Failure) -> bool:
+        """Whether to do the window again, where no other rank has to."""
+        overrun = self.described(failure)
+        if overrun is None:
+            return False
+        if overrun.why_not:
+            failure.error.add_note(f"{NOT_TRIED}: {overrun.why_not}")
+            return False
+        self.shrink(overrun, failure.error)
         return True
 
-    def _why_not(self, failure: Failure) -> str:
-        """Why the policy or the loop does not permit a redo; "": they do."""
+    def _together(self) -> Together | None:
+        """Called at the first window of several ranks: how all do windows again, if they can."""
+        if self._not_answered():
+            return None
+        found = self._gradients.between_ranks(self.ranks)
+        if isinstance(found, str):
+            self._alone_why = found
+            return None
+        self._alone_why = ""
+        redo = JointRedo(self, self.ranks, found)
+        return Together(found, redo.after_part)
+
+    def _not_answered(self) -> str:
+        """Why the policy does not permit a redo; "": it does."""
         if self.policy.observes:
             return "the policy only observes"
         if "shrink_microbatch" not in self._answers:
@@ -106,10 +154,16 @@ class OutOfMemory:
                 f'policy {self.policy.name} has no rule for it: to = ["oom"], '
                 'do = ["shrink_microbatch", "clear_cache"]'
             )
-        if self.ranks.world > 1:
+        return ""
+
+    def _why_not(self, failure: Failure) -> str:
+        """Why the policy or the loop does not permit a redo; "": they do."""
+        if self._not_answered():
+            return self._not_answered()
+        if self._alone_why:
             return (
-                "the other ranks would wait for this one; pass the size that fits, "
-                "healer.microbatches(batch, most=...), on every rank"
+                f"{self._alone_why}; pass the size that fits, healer.microbatches(batch, "
+                "most=...), on every rank"
             )
         if not failure.redoable:
             return (
@@ -136,7 +190,7 @@ class OutOfMemory:
         self.rollbacks.journal.state.microbatches = self.sizes.to_dict()
         self.rollbacks.write_journal(self.step())
 
-    def _stop(self, why: str, error: Exception) -> NoReturn:
+    def _stop(self, why: str, error: BaseException, size: int | None) -> NoReturn:
         end = self.run_end(why)
         text = explain(end)
         self.log.event(
@@ -146,16 +200,16 @@ class OutOfMemory:
             why=why,
             diagnosis=text,
             checkpoint=end.last_good,
-            bytes=_bytes(error),
+            bytes=size,
         )
         raise RunStopped(text, why, end.last_good) from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
-def _bytes(error: Exception) -> int | None:
+def _bytes(error: BaseException) -> int | None:
     """What could not be allocated, where the message of torch or XLA says it."""
     found = _BYTES.search(str(error))
     if found is None:

@@ -112,17 +112,21 @@ class MicrobatchSizes:
         limit.elements, limit.changed = _elements(size, half), step
         return Resize(size.samples, largest, half)
 
+    def may_grow(self, size: BatchSize, step: int) -> bool:
+        """Whether it is time to try twice the size, and this batch is split."""
+        limit = self._limits.get(size.kind)
+        if limit is None or limit.failed >= _MOST_FAILED or self.parts(size) == 1:
+            return False
+        return step - limit.changed >= self._grow_after * 2**limit.failed
+
     def grow(self, size: BatchSize, step: int) -> Resize | None:
-        """Doubles the size if it is time to try that and this batch is split. None: it is not.
+        """Doubles the size if it `may_grow`. None: it may not.
 
         Call it before the first part of a batch, where trouble may be risked.
         """
-        limit = self._limits.get(size.kind)
-        if limit is None or limit.failed >= _MOST_FAILED:
+        if not self.may_grow(size, step):
             return None
-        parts = self.parts(size)
-        if parts == 1 or step - limit.changed < self._grow_after * 2**limit.failed:
-            return None
+        limit, parts = self._limits[size.kind], self.parts(size)
         double = -(-size.samples // (parts // 2))
         limit.elements = max(_elements(size, double), 2 * limit.elements)
         limit.changed, limit.growths = step, limit.growths + 1

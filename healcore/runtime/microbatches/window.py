@@ -10,12 +10,14 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
 from healcore.runtime.microbatches.sizes import MicrobatchSizes, Resize
 from healcore.runtime.microbatches.splitting import BatchSize, UnsplittableBatch, measure, split
+from healcore.runtime.store.ranks import Ranks
 
 Batch = TypeVar("Batch")
 Count = Callable[[Any], Any] | str | None
@@ -33,7 +35,8 @@ class Microbatch(Generic[Batch]):
         weight: its share of the batch's samples, or tokens: the factor on a mean loss.
         first: whether it begins a sum of gradients; again True where the window is done again.
         last: whether no further part of the batches so far follows.
-        failed: whether it ran out of memory; the window is done again.
+        failed: whether it ran out of memory, or on several ranks another rank's part; the window is
+            done again.
     """
 
     def __init__(
@@ -43,17 +46,19 @@ class Microbatch(Generic[Batch]):
         *,
         first: bool,
         last: bool,
-        on_error: Callable[[BaseException], bool],
+        on_enter: Callable[[], None],
+        on_exit: Callable[[BaseException | None], bool],
     ) -> None:
         self.batch = batch
         self.weight = weight
         self.first = first
         self.last = last
         self.failed = self.entered = False
-        self._on_error = on_error
+        self._on_enter, self._on_exit = on_enter, on_exit
 
     def __enter__(self) -> Microbatch[Batch]:
         self.entered = True
+        self._on_enter()
         return self
 
     def __exit__(
@@ -62,9 +67,7 @@ class Microbatch(Generic[Batch]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if error is None:
-            return False
-        self.failed = self._on_error(error)
+        self.failed = self._on_exit(error)
         return self.failed
 
 
@@ -92,6 +95,54 @@ class Gradients(Protocol):
         """
         ...
 
+    def between_ranks(self, ranks: Ranks) -> Synchronization | str:
+        """How several ranks do a window again together; or why they cannot."""
+        ...
+
+
+class Synchronization(Protocol):
+    """Keeps several ranks in step although a part may fail on any of them.
+
+    No rank may wait for another one within a part: what the framework exchanges there is done
+    before it or after it, or is completed by a rank that has failed.
+    """
+
+    def begin_window(self) -> None:
+        """Called before the first part since the last step."""
+        ...
+
+    def begin_batch(self) -> None:
+        """Exchanges what a forward pass would exchange. Called before a batch's first part."""
+        ...
+
+    def begin_part(self, *, last: bool) -> None:
+        """Called where a part is entered; `last`: of its batch."""
+        ...
+
+    def end_part(self) -> None:
+        """Called where a part is left."""
+        ...
+
+    def complete(self) -> bool:
+        """Does what the others wait for in their parts, after a failure. False: it could not."""
+        ...
+
+    def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
+        """Whether any rank has failed, and whether any wants larger parts.
+
+        Every rank calls it once for each batch. None: this rank has failed, and the others do not
+        come.
+        """
+        ...
+
+    def reduce(self) -> None:
+        """Reduces the batch's gradients over the ranks, if no part has done that."""
+        ...
+
+    def restart(self) -> None:
+        """Makes everything as at `begin_window`."""
+        ...
+
 
 class _Entry(NamedTuple):
     """A batch of the window."""
@@ -115,6 +166,15 @@ class Failure(NamedTuple):
     """Whether all gradients are of this window's parts."""
 
 
+class Together(NamedTuple):
+    """What a window of several ranks has besides."""
+
+    ranks: Synchronization
+    on_last: Callable[[Failure | None, BatchSize | None], bool]
+    """Called with a part that raised, or the batch's last one, and the size that may be doubled;
+    whether all ranks do the window again."""
+
+
 class AccumulationWindow:
     """The batches since the last optimizer step.
 
@@ -126,6 +186,7 @@ class AccumulationWindow:
         may_grow: called before a window; the step that it is at, or None: nothing is risked now.
         on_growth: called with a larger size that is tried.
         clear_cache: see `Gradients.redo_window`.
+        together: called before the first window; None: this rank decides alone.
     """
 
     def __init__(
@@ -137,6 +198,7 @@ class AccumulationWindow:
         may_grow: Callable[[], int | None],
         on_growth: Callable[[Resize], None],
         clear_cache: bool = True,
+        together: Callable[[], Together | None] = lambda: None,
     ) -> None:
         self._gradients = gradients
         self.sizes = sizes
@@ -144,6 +206,10 @@ class AccumulationWindow:
         self._may_grow = may_grow
         self._on_growth = on_growth
         self._clear_cache = clear_cache
+        self._find_together = together
+        self._together: Together | None = None
+        self._begun = False
+        self._growing: BatchSize | None = None
         self._entries: list[_Entry] = []
         self._only_ours = True
         self._held: list[Any] = []
@@ -168,7 +234,11 @@ class AccumulationWindow:
             while True:
                 for part in self._parts(self._entries[done:], first=first):
                     self.part = part
-                    yield part
+                    if part.weight or self._together is None:
+                        yield part
+                    else:  # nothing in the batch counts, and the other ranks have one that does
+                        with part:
+                            self._together.ranks.complete()
                     if not part.entered:
                         raise MicrobatchError(
                             "each part of healer.microbatches is a context manager: write "
@@ -181,6 +251,8 @@ class AccumulationWindow:
                 self.part = None
                 self._gradients.redo_window(self._held, clear_cache=self._clear_cache)
                 self._held.clear()
+                if self._together is not None:
+                    self._together.ranks.restart()
                 done, first = 0, True
         finally:
             self.part = None
@@ -196,6 +268,10 @@ class AccumulationWindow:
         # Gradients from elsewhere (another loss, another optimizer) could not be made again.
         self._only_ours = not accumulating
         self._gradients.begin_window()
+        if not self._begun:
+            self._begun, self._together = True, self._find_together()
+        if self._together is not None:
+            self._together.ranks.begin_window()
 
     def _parts(self, entries: list[_Entry], *, first: bool) -> Iterator[Microbatch[Any]]:
         for entry in entries:
@@ -204,13 +280,18 @@ class AccumulationWindow:
             weights = _weights(pieces, entry)
             # A mean over nothing is NaN, and so is 0 times it.
             pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
+            if self._together is not None:
+                self._together.ranks.begin_batch()
+                pairs = pairs or [(pieces[0], 0.0)]
             for i, (piece, weight) in enumerate(pairs):
+                ends = i == len(pairs) - 1
                 yield Microbatch(
                     piece,
                     weight,
                     first=first,
-                    last=entry is entries[-1] and i == len(pairs) - 1,
-                    on_error=lambda error, e=entry, n=number: self._failed(error, e, n),
+                    last=entry is entries[-1] and ends,
+                    on_enter=partial(self._entered, ends),
+                    on_exit=partial(self._left, entry, number, ends),
                 )
                 first = False
 
@@ -224,18 +305,43 @@ class AccumulationWindow:
                 raise
             return 1  # it may fit as a whole
         if len(self._entries) == 1 and entry.most is None:
-            step = self._may_grow()
-            grown = None if step is None else self.sizes.grow(size, step)
-            if grown is not None:
-                self._on_growth(grown)
+            self._grow(size)
         return self.sizes.parts(size, entry.most)
 
-    def _failed(self, error: BaseException, entry: _Entry, parts: int) -> bool:
-        failure = Failure(error, lambda: measure(entry.batch), parts, self._only_ours)
-        if not self._on_failure(failure):
+    def _grow(self, size: BatchSize) -> None:
+        """Tries larger parts if it is time; on several ranks from the next batch on."""
+        step = self._may_grow()
+        if step is None:
+            return
+        if self._together is not None:
+            self._growing = size if self.sizes.may_grow(size, step) else None
+            return
+        grown = self.sizes.grow(size, step)
+        if grown is not None:
+            self._on_growth(grown)
+
+    def _entered(self, last: bool) -> None:
+        if self._together is not None:
+            self._together.ranks.begin_part(last=last)
+
+    def _left(self, entry: _Entry, parts: int, last: bool, error: BaseException | None) -> bool:
+        """Whether to do the window again, after one of so many parts of a batch."""
+        together = self._together
+        if together is not None:
+            together.ranks.end_part()
+        if error is None and (together is None or not last):
             return False
-        self._held = released(error)
-        return True
+        failure = None
+        if error is not None:
+            failure = Failure(error, lambda: measure(entry.batch), parts, self._only_ours)
+        if together is not None:
+            growing, self._growing = self._growing, None
+            again = together.on_last(failure, growing)
+        else:
+            again = failure is not None and self._on_failure(failure)
+        if again and error is not None:
+            self._held = released(error)
+        return again
 
 
 def released(error: BaseException) -> list[Any]:

@@ -37,7 +37,7 @@ class Alone:
 
 
 class RankFailed(HealcoreError, OSError):
-    """Another rank raised an error; its message is part of this one."""
+    """Another rank raised an error, whose message is part of this one, or does not answer."""
 
 
 def agreed(ranks: Ranks, mine: Any) -> Any:

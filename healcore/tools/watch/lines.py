@@ -81,6 +81,7 @@ _TEXTS: dict[str, Callable[[EventRecord], str]] = {
     "grow": lambda event: (
         f"tries {_or(event.size)} samples at a time again, not {_or(event.size_before)}"
     ),
+    "vote": lambda event: f"the ranks agreed: {event.outcome or ''} ({event.why or ''})",
     "hook": _hook,
     "fault": lambda event: (
         f"fault: {event.problem or ''}" + (f"; {event.answer}" if event.answer else "")

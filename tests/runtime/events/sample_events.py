@@ -88,6 +88,11 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "attempt": 2,
         "wait_s": 1.5,
     },
+    "vote": {
+        "outcome": "end",
+        "why": "signal 15",
+        "of_ranks": [{"rank": 1, "outcome": "end", "why": "signal 15"}],
+    },
     "grow": {"samples": 32, "size_before": 8, "size": 16},
     "retried": {"attempt": 3},
     "stop": {

@@ -74,6 +74,7 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
         "assessment",
         "retried",
         "grow",
+        "vote",
     }
 
 

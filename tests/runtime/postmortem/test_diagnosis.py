@@ -161,10 +161,10 @@ def test_an_exception_is_quoted():
 def test_only_rates_that_a_step_can_have_are_named(lr, limit, scale, text):
     rollback = RollbackRecord(340, 338, 200, lr, limit, scale)
     assert rollback.lr_text == text
-    told = explain(RunEnd("stopped", 340, rollbacks=(rollback,)))
-    assert "went back from step 340 to 200" in told
-    assert ("learning rate" in told) is bool(text)
-    assert text in told
+    text_of_end = explain(RunEnd("stopped", 340, rollbacks=(rollback,)))
+    assert "went back from step 340 to 200" in text_of_end
+    assert ("learning rate" in text_of_end) is bool(text)
+    assert text in text_of_end
 
 
 def test_an_exception_adds_what_it_means():

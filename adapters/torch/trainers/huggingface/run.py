@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from healcore.core.errors import HealcoreError
-from healcore.core.verdict import Cause
+from healcore.core.verdict import NONFINITE, Cause
 from healcore.policy import Policy
 from healcore.runtime.events import Log
 from healcore.runtime.events.models import Ending
@@ -43,8 +43,6 @@ _log = logging.getLogger("healcore")
 
 LAG = 1
 """Steps after which a step's decision is read on the host: by then it has arrived."""
-
-_NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +277,7 @@ class TrainingRun:
         """Whether an incident is open that skipping its steps does not explain."""
         if not self.ledger.open or not self.ledger.incidents:
             return False
-        return bool(Cause(self.ledger.incidents[-1].cause) & ~_NONFINITE)
+        return bool(Cause(self.ledger.incidents[-1].cause) & ~NONFINITE)
 
     def quarantine(self, since: int, why: str) -> None:
         """Moves checkpoints saved after step `since` away that are not known-good."""

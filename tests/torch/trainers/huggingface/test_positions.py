@@ -23,7 +23,8 @@ class Raising(InOrder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model.layers.insert(1, torch.nn.Dropout(0.2))
+        net: Any = self.model
+        net.layers.insert(1, torch.nn.Dropout(0.2))
         self.seen: list[float] = []
 
     def training_step(self, model: Any, inputs: Any, items: Any = None) -> Any:

@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 from transformers import Trainer, TrainerCallback
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback, heal

@@ -1,0 +1,90 @@
+"""The processes of `jax.distributed`, as stores and the Healer see them."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import jax
+
+from healcore.runtime.store.errors import StoreError
+from healcore.runtime.store.ranks import RankFailed
+
+_TIMEOUT_S = 1800.0
+"""Seconds for which an exchange waits: rank 0 may be writing a large checkpoint. The same as a
+group of torch has by default. A process that has died is noticed earlier, by JAX's heartbeats."""
+
+_numbers = itertools.count()
+
+
+class CoordinatedRanks:
+    """Exchanges over the key-value store of JAX's coordination service: no devices take part.
+
+    `multihost_utils.process_allgather` is a collective of the devices. A store exchanges from a
+    background thread, and there it would come between the collectives of the training, in another
+    order in each process. JAX has no public function for its key-value store; Orbax uses the same
+    client for its barriers.
+
+    Each object has keys of its own, numbered in the order in which they are made: every process
+    makes them at the same places in the program.
+
+    Args:
+        timeout_s: seconds for which an exchange waits for the other processes.
+
+    Raises:
+        StoreError: `jax.distributed.initialize` was not called.
+    """
+
+    def __init__(self, timeout_s: float = _TIMEOUT_S) -> None:
+        self.rank = jax.process_index()
+        self.world = jax.process_count()
+        self._client = _client()
+        self._timeout_s = timeout_s
+        self._prefix = f"healcore/{next(_numbers)}"
+        self._exchanges = 0
+        self._apart: RankFailed | None = None
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item, on every rank.
+
+        Raises:
+            RankFailed: a process has not come in time, to this exchange or to an earlier one.
+        """
+        if self._apart is not None:  # the others may be at that exchange still, or beyond it
+            raise self._apart
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        self._client.key_value_set_bytes(self._key(number, self.rank), pickle.dumps(item))
+        items = [pickle.loads(self._read(number, rank)) for rank in range(self.world)]
+        if number:
+            # Every process has come to this exchange, and so has read all keys of the one before.
+            self._client.key_value_delete(self._key(number - 1, self.rank))
+        return items
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"{self._prefix}/{number}/{rank}"
+
+    def _read(self, number: int, rank: int) -> bytes:
+        try:
+            return self._client.blocking_key_value_get_bytes(
+                self._key(number, rank), round(self._timeout_s * 1000)
+            )
+        except jax.errors.JaxRuntimeError as error:
+            self._apart = RankFailed(
+                f"process {rank} of {self.world} has not come to an exchange within "
+                f"{self._timeout_s:g} s ({str(error).splitlines()[0]:.200}): is it alive, and does "
+                "every process run the same program?"
+            )
+            raise self._apart from error
+
+
+def _client() -> Any:
+    from jax._src import distributed  # there is no public way to it, see above
+
+    client = distributed.global_state.client
+    if client is None:
+        raise StoreError(
+            f"this program has {jax.process_count()} processes, which exchange over "
+            "jax.distributed: call jax.distributed.initialize() at its start"
+        )
+    return client

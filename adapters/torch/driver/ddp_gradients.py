@@ -1,0 +1,328 @@
+"""`DDPGradients`: DistributedDataParallel in a loop whose parts may run out of memory on one rank.
+
+DDP exchanges within a part: it broadcasts buffers in the forward pass, and reduces gradients in the
+backward pass, bucket by bucket. A rank that fails there would leave the others waiting. So
+
+- buffers are broadcast before a batch's first part;
+- only the last part of a batch reduces. In the first two windows, and where DDP is used in another
+  way than one forward and one backward pass in each part, no part does: gradients are reduced after
+  the ranks have voted that none has failed (`reduce`);
+- a rank that fails reduces nothing instead of what it has not reduced yet (`complete`), and all
+  ranks throw the result away.
+
+Both are done by DDP itself, with its buckets, communication hooks and unused parameters: a backward
+pass over `_Nothing` makes it believe that all gradients have arrived.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from healcore.runtime.microbatches.window import MicrobatchError
+from healcore.torch.ranks import StepRanks
+from healcore.torch.store.gloo import GlooRanks
+
+_WINDOWS = 2
+"""Windows that are looked at before gradients are reduced within backward passes. DDP itself
+changes its buckets after the first."""
+SECONDS = 120.0
+"""That a rank that has failed waits for the others, which are in their parts."""
+_ELSEWHERE = "the other ranks wait in a collective that this one has left: "
+
+
+def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: list[int]) -> str:
+    """Why ranks that train these modules cannot do a step again together; "": they can.
+
+    Args:
+        ranks: of each optimizer.
+        modules: all that the run trains, with those within them.
+        members: the ranks that vote, in the default group.
+    """
+    if any(each.has_parts for each in ranks):
+        return (
+            _ELSEWHERE + "the parameters are spread over them (FSDP2, tensor parallel, pipeline), "
+            "and their forward and backward passes exchange them"
+        )
+    for each in modules:
+        kind = type(each).__name__
+        if isinstance(each, nn.SyncBatchNorm):
+            return _ELSEWHERE + "SyncBatchNorm exchanges batch statistics in the forward pass"
+        if kind in ("FullyShardedDataParallel", "DeepSpeedEngine"):
+            return _ELSEWHERE + f"{kind} exchanges in forward and backward passes"
+        if not isinstance(each, DistributedDataParallel):
+            continue
+        unlike = {
+            "static_graph=True": each.static_graph,
+            "mixed_precision": each.mixed_precision is not None,
+            "delay_all_reduce_named_params": bool(each._delay_all_reduce_params),
+            "torch.compile's python_reducer": each._use_python_reducer,
+            "join()": each._join_config.enable,
+            "a communication hook for buffers": hasattr(each, "buffer_hook"),
+        }
+        for name, used in unlike.items():
+            if used:
+                return _ELSEWHERE + f"DistributedDataParallel with {name} cannot be held back"
+        if not set(dist.get_process_group_ranks(each.process_group)) <= set(members):
+            return (
+                _ELSEWHERE + "DistributedDataParallel has ranks that this Healer does not have: "
+                "pass its group, Healer(..., attach={'process_group': group})"
+            )
+    return ""
+
+
+def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules with all that are within, and the DDP modules that train any of `params`.
+
+    A state often has the module that DDP wraps, which does not know of it. Visits all objects.
+    """
+    trained = {*map(id, params)}
+    found = {id(m): m for root in roots for m in root.modules()}
+    for each in gc.get_objects():
+        if not issubclass(type(each), DistributedDataParallel) or id(each) in found:
+            continue
+        if any(id(p) in trained for p in each.parameters()):
+            found.update((id(m), m) for m in each.modules())
+    return [*found.values()]
+
+
+class DDPGradients:
+    """Implements `healcore.runtime.microbatches.window.Synchronization`.
+
+    Args:
+        modules: the DDP modules. Without any the loop reduces gradients itself, after the parts.
+        optimizers: which must not step within a part.
+        ranks: that vote.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[DistributedDataParallel],
+        optimizers: Iterable[Optimizer],
+        ranks: GlooRanks,
+    ) -> None:
+        self._replicas = [_Replica(each) for each in modules]
+        self._ranks = ranks
+        self._windows = 0
+        self._unusual = len(modules) != 1 or not self._replicas[0].may_complete
+        self._overlaps = self._in_part = self._last = False
+        self._completed = self._wanted = False
+        self._handles: list[Any] = []
+        for each in self._replicas:
+            before: Any = torch.compiler.disable(self._before_forward(each))
+            after: Any = torch.compiler.disable(self._after_forward(each))
+            self._handles += [
+                each.ddp.register_forward_pre_hook(before),
+                each.ddp.register_forward_hook(after, always_call=True),
+            ]
+        check: Any = torch.compiler.disable(self._check_step)
+        self._handles += [each.register_step_pre_hook(check) for each in optimizers]
+
+    def begin_window(self) -> None:
+        """Decides whether backward passes reduce: the same on every rank."""
+        self._windows += 1
+        self._overlaps = self._windows > _WINDOWS and not self._unusual
+        for each in self._replicas:
+            each.syncs_at_begin = each.ddp.require_forward_param_sync
+
+    def begin_batch(self) -> None:
+        """What a forward pass of DDP exchanges."""
+        self._wanted = self._completed = False
+        for each in self._replicas:
+            each.before_batch()
+
+    def begin_part(self, *, last: bool) -> None:
+        """From now on forward passes are prepared for `last` part or another one."""
+        self._in_part, self._last = True, last
+        for each in self._replicas:
+            each.forwards, each.marked = 0, each.marks()
+
+    def end_part(self) -> None:
+        """Forward passes are the loop's own again."""
+        self._in_part = False
+
+    def complete(self) -> bool:
+        """Reduces nothing, instead of the gradients that the others reduce in their last part."""
+        self._completed = True
+        if not self._overlaps:
+            return True
+        (replica,) = self._replicas
+        done = threading.Event()
+
+        def run() -> None:
+            with suppress(RuntimeError):  # it failed within the reducer, or another rank has left
+                replica.complete(self._last)
+                done.set()
+
+        thread = threading.Thread(target=run, daemon=True)  # it waits as long as the group does
+        thread.start()
+        thread.join(SECONDS)
+        return done.is_set()
+
+    def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
+        """One `all_reduce` of 4 bytes, on the host: nothing waits for a device."""
+        if not failed and not self._completed:
+            self._look()
+        votes = [failed, grows, self._unusual, self._wanted]
+        try:
+            found = self._ranks.largest([*map(int, votes)], SECONDS if failed else None)
+        except RuntimeError:
+            if failed:
+                return None
+            raise
+        self._unusual, self._wanted = bool(found[2]), bool(found[3])
+        return bool(found[0]), bool(found[1])
+
+    def reduce(self) -> None:
+        """Reduces gradients that no part has reduced, unless the loop has said `no_sync`."""
+        if self._wanted and not self._overlaps:
+            for each in self._replicas:
+                each.reduce_all()
+
+    def restart(self) -> None:
+        """Parts of a window that is done again do not reduce."""
+        self._overlaps = False
+        for each in self._replicas:
+            each.restart()
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    def _before_forward(self, replica: _Replica) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any) -> None:
+            if self._in_part:
+                wanted = replica.ddp.require_backward_grad_sync and torch.is_grad_enabled()
+                replica.wants, replica.forwards = wanted, replica.forwards + wanted
+                self._wanted |= wanted and self._last
+                replica.hold_back(reduces=self._overlaps and self._last)
+
+        return before
+
+    def _after_forward(self, replica: _Replica) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            replica.let_go()
+
+        return after
+
+    def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._in_part and self._replicas:
+            raise MicrobatchError(
+                "optimizer.step() was called within `with part:`, where the gradients are not "
+                "reduced over the ranks yet: call it after the loop over healer.microbatches"
+            )
+
+    def _look(self) -> None:
+        """Whether the last part has used DDP in the usual way."""
+        for each in self._replicas:
+            reduced = not self._overlaps or each.marks() != each.marked
+            self._unusual |= each.forwards != 1 or not reduced
+
+
+class _Replica:
+    """A DDP module, and what its reducer has got."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+        self._reducer: Any = ddp.reducer
+        self._params = _reduced(ddp)
+        self.may_complete = hasattr(self._reducer, "_reset_state")
+        self.may_complete &= len(self._params) == len(self.marks())
+        self.forwards = 0
+        """Forward passes of this part whose gradients the loop wants to be reduced."""
+        self.wants = False
+        """Whether the last forward pass was one of these."""
+        self.marked: list[int] = []
+        """`marks` at the begin of the part."""
+        self.syncs_at_begin = True
+        self._held: bool | None = None
+
+    def marks(self) -> list[int]:
+        """A number for each parameter, another one after each reduction of its gradient."""
+        return self._reducer.get_backward_stats()
+
+    def before_batch(self) -> None:
+        """Exchanges what the next forward pass would."""
+        self._reducer._rebuild_buckets()
+        if self.ddp.will_sync_module_buffers():
+            self.ddp._sync_buffers()
+            self.ddp.require_forward_param_sync = False
+
+    def hold_back(self, *, reduces: bool) -> None:
+        """Before a forward pass: it broadcasts nothing, and its backward pass may not reduce."""
+        self._held = self.ddp.require_backward_grad_sync
+        self.ddp.require_forward_param_sync = False
+        self.ddp.require_backward_grad_sync &= reduces
+
+    def let_go(self) -> None:
+        """After it. The next batch begins with a broadcast if this one's gradients are reduced."""
+        if self._held is not None:
+            self.ddp.require_backward_grad_sync, self._held = self._held, None
+            self.ddp.require_forward_param_sync = self.wants
+
+    def restart(self) -> None:
+        """Forgets an interrupted reduction; every rank builds its buckets anew."""
+        if self.may_complete:
+            self._reducer._reset_state()
+        self.ddp.require_forward_param_sync = self.syncs_at_begin
+
+    def reduce_all(self) -> None:
+        """Reduces all gradients as they are."""
+        self._reduce([p for p in self._params if p.requires_grad], begins=True)
+
+    def complete(self, last: bool) -> None:
+        """Reduces what a part that failed has not reduced."""
+        now = self.marks()
+        done = [last and a != b for a, b in zip(self.marked, now, strict=True)]
+        missing = [p for p, each in zip(self._params, done, strict=True) if not each]
+        if missing:
+            self._reduce(missing, begins=not any(done))
+
+    def _reduce(self, params: list[Tensor], *, begins: bool) -> None:
+        with torch.enable_grad():
+            nothing = _Nothing.apply(*params)
+        if begins:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # there are no unused parameters
+                self._reducer.prepare_for_forward()
+                unused = self.ddp.find_unused_parameters
+                self._reducer.prepare_for_backward([nothing] if unused else [])
+        nothing.backward()
+        self._reducer._check_reducer_finalized()
+
+
+class _Nothing(torch.autograd.Function):
+    """Sends no gradient to its arguments, which is an arrival all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
+        ctx.number = len(params)
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        return (None,) * ctx.number
+
+
+def _reduced(ddp: DistributedDataParallel) -> list[Tensor]:
+    """The parameters that a DDP module reduces, in the order of its reducer."""
+    named = [
+        (f"{path}.{name}" if path else name, p)
+        for path, module in ddp.module.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+    ]
+    ignored = ddp.parameters_to_ignore
+    return [*{id(p): p for n, p in named if p.requires_grad and n not in ignored}.values()]

@@ -1,0 +1,254 @@
+"""Runs of several ranks that are killed and started again, as torchrun does it, without its cost.
+
+    python -m tests.healer.elastic_runs ROOT KIND KILLS
+
+It imports torch once and forks the ranks of every start. When a rank ends with an error the others
+get SIGTERM, as from torchrun's agent, and have to end by themselves. A run that is never killed
+comes first: what it did at every step is what the killed one must do too. Prints a JSON line with
+what was counted; ends with an error at the first thing that is not as it must be.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from tests.healer import elastic_rank, killed_run_checks
+from tests.healer.elastic_rank import BACK, PHASES, SAVE, SECONDS, STEP, WRITE, Aim
+
+BOUND = 30.0
+"""Seconds until torchrun's agent kills ranks that do not end after SIGTERM: more is a hang."""
+
+
+WORLDS = [("FSDP2", [2, 4, 1]), ("DDP", [1, 2])]
+"""Kind of run, and the number of ranks of each start."""
+
+
+class Ended(NamedTuple):
+    """How the ranks of one start ended."""
+
+    statuses: list[int]
+    """Exit statuses; of a killed rank the negative number of the signal."""
+    errors: list[str]
+    """What each wrote to standard error."""
+
+
+def run_ranks(
+    root: Path, world: int, target: Callable[[], None], *, seconds: float = SECONDS
+) -> Ended:
+    """Forks ranks, each of which calls `target` in a process group with that time-out.
+
+    AssertionError if one still runs BOUND seconds after another has ended with an error.
+    """
+    root.mkdir(exist_ok=True)
+    meeting = root / f"meeting-{time.monotonic_ns()}"
+    files = [root / f"stderr-{rank}" for rank in range(world)]
+    ranks = {
+        _forked(rank, world, meeting, files[rank], target, seconds): rank for rank in range(world)
+    }
+    statuses, until, left = [0] * world, float("inf"), dict(ranks)
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in left:
+            code = os.waitstatus_to_exitcode(status)
+            statuses[left.pop(pid)] = code
+            if code and until == float("inf"):
+                until = time.monotonic() + BOUND
+                for other in left:
+                    os.kill(other, signal.SIGTERM)
+        elif time.monotonic() > until:
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+                os.waitpid(other, 0)
+            texts = "\n".join(each.read_text()[-2000:] for each in files)
+            raise AssertionError(f"{root}: ranks {[*left.values()]} have not ended\n{texts}")
+        else:
+            time.sleep(0.005)
+    meeting.unlink(missing_ok=True)
+    return Ended(statuses, [each.read_text() for each in files])
+
+
+def _forked(
+    rank: int, world: int, meeting: Path, errors: Path, target: Callable[[], None], seconds: float
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=seconds),
+        )
+        target()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        print(ended, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def steps_of(root: Path) -> dict[tuple[int, int, int], list[Any]]:
+    """(rank, rollbacks so far, steps done) -> the next batch and digests of weights and engines.
+
+    Steps that a later start has repeated must have come out the same.
+    """
+    found: dict[tuple[int, int, int], list[Any]] = {}
+    for path in sorted(root.glob("trace-*")):
+        for line in path.read_text().splitlines():
+            rollbacks, step, *state = json.loads(line)
+            place = int(path.name[6:]), rollbacks, step
+            earlier = found.setdefault(place, state)
+            assert earlier == state, f"{root}: {place}: {earlier}, {state}"
+    return found
+
+
+def facts_of(root: Path) -> list[dict[str, Any]]:
+    """What each rank reports at the end."""
+    return [json.loads(path.read_text()) for path in sorted(root.glob("end-*.json"))]
+
+
+class Kind:
+    """One kind of run, with what it does when nobody is killed."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self.kind, self.root, self.world = kind, root / f"{kind}-clean", elastic_rank.WORLD
+        assert self.start(self.root, 0, None).statuses == [0] * self.world
+        self.steps, self.facts = steps_of(self.root), facts_of(self.root)
+        assert [each["rollbacks"] for each in self.facts] == [2] * self.world, self.facts
+
+    def start(self, root: Path, number: int, aim: Aim | None) -> Ended:
+        """One start of all ranks."""
+        target = functools.partial(elastic_rank.start, self.kind, root, number, aim)
+        return run_ranks(root, self.world, target)
+
+    def killed(self, root: Path, kills: int, seed: int) -> Counter[str]:
+        """A run with up to `kills` kills, to its end; counts what was under way at each."""
+        counts, logged = Counter[str](), b""
+        for number in itertools.count():
+            aim = elastic_rank.aim_of(seed, number, kills)
+            ended = self.start(root, number, aim)
+            logged = killed_run_checks.goes_on(root, logged)
+            if ended.statuses == [0] * self.world:  # also if it came to its end before its aim
+                break
+            assert aim is not None, ended
+            assert ended.statuses[aim.rank] == -signal.SIGKILL, (aim, ended)
+            others = {status for rank, status in enumerate(ended.statuses) if rank != aim.rank}
+            # Its own error, or what SIGTERM leads to: never a success.
+            assert others <= {1, 128 + signal.SIGTERM}, (aim, ended)
+            marks = (root / f"phases-{number}-{aim.rank}").read_bytes()
+            under_way = {phase for phase, mark in zip(PHASES, marks, strict=True) if mark}
+            counts["kills"] += 1
+            counts["in a rollback"] += BACK in under_way
+            counts["in a save"] += bool(under_way & {SAVE, WRITE})
+            counts["in a step"] += STEP in under_way
+        assert facts_of(root) == self.facts, (facts_of(root), self.facts)
+        for at, state in steps_of(root).items():
+            assert self.steps.get(at) == state, f"{root}: {at} {state} {self.steps.get(at)}"
+        killed_run_checks.whole(root, self.root)
+        return counts
+
+
+class DiesAt:
+    """Kills its rank, as all the others, before a step of this start."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def begin(self, phase: str) -> None:
+        """A step begins."""
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self, phase: str) -> None:
+        """Nothing."""
+
+
+def other_worlds(kind: str, root: Path, worlds: Sequence[int]) -> dict[str, Any]:
+    """A run that goes on with another number of ranks at each start; returns what they found."""
+    found: dict[str, Any] = {"worlds": worlds, "resumed": []}
+    seen: dict[tuple[int, int], Any] = {}
+    for number, world in enumerate(worlds):
+        last = number == len(worlds) - 1
+        watched = DiesAt(0 if last else 13)
+
+        def target(watched: DiesAt = watched) -> None:
+            facts = elastic_rank.run(kind, root, watched, any_world=True)
+            (root / f"end-{dist.get_rank()}.json").write_text(json.dumps(facts))
+
+        for trace in root.glob("trace-*"):
+            trace.unlink()
+        ended = run_ranks(root, world, target)
+        assert ended.statuses == [0 if last else -signal.SIGKILL] * world, ended
+        steps = steps_of(root)
+        if number:
+            text = re.search(r"was saved by (\d) ranks, and there are (\d) now", ended.errors[0])
+            assert text is not None, ended.errors[0]
+            assert int(text[1]) in worlds[:number], text
+            assert int(text[2]) == world, text
+            # Batch, weights, moments and engines are those that the other ranks had there.
+            _, *place = min(steps, key=lambda each: each[1:])
+            for rank in range(world):
+                assert steps[rank, *place] == seen[tuple(place)], (rank, place)
+            found["resumed"].append(place[1])
+        seen |= {(each[1], each[2]): state for each, state in steps.items() if each[0] == 0}
+    found["rollbacks"] = facts_of(root)[0]["rollbacks"]
+    return found
+
+
+def refused(root: Path) -> list[str]:
+    """The last line of each rank's error where every rank has batches of its own."""
+
+    def target() -> None:
+        data = range(100 + dist.get_rank(), 190, dist.get_world_size())
+        elastic_rank.run("DDP", root, DiesAt(13), data=data, any_world=True)
+
+    run_ranks(root, 2, target)
+    ended = run_ranks(root, 4, target)
+    assert set(ended.statuses) <= {1, 128 + signal.SIGTERM}, ended
+    return [text.splitlines()[-1] for text in ended.errors]
+
+
+def main(root: Path, kinds: str, kills: int) -> None:
+    """Prints a line for each kind."""
+    for name in ("torch._dynamo", "healcore.torch.driver"):
+        importlib.import_module(name)  # the first step would, in every rank
+    for name in kinds.split(","):
+        kind, counts = Kind(name, root), Counter[str]()
+        for seed in itertools.count(1):
+            left = kills - counts["kills"]
+            if not left:
+                break
+            counts += kind.killed(root / f"{name}-killed-{seed}", left, seed)
+        print(json.dumps(counts), flush=True)
+    for kind, worlds in WORLDS:
+        print(json.dumps(other_worlds(kind, root / f"{kind}-worlds", worlds)), flush=True)
+    print(json.dumps(refused(root / "refused")), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

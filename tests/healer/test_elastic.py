@@ -1,0 +1,95 @@
+"""Ranks that are killed, under torchrun and without its cost: the job continues or ends, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(REPOSITORY),
+    "OMP_NUM_THREADS": "1",
+    # Restarts fail without it: https://github.com/pytorch/pytorch/issues/167288
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """In memory if possible: a kill has the same effect on all file systems, and syncs are slow."""
+    memory = Path("/dev/shm")
+    at = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="healcore-elastic-", dir=at) as folder:
+        yield Path(folder)
+
+
+def run(*command: object, seconds: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.stress)])
+def test_a_rank_is_killed_again_and_again(kills, root):
+    done = run("tests.healer.elastic_runs", root, "DDP,FSDP2", kills, seconds=600 + 60 * kills)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *of_kinds, sharded, replicated, refused = map(json.loads, done.stdout.splitlines())
+    assert len(of_kinds) == 2
+    for counts in of_kinds:
+        assert counts["kills"] == kills
+        assert min(counts[f"in a {phase}"] for phase in ("rollback", "save", "step")) >= 1, counts
+    # Another number of ranks at every start.
+    assert (sharded["worlds"], len(sharded["resumed"])) == ([2, 4, 1], 2)
+    assert (replicated["worlds"], replicated["rollbacks"]) == ([1, 2], 2)
+    assert len(refused) == 4
+    for line in refused:
+        assert "the position in the data was saved by 2 ranks" in line
+        assert re.search("it had 45 batches then, and range has 2[23] batches", line)
+
+
+def torchrun(kind: str, root: Path, *, restarts: int, kills: int, seed: int) -> Any:
+    """Two ranks under torchrun; all the starts together."""
+    options = "--standalone", "--nproc-per-node", 2, "--max-restarts", restarts
+    program = "-m", "tests.healer.elastic_rank", kind, root, kills, seed
+    return run("torch.distributed.run", *options, *program, seconds=600 + 60 * kills)
+
+
+def test_torchrun_restarts_a_killed_rank_and_ends_when_it_may_no_more(root):
+    done = torchrun("DDP", root, restarts=1, kills=2, seed=3)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert done.stderr.count("failed (exitcode: -9)") == 2
+    assert "healcore: resumes from the checkpoint" in done.stderr
+    assert list((root / "store").glob("step-*/manifest.json"))
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_torchrun_restarts_a_rank_that_is_killed_twenty_times(kind, root):
+    killed = 0
+    for seed in range(20):
+        folder = root / str(seed)
+        folder.mkdir()
+        done = torchrun(kind, folder, restarts=20, kills=20 - killed, seed=seed)
+        assert done.returncode == 0, done.stderr[-3000:]
+        killed += done.stderr.count("failed (exitcode: -9)")
+        ends = [json.loads((folder / f"end-{rank}.json").read_text()) for rank in range(2)]
+        assert [(end["step"], end["rollbacks"]) for end in ends] == [(42, 2)] * 2
+        if killed == 20:
+            break
+    assert killed == 20

@@ -1,0 +1,146 @@
+"""Several devices, and several processes of `jax.distributed`, decide as one device does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore.jax.store import OrbaxStore
+from tests.jax import trained_together
+from tests.jax.processes import Program
+from tests.jax.trained_together import FAULTS, SECONDS, STEPS
+from tests.jax.two_processes import BAD
+
+TOLERANCE = 1e-5
+"""Relative, of losses and norms: four parts are added up in another order than one."""
+SPREAD = [kind for kind in STEPS if kind != "alone"]
+
+
+def program(root: Path, *kinds: str, world: int, **environment: str) -> Program:
+    limits = {"world": world, "seconds": SECONDS + 60}
+    return Program("tests.jax.trained_together", root, *kinds, **limits, **environment)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """One process with four devices."""
+    root = tmp_path_factory.mktemp("one")
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    return program(root, *SPREAD, "alone", world=1, XLA_FLAGS=flags)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the checkpoints of the four processes."""
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def four(root: Path) -> Program:
+    return program(root, "sharded", world=4)
+
+
+@pytest.fixture(scope="module")
+def two(four: Program, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    del four  # has to have saved
+    folder = tmp_path_factory.mktemp("two")
+    return Program("tests.jax.two_processes", folder, root, world=2, seconds=360)
+
+
+def check_run(kind: str, outcomes: list[Any], alone: Any) -> None:
+    """All processes have skipped the faulty steps and no other, exactly, and decided as one has."""
+    for each in outcomes:
+        assert each["records"] == outcomes[0]["records"]
+        assert {i for i, record in enumerate(each["records"]) if record[3]} == FAULTS
+        assert each["unmoved"]
+        assert each["whole"] == outcomes[0]["whole"]
+        assert each["copies"] == outcomes[0]["copies"]
+        assert each["on mesh"]
+        assert each.get("restored", SAVED) == SAVED
+    for found, expected in zip(outcomes[0]["records"], alone["records"], strict=False):
+        assert found[:4] == expected[:4]
+        assert found[4:] == pytest.approx(expected[4:], rel=TOLERANCE)
+    assert len(outcomes[0]["records"]) == STEPS[kind]
+
+
+SAVED = {"same": True, "moved": True, "listed": [True, 7, [], {"of": "the run"}]}
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+def test_a_mesh_of_one_process_decides_as_one_device_does(kind: str, one: Program):
+    check_run(kind, one.of(kind), one.of("alone")[0])
+
+
+def test_four_processes_decide_as_one_does(four: Program, one: Program):
+    check_run("sharded", four.of("sharded"), one.of("alone")[0])
+
+
+@pytest.mark.stress
+def test_four_processes_spread_in_every_way(one: Program, tmp_path: Path):
+    found = program(tmp_path, *SPREAD, world=4)
+    for kind in SPREAD:
+        check_run(kind, found.of(kind), one.of("alone")[0])
+
+
+def test_exchanges_of_two_threads_are_kept_apart_and_none_waits_forever(two: Program):
+    found = two.of("exchanges")
+    assert [(each["items"], each["behind"]) for each in found] == [(True, True)] * 2
+    first, second = found[0]["apart"]
+    assert "process 1 of 2 has not come to an exchange within 0.2 s" in first
+    assert second == first  # at once: the other process may be anywhere
+    assert found[1]["apart"] == []
+
+
+def both(two: Program, case: str) -> Any:
+    """What both processes saw, which has to be the same."""
+    first, second = two.of(case)
+    assert first == second
+    return first
+
+
+def test_two_processes_go_back_together_stop_and_resume(two: Program):
+    stopped, resumed, whole = (both(two, case) for case in ("stopped", "resumed", "memory"))
+    assert (stopped["rollbacks"], stopped["stopped"]) == (1, "far enough")
+    assert (resumed["first"], resumed["stopped"], resumed["step"]) == (30, None, 39)
+    assert resumed["listed"][-1] == 39
+    # A run with snapshots in memory only, without an interruption, ends in the same bits.
+    assert (whole["rollbacks"], whole["stopped"], whole["step"]) == (1, None, 39)
+    assert whole["order"].count(BAD) == 1
+    assert resumed["state"] == whole["state"]
+    # With the number 0 as the step, and with an array: a rollback adds nothing.
+    assert stopped["traced"] == 2
+
+
+def test_what_the_documentation_shows_is_right_in_two_processes(two: Program):
+    found = both(two, "documented")
+    assert found["moved"]
+    assert found["kept"]
+    assert found["loop"][:2] == [12, 1]
+
+
+def test_a_checkpoint_of_four_processes_on_other_meshes_of_two(two: Program, four: Program):
+    found = both(two, "from four")
+    saved = four.of("sharded")[0]["whole"]
+    assert found == {
+        "two axes": saved,
+        "two axes, placed": True,
+        "data parallel": saved,
+        "data parallel, placed": True,
+    }
+
+
+def test_a_checkpoint_of_four_processes_in_one(four: Program, root: Path):
+    params, state = trained_together.begin("alone")
+    like = {"params": params, "opt_state": state}
+    found = OrbaxStore(root / "sharded").restore(7, like).state
+    digest = trained_together.digest((found["params"], found["opt_state"]))
+    assert digest == four.of("sharded")[0]["whole"]
+
+
+def test_arrays_of_one_process_alone_have_to_be_the_same_in_all(two: Program):
+    found = both(two, "refused")
+    assert (found["key"], found["n"], found["local"]) == ([0, 0], [0, 1, 2], True)
+    assert "run.key is an array of each process alone" in found["said"]
+    assert (found["steps"], found["left"]) == ([1], [])

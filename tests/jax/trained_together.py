@@ -1,0 +1,253 @@
+"""Trains one model over all devices, in every way that JAX spreads one, with faults in one part.
+
+    python -m tests.jax.trained_together PROCESS WORLD PORT ROOT KIND...
+
+As one process of several with a device each, or of one with several devices.
+"""
+
+# optax types arrays as a union of many kinds.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from healcore.core import step_record
+from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.detectors import grad_spike, loss_spike, nonfinite
+from healcore.core.engine import EngineConfig, RuleConfig
+from healcore.core.verdict import Cause
+from healcore.jax import protect, state_layout
+from healcore.jax.state import find
+from healcore.jax.store import OrbaxStore
+from tests.jax.processes import join, report
+
+PARTS, ROWS, WIDTH = 4, 4, 8
+"""The faults are in one of four parts of a batch: what one of four processes has."""
+STEPS = {"data parallel": 90, "sharded": 200, "shard_map": 90, "two axes": 90, "alone": 200}
+SECONDS = 400
+"""After which processes that wait for each other show where, and end."""
+NAN = np.float32("nan")
+
+BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART = 40, 55, 70, 85
+FAULTS = {BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART}
+NOT_FINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
+
+POLICY = EngineConfig(
+    clip=("zclip", ZClipConfig(warmup_steps=20)),
+    detectors=(
+        ("nonfinite", nonfinite.Config()),
+        ("loss_spike", loss_spike.Config(warmup_steps=3)),
+        ("grad_spike", grad_spike.Config()),
+    ),
+    rules=(RuleConfig(NOT_FINITE | int(Cause.LOSS_SPIKE), skip=True),),
+)
+"""Clips, and skips what is not finite and spikes of the loss."""
+
+P = PartitionSpec
+SPECS: dict[str, dict[str, P]] = {
+    "data parallel": {"w1": P(), "b1": P(), "w2": P(), "b2": P()},
+    "shard_map": {"w1": P(), "b1": P(), "w2": P(), "b2": P()},
+    "sharded": {"w1": P(None, "data"), "b1": P(), "w2": P("data"), "b2": P()},
+    "two axes": {"w1": P(None, "model"), "b1": P("model"), "w2": P("model"), "b2": P()},
+}
+
+
+def initial() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    return {
+        "w1": draw.normal(size=(4, WIDTH)).astype(np.float32) / 2,
+        "b1": np.zeros(WIDTH, np.float32),
+        "w2": draw.normal(size=(WIDTH, 1)).astype(np.float32) / 3,
+        "b2": np.zeros(1, np.float32),
+    }
+
+
+def batch(i: int) -> np.ndarray:
+    """Rows of all processes: inputs, target, and factors on loss and gradients, by the faults."""
+    draw = np.random.default_rng(i)
+    x = draw.normal(size=(PARTS, ROWS, 4)).astype(np.float32)
+    y = x.sum(2, keepdims=True) + draw.normal(size=(PARTS, ROWS, 1)).astype(np.float32)
+    observed, gradients = np.ones((2, PARTS, ROWS, 1), np.float32)
+    if i == BAD_BATCH:
+        x[1] = NAN
+    if i == SPIKE:
+        observed[2] = 1e4
+    if i == ONE_FINITE:
+        observed[1:] = NAN
+    if i == BAD_PART:
+        gradients[3] = NAN
+    return np.concatenate([x, y, observed, gradients], 2).reshape(PARTS * ROWS, 7)
+
+
+def mesh_of(kind: str) -> jax.sharding.Mesh:
+    if kind == "two axes":
+        shape = (jax.device_count() // 2, 2)
+        return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    explicit = AxisType.Explicit if kind == "data parallel" else AxisType.Auto
+    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(explicit,))
+
+
+def placed(mesh: Any, array: np.ndarray, spec: Any) -> jax.Array:
+    """One array over all processes, of which each has the whole on the host."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def loss_of(params: Any, batch: Any) -> tuple[Any, Any]:
+    x, y, observed, gradients = jnp.split(batch, (4, 5, 6), axis=1)
+    hidden = jnp.tanh(x @ params["w1"] + params["b1"])
+    each = (hidden @ params["w2"] + params["b2"] - y) ** 2
+    return jnp.mean(each * gradients), jnp.mean(each * observed)
+
+
+def last(state: Any) -> Any:
+    """The record of the last step, bit for bit."""
+    heal = find(state)
+    return state_layout.record(heal.heal_floats, heal.heal_ints)
+
+
+def train_step(
+    tx: Any, traces: list[None], params: Any, state: Any, batch: Any, axis: str | None = None
+) -> Any:
+    traces.append(None)
+    (_, loss), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
+    if axis is not None:
+        grads = jax.lax.pmean(grads, axis)
+    updates, state = tx.update(grads, state, params, value=loss)
+    return optax.apply_updates(params, updates), state, last(state)
+
+
+class Program(NamedTuple):
+    """One way to spread the model."""
+
+    mesh: Any
+    tx: Any
+    step: Any
+    """Compiled; donates."""
+    traces: list[None]
+    """One for each time that it was traced."""
+
+
+@functools.cache
+def program(kind: str) -> Program:
+    traces: list[None] = []
+    mesh = None if kind == "alone" else mesh_of(kind)
+    tx = protect(optax.adamw(1e-2), POLICY, axis_name="data" if kind == "shard_map" else None)
+    step = functools.partial(train_step, tx, traces)
+    if kind == "shard_map":
+        step = jax.shard_map(
+            functools.partial(step, axis="data"),
+            mesh=mesh,
+            in_specs=(P(), P(), P("data")),
+            out_specs=P(),
+            check_vma=False,
+        )
+    return Program(mesh, tx, jax.jit(step, donate_argnums=(0, 1)), traces)
+
+
+def begin(kind: str) -> tuple[Any, Any]:
+    """Parameters and optimizer state."""
+    mesh, tx, *_ = program(kind)
+    if mesh is None:
+        params = jax.tree.map(jnp.asarray, initial())
+    else:
+        params = {name: placed(mesh, each, SPECS[kind][name]) for name, each in initial().items()}
+    return params, tx.init(params)
+
+
+def advance(kind: str, params: Any, state: Any, steps: range) -> tuple[Any, Any, list[Any], bool]:
+    """Trains; also the record of every step, and whether the faulty ones have moved nothing."""
+    mesh, _, step, _ = program(kind)
+    records, unmoved = [], True
+    for i in steps:
+        rows: Any = batch(i) if mesh is None else placed(mesh, batch(i), P("data"))
+        before = digest((params, state.inner_state)) if i in FAULTS else ""
+        params, state, record = step(params, state, rows)
+        if jax.process_count() == 1:
+            # XLA runs the devices of one process in its threads, and with several steps begun they
+            # may all wait in a collective for a device that has none left.
+            jax.block_until_ready((params, state))
+        if i in FAULTS:
+            unmoved &= digest((params, state.inner_state)) == before
+        records.append(record)
+    return params, state, records, unmoved
+
+
+def read(record: Any) -> list[Any]:
+    """A record's decision and numbers."""
+    r = step_record.unpack(np.asarray(record), "")
+    decided = [r.step, int(r.cause), int(r.action), bool(r.skip)]
+    return [*decided, r.lr_scale, r.grad_scale, r.loss, r.grad_norm]
+
+
+def digest(tree: Any) -> str:
+    """Of this process's parts."""
+    parts = [
+        np.asarray(shard.data).tobytes()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def whole(mesh: Any, tree: Any) -> Any:
+    """Every array replicated."""
+    everywhere = NamedSharding(mesh, P())
+    return jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
+
+
+def trained(kind: str, root: Path) -> dict[str, Any]:
+    """One run on the same global batches; "alone" is on one device of one process."""
+    params, state = begin(kind)
+    fresh = jax.tree.leaves(state)
+    params, state, records, unmoved = advance(kind, params, state, range(STEPS[kind]))
+    outcome = {"records": list(map(read, records)), "unmoved": unmoved}
+    if kind != "alone":
+        after = jax.tree.leaves((params, state))
+        outcome["copies"] = digest([leaf for leaf in after if leaf.is_fully_replicated])
+        outcome["whole"] = digest(whole(program(kind).mesh, (params, state)))
+        # A state that is not on the mesh could not be saved, and its step would be traced again.
+        on_mesh = all(len(leaf.sharding.device_set) == jax.device_count() for leaf in fresh)
+        outcome["on mesh"] = on_mesh and len(program(kind).traces) == 1
+    if kind == "sharded":
+        outcome["restored"] = saved_and_restored(kind, params, state, root / kind)
+    return outcome
+
+
+def saved_and_restored(kind: str, params: Any, state: Any, root: Path) -> dict[str, Any]:
+    """A save in the background of further steps, which donate; restored over the state after."""
+    store = OrbaxStore(root)
+    before = digest((params, state))
+    store.save(7, {"params": params, "opt_state": state}, healing={"of": "the run"})
+    params, state, *_ = advance(kind, params, state, range(7))
+    store.wait()
+    saved = store.verify(7)
+    moved = digest((params, state)) != before
+    found = store.restore(7, {"params": params, "opt_state": state})
+    same = digest((found.state["params"], found.state["opt_state"])) == before
+    listed = [saved.finite, saved.step, store.problems(), found.healing]
+    return {"same": same, "moved": moved, "listed": listed}
+
+
+def main(process: int, world: int, port: str, root: Path, kinds: list[str]) -> None:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    if world > 1:
+        join(process, world, port)
+    for kind in kinds:
+        report(kind, trained(kind, root) if kind != "alone" or process == 0 else None)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5:])

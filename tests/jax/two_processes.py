@@ -1,0 +1,282 @@
+"""One of two processes that train together: python -m tests.jax.two_processes N 2 PORT ROOT FOUR.
+
+FOUR has the checkpoints that four processes saved, see `trained_together`.
+"""
+
+# optax types arrays as a union of many kinds.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import healcore
+from healcore import policy as policies
+from healcore.jax import protect
+from healcore.jax.state_transfer import without_heal_state
+from healcore.jax.store import OrbaxStore
+from healcore.jax.store.coordination import CoordinatedRanks
+from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.store import StoreError
+from healcore.runtime.store.ranks import RankFailed
+from tests.jax import trained_together
+from tests.jax.processes import ROOT, join, report
+
+SECONDS = 300
+"""After which processes that wait for each other show where, and end."""
+WORLD, BAD = 2, 23
+
+GOES_BACK = policies.loads(
+    """
+schema = 1
+name = "goes back"
+[detect.nonfinite]
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "rollback", "cut_lr"]
+[incident]
+quiet_steps = 2
+patience = 5
+[rollback]
+probation = 4
+region = 30
+[lr]
+hold_steps = 3
+ramp_steps = 4
+"""
+)
+"""At the first NaN."""
+
+
+@functools.cache
+def mesh() -> Any:
+    return jax.make_mesh((WORLD,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def everywhere(tree: Any) -> Any:
+    place = functools.partial(trained_together.placed, mesh(), spec=P())
+    return jax.tree.map(lambda leaf: place(np.asarray(leaf)), tree)
+
+
+def own_rows(rows: np.ndarray) -> jax.Array:
+    """The batch of which this process has these rows."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh(), P("data")), rows)
+
+
+def exchanges() -> dict[str, Any]:
+    """Between the main threads and between two threads at once; one that never comes."""
+    rank, ranks, behind = jax.process_index(), CoordinatedRanks(), CoordinatedRanks()
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(behind.gather(("behind", rank, i)) for i in range(20))
+    )
+    thread.start()
+    # One process is ahead of the other: rank 1 begins when rank 0 has put in its item.
+    items = [ranks.gather({"rank": rank, "size": "x" * 1000 * rank, "i": i}) for i in range(20)]
+    thread.join()
+    late, said = CoordinatedRanks(timeout_s=0.2), []
+    for _ in range(2):
+        try:
+            if rank == 0:  # the other does not take part
+                late.gather("alone")
+        except RankFailed as error:
+            said.append(str(error))
+    return {
+        "items": all(
+            [each["rank"] for each in row] == [0, 1] and {each["i"] for each in row} == {i}
+            for i, row in enumerate(items)
+        ),
+        "behind": found == [[("behind", r, i) for r in (0, 1)] for i in range(20)],
+        "apart": said,
+    }
+
+
+# -- a whole healed run ---------------------------------------------------------------------------
+
+
+def initial() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    return {"w1": draw.normal(size=(4, 8)) / 2, "w2": draw.normal(size=(8, 1)) / 3}
+
+
+def loss_fn(params: Any, rows: Any) -> Any:
+    hidden = jnp.tanh(rows[:, :4] @ params["w1"])
+    return jnp.mean((hidden @ params["w2"] - rows[:, 4:]) ** 2)
+
+
+@functools.cache
+def compiled() -> tuple[Any, Any, list[None]]:
+    """The optimizer, the step, and an item for each time that it was traced."""
+    tx, traces = protect(optax.adamw(1e-2), GOES_BACK), list[None]()
+
+    def step(state: Any, rows: Any) -> Any:
+        traces.append(None)
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], rows)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], value=loss)
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+
+    return tx, jax.jit(step, donate_argnums=0), traces
+
+
+def rows_of(number: int, *, bad: int | None = None) -> jax.Array:
+    """This process's rows of a batch; those of process 1 are NaN in the batch `bad`."""
+    rank = jax.process_index()
+    x = np.random.default_rng(10 * number + rank).normal(size=(8, 4)).astype(np.float32)
+    rows = np.concatenate([x, np.sin(x.sum(1, keepdims=True))], 1)
+    return own_rows(np.full_like(rows, np.nan) if (number, rank) == (bad, 1) else rows)
+
+
+def healed(root: Path, *, until: int, **options: Any) -> dict[str, Any]:
+    """A run with a bad batch on one process; it goes back, and may be resumed."""
+    tx, step, traces = compiled()
+    place = functools.partial(trained_together.placed, mesh())
+    specs = {"w1": P(None, "data"), "w2": P("data")}
+    params = {name: place(each.astype(np.float32), specs[name]) for name, each in initial().items()}
+    # `step` is a number of each process at first, and after the first step an array on the mesh.
+    state = {"params": params, "opt_state": tx.init(params), "step": 0}
+    stopped, order = None, []
+    options = {
+        "store": root / "store",
+        "events": root / "run.events.jsonl",
+        "save_every": 5,
+        **options,
+    }
+    healer: Any = healcore.Healer(GOES_BACK, state=state, **options)
+    try:
+        with healer:
+            first = healer.step
+            for number in healer.batches(list(range(40))):
+                order.append(number)
+                healer.update(step(healer.state, rows_of(number, bad=BAD)))
+                if healer.step == until:
+                    healer.stop("far enough")
+    except RunStopped as stop:
+        stopped = stop.why
+    healer.driver.expect_change()
+    healer.driver.decline()
+    whole = trained_together.whole(mesh(), without_heal_state(healer.state))
+    return {
+        "first": first,
+        "step": healer.step,
+        "stopped": stopped,
+        "rollbacks": healer.rollbacks,
+        "order": order,
+        "state": trained_together.digest(whole),
+        "listed": [save.step for save in healer.store.steps()],
+        "traced": len(traces),
+    }
+
+
+def documented(root: Path) -> dict[str, Any]:
+    """The snippets of README.md and docs/jax.md, unchanged, over the arrays of both processes."""
+
+    def snippet(page: str, part: str) -> str:
+        blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
+        (block,) = [block for block in blocks if part in block]
+        return block
+
+    os.chdir(root)
+    params = everywhere({name: each.astype(np.float32) for name, each in initial().items()})
+    scope: dict[str, Any] = {"jax": jax, "params": params, "loss_fn": loss_fn}
+    exec(snippet("README.md", "protect("), scope)
+    step, state = scope["train_step"], scope["state"]
+    moved, state, _ = step(params, state, rows_of(0))
+    kept, state, _ = step(moved, state, rows_of(1, bad=1))
+    digest = trained_together.digest
+    outcome = {"moved": digest(moved) != digest(params), "kept": digest(kept) == digest(moved)}
+
+    def train_step(state: Any, batch: Any) -> Any:  # that of the first snippet
+        params, opt_state, _ = step(state["params"], state["opt_state"], batch)
+        return {"params": params, "opt_state": opt_state}
+
+    scope = {
+        "healcore": healcore,
+        "state": {"params": params, "opt_state": scope["tx"].init(params)},
+        "train_step": train_step,
+        "loader": [rows_of(number, bad=3) for number in range(12)],
+    }
+    exec(snippet("docs/jax.md", "healer.update("), scope)
+    healer = scope["healer"]
+    tally = healer.driver.healing()["opt_state"]["state"]["tally"]
+    outcome["loop"] = [healer.step, tally["skips"], digest(healer.state["params"])]
+    return outcome
+
+
+# -- other meshes, other numbers of processes, what cannot be saved -------------------------------
+
+
+def from_four(root: Path, four: Path) -> dict[str, Any]:
+    """What four processes saved, on the meshes of two: in other parts, and whole."""
+    store = OrbaxStore(four / "sharded")
+    outcome: dict[str, Any] = {}
+    for kind in ("two axes", "data parallel"):
+        params, state = trained_together.begin(kind)
+        found = store.restore(7, {"params": params, "opt_state": state}).state
+        target = trained_together.program(kind).mesh
+        outcome[kind] = trained_together.digest(
+            trained_together.whole(target, (found["params"], found["opt_state"]))
+        )
+        like = jax.tree.leaves((params, state))
+        leaves = jax.tree.leaves((found["params"], found["opt_state"]))
+        outcome[f"{kind}, placed"] = all(
+            a.sharding.is_equivalent_to(b.sharding, a.ndim)
+            for a, b in zip(leaves, like, strict=True)
+        )
+    return outcome
+
+
+def refused(root: Path) -> dict[str, Any]:
+    """Arrays of one process alone: saved if they are the same in both, named if they are not."""
+    rank, store = jax.process_index(), OrbaxStore(root)
+    state = {
+        "w": own_rows(np.ones((2, 2), np.float32)),
+        "key": jax.random.key(0),
+        "n": np.arange(3),
+    }
+    store.save(1, {"run": state})
+    store.wait()
+    found = store.restore(1, {"run": state}).state["run"]
+    outcome: dict[str, Any] = {
+        "key": jax.random.key_data(found["key"]).tolist(),
+        "n": found["n"].tolist(),
+        "local": found["key"].is_fully_addressable,
+    }
+    store.save(2, {"run": {**state, "key": jax.random.key(rank)}})
+    try:
+        store.wait()
+    except StoreError as error:
+        outcome["said"] = str(error)
+    outcome["steps"] = [save.step for save in store.steps()]
+    outcome["left"] = store.problems() + sorted(p.name for p in root.glob(".tmp*"))
+    return outcome
+
+
+def main(process: int, port: str, root: Path, four: Path) -> None:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    join(process, WORLD, port)
+    report("exchanges", exchanges())
+    report("stopped", healed(root / "run", until=31))
+    report("resumed", healed(root / "run", until=99))
+    report("memory", healed(root / "memory", until=99, store=None))
+    report("documented", documented(root))
+    report("from four", from_four(root, four))
+    report("refused", refused(root / "refused"))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[3], Path(sys.argv[4]), Path(sys.argv[5]))

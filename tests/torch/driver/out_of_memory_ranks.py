@@ -1,0 +1,183 @@
+"""One of several ranks, of which some run out of memory.
+
+python -m tests.torch.driver.out_of_memory_ranks RANK ROOT [EVERY]
+
+Prints a JSON line for each case. They share one world, because starting it costs more than they do.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from healcore.runtime.healer import Healer
+from tests.torch.driver import out_of_memory_runs as runs
+
+WORLD = 3
+SECONDS = 100
+"""After which a rank that waits for the others shows where, and ends."""
+STEPS, ACCUMULATED, BATCH = 4, 2, 8
+"""In the first two steps gradients are reduced after the parts, in the others within them."""
+
+
+class FailAt(runs.FailAt):
+    """Counts what may allocate: neither what DDP does with its buckets nor exchanges."""
+
+    NO_MEMORY = ("c10d", "copy_", "mul.out", "zero_", "view", "detach", "div_", "as_strided")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in self.NO_MEMORY):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def data(rank: int) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(100 + rank)
+    shapes = [(BATCH, 4), (BATCH, 2)] * (STEPS * ACCUMULATED)
+    made = [torch.randn(each, generator=random, dtype=torch.float64) for each in shapes]
+    return [*zip(made[::2], made[1::2], strict=True)]
+
+
+def plain() -> nn.Module:
+    """Its gradients are those of the whole batch, however that is split."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+class PartlyUsed(nn.Module):
+    """A branch of its own for each rank's data, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = plain()
+        self.branches = nn.ModuleList([nn.Linear(4, 2) for _ in range(WORLD + 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.branches[dist.get_rank()](x)
+
+
+def train(
+    root: Path,
+    fail: FailAt,
+    *,
+    make: Callable[[], nn.Module] = runs.model_with_everything,
+    most: Callable[[int], int | None] = lambda step: None,
+    no_sync: bool = False,
+    inner: bool = False,
+    prepare: Callable[[Any], object] = lambda model: None,
+    **ddp: Any,
+) -> dict[str, Any]:
+    """Trains for `STEPS` steps of `ACCUMULATED` batches; what this rank has then."""
+    rank, sizes = dist.get_rank(), [[] for _ in range(STEPS)]
+    torch.manual_seed(0)
+    net = make().double()
+    model = DistributedDataParallel(net, **ddp)
+    prepare(model)
+    torch.manual_seed(rank)  # dropout
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    state = {"model": net if inner else model, "optimizer": optimizer}
+    metrics = root / "metrics.jsonl"
+    with Healer(state=state, metrics=metrics, events=root / "events.jsonl") as healer:
+        for number, batch in enumerate(healer.batches(data(rank))):
+            done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
+            for part in healer.microbatches(batch, most=most(healer.step)):
+                own = model.no_sync() if no_sync and not (last and part.last) else nullcontext()
+                with part, fail, own:
+                    x, y = part.batch
+                    loss = (model(x) - y).square().mean()
+                    healer.observe(loss)
+                    (loss * part.weight / ACCUMULATED).backward()
+                if part.first:
+                    done.clear()
+                if not part.failed:
+                    done.append(len(part.batch[0]))
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {
+        "sizes": sizes,
+        "weights": [p.detach().flatten().tolist() for p in net.parameters()],
+        "buffers": [b.flatten().tolist() for b in net.buffers()],
+        "losses": runs.losses_in(metrics) if rank == 0 else [],
+        "faults": faults(root / "events.jsonl") if rank == 0 else [],
+        "operations": fail.count,
+        "draws": torch.rand(1).item(),
+    }
+
+
+def faults(events: Path) -> list[tuple[int, str]]:
+    """Step and problem of each event that reports smaller parts."""
+    found = map(json.loads, events.read_text().splitlines())
+    return [(each["step"], each["problem"]) for each in found if each["kind"] == "fault"]
+
+
+def cases(root: Path, every: int) -> Any:
+    """(name, what this rank found) for each case."""
+    rank = dist.get_rank()
+
+    def on(numbers: dict[int, tuple[int, ...]]) -> FailAt:
+        return FailAt(*numbers.get(rank, ()))
+
+    def folder(name: str) -> Path:
+        found = root / str(rank) / name.replace(" ", "_")
+        found.mkdir(parents=True)
+        return found
+
+    whole = train(folder("whole"), FailAt())
+    yield "whole", whole
+    for step in range(STEPS):
+        half = lambda now, s=step: BATCH // 2 if now >= s else None  # noqa: E731
+        yield f"from {step}", train(folder(f"from {step}"), FailAt(), most=half)
+    yield "quarters", train(folder("quarters"), FailAt(), most=lambda now: BATCH // 4)
+    for number in range(1, whole["operations"] + 1, every):
+        yield f"rank 1 at {number}", train(folder(f"at {number}"), on({1: (number,)}))
+    operations = whole["operations"] // STEPS
+    for name, numbers in {
+        "two ranks": {0: (5,), 2: (20,)},
+        "two ranks, later": {0: (3 * operations + 3,), 2: (3 * operations + 20,)},
+    }.items():
+        yield name, train(folder(name), on(numbers))
+    yield "again", train(folder("again"), on({1: (3,), 2: (operations,)}))
+
+    alike = train(folder("plain"), FailAt(), make=plain)
+    yield "plain", alike
+    late = alike["operations"] * 2 // 3
+    for name, options in {
+        "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+        "many buckets": {"bucket_cap_mb": 1e-4},
+        "no_sync": {"no_sync": True},
+        "inner module": {"inner": True},
+        "compressed": {"prepare": lambda model: model.register_comm_hook(None, fp16_compress_hook)},
+    }.items():
+        fails = on({1: (9,), 2: (late,)})
+        yield name, train(folder(name), fails, make=plain, **options)
+    unused = {"make": PartlyUsed, "find_unused_parameters": True}
+    yield "all of it", train(folder("all of it"), FailAt(), **unused)
+    yield "unused", train(folder("unused"), on({1: (12,), 2: (late,)}), **unused)
+
+
+def main(rank: int, root: Path, every: int) -> None:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root / 'world'}", rank=rank, world_size=WORLD
+    )
+    gc.collect()
+    gc.freeze()
+    for name, found in cases(root, every):
+        print(json.dumps([name, found]), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
