@@ -11,7 +11,7 @@ from typing import Annotated
 
 from healcore.core.verdict import Cause
 from healcore.policy.table import Conflict, Table
-from healcore.policy.values import Number, OnOff, Positive, Ratio, Steps, StepsOrZero, Whole
+from healcore.policy.values import NotNegative, Number, OnOff, Positive, Ratio, Steps, Whole
 
 FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
     "oom": (Cause.OOM, ("shrink_microbatch", "clear_cache", "save")),
@@ -60,8 +60,8 @@ class Hang(Table):
     first_step_s: Positive = 7200.0
     between_steps: OnOff = False
     confirm: OnOff = False
-    probe_every: StepsOrZero = 50
-    probe_s: Positive = 300.0
+    probe_every_s: NotNegative = 30.0
+    probe_s: Positive = 120.0
 
 
 class SkipBatch(Table):

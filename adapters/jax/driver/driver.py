@@ -230,6 +230,9 @@ class JaxDriver:
 
         return CoordinatedRanks()
 
+    def roll_call(self) -> None:
+        """None: the health probe is torch's so far."""
+
     def meeting(self) -> None:
         """None: processes that end at different moments do not find each other."""
 

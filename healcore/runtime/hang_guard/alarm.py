@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _SLACK_S = 5.0
 _REPORT_S = 45.0
 """Seconds that the report may take: it imports healcore and writes two files."""
 _LOOK_S = 0.05
+_SHOWN = 8
 
 _REPORT = (
     "import json, sys; given = json.load(sys.stdin); sys.path[:] = given['path']; "
@@ -80,7 +82,7 @@ def verdict(settings: Settings, found: list[Evidence]) -> Verdict:
     stopped = any(each.stopped for each in found)
     busy = [each.rank for each in found if not each.within_step]
     if busy and not stopped:
-        return Verdict(False, f"rank {_listed(busy)} is not within a step")
+        return Verdict(False, f"rank {listed(busy)} is not within a step")
     if not settings.confirm:
         return Verdict(True, "")
     if settings.world == 1:
@@ -89,7 +91,7 @@ def verdict(settings: Settings, found: list[Evidence]) -> Verdict:
         return Verdict(False, "it is the first step, which may compile")
     moving = [each.rank for each in found if each.moves]
     if moving:
-        return Verdict(False, f"rank {_listed(moving)} goes on with something")
+        return Verdict(False, f"rank {listed(moving)} goes on with something")
     return Verdict(True, "")
 
 
@@ -226,6 +228,7 @@ class Alarm:
             new.replace(self.folder / name)
 
 
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:5]))
-    return f"{shown} and {len(ranks) - 5} more" if len(ranks) > 5 else shown
+def listed(ranks: Sequence[int]) -> str:
+    """Numbers of ranks for a sentence, the first ones only."""
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return ", ".join(map(str, ranks[:_SHOWN])) + more

@@ -12,12 +12,10 @@ from typing import Any
 from healcore.core.verdict import Cause, names
 from healcore.runtime.events import Log
 from healcore.runtime.events.models import Ending
-from healcore.runtime.hang_guard.alarm import Evidence
+from healcore.runtime.hang_guard.alarm import Evidence, listed
 from healcore.runtime.hang_guard.process_signals import END
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.postmortem import RankStacks
-
-_SHOWN = 8
 
 
 def write(given: Mapping[str, Any]) -> None:
@@ -64,10 +62,10 @@ def reason(found: Sequence[Evidence], world: int) -> str:
     text = f"no sign of life for {longest.waits_s:.0f} s from rank {longest.rank}"
     stopped = [each.rank for each in found if each.stopped]
     if stopped:
-        text += f"; rank {_listed(stopped)} is stopped by a signal (SIGSTOP)"
+        text += f"; rank {listed(stopped)} is stopped by a signal (SIGSTOP)"
     missing = [rank for rank in range(world) if rank not in {each.rank for each in found}]
     if missing:
-        text += f"; rank {_listed(missing)} has not answered"
+        text += f"; rank {listed(missing)} has not answered"
     return text
 
 
@@ -85,8 +83,3 @@ def grouped(found: Sequence[Evidence]) -> list[RankStacks]:
         )
         for same in groups.values()
     ]
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return ", ".join(map(str, ranks[:_SHOWN])) + more

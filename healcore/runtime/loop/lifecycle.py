@@ -300,6 +300,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     _write_end(loop, ending, error, cause, ends)
     for end in (
         loop.guard.close,
+        lambda: loop.probe and loop.probe.close(),
         loop.termination.stop,
         loop.checkpoints.close,
         loop.driver.close,

@@ -17,6 +17,7 @@ from healcore.runtime.driver import Driver, Meeting, PendingDispatch
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import Ending
 from healcore.runtime.hang_guard.hang_guard import HangGuard
+from healcore.runtime.hang_guard.health_probe import HealthProbe
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import HIGH_LOSS, Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
@@ -72,6 +73,8 @@ class Loop:
     def __post_init__(self) -> None:
         policy, driver, ranks, ledger = self.policy, self.driver, self.ranks, self.ledger
         self.guard = HangGuard()
+        self.probe: HealthProbe | None = None
+        """Of several ranks."""
         self.votes = Votes(driver, ranks, self.reader.lag, self.log)
         self.termination = TerminationWatch(self.votes.propose_end if self.votes.possible else None)
         self.ends_together = False

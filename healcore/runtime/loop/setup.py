@@ -9,6 +9,7 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_next_to
 from healcore.runtime.events.models import Ending
 from healcore.runtime.hang_guard.hang_guard import HangGuard
+from healcore.runtime.hang_guard.health_probe import HealthProbe
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
@@ -229,6 +231,9 @@ def _start(
             run=log.events.run,
         )
     driver.on_step(loop.guard.on_step)
+    roll = driver.roll_call() if ranks.world > 1 and policy.hang.probe_every_s else None
+    if roll is not None:
+        loop.probe = HealthProbe(policy.hang, ranks, roll, partial(log.problem, None))
     return loop
 
 

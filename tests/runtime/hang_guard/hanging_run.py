@@ -53,6 +53,7 @@ def main(how: str, folder: str, rank: int, world: int) -> None:
     """Trains 10 steps; at step HANGS_AT it does what `how` says."""
     faulthandler.dump_traceback_later(300, exit=True)
     options: dict[str, Any] = {"hang": {"confirm": world > 1}}
+    options["hang"] |= {"probe_every_s": 0.1, "probe_s": 0.5}
     options["hang"]["timeout_s"] = HEALTHY if how == "healthy" else LIMIT
     if how == "slow":
         options["mode"] = "observe"

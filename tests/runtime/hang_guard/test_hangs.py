@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -84,6 +85,13 @@ def test_all_ranks_are_ended_with_the_stacks_of_each(how, world, runs):
     for rank in {*range(world)} - {1}:
         assert "in all_reduce" in stacks[rank]
         assert "in hang" not in stacks[rank]
+
+
+def test_the_health_probe_names_a_stopped_rank(runs):
+    runs.ended("stopped", 3)
+    found = events(runs.folder("stopped", 3))
+    late = [each for each in found if "health probe" in each.get("problem", "")]
+    assert any(re.match(r"rank [\d, ]*\b1\b.* has given no sign", e["problem"]) for e in late)
 
 
 def test_every_event_of_a_hang_is_valid(runs):
