@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -102,6 +103,11 @@ class Alarm:
         self._settings = settings
         self.folder = Path(f"{settings.folder}-{number}")
 
+    @property
+    def _window_s(self) -> float:
+        """Seconds between the first sample and the last."""
+        return min(max(self._settings.timeout_s / 10, 0.2), 30.0)
+
     def raised(self) -> bool:
         """Whether a guard of any rank has raised it."""
         return (self.folder / "alarm").exists()
@@ -122,7 +128,7 @@ class Alarm:
         before, stacks = process.transferred(), process.stacks()
         samples = [process.training_stack(stacks)]
         if settings.confirm and settings.ends and not stopped:
-            pause = min(max(settings.timeout_s / 10, 0.2), 30.0) / (_SAMPLES - 1)
+            pause = self._window_s / (_SAMPLES - 1)
             for _ in range(_SAMPLES - 1):
                 time.sleep(pause)
                 samples.append(process.training_stack(process.stacks()))
@@ -145,22 +151,27 @@ class Alarm:
         )
 
     def wait_for(self, guards: int, patience_s: float) -> None:
-        """Waits until so many guards have written their evidence, or the time is over."""
-        until = time.monotonic() + patience_s
+        """Waits until so many guards have written their evidence, but not for ever.
+
+        Args:
+            guards: how many.
+            patience_s: seconds within which each of them looks for an alarm.
+        """
+        until = time.monotonic() + patience_s + self._window_s + _SLACK_S
         while len(self._found()) < guards and time.monotonic() < until:
             time.sleep(_LOOK_S)
 
-    def agreed(self, mine: Evidence, process: WatchedProcess, *, patience_s: float) -> Verdict:
+    def agreed(self, mine: Evidence, process: WatchedProcess, patience_s: float) -> Verdict:
         """The verdict of all guards, once the events and the postmortem are written.
 
         Args:
             mine: the evidence of this rank.
             process: of this rank; once it is gone, only the guard that sums up goes on.
-            patience_s: after which a guard that has not answered is no longer waited for.
+            patience_s: as in `wait_for`.
         """
         settings = self._settings
         self._put(f"rank{settings.rank}.json", mine._asdict())
-        self.wait_for(settings.world, patience_s + _SLACK_S)
+        self.wait_for(settings.world, patience_s + 2 * _SLACK_S)  # a stopped one comes last
         first = min(each.rank for each in self._found() or [mine])
         until = time.monotonic() + _REPORT_S + 2 * _SLACK_S
         while True:
@@ -226,6 +237,14 @@ class Alarm:
             new = self.folder / f".{name}.{self._settings.rank}"
             new.write_text(json.dumps(content))
             new.replace(self.folder / name)
+
+
+def remove_all(folder: str) -> None:
+    """Removes what alarms have left on this machine; the events have it."""
+    number = 1
+    while Path(f"{folder}-{number}").exists():
+        shutil.rmtree(f"{folder}-{number}", ignore_errors=True)
+        number += 1
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from healcore.runtime.hang_guard.alarm import Alarm
+from healcore.runtime.hang_guard.alarm import Alarm, remove_all
 from healcore.runtime.hang_guard.heartbeat import Heartbeat
 from healcore.runtime.hang_guard.settings import Settings
 from healcore.runtime.hang_guard.watched_process import WatchedProcess
@@ -20,6 +20,9 @@ _GROWTH = 3.0
 """A step may take this many times the longest so far."""
 _LATE_S = 1.0
 """Seconds by which a look may be late, at most; more is time in which this process slept too."""
+
+_LINGER_S = 5.0
+"""Seconds within which the other guards have read the verdict."""
 
 
 class Guard:
@@ -59,6 +62,11 @@ class Guard:
                 return
 
     @property
+    def alarms(self) -> int:
+        """Alarms so far."""
+        return self._number - 1
+
+    @property
     def _limit(self) -> float:
         settings, heartbeat = self._settings, self._heartbeat
         first = 0.0 if heartbeat.steps else settings.first_step_s
@@ -74,12 +82,11 @@ class Guard:
 
     def _answer(self, alarm: Alarm) -> bool:
         """Takes part in an alarm; whether the run is to be ended."""
-        patience_s = self._meeting_s + min(self._settings.timeout_s / 10, 30.0)
         if self._process.stopped():
             # For its stacks it has to run for a moment, which the others would take for progress.
-            alarm.wait_for(self._settings.world - 1, patience_s)
+            alarm.wait_for(self._settings.world - 1, self._meeting_s)
         mine = alarm.evidence(self._process, self._heartbeat, waits_s=self._waited)
-        made = alarm.agreed(mine, self._process, patience_s=patience_s)
+        made = alarm.agreed(mine, self._process, self._meeting_s)
         self._number += 1
         self._alarm_at = 2 * self._waited
         return made.ends
@@ -89,4 +96,9 @@ def main() -> None:
     """Runs the guard with the settings on standard input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # they go to the whole process group
-    Guard(Settings.loads(sys.stdin.buffer.read())).run()
+    settings = Settings.loads(sys.stdin.buffer.read())
+    guard = Guard(settings)
+    guard.run()
+    if settings.removes and guard.alarms:
+        time.sleep(_LINGER_S)
+        remove_all(settings.folder)

@@ -15,6 +15,7 @@ from healcore.policy.faults import Hang
 from healcore.runtime.events.metrics import stem
 from healcore.runtime.events.process import machine
 from healcore.runtime.hang_guard import process_signals
+from healcore.runtime.hang_guard.alarm import remove_all
 from healcore.runtime.hang_guard.heartbeat import SIZE, Heartbeat
 from healcore.runtime.hang_guard.settings import Settings
 from healcore.runtime.store.ranks import Ranks
@@ -31,12 +32,13 @@ _PROGRAM = (
 class HangGuard:
     """The guard of this process. Before `start`, and where none can work, it does nothing.
 
-    Time counts from `watch` to `pause`, and from 0 again with each `watch`.
+    Time counts from `watch` or `resume` to `pause`, and from 0 again with each `watch`.
     """
 
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
         self._memory = -1
+        self._settings: Settings | None = None
         self._timer: threading.Timer | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -63,8 +65,9 @@ class HangGuard:
         self._memory = os.memfd_create("healcore-heartbeat")
         os.ftruncate(self._memory, SIZE)
         self.heartbeat = beat = Heartbeat(self._memory)
-        self.watch, self.stepped = beat.watch, beat.stepped
+        self.watch, self.resume, self.stepped = beat.watch, beat.resume, beat.stepped
         self.pause = beat.watch if rule.between_steps else beat.pause
+        one_machine = all(each[2] == host for each in told)
         settings = Settings(
             pid=os.getpid(),
             thread=threading.get_ident(),
@@ -72,7 +75,8 @@ class HangGuard:
             world=ranks.world,
             heartbeat=self._memory,
             stacks=process_signals.install(),
-            folder=_meeting(events_of_first, run_of_first, all(each[2] == host for each in told)),
+            folder=_meeting(events_of_first, run_of_first, one_machine),
+            removes=one_machine and ranks.rank == 0 and events is not None,
             events=events_of_first,
             run=run_of_first,
             timeout_s=rule.timeout_s,
@@ -82,6 +86,7 @@ class HangGuard:
             observes=observes,
             path=tuple(sys.path),
         )
+        self._settings = settings
         delay = min(rule.timeout_s / 20, _LONGEST_DELAY_S)
         self._timer = threading.Timer(delay, self._start, [settings])
         self._timer.daemon = True
@@ -109,7 +114,7 @@ class HangGuard:
         self.pause()
 
     def _do_nothing(self) -> None:
-        self.watch = self.pause = lambda: None
+        self.watch = self.resume = self.pause = lambda: None
         self.stepped = lambda step: None
 
     def close(self) -> None:
@@ -122,6 +127,8 @@ class HangGuard:
         if process is not None:
             process.kill()
             process.wait()
+            if self._settings is not None and self._settings.removes:
+                remove_all(self._settings.folder)
         self._do_nothing()
         self.heartbeat = None
         if self._memory >= 0:

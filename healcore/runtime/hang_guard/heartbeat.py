@@ -22,29 +22,32 @@ class Heartbeat:
 
     def __init__(self, descriptor: int) -> None:
         self._numbers = memoryview(mmap.mmap(descriptor, SIZE)).cast("q")
+        self._began = self._longest = 0
 
     # -- the training process -------------------------------------------------------------------
 
     def watch(self) -> None:
         """From now on the time counts, from 0."""
-        now = time.monotonic_ns()
-        self._add_to_longest(now)
-        self._numbers[_SINCE] = now
+        self.pause()
+        self._began = self._numbers[_SINCE] = time.monotonic_ns()
+
+    def resume(self) -> None:
+        """From now on the time counts, if it does not already."""
+        if not self._began:
+            self._began = self._numbers[_SINCE] = time.monotonic_ns()
 
     def pause(self) -> None:
         """From now on the time does not count."""
-        self._add_to_longest(time.monotonic_ns())
-        self._numbers[_SINCE] = 0
+        if self._began:
+            took = time.monotonic_ns() - self._began
+            if took > self._longest:
+                self._longest = self._numbers[_LONGEST] = took
+            self._began = self._numbers[_SINCE] = 0
 
     def stepped(self, step: int) -> None:
         """Counts an optimizer step; `step` are those of the whole run."""
         self._numbers[_STEPS] += 1
         self._numbers[_STEP] = step
-
-    def _add_to_longest(self, now: int) -> None:
-        since = self._numbers[_SINCE]
-        if since and now - since > self._numbers[_LONGEST]:
-            self._numbers[_LONGEST] = now - since
 
     # -- the guard ------------------------------------------------------------------------------
 

@@ -31,11 +31,12 @@ def write(given: Mapping[str, Any]) -> None:
     print(line, file=sys.stderr, flush=True)
     if given["events"] is None:
         return
-    events, stacks = Log(given["events"], run=given["run"]), grouped(found)
+    stacks = grouped(found)
     answer = "stop" if given["ends"] else "alert"
     text = why + (f"; not ended: {given['why_not']}" if given["why_not"] else "")
     step = max(each.step for each in found)
     end = postmortem.end_of_hung(given["events"], step=step, why=why)
+    events = Log(given["events"], run=given["run"])
     events.write(
         "fault",
         step=end.step,
@@ -59,7 +60,7 @@ def write(given: Mapping[str, Any]) -> None:
 def reason(found: Sequence[Evidence], world: int) -> str:
     """What has happened, as a sentence without its end."""
     longest = max(found, key=lambda each: each.waits_s)
-    text = f"no sign of life for {longest.waits_s:.0f} s from rank {longest.rank}"
+    text = f"rank {longest.rank} has been within one step for {longest.waits_s:.0f} s"
     stopped = [each.rank for each in found if each.stopped]
     if stopped:
         text += f"; rank {listed(stopped)} is stopped by a signal (SIGSTOP)"

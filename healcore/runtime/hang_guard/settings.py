@@ -20,6 +20,8 @@ class Settings(NamedTuple):
     """Descriptor of the file that faulthandler writes to."""
     folder: str
     """Where the guards of all ranks meet at an alarm; its number is added. Not there before one."""
+    removes: bool
+    """It is a directory of this machine, for this rank to remove at the end."""
     events: str | None
     """Events file of rank 0."""
     run: str

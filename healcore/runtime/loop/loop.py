@@ -207,11 +207,11 @@ class Loop:
                 self.guard.watch()
                 batch, name = self._next(number)
             except StopIteration:
+                self.guard.pause()
                 if not self._back_from_the_end():
                     break
                 continue
             finally:
-                self.guard.pause()
                 self._log_skipped(number)
             self._current = number
             self._ids.setdefault(number, []).append(name)
@@ -220,8 +220,9 @@ class Loop:
             self.guard.watch()
             try:
                 yield batch
-            finally:  # also of a loop that is left by `break`
+            except GeneratorExit:  # the loop was left by `break`
                 self.guard.pause()
+                raise
             self.after_step()
             if number == self.loaders.current and self._batches_since_step == _MAX_WITHOUT_STEP:
                 self._warn_no_step()
