@@ -1,4 +1,4 @@
-"""A healed run that hangs, or only takes long: python -m ... HOW FOLDER [RANK WORLD].
+"""Healed runs that hang, or only take long: python -m ... HOW FOLDER, or all ROOT RUNS.
 
 With several ranks only rank 1 hangs, and the others wait for it in an all_reduce.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def hang(how: str, folder: str) -> None:
     elif how == "slow":
         while '"fault"' not in (Path(folder) / "healcore.events.jsonl").read_text():
             time.sleep(0.05)
-    elif how == "sleeps":
+    elif how in ("sleeps", "killed"):
         time.sleep(1000)
     while how == "python":
         pass
@@ -54,7 +56,8 @@ def main(how: str, folder: str, rank: int, world: int) -> None:
     faulthandler.dump_traceback_later(300, exit=True)
     options: dict[str, Any] = {"hang": {"confirm": world > 1}}
     options["hang"] |= {"probe_every_s": 0.1, "probe_s": 0.5}
-    options["hang"]["timeout_s"] = HEALTHY if how == "healthy" else LIMIT
+    limits = {"healthy": HEALTHY, "killed": 100.0}
+    options["hang"]["timeout_s"] = limits.get(how, LIMIT)
     if how == "slow":
         options["mode"] = "observe"
     if world > 1:
@@ -84,5 +87,39 @@ def main(how: str, folder: str, rank: int, world: int) -> None:
     print("completed")
 
 
+def forked(how: str, folder: Path, rank: int, world: int) -> int:
+    """Starts the same in a forked process, which saves it the import of torch; its number."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        log = os.open(f"{folder}.{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        main(how, str(folder), rank, world)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def all_of(root: Path, runs: list[tuple[str, int]]) -> None:
+    """Runs (how, ranks) at once, in folders of `root`: prints pids, then exit statuses."""
+    pids = {}
+    for how, world in runs:
+        (folder := root / f"{how}{world}").mkdir()
+        for rank in range(world):
+            pids[f"{how}{world}.{rank}"] = forked(how, folder, rank, world)
+    print(json.dumps(pids), flush=True)
+    for name, pid in pids.items():
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(json.dumps([name, status]), flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:] or (0, 1)))
+    if sys.argv[1] == "all":
+        all_of(Path(sys.argv[2]), json.loads(sys.argv[3]))
+    else:
+        main(sys.argv[1], sys.argv[2], 0, 1)

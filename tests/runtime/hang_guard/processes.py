@@ -1,4 +1,4 @@
-"""Starts `hanging_run` in a process of its own."""
+"""Starts `hanging_run`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def started(how: str, folder: Path, *ranks: object) -> subprocess.Popen[str]:
-    """The run, which ends by itself after 300 s at the latest; its output goes to a file."""
-    module = "tests.runtime.hang_guard.hanging_run"
-    name = f"{folder.name}.{'.'.join(map(str, ranks))}.log"
-    with folder.with_name(name).open("w") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, how, str(folder), *map(str, ranks)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+def started(*arguments: object) -> subprocess.Popen[str]:
+    """The program, with what it prints; its runs end by themselves after 300 s at the latest."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.runtime.hang_guard.hanging_run", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
