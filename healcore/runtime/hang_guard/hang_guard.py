@@ -23,6 +23,9 @@ from healcore.runtime.store.ranks import Ranks
 _LONGEST_DELAY_S = 10.0
 """Seconds until the guard is started, at most: a run that is over by then has none."""
 
+_END_S = 5.0
+"""Seconds that the end of a run waits for the guard's."""
+
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from healcore.runtime.hang_guard.guard import main; main()"
@@ -126,7 +129,8 @@ class HangGuard:
             process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead disk holds it
+                process.wait(_END_S)
             if self._settings is not None and self._settings.removes:
                 remove_all(self._settings.folder)
         self._do_nothing()
