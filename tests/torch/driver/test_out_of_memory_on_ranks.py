@@ -21,9 +21,8 @@ class World:
 
     def __init__(self, root: Path, every: int) -> None:
         module = "tests.torch.driver.out_of_memory_ranks"
-        found = run_ranks(
-            module, root, str(every), world=WORLD if every else 2, seconds=SECONDS + 30
-        )
+        world, seconds = WORLD if every else 2, SECONDS.get(every, 200) + 30
+        found = run_ranks(module, root, str(every), world=world, seconds=seconds)
         self.errors = "\n".join(errors[-3000:] for _, errors in found)
         self.cases = [dict(map(json.loads, out.splitlines())) for out, _ in found]
 
