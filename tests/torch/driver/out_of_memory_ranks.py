@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore.runtime.healer import Healer
 from healcore.torch.driver import ddp_gradients
+from tests.healer.memory_limit import limited
 from tests.torch.driver import out_of_memory_runs as runs
 from tests.torch.four_ranks import Collectives
 
@@ -270,6 +271,44 @@ def sharded(folder: Callable[[str], Path]) -> Any:
     )
 
 
+# -- an allocator that fails ----------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Keeps 4 MB for each layer, for a batch of 1024 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.scale:
+            x = torch.tanh(x) * layer
+        return x
+
+
+def with_a_limit(root: Path, limit: bool) -> dict[str, Any]:
+    """The kernel allows rank 1 less memory than its batch needs."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(1024, 512, generator=random) for _ in range(2)]
+    parts: list[int] = []
+    with (
+        Healer(state={"model": model, "optimizer": optimizer}, events=root / "events") as healer,
+        limited(40 * 2**20) if limit and dist.get_rank() == 1 else nullcontext(),
+    ):
+        for batch in healer.batches(batches):
+            parts.append(0)
+            for part in healer.microbatches(batch):
+                with part:
+                    (model(part.batch).square().mean() * part.weight).backward()
+                parts[-1] = 0 if part.failed else parts[-1] + 1
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"parts": parts, "weights": [p.flatten().tolist() for p in model.parameters()]}
+
+
 # -- all cases ------------------------------------------------------------------------------------
 
 
@@ -294,6 +333,9 @@ def cases(root: Path, every: int) -> Any:
     if not every:
         yield from sharded(folder)
         return
+    # First with the limit: what an allocator has kept would not count towards it.
+    yield "limit", with_a_limit(folder("limit"), limit=True)
+    yield "no limit", with_a_limit(folder("no limit"), limit=False)
     whole = train(folder("whole"), FailAt())
     yield "whole", whole
     for step in range(STEPS):

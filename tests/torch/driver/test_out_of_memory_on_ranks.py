@@ -33,7 +33,7 @@ class World:
 
 
 @pytest.fixture(
-    scope="module", params=[41, pytest.param(1, marks=pytest.mark.stress)], ids=["some", "all"]
+    scope="module", params=[61, pytest.param(1, marks=pytest.mark.stress)], ids=["some", "all"]
 )
 def world(request, tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("world"), request.param)
@@ -160,6 +160,16 @@ def test_a_batch_that_cannot_be_split_ends_all_ranks(world: World):
     for other in (zero, two):
         assert other["type"] == "RankFailed"
         assert other["said"].startswith("rank 1: OutOfMemoryError: CUDA out of memory")
+
+
+def test_a_real_allocator_that_fails(world: World):
+    found, expected = world.of("limit"), world.of("no limit")
+    for each, other in zip(found, expected, strict=True):
+        assert each["weights"] == found[0]["weights"]
+        assert each["weights"][0] == pytest.approx(other["weights"][0], rel=1e-6)
+        assert each["parts"] == found[0]["parts"]
+        assert min(each["parts"]) > 1
+        assert other["parts"] == [1, 1]
 
 
 def test_a_step_within_a_part_is_refused(world: World):
