@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,8 +35,9 @@ from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import RankFailed
 from tests.jax import trained_together
-from tests.jax.processes import ROOT, join, report
+from tests.jax.processes import join, report
 
+ROOT = Path(__file__).parents[2]
 SECONDS = 300
 """After which processes that wait for each other show where, and end."""
 WORLD, BAD = 2, 23
@@ -276,6 +278,7 @@ def main(process: int, port: str, root: Path, four: Path) -> None:
     report("documented", documented(root))
     report("from four", from_four(root, four))
     report("refused", refused(root / "refused"))
+    multihost_utils.sync_global_devices("end")  # the first to end would end the other
 
 
 if __name__ == "__main__":
