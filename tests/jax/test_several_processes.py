@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,15 @@ def test_two_processes_go_back_together_stop_and_resume(two: Program):
     assert resumed["state"] == whole["state"]
     # With the number 0 as the step, and with an array: a rollback adds nothing.
     assert stopped["traced"] == 2
+
+
+def test_a_signal_to_one_process_ends_both_after_the_same_step(two: Program):
+    found = two.of("terminated")
+    assert [each.pop("told") for each in found] == [False, True]
+    assert found[0] == found[1]
+    assert found[0]["status"] == 128 + signal.SIGTERM
+    assert found[0]["saved"] == found[0]["step"]
+    assert found[0]["votes"] == [[found[0]["step"], "end", "signal 15"]]
 
 
 def test_what_the_documentation_shows_is_right_in_two_processes(two: Program):

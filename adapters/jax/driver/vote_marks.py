@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ _ASKS_AGAIN_S = 5.0
 """After which a wish that was not answered is repeated: a rollback has undone the marked step."""
 _ANSWER_S = 120.0
 """For which the loop may stand still while the processes tell each other their numbers."""
+_ENDS_WITHIN_S = 5.0
+"""For which the end of a run waits for a thread that waits for another process."""
 
 
 class VoteMarks:
@@ -44,8 +47,8 @@ class VoteMarks:
         """Wants a vote, or no more. Takes no lock: also called by a handler of signals."""
         self._wanted, self._asked_at = wanted, None
 
-    def begin_dispatch(self) -> int:
-        """Counts a dispatch; its number, for `marks`. Stands still while one is being marked."""
+    def begin_dispatch(self) -> Callable[[], bool]:
+        """Counts a dispatch; whether the processes vote after it. Waits while one is marked."""
         if self._thread is None:
             watch = weakref.WeakMethod(self._look)
             self._thread = threading.Thread(
@@ -54,15 +57,14 @@ class VoteMarks:
             self._thread.start()
         with self._lock:
             self._begun += 1
-            return self._begun
-
-    def marks(self, dispatch: int) -> bool:
-        """Whether the processes vote after this dispatch."""
-        return dispatch in self._marked
+            number = self._begun
+        return lambda: number in self._marked
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread: at the end of the program it must not come back from a call in C++."""
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_ENDS_WITHIN_S)
 
     def _look(self) -> None:
         """Says that this process wants a vote; marks a dispatch if any does."""
@@ -70,7 +72,7 @@ class VoteMarks:
         if self._wanted and (self._asked_at is None or now - self._asked_at > _ASKS_AGAIN_S):
             self._asked_at = now
             self._ranks.call_together()
-        if self._ranks.is_called_together():
+        if self._ranks.called_together():
             with self._lock:
                 self._marked.add(max(self._ranks.gather(self._begun)) + 1)
 
