@@ -7,7 +7,7 @@ Healer chooses the checkpoint, keeps budgets and learning rate, and determines w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from healcore import adapter_registry
@@ -36,6 +36,45 @@ class PendingDispatch(Protocol):
 
         A step has one record per engine, or more if an engine judged several times within it.
         """
+        ...
+
+
+class Meeting(Protocol):
+    """How the ranks of a run find each other at its end, where no collective is safe.
+
+    One has raised, and the others wait for it in a collective, or are a step behind. Every wait
+    has a limit.
+    """
+
+    def post(self, item: Any) -> None:
+        """Leaves this rank's item (picklable) for the others."""
+        ...
+
+    def posted(self) -> bool:
+        """Whether any rank has posted: it does not take part in collectives any more."""
+        ...
+
+    def lost_peer(self, error: BaseException | None) -> bool:
+        """Whether this error says that a connection to another rank has broken.
+
+        If no rank has posted then, that rank was killed, and nobody need wait for it.
+        """
+        ...
+
+    def interrupt_others(self) -> None:
+        """Makes ranks raise that wait for this one. Old groups are unusable afterwards."""
+        ...
+
+    def collect(self, seconds: float) -> list[tuple[int, Any] | None]:
+        """Every rank's item, and its place in the order of posting; None: it has not come."""
+        ...
+
+    def all_ready(self, seconds: float) -> bool:
+        """Whether every rank calls this within so many seconds, and all may exchange again."""
+        ...
+
+    def renew(self, ranks: Sequence[Ranks], seconds: float) -> None:
+        """Makes these usable again, for exchanges that raise after so many seconds. Collective."""
         ...
 
 
@@ -188,6 +227,10 @@ class Driver(Protocol):
 
     def ranks(self) -> Ranks:
         """The processes of this run."""
+        ...
+
+    def meeting(self) -> Meeting | None:
+        """How ranks meet that end at different moments; None: they cannot. All ranks call it."""
         ...
 
     def generators(self) -> Generators | None:

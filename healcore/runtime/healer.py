@@ -189,9 +189,9 @@ class Healer(Generic[State]):
         """
         run, self._ended = self._live, True
         if os.getpid() == self._pid:  # a forked child must not end its parent's run
-            not_saved = close(run, error)
-            if not_saved is not None:
-                raise not_saved
+            instead = close(run, error)
+            if instead is not None:
+                raise instead
 
     # -- the loop -------------------------------------------------------------------------------
 

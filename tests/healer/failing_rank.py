@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from healcore.runtime.loop import end_of_ranks
 from tests.healer.training_loops import loop_of, rules, train
 
 
@@ -23,6 +24,7 @@ class Loader:
 
 
 def main() -> None:
+    end_of_ranks.WAIT_S = 2.0
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     meeting = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)

@@ -242,6 +242,9 @@ class JaxDriver:
 
         return CoordinatedRanks()
 
+    def meeting(self) -> None:
+        """None: processes that end at different moments do not find each other."""
+
     def generators(self) -> None:
         """None: JAX has no global generators; the state holds its keys."""
 

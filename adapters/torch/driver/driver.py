@@ -20,6 +20,7 @@ from healcore.torch.attachment import healing_of
 from healcore.torch.driver import live_state, moments
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.gradient_window import GradientWindow
+from healcore.torch.driver.meeting import StoreMeeting
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
 from healcore.torch.errors import AttachError
@@ -200,8 +201,12 @@ class TorchDriver:
         return any(healing.in_step for healing in self.healings.values())
 
     def undo_window(self) -> str:
-        """Restores batch statistics; gradients are in no checkpoint."""
+        """Restores batch statistics, and parts that FSDP2 has gathered; no gradients are saved."""
         self._statistics.restore()
+        for item in self._state.values():
+            for module in item.modules() if isinstance(item, nn.Module) else ():
+                if hasattr(module, "set_reshard_after_forward"):  # an FSDPModule
+                    module.reshard()  # type: ignore[operator]
         return ""
 
     def learning_rate(self) -> float | None:
@@ -289,6 +294,15 @@ class TorchDriver:
         if self._ranks is None:
             self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
         return self._ranks
+
+    def meeting(self) -> StoreMeeting | None:
+        """Over the store of torch.distributed, where the ranks exchange over gloo alone (a CPU)."""
+        ranks = self.ranks()
+        on_cpu = all(each.hooks.measurer.home.type == "cpu" for each in self.healings.values())
+        if not isinstance(ranks, GlooRanks):
+            return None
+        found = StoreMeeting(ranks)
+        return found if all(ranks.gather(found.possible and on_cpu)) else None
 
     def generators(self) -> live_state.RngState:
         """The global random generators of CPU and CUDA."""

@@ -76,8 +76,12 @@ class DCPStore(DirectoryStore):
         together = GlooRanks(process_group) if several else None
         copier = TorchCopier(together.rank if together else 0, trust=trust)
         super().__init__(root, copier, nonfinite_ok=nonfinite_ok, ranks=together)
-        self._group = together.group if together else None
         self.trust = trust
+
+    @property
+    def _group(self) -> Any:
+        """The group for DCP: that of the ranks, which `GlooRanks.renew` may replace."""
+        return self._ranks.group if isinstance(self._ranks, GlooRanks) else None
 
     def _write_arrays(self, arrays: dict[str, Tensor], folder: Path) -> dict[str, Digest]:
         # All ranks have the same names, and so agree on whether there is anything to write.

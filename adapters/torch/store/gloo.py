@@ -35,6 +35,18 @@ class GlooRanks:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
 
+    def renew(self, seconds: float) -> None:
+        """Replaces the group by a new one, whose exchanges raise after so many seconds.
+
+        For ranks whose old group is unusable because one of them has left it. Collective.
+        """
+        self.group = dist.new_group(
+            dist.get_process_group_ranks(self.group),
+            backend="gloo",
+            timeout=timedelta(seconds=seconds),
+            use_local_synchronization=True,
+        )
+
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, on every rank."""
         items: list[Any] = [None] * self.world

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from healcore.runtime.data import BatchId
@@ -50,7 +50,9 @@ class LastState:
         """Saves before an exception ends the run; returns why not, or ""."""
         return self.saves.save_emergency(step, self._after(step, waiting))
 
-    def _after(self, step: int, waiting: Mapping[int, BatchId]) -> Callable:
+    def _after(
+        self, step: int, waiting: Mapping[int, BatchId]
+    ) -> Callable[[], AbstractContextManager[None]]:
         """Makes the context in which a save is of the moment after a step.
 
         StoreError if batches were read since then and not all that they changed is known.

@@ -18,9 +18,21 @@ from healcore.core.verdict import Cause
 from healcore.runtime.events import read
 from healcore.runtime.events.models import Ending, RollbackOutcome
 from healcore.runtime.faults import Fault, classify
+from healcore.runtime.loop.end_of_ranks import (
+    RankEnd,
+    RanksEnd,
+    emergency_obstacle,
+    end_of_ranks,
+)
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_lines import end_line, start_line
-from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped, Terminated
+from healcore.runtime.loop.termination import (
+    Interrupted,
+    LastStateNotSaved,
+    RunStopped,
+    Terminated,
+    exit_for,
+)
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.rollback.engine_states import LearningRate
 from healcore.runtime.rollback.journal import (
@@ -223,8 +235,12 @@ _OF_FAULTS = (Ending.EXCEPTION, Ending.STOPPED)
 """Endings that an exception may have brought about."""
 
 
-def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
-    """Ends a run; returns what the block must raise although the loop has completed."""
+def close(loop: Loop, error: BaseException | None) -> BaseException | None:
+    """Ends a run; returns what the block has to raise instead of `error`, if anything.
+
+    LastStateNotSaved although the loop has completed, or what ends a rank after a signal to another
+    one, so that all of them have one exit status.
+    """
     ending = ending_of(error, loop.termination.signal_number)
     raised = error.__cause__ if isinstance(error, RunStopped) else error
     fault = classify(raised) if ending in _OF_FAULTS and raised is not None else None
@@ -241,7 +257,15 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     # A rank that ends alone, or a step before the others, must not wait for them.
     completed = ending == Ending.COMPLETED
     saved, together = True, completed or loop.ends_together or loop.ranks.world == 1
-    if completed:
+    ends: RanksEnd | None = None
+    if loop.meeting is not None and (not together or loop.meeting.posted()):
+        ends = end_of_ranks(loop, loop.meeting, _report(loop, ending, error, fault), error)
+        together, fault = False, None
+        problems += ends.problems
+        if ends.first.fault is not None:
+            what = f"the loop raised on rank {ends.rank}: {ends.first.why:.300}"
+            loop.faults.report(ends.first.fault, what, answer="save" if ends.saved else None)
+    if completed and together:
         attempt("the last steps could not be read", loop.read_remaining)
     if together and isinstance(error, Terminated):  # in a wait of `healer.retrying`, say
         attempt("the last step could not be counted", loop.take_last_step)
@@ -254,10 +278,10 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         save = partial(loop.last_state.save, loop.step, waiting, completed=completed)
         saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", loop.checkpoints.wait)
-    not_saved = None
-    if completed and any(loop.ranks.gather(_last_state_lost(loop, saved))):
+    instead: BaseException | None = None
+    if completed and (ends is not None or _lost_on_any(loop, saved, problems)):
         # The journal must not have "completed": the program started again resumes and saves it.
-        error = not_saved = LastStateNotSaved(_not_saved(loop, problems))
+        error = instead = LastStateNotSaved(_not_saved(loop, problems))
         ending = Ending.EXCEPTION
     if together:
         attempt("checkpoints on probation", lambda: loop.checkpoints.finish(loop.ledger, loop.step))
@@ -267,7 +291,12 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
         loop.warn(problem)
     attempt("trackers", loop.log.trackers.drain)
     loop.log.report_trackers(loop.step)
-    _write_end(loop, ending, error, Cause(0) if fault is None else fault.cause)
+    if ends is not None:  # what has ended the run is what the first of the ranks says
+        ending, fault = ends.first.ending, ends.first.fault
+        if ends.first.signal is not None and not isinstance(error, Terminated | Interrupted):
+            instead = exit_for(ends.first.signal)
+    cause = Cause(0) if fault is None else fault.cause
+    _write_end(loop, ending, error, cause, ends)
     for end in (
         loop.termination.stop,
         loop.checkpoints.close,
@@ -280,7 +309,7 @@ def close(loop: Loop, error: BaseException | None) -> LastStateNotSaved | None:
     ):
         with contextlib.suppress(Exception):
             end()
-    return not_saved
+    return instead
 
 
 def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
@@ -290,7 +319,10 @@ def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
     alone = loop.ranks.world == 1 and not isinstance(loop.checkpoints.store, SnapshotStore)
     if alone and "save" in loop.policy.answers(fault.cause):
         try:
-            why_not = _save_emergency(loop)
+            why_not = emergency_obstacle(loop)
+            if not why_not and not loop.driver.finite():
+                why_not = "the weights are not finite"
+            why_not = why_not or loop.last_state.save_emergency(loop.step, loop.waiting_batches())
         except Exception as problem:  # a step in JAX that failed may have donated the state
             why_not = f"{type(problem).__name__}: {problem}"
         answer = None if why_not else "save"
@@ -300,12 +332,28 @@ def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
         loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 
 
-def _save_emergency(loop: Loop) -> str:
-    """Saves the state after the last complete step; returns why not, or ""."""
-    if not loop.take_last_step():
-        return "the exception interrupted the optimizer's update"
-    loop.read_last_steps()
-    return loop.last_state.save_emergency(loop.step, loop.waiting_batches())
+def _report(
+    loop: Loop, ending: Ending, error: BaseException | None, fault: Fault | None
+) -> RankEnd:
+    """What this rank tells the others about its end."""
+    cause = Cause(0) if fault is None else fault.cause
+    what = trace = ""
+    if error is not None:
+        what = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error))
+    by_signal = ending in (Ending.SIGNAL, Ending.INTERRUPTED)
+    asks = by_signal or (ending == Ending.EXCEPTION and "save" in loop.policy.answers(cause))
+    number = loop.termination.signal_number if by_signal else None
+    return RankEnd(ending, fault, number, _why(error) or what, trace, asks)
+
+
+def _lost_on_any(loop: Loop, saved: bool, problems: list[str]) -> bool:
+    """Whether the last state is lost on any rank; also if one has left and cannot say."""
+    try:
+        return any(loop.ranks.gather(_last_state_lost(loop, saved)))
+    except Exception as problem:
+        problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
+        return True
 
 
 def _last_state_lost(loop: Loop, saved: bool) -> bool:
@@ -345,10 +393,14 @@ def release(loop: Loop) -> None:
         loop.claim.release()
 
 
-def _write_end(loop: Loop, ending: Ending, error: BaseException | None, fault: Cause) -> None:
+def _write_end(
+    loop: Loop, ending: Ending, error: BaseException | None, fault: Cause, ends: RanksEnd | None
+) -> None:
     """Writes the postmortem and the last event."""
     exception = trace = None
-    if ending == Ending.EXCEPTION and error is not None:
+    if ends is not None:
+        exception, trace = ends.exception, ends.traces
+    elif ending == Ending.EXCEPTION and error is not None:
         exception = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
@@ -369,6 +421,7 @@ def _write_end(loop: Loop, ending: Ending, error: BaseException | None, fault: C
         rollbacks=loop.journal.state.rollbacks,
         last_good=end.last_good,
         unreported_alarms=loop.monitor.unreported_alarms or None,
+        of_ranks=None if ends is None else ends.of_ranks,
     )
     state = loop.journal.state
     newest = state.newest_on_disk if loop.journal.path is not None else None

@@ -13,7 +13,7 @@ from healcore.core.verdict import Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import Driver, PendingDispatch
+from healcore.runtime.driver import Driver, Meeting, PendingDispatch
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
@@ -65,6 +65,8 @@ class Loop:
     loss_fn: Callable[..., Any] | None
     claim: Claim | None
     """On the store's directory."""
+    meeting: Meeting | None
+    """See `Driver.meeting`; None for one process."""
 
     def __post_init__(self) -> None:
         policy, driver, ranks, ledger = self.policy, self.driver, self.ranks, self.ledger
@@ -154,7 +156,7 @@ class Loop:
             saves=self._saves,
             log=self.log,
             # Whether a save before an exception ends the run is of use.
-            exact=ranks.world == 1 and not memory_only,
+            exact=not memory_only and (ranks.world == 1 or self.meeting is not None),
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
@@ -241,11 +243,10 @@ class Loop:
         outcome = self.votes.hold(self.step)
         if outcome is None:
             return
+        self.ends_together = outcome.weight >= Weight.END
         if outcome.weight is Weight.STOP:
-            self.ends_together = True
             self._executor.stop(self.step, outcome.why)
         if outcome.weight is Weight.END:
-            self.ends_together = True
             raise exit_for(outcome.signal or signal.SIGTERM)
         if outcome.weight is Weight.SAVE:
             self.save("requested")
@@ -351,10 +352,16 @@ class Loop:
             self._push(pending)
         return True
 
-    def read_last_steps(self) -> None:
+    def read_last_steps(self) -> list[tuple[StepResult, ActionRequest | None]]:
         """Reads the steps that were not read yet; what they request is not carried out."""
-        for _ in self._process_due(all=True):
-            pass
+        return list(self._process_due(all=True))
+
+    def has_unread_alarm(self) -> bool:
+        """Whether one of the last steps, not read yet, has a cause; reads nothing more than that.
+
+        To process such a step is collective.
+        """
+        return self.reader.any_unread(lambda records: any(each.cause for each in records))
 
     def waiting_batches(self) -> dict[int, BatchId]:
         """Number of a loader -> its first batch since the last step, which waits for the next."""
@@ -400,7 +407,7 @@ class Loop:
             self._warn_no_step()
         if self.step == self._resumed_at:
             self.warn(f"no step was taken: the data had been used up at step {self.step}")
-        for step, request in self._process_due(all=True):
+        for step, request in self.read_last_steps():
             if request is not None:
                 what = ", ".join(names(request.action))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"

@@ -93,18 +93,20 @@ class SaveSchedule:
         if self.rollbacks.journal_outdated:
             self.rollbacks.write_journal(step)
 
+    def emergency_obstacle(self, step: int) -> str:
+        """Why not to save before an exception ends the run; "": nothing speaks against it.
+
+        A restart resumes from this checkpoint, which has passed no probation.
+        """
+        return "the last steps had an alarm" if self.ledger.open or self._alarmed(step) else ""
+
     def save_emergency(self, step: int, exact: Callable[[], AbstractContextManager[None]]) -> str:
         """Saves before an exception ends the run, in the context `exact`; returns why not, or "".
 
-        A restart resumes from this checkpoint, which has passed no probation: so only of a state
-        that nothing speaks against.
+        See `emergency_obstacle`.
         """
         if step == self._saved:
             return ""
-        if self.ledger.open or self._alarmed(step):
-            return "the last steps had an alarm"
-        if not self.driver.finite():
-            return "the weights are not finite"
         try:
             with exact():
                 self.save(step, "emergency")

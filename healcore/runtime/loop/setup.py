@@ -269,6 +269,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         rerun=options.rerun,
         loss_fn=options.loss_fn,
         claim=own_claim,
+        meeting=driver.meeting() if ranks.world > 1 and options.ranks is None else None,
     )
 
 

@@ -1,0 +1,184 @@
+"""How the ranks of a run end together when one of them has raised or was told to end alone.
+
+The first one tells the others why it ends, and makes them leave the collectives in which they wait
+for it. If all have done the same steps and nothing speaks against it, they save that state.
+Otherwise nothing is saved, the reason is reported, and the next start resumes from the newest
+checkpoint that is complete. No single wait is longer than `WAIT_S`, and nobody waits for a process
+that was killed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from healcore.runtime.driver import Meeting
+from healcore.runtime.events.models import Ending
+from healcore.runtime.faults import Fault
+from healcore.runtime.loop.loop import Loop
+from healcore.runtime.store.memory import SnapshotStore
+
+WAIT_S = 30.0
+"""Seconds for which ranks wait for each other: a rank in a long forward pass comes after it."""
+_TOGETHER_S = 1.0
+"""Seconds within which ranks that end for the same reason do so; nothing is interrupted then."""
+_WRITES_S = 10.0
+"""Seconds for which a rank waits for checkpoints that are being written, before it tells others."""
+_MOST_SHOWN = 4
+"""Ranks whose tracebacks are in the postmortem."""
+
+
+class RankEnd(NamedTuple):
+    """How one rank has ended."""
+
+    ending: Ending
+    fault: Fault | None
+    """What an exception was classified as."""
+    signal: int | None
+    why: str
+    """The signal, the reason of a stop, or the exception in one line."""
+    trace: str
+    """The exception with its traceback."""
+    asks: bool
+    """Whether this ending asks for a save: a signal, or an exception that the policy answers so."""
+    killed: bool = False
+    """Another rank has gone without having posted: it was killed."""
+    step: int = 0
+    """Complete steps."""
+    why_not: str = ""
+    """Why its state cannot be saved."""
+
+
+class RanksEnd(NamedTuple):
+    """How all ranks have ended, as far as they have said so in time."""
+
+    first: RankEnd
+    """Of the rank that ended first: the others have ended because of it."""
+    rank: int
+    """Which one that was."""
+    saved: bool
+    """Whether they have saved the last state."""
+    exception: str | None
+    traces: str | None
+    of_ranks: list[dict[str, Any]]
+    problems: list[str]
+    """Why nothing was saved, if a save was asked for."""
+
+
+def end_of_ranks(
+    loop: Loop, meeting: Meeting, mine: RankEnd, error: BaseException | None
+) -> RanksEnd:
+    """Meets the other ranks, and saves the last state with them if that is possible."""
+    killed = meeting.lost_peer(error) and not meeting.posted()
+    with suppress(Exception):
+        _within(_TOGETHER_S if killed else _WRITES_S, loop.checkpoints.store.wait)
+    mine = mine._replace(why_not=_obstacle(loop), step=loop.step, killed=killed)
+    meeting.post(mine)
+    found = meeting.collect(_TOGETHER_S)  # the policy stops all of them, say
+    if None in found:
+        meeting.interrupt_others()
+        killed = any(each is not None and each[1].killed for each in found)
+        found = meeting.collect(_TOGETHER_S if killed else WAIT_S)
+    ends: dict[int, RankEnd] = {rank: each[1] for rank, each in enumerate(found) if each}
+    order = {rank: each[0] for rank, each in enumerate(found) if each}
+    first = min(order, key=order.__getitem__, default=loop.ranks.rank)
+    of_first = ends.get(first, mine)
+    why_not = _why_not(ends, loop.ranks.world)
+    problems: list[str] = []
+    if of_first.asks:
+        if not why_not and not meeting.all_ready(WAIT_S):
+            why_not = "not every rank was ready in time"
+        why_not = why_not or _save(loop, meeting)
+        if why_not:
+            problems.append(f"no checkpoint was saved at the end: {why_not}")
+    of_ranks = [
+        {"rank": rank, "outcome": str(end.ending), "why": f"step {end.step}: {end.why:.300}"}
+        for rank, end in ends.items()
+    ]
+    shown = sorted(ends, key=lambda rank: (rank != first, rank))[:_MOST_SHOWN]
+    traces = "\n".join(f"rank {rank}:\n{ends[rank].trace}" for rank in shown if ends[rank].trace)
+    raised = of_first.ending == Ending.EXCEPTION
+    exception = f"rank {first}: {of_first.why}" if raised else None
+    saved = of_first.asks and not problems
+    traced = traces if raised else None
+    return RanksEnd(of_first, first, saved, exception, traced, of_ranks, problems)
+
+
+def emergency_obstacle(loop: Loop) -> str:
+    """Counts and reads the last steps; why their state cannot be saved, or ""."""
+    if not loop.take_last_step():
+        return "the exception interrupted the optimizer's update"
+    loop.read_last_steps()
+    return loop.last_state.saves.emergency_obstacle(loop.step)
+
+
+def _obstacle(loop: Loop) -> str:
+    """The same on one of several ranks, which must not exchange anything meanwhile."""
+    if isinstance(loop.checkpoints.store, SnapshotStore):
+        loop.take_last_step()
+        return "the store is in host memory, which ends with the process"
+    try:
+        if not loop.take_last_step():
+            return "the exception interrupted the optimizer's update"
+        if loop.has_unread_alarm():
+            return "the last steps had an alarm"
+        return emergency_obstacle(loop)
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+
+def _why_not(ends: dict[int, RankEnd], world: int) -> str:
+    missing = [str(rank) for rank in range(world) if rank not in ends]
+    if missing and any(end.killed for end in ends.values()):
+        return f"rank {', '.join(missing)} was killed"
+    if missing:
+        return f"rank {', '.join(missing)} has not ended within {WAIT_S:g} s"
+    for rank, end in ends.items():
+        if end.why_not:
+            return f"rank {rank}: {end.why_not}"
+    steps = {rank: end.step for rank, end in ends.items()}
+    if len({*steps.values()}) > 1:
+        done = ", ".join(f"rank {rank} {step}" for rank, step in steps.items())
+        return f"the ranks have not done the same steps ({done})"
+    return ""
+
+
+def _save(loop: Loop, meeting: Meeting) -> str:
+    """Saves on all ranks; returns why not, or ""."""
+    store: Any = loop.checkpoints.store
+    store = getattr(store, "disk", store)
+
+    def save() -> str:
+        of_store = [store.processes] if hasattr(store, "processes") else []
+        meeting.renew([loop.ranks, *of_store], WAIT_S)
+        why_not = loop.last_state.save_emergency(loop.step, loop.waiting_batches())
+        loop.checkpoints.wait()
+        if loop.step in loop.checkpoints.unsaved:
+            return loop.checkpoints.last_failure
+        return why_not
+
+    try:
+        return _within(2 * WAIT_S, save, else_="it has not ended in time")
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+
+
+def _within(seconds: float, action: Callable[[], Any], else_: Any = None) -> Any:
+    """The result of an action that may hang, or `else_`; its error is raised."""
+    results: list[Any] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="healcore-end", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return results[0] if results else else_
