@@ -48,7 +48,7 @@ def four(root: Path) -> Program:
 def two(four: Program, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     del four  # has to have saved
     folder = tmp_path_factory.mktemp("two")
-    return Program("tests.jax.two_processes", folder, root, world=2, seconds=360)
+    return Program("tests.jax.two_processes", folder, root, world=2, seconds=960)
 
 
 def check_run(kind: str, outcomes: list[Any], alone: Any) -> None:

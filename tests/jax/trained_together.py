@@ -38,7 +38,7 @@ from tests.jax.processes import join, report
 PARTS, ROWS, WIDTH = 4, 4, 8
 """The faults are in one of four parts of a batch: what one of four processes has."""
 STEPS = {"data parallel": 90, "sharded": 200, "shard_map": 90, "two axes": 90, "alone": 200}
-SECONDS = 400
+SECONDS = 900
 """After which processes that wait for each other show where, and end."""
 NAN = np.float32("nan")
 

@@ -41,7 +41,7 @@ from tests.jax import trained_together
 from tests.jax.processes import join, report
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 300
+SECONDS = 900
 """After which processes that wait for each other show where, and end."""
 WORLD, BAD = 2, 23
 
