@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore.policy import load, to_dict
@@ -116,7 +117,7 @@ def train(case: str, kind: str, store: Path) -> dict[str, Any]:
             optimizer.zero_grad()
             if here == "between":
                 raise Spoilt("between")
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
     weights = torch.cat([p.detach().flatten() for p in whole])
     return {"first": first, "weights": weights}
 

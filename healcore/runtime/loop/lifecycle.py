@@ -286,6 +286,8 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     if together:
         attempt("checkpoints on probation", lambda: loop.checkpoints.finish(loop.ledger, loop.step))
         attempt("the last saves", loop.checkpoints.nonfinite_checkpoints)
+        if loop.votes.possible:
+            attempt("reports of other ranks", partial(loop.votes.hold, loop.step))
     attempt("the journal", lambda: _write_ending(loop, ending))
     for problem in problems:
         loop.warn(problem)

@@ -201,7 +201,7 @@ class Loop:
             try:
                 batch, name = self._next(number)
             except StopIteration:
-                if not self._back_from_the_end():
+                if not self._back_from_the_end(number):
                     break
                 continue
             finally:
@@ -251,10 +251,11 @@ class Loop:
         if outcome.weight is Weight.SAVE:
             self.save("requested")
 
-    def _back_from_the_end(self) -> bool:
+    def _back_from_the_end(self, number: int | None = None) -> bool:
         """Whether steps that were not read yet send the run back although it would end."""
-        # The state check is collective, and an evaluation may run on one rank only.
         alone = self.ranks.world == 1
+        if not alone and number not in (None, self.loaders.current):
+            return False  # one rank may evaluate alone, and to read steps is collective
         return self._read(all=True) or (alone and self._leave_bad_state())
 
     @property
