@@ -185,8 +185,14 @@ def digest(*values: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def run(kind: str, root: Path, watched: Watched) -> dict[str, Any]:
-    """Trains to the end, and writes what each step did."""
+def run(
+    kind: str, root: Path, watched: Any, *, data: Any = range(DATA), any_world: bool = False
+) -> dict[str, Any]:
+    """Trains to the end, and writes what each step did.
+
+    `any_world`: with nothing that only the same number of ranks can restore, and the digests of
+    whole tensors.
+    """
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = torch.nn.Sequential(
@@ -199,16 +205,20 @@ def run(kind: str, root: Path, watched: Watched) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     own = OwnStep()
-    state = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "own": own}
+    state: dict[str, Any] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+    state |= {} if any_world else {"own": own}
     engine = policies.loads(POLICY)
     with (
         (root / f"trace-{rank}").open("a", buffering=1) as trace,
         Healer(engine, state=state, store=root / "store", save_every=5) as healer,
     ):
-        for number in healer.batches(range(DATA)):
-            assert own.step == healer.step, "the parts of a checkpoint are of different steps"
+        for number in healer.batches(data):
+            assert any_world or own.step == healer.step, "a checkpoint is of different steps"
             moments = [m for s in optimizer.state.values() for m in s.values()]
-            weights = digest(*net.parameters(), *moments, scheduler.state_dict())
+            tensors = [*net.parameters(), *moments]
+            if any_world:
+                tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+            weights = digest(*tensors, scheduler.state_dict())
             engines = digest(healer.driver.healing())
             trace.write(json.dumps([healer.rollbacks, healer.step, number, weights, engines]))
             trace.write("\n")

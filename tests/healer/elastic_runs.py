@@ -15,12 +15,13 @@ import importlib
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,10 @@ from tests.healer.elastic_rank import BACK, PHASES, SAVE, SECONDS, STEP, WRITE, 
 
 BOUND = 30.0
 """Seconds until torchrun's agent kills ranks that do not end after SIGTERM: more is a hang."""
+
+
+WORLDS = [("FSDP2", [2, 4, 1]), ("DDP", [1, 2])]
+"""Kind of run, and the number of ranks of each start."""
 
 
 class Ended(NamedTuple):
@@ -167,6 +172,67 @@ class Kind:
         return counts
 
 
+class DiesAt:
+    """Kills its rank, as all the others, before a step of this start."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def begin(self, phase: str) -> None:
+        """A step begins."""
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self, phase: str) -> None:
+        """Nothing."""
+
+
+def other_worlds(kind: str, root: Path, worlds: Sequence[int]) -> dict[str, Any]:
+    """A run that goes on with another number of ranks at each start; returns what they found."""
+    found: dict[str, Any] = {"worlds": worlds, "resumed": []}
+    seen: dict[tuple[int, int], Any] = {}
+    for number, world in enumerate(worlds):
+        last = number == len(worlds) - 1
+        watched = DiesAt(0 if last else 13)
+
+        def target(watched: DiesAt = watched) -> None:
+            facts = elastic_rank.run(kind, root, watched, any_world=True)
+            (root / f"end-{dist.get_rank()}.json").write_text(json.dumps(facts))
+
+        for trace in root.glob("trace-*"):
+            trace.unlink()
+        ended = run_ranks(root, world, target)
+        assert ended.statuses == [0 if last else -signal.SIGKILL] * world, ended
+        steps = steps_of(root)
+        if number:
+            text = re.search(r"was saved by (\d) ranks, and there are (\d) now", ended.errors[0])
+            assert text is not None, ended.errors[0]
+            assert int(text[1]) in worlds[:number], text
+            assert int(text[2]) == world, text
+            # Batch, weights, moments and engines are those that the other ranks had there.
+            _, *place = min(steps, key=lambda each: each[1:])
+            for rank in range(world):
+                assert steps[rank, *place] == seen[tuple(place)], (rank, place)
+            found["resumed"].append(place[1])
+        seen |= {(each[1], each[2]): state for each, state in steps.items() if each[0] == 0}
+    found["rollbacks"] = facts_of(root)[0]["rollbacks"]
+    return found
+
+
+def refused(root: Path) -> list[str]:
+    """The last line of each rank's error where every rank has batches of its own."""
+
+    def target() -> None:
+        data = range(100 + dist.get_rank(), 190, dist.get_world_size())
+        elastic_rank.run("DDP", root, DiesAt(13), data=data, any_world=True)
+
+    run_ranks(root, 2, target)
+    ended = run_ranks(root, 4, target)
+    assert set(ended.statuses) <= {1, 128 + signal.SIGTERM}, ended
+    return [text.splitlines()[-1] for text in ended.errors]
+
+
 def main(root: Path, kinds: str, kills: int) -> None:
     """Prints a line for each kind."""
     for name in ("torch._dynamo", "healcore.torch.driver"):
@@ -179,6 +245,9 @@ def main(root: Path, kinds: str, kills: int) -> None:
                 break
             counts += kind.killed(root / f"{name}-killed-{seed}", left, seed)
         print(json.dumps(counts), flush=True)
+    for kind, worlds in WORLDS:
+        print(json.dumps(other_worlds(kind, root / f"{kind}-worlds", worlds)), flush=True)
+    print(json.dumps(refused(root / "refused")), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,11 +49,18 @@ def run(*command: object, seconds: float) -> subprocess.CompletedProcess[str]:
 def test_a_rank_is_killed_again_and_again(kills, root):
     done = run("tests.healer.elastic_runs", root, "DDP,FSDP2", kills, seconds=600 + 60 * kills)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 2
-    for counts in lines:
+    *of_kinds, sharded, replicated, refused = map(json.loads, done.stdout.splitlines())
+    assert len(of_kinds) == 2
+    for counts in of_kinds:
         assert counts["kills"] == kills
         assert min(counts[f"in a {phase}"] for phase in ("rollback", "save", "step")) >= 1, counts
+    # Another number of ranks at every start.
+    assert (sharded["worlds"], len(sharded["resumed"])) == ([2, 4, 1], 2)
+    assert (replicated["worlds"], replicated["rollbacks"]) == ([1, 2], 2)
+    assert len(refused) == 4
+    for line in refused:
+        assert "the position in the data was saved by 2 ranks" in line
+        assert re.search("it had 45 batches then, and range has 2[23] batches", line)
 
 
 def torchrun(kind: str, root: Path, *, restarts: int, kills: int, seed: int) -> Any:

@@ -186,7 +186,8 @@ class Cursor:
         if batch == reader.next_id:
             return self.position()
         if reader.adapter.by_index:
-            return positions.encode(reader.position_by_index(batch), self._left_out)
+            found = reader.position_by_index(batch)
+            return positions.encode(found, self._left_out, division=reader.division)
         if batch.index == 0 and reader.ended is not None and reader.ended.epoch == batch.epoch - 1:
             batch = reader.ended  # the next epoch's order may be drawn when it begins
         for known, found in reversed(self._kept):
@@ -213,6 +214,7 @@ class Cursor:
         if not self.can_rewind:
             return False
         try:
+            self._check_division(position)
             target, left_out = positions.decode(position, trust=self._trust)
         except DataError as error:
             self._refused = str(error)
@@ -252,8 +254,9 @@ class Cursor:
             What was done, as a sentence.
 
         Raises:
-            DataError: it is no position.
+            DataError: it is no position, or one of another number of ranks with other batches.
         """
+        self._check_division(position)
         target, left_out = positions.decode(position, trust=self._trust)
         self._left_out |= left_out
         goal = BatchId(target.epoch, target.index)
@@ -302,8 +305,15 @@ class Cursor:
         except Exception:
             return
 
+    def _check_division(self, position: Any) -> None:
+        if isinstance(position, Mapping):
+            positions.check_division(position, self._reader.division, self._reader.name)
+
     def _encoded(self) -> dict[str, Any]:
-        return positions.encode(self._reader.position(), self._left_out, trust=self._trust)
+        reader = self._reader
+        return positions.encode(
+            reader.position(), self._left_out, division=reader.division, trust=self._trust
+        )
 
     def _return_to(self, before: Any, error: Exception) -> None:
         try:

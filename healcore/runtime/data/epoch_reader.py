@@ -10,6 +10,7 @@ from healcore.runtime.data.loader_adapters import (
     LoaderAdapter,
     adapter_for,
     class_name,
+    division,
     samplers_of,
 )
 from healcore.runtime.data.position import (
@@ -68,6 +69,11 @@ class EpochReader:
     def adapter(self) -> LoaderAdapter:
         """Found when needed, because that may begin an epoch."""
         return adapter_for(self._loader)
+
+    @functools.cached_property
+    def division(self) -> list[Any] | None:
+        """`division` of the loader."""
+        return division(self._loader)
 
     @property
     def next_id(self) -> BatchId:

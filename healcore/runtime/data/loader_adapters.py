@@ -244,6 +244,25 @@ def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 
 
+def division(loader: Any) -> list[Any] | None:
+    """What has to be the same for batch i to be of the same global batch at any number of ranks.
+
+    A list, or a loader in order: every rank reads the same batches, and takes its rows of them.
+    With a DistributedSampler: batch size times ranks. None: a loader that does not tell.
+    """
+    if isinstance(loader, Sequence):
+        return ["batches", len(loader)]
+    sampler, batch_sampler, inner = samplers_of(loader)
+    rows = getattr(batch_sampler, "batch_size", None)
+    for each in (sampler, inner):
+        replicas = getattr(each, "num_replicas", None)
+        if type(rows) is int and type(replicas) is int and hasattr(each, "set_epoch"):
+            return ["rows of a global batch", rows * replicas]
+        if _is(each, "torch.utils.data", "SequentialSampler"):
+            return ["batches", len(loader)]
+    return None
+
+
 def class_name(thing: Any) -> str:
     """The class of an object, with the module."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}".removeprefix("builtins.")

@@ -48,11 +48,16 @@ class Position(NamedTuple):
 
 
 def encode(
-    position: Position, left_out: Iterable[BatchId], *, trust: bool = False
+    position: Position,
+    left_out: Iterable[BatchId],
+    *,
+    division: list[Any] | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """A position as a copy of dictionaries, lists, numbers and strings, for a checkpoint.
 
-    Ids of `left_out` that are still ahead are saved too. `trust` as in `plain.dumps`.
+    Ids of `left_out` that are still ahead are saved too. `division` is that of the loader (see
+    `loader_adapters`), `trust` as in `plain.dumps`.
     """
     state = position.state
     return {
@@ -63,8 +68,36 @@ def encode(
         "state": None if state is None else state_to_text(state, trust=trust),
         "told_epoch": position.sampler_epoch,
         "behind": position.behind,
+        "division": division,
         "left_out": ahead(left_out, BatchId(position.epoch, position.index)),
     }
+
+
+def of_other_ranks(value: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """A position of a run with that many ranks for one with another number.
+
+    The loader's state is of its part of the data then, and is not used: the epoch begins again, and
+    the batches before are read and dropped.
+    """
+    return {**value, "state": None, "behind": value["index"], "ranks": ranks}
+
+
+def check_division(value: Mapping[str, Any], division: list[Any] | None, loader: str) -> None:
+    """Raises DataError if a position of another number of ranks means other data for a loader."""
+    ranks, before = value.get("ranks"), value.get("division")
+    if ranks is None or (before is not None and before == division):
+        return
+    if before is None:
+        problem = "the loader did not tell how it divided the data among them"
+    else:
+        now = "nothing of the kind" if division is None else f"{division[1]} {division[0]}"
+        problem = f"it had {before[1]} {before[0]} then, and {loader} has {now}"
+    raise DataError(
+        f"the position in the data was saved by {ranks} ranks, and batch {value['index']} is not "
+        f"the same for this number of ranks: {problem}. Start the run with {ranks} ranks, or with "
+        "the same global batch: with a DistributedSampler and a batch size that gives as many rows "
+        "over all ranks as before, or with a list of batches of which every rank takes its rows"
+    )
 
 
 def ahead(left_out: Iterable[BatchId], batch: BatchId) -> list[list[int]]:

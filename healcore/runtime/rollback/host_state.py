@@ -29,7 +29,7 @@ _WATCHED = 3
 
 
 class HostParts(NamedTuple):
-    """The content of a saved `HostState`."""
+    """The content of a saved `HostState`. Random states are None where they are not to be set."""
 
     python: Any
     numpy: Any
@@ -155,8 +155,10 @@ class HostState:
     def put_back(self, parts: HostParts) -> None:
         """Sets the generators; call it after the loaders were moved, which draws from them."""
         self._steps = 0
-        random.setstate(parts.python)
-        np.random.set_state(parts.numpy)  # noqa: NPY002
+        if parts.python is not None:
+            random.setstate(parts.python)
+        if parts.numpy is not None:
+            np.random.set_state(parts.numpy)  # noqa: NPY002
         if parts.framework is not None and self._generators is not None:
             self._generators.load_state_dict(parts.framework)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
+from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
@@ -47,6 +48,7 @@ from healcore.runtime.store import (
     NoGoodCheckpoint,
     RestoreResult,
     Saved,
+    StateMismatch,
     StoreError,
     restore_first_intact,
 )
@@ -129,6 +131,7 @@ class RollbackManager:
             "schema": HEALING_SCHEMA,
             "lineage": self.journal.state.lineage,
             "step": step,
+            "world": self.ranks.world,
             "engines": self.driver.healing(),
             "ledger": self.ledger.to_dict(),
         }
@@ -253,8 +256,7 @@ class RollbackManager:
         if self.journal.state.ledger is not None:
             self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0], None)
         applied = self._apply_plan(plan, now=plan.step)
-        position = {**(_position(applied.host_state) or {}), **plan.forward}
-        self.loaders.resume(position, plan.left_out)
+        self.loaders.resume(_with(applied.host_state, plan.forward), plan.left_out)
         self._complete(plan, applied)
         return applied
 
@@ -283,7 +285,7 @@ class RollbackManager:
         else:
             self.ledger.next_step = result.step
         left_out = {} if last is None else last.plan.left_out
-        self.loaders.resume({**(_position(host_state) or {}), **forward}, left_out)
+        self.loaders.resume(_with(host_state, forward), left_out)
         return result.step, host_state
 
     # -- within ---------------------------------------------------------------------------------
@@ -340,12 +342,47 @@ class RollbackManager:
     ) -> HostParts | None:
         """Loads state and engines; returns the part for `HostState`, which is checked first."""
         state = dict(result.restored.state)
-        host_state = self.host.read(state.pop(ITEM, None))
+        host_state = self._of_this_world(result, self.host.read(state.pop(ITEM, None)))
         self.driver.replace(state)
         if reset:
             self.driver.reset_moments()
         self.driver.load_healing(engines)
         return host_state
+
+    def _of_this_world(self, result: RestoreResult, own: HostParts | None) -> HostParts | None:
+        """What was saved per rank, for as many ranks as there are now.
+
+        With another number of ranks all of them go on from the position of rank 0, by its index,
+        and random generators stay as the program has set them: a rank more has none in the
+        checkpoint, and ranks may have to draw the same numbers or different ones.
+        """
+        saved_by = (result.restored.healing or {}).get("world", self.ranks.world)
+        if saved_by == self.ranks.world:
+            return own
+        parts = self.ranks.gather(None if own is None else own.data)
+        first = parts[0]
+        wrong = [
+            f'"{name}" has a part of each of {saved_by} ranks, and there are {self.ranks.world} now'
+            for name, item in self.driver.items().items()
+            if getattr(item, "per_rank", False)
+        ]
+        if any(_batches(each) != _batches(first) for each in parts[:saved_by]):
+            wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
+        if wrong:
+            raise StateMismatch(result.step, wrong)
+        self.log.problem(
+            result.step,
+            f"checkpoint {result.step} was saved by {saved_by} ranks, and there are "
+            f"{self.ranks.world} now: random generators are as the program has set them, and "
+            "loaders begin their epoch again and drop the batches before",
+        )
+        if first is None:
+            return None
+        data = {
+            name: positions.of_other_ranks(each, saved_by) if isinstance(each, Mapping) else each
+            for name, each in first.items()
+        }
+        return HostParts(None, None, None, data)
 
     def abandon_plan(self, now: int) -> None:
         """Removes a rollback that cannot be carried out, so that the next start does not try it."""
@@ -379,6 +416,23 @@ def _ledger_in(result: RestoreResult) -> Ledger | None:
 def _position(own: HostParts | None) -> dict[str, Any] | None:
     """Where the loaders were; None for an old checkpoint."""
     return None if own is None else own.data
+
+
+def _with(own: HostParts | None, forward: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the loaders were; those that a rollback did not rewind are at `forward`."""
+    data = _position(own) or {}
+    ranks = [
+        each["ranks"] for each in data.values() if isinstance(each, Mapping) and "ranks" in each
+    ]
+    if ranks:
+        forward = {n: positions.of_other_ranks(each, ranks[0]) for n, each in forward.items()}
+    return {**data, **forward}
+
+
+def _batches(data: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The next batch of each loader in a checkpoint."""
+    places = {n: each for n, each in (data or {}).items() if isinstance(each, Mapping)}
+    return {n: (each["kind"], each["epoch"], each["index"]) for n, each in places.items()}
 
 
 def _newer(saves: Sequence[Saved], step: int) -> list[int]:
