@@ -344,7 +344,9 @@ def _report(
         what = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
     by_signal = ending in (Ending.SIGNAL, Ending.INTERRUPTED)
-    asks = by_signal or (ending == Ending.EXCEPTION and "save" in loop.policy.answers(cause))
+    # The state is whole between two steps, when the loader has raised.
+    saves = loop.between_steps or "save" in loop.policy.answers(cause)
+    asks = by_signal or (ending == Ending.EXCEPTION and saves)
     number = loop.termination.signal_number if by_signal else None
     return RankEnd(ending, fault, number, _why(error) or what, trace, asks)
 
