@@ -8,35 +8,25 @@ after the last step.
 from __future__ import annotations
 
 import json
-import re
-import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from healcore.jax.state import HealStateError
 from healcore.runtime.healer import Healer
+from tests.healer import memory_limit
 
 SAMPLES, WIDTH, LAYERS, STEPS = 4096, 1024, 16, 2
 LIMIT = 100 * 2**20
 """Bytes: a quarter of the batch does not fit, an eighth leaves room for the rest of a step."""
 
 
-@contextmanager
-def limited(enabled: bool) -> Iterator[None]:
+def limited(enabled: bool) -> AbstractContextManager[None]:
     """Allows `LIMIT` more than the process has now."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    if enabled:
-        status = Path("/proc/self/status").read_text()
-        used = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
-        resource.setrlimit(resource.RLIMIT_DATA, (used + LIMIT, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_DATA, before)
+    return memory_limit.limited(LIMIT) if enabled else nullcontext()
 
 
 def batches() -> list[np.ndarray]:

@@ -53,6 +53,7 @@ class JaxDriver:
         """Each engine's gradient norms at its last step without an alarm."""
         self._missing_noted = False
         self.warnings: list[str] = []
+        self._on_step: Callable[[], None] = lambda: None
         self._remember_step()
 
     # -- the training loop ------------------------------------------------------------------------
@@ -69,6 +70,7 @@ class JaxDriver:
             HealStateError: the healing state has moved, or the step did not start from the restored
                 state. The old state stays.
         """
+        self._on_step()
         if state is None:
             return
         before, self._accessor.state = self._accessor.state, state
@@ -81,6 +83,10 @@ class JaxDriver:
         except HealStateError:
             self._accessor.state = before
             raise
+
+    def on_step(self, call: Callable[[], None]) -> None:
+        """Calls `call` from `update`."""
+        self._on_step = call
 
     def poll_step(self) -> Dispatch | None:
         """The step taken since the last call, its copy to the host begun; None if there was none.
@@ -223,6 +229,9 @@ class JaxDriver:
         from healcore.jax.store.coordination import CoordinatedRanks  # loads Orbax
 
         return CoordinatedRanks()
+
+    def roll_call(self) -> None:
+        """None: the health probe is torch's so far."""
 
     def meeting(self) -> None:
         """None: processes that end at different moments do not find each other."""

@@ -21,6 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -117,6 +118,9 @@ class DDPGradients:
         self._unusual = len(modules) != 1 or not self._replicas[0].may_complete
         self._overlaps = self._in_part = self._last = False
         self._completed = self._wanted = False
+        self._helper: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Made now, because a thread takes memory for its stack.
+        threading.Thread(target=_run_all, args=[self._helper], daemon=True).start()
         self._handles: list[Any] = []
         for each in self._replicas:
             before: Any = torch.compiler.disable(self._before_forward(each))
@@ -157,17 +161,19 @@ class DDPGradients:
         if not self._overlaps:
             return True
         (replica,) = self._replicas
-        done = threading.Event()
+        outcome = SimpleQueue[bool]()
 
         def run() -> None:
-            with suppress(RuntimeError):  # it failed within the reducer, or another rank has left
+            done = False
+            with suppress(RuntimeError):  # the part has failed within the reducer
                 replica.complete(self._last)
-                done.set()
+                done = True
+            outcome.put(done)
 
-        thread = threading.Thread(target=run, daemon=True)  # it waits as long as the group does
-        thread.start()
-        thread.join(SECONDS)
-        return done.is_set()
+        self._helper.put(run)  # it waits for as long as the group does
+        with suppress(Empty):
+            return outcome.get(timeout=SECONDS)
+        return False
 
     def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
         """One `all_reduce` of 4 bytes, on the host: nothing waits for a device."""
@@ -196,7 +202,8 @@ class DDPGradients:
             each.restart()
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks, and ends the thread."""
+        self._helper.put(None)
         for handle in self._handles:
             handle.remove()
 
@@ -230,6 +237,11 @@ class DDPGradients:
         for each in self._replicas:
             reduced = not self._overlaps or each.marks() != each.marked
             self._unusual |= each.forwards != 1 or not reduced
+
+
+def _run_all(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
 
 
 class _Replica:

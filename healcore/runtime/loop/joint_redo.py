@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from healcore.runtime.microbatches.splitting import BatchSize
-from healcore.runtime.microbatches.window import Failure, Synchronization
+from healcore.runtime.microbatches.window import Failure, Synchronization, released
 from healcore.runtime.store.ranks import RankFailed, Ranks
 
 NOT_TRIED = "healcore has not tried smaller parts of the batch"
@@ -65,6 +65,7 @@ class JointRedo:
         overrun = self._answer.described(failure)
         if overrun is None:
             return False
+        released(failure.error)  # there has to be a little memory for what follows
         if self._sync.complete() and self._decide(failure.error, overrun, None):
             return True
         why = overrun.why_not or (

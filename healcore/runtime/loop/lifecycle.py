@@ -25,6 +25,7 @@ from healcore.runtime.loop.end_of_ranks import (
     end_of_ranks,
 )
 from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.run_facts import run_end
 from healcore.runtime.loop.run_lines import end_line, start_line
 from healcore.runtime.loop.termination import (
     Interrupted,
@@ -241,6 +242,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     LastStateNotSaved although the loop has completed, or what ends a rank after a signal to another
     one, so that all of them have one exit status.
     """
+    loop.guard.pause()
     ending = ending_of(error, loop.termination.signal_number)
     raised = error.__cause__ if isinstance(error, RunStopped) else error
     fault = classify(raised) if ending in _OF_FAULTS and raised is not None else None
@@ -300,6 +302,8 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     cause = Cause(0) if fault is None else fault.cause
     _write_end(loop, ending, error, cause, ends)
     for end in (
+        loop.guard.close,
+        lambda: loop.probe and loop.probe.close(),
         loop.termination.stop,
         loop.checkpoints.close,
         loop.driver.close,
@@ -409,7 +413,7 @@ def _write_end(
         trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
         loop.read_engines()
-    end = loop.run_end(ending, _why(error), exception, fault)
+    end = run_end(loop, ending, _why(error), exception, fault)
     # Before the event: the next start looks for a missing postmortem only if there is no end event.
     events = loop.log.events
     if events.path is not None and not loop.ranks.rank:

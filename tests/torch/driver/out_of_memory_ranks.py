@@ -1,6 +1,8 @@
 """One of several ranks, of which some run out of memory.
 
-python -m tests.torch.driver.out_of_memory_ranks RANK ROOT [EVERY]
+python -m tests.torch.driver.out_of_memory_ranks RANK ROOT EVERY
+
+EVERY is the distance of the operations that fail; 0: only sharded parameters, on two ranks.
 
 Prints a JSON line for each case. They share one world, because starting it costs more than they do.
 """
@@ -20,14 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore.runtime.healer import Healer
+from healcore.torch.driver import ddp_gradients
+from tests.healer.memory_limit import limited
 from tests.torch.driver import out_of_memory_runs as runs
+from tests.torch.four_ranks import Collectives
 
 WORLD = 3
-SECONDS = 100
-"""After which a rank that waits for the others shows where, and ends."""
+SECONDS = {0: 60, 1: 1500}
+"""After which a rank that waits for the others shows where, and ends; by EVERY."""
 STEPS, ACCUMULATED, BATCH = 4, 2, 8
 """In the first two steps gradients are reduced after the parts, in the others within them."""
 
@@ -116,6 +123,195 @@ def train(
     }
 
 
+# -- one loop, changed in one thing ----------------------------------------------------------------
+
+
+def memory(fits: dict[int, int]) -> Callable[[int, int], None]:
+    """Each rank has memory for so many samples; a rank that is not named, for any number."""
+
+    def use(samples: int, step: int) -> None:
+        if samples > fits.get(dist.get_rank(), samples):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0")
+
+    return use
+
+
+def rows(number: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(dist.get_rank())
+    return tuple(torch.randn(number, n, generator=random, dtype=torch.float64) for n in (4, 2))  # type: ignore[return-value]
+
+
+def loop(
+    events: Path,
+    use: Callable[[int, int], None] = lambda samples, step: None,
+    *,
+    batches: Any = None,
+    by_hand: bool = False,
+    passes: int = 1,
+    in_part: Callable[[Any], object] = lambda optimizer: None,
+    wrap: Callable[[nn.Module], Any] = DistributedDataParallel,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains a model on a list of batches of arrays; what this rank has then, or its exception."""
+    torch.manual_seed(0)
+    net: nn.Module = plain().double()
+    model = net if by_hand else wrap(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes: list[list[int]] = []
+    raised: dict[str, Any] = {}
+    count = options.pop("count", None)
+    state = {"model": model, "optimizer": optimizer}
+    try:
+        with Healer(state=state, events=events, **options) as healer:
+            for batch in healer.batches(batches or [rows(BATCH)] * 4):
+                sizes.append([])
+                total = {} if count is None else {"count": count, "total": 4.0}
+                for part in healer.microbatches(batch, **total):
+                    with part:
+                        x, y = part.batch[:2]
+                        use(len(x), healer.step)
+                        for _ in range(passes):
+                            loss = (model(x) - y).square().mean() / passes
+                            (loss * part.weight).backward()
+                        healer.observe(loss)
+                        in_part(optimizer)
+                    if part.first:
+                        sizes[-1].clear()
+                    if not part.failed:
+                        sizes[-1].append(len(x))
+                if by_hand:
+                    for p in net.parameters():
+                        dist.all_reduce(p.grad)
+                        p.grad /= WORLD
+                optimizer.step()
+                optimizer.zero_grad()
+    except BaseException as error:
+        notes = getattr(error, "__notes__", [])
+        raised = {"type": type(error).__name__, "said": f"{error} {' '.join(notes)}"}
+    return {
+        "sizes": sizes,
+        "weights": [p.detach().flatten().tolist() for p in net.parameters()] if not raised else [],
+        "faults": faults(events) if dist.get_rank() == 0 else [],
+        "raised": raised,
+    }
+
+
+def edges(folder: Callable[[str], Path]) -> Any:
+    """(name, what this rank found) for cases of `loop`."""
+    rank = dist.get_rank()
+
+    def run(name: str, *args: Any, **options: Any) -> tuple[str, dict[str, Any]]:
+        return name, loop(folder(name) / "events.jsonl", *args, **options)
+
+    yield run("loop")
+    yield run("by hand", memory({1: 3}), by_hand=True)
+    yield run("two passes", memory({1: 3}), passes=2)
+    yield run("one sample", memory({1: 0}))
+    yield run(
+        "whole batch", memory({1: 4}), batches=[(*rows(BATCH), torch.ones(5))] if rank else None
+    )
+    uneven = [rows(6 + 5 * rank)] * 4
+    yield run("uneven", batches=uneven)
+    yield run("uneven, limited", memory({1: 4}), batches=uneven)
+
+    def shrinks(samples: int, step: int) -> None:
+        memory({1: 2} if step == 0 else {})(samples, step)
+
+    yield run("grows", shrinks, batches=[rows(BATCH)] * 9, budget={"refund_after": 3})
+    x, y = rows(BATCH)
+    counted = torch.zeros(BATCH) if rank == 1 else torch.ones(BATCH)
+    for name, fits in {"nothing counts": {}, "nothing counts, limited": {0: 4}}.items():
+        tokens = [(x, y, counted)] * 4
+        yield run(name, memory(fits), batches=tokens, count=lambda part: part[2].sum())
+    yield run("step in a part", in_part=lambda optimizer: optimizer.step())
+    yield run("static graph", memory({0: 0, 1: 0, 2: 0}), wrap=static_graph)
+    yield "bytes", added(folder("bytes"))
+
+
+def static_graph(net: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(net, static_graph=True)
+
+
+def added(root: Path) -> list[list[int]]:
+    """The bytes of what is exchanged in a step of DDP without parts and with them."""
+    found = []
+    for parts in (False, True):
+        net = DistributedDataParallel(plain().double())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with Healer(state={"model": net, "optimizer": optimizer}, events=root / f"{parts}") as h:
+            for batch in h.batches([rows(BATCH)] * 5):
+                with Collectives() as calls:
+                    for part in h.microbatches(batch) if parts else [nullcontext()]:
+                        with part:
+                            (net(batch[0]) - batch[1]).square().mean().backward()
+                    optimizer.step()
+                found.append(calls.nbytes)
+                optimizer.zero_grad()
+    return [found[4], found[5], found[9]]
+
+
+def waiting(folder: Callable[[str], Path]) -> Any:
+    """A case in which the other ranks wait in their parts for one that ends its process."""
+
+    def use(samples: int, step: int) -> None:
+        memory({1: 0})(samples, step)
+        dist.all_reduce(torch.zeros(1))
+
+    ddp_gradients.SECONDS = 1.0
+    yield "waiting", loop(folder("waiting") / "events.jsonl", use)
+
+
+def sharded(folder: Callable[[str], Path]) -> Any:
+    """The same, in the collectives of FSDP2."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    events = folder("sharded") / "events.jsonl"
+    yield (
+        "sharded",
+        loop(events, memory({1: 0}), wrap=lambda net: fully_shard(net, mesh=mesh)),
+    )
+
+
+# -- an allocator that fails ----------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Keeps 4 MB for each layer, for a batch of 1024 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.scale:
+            x = torch.tanh(x) * layer
+        return x
+
+
+def with_a_limit(root: Path, limit: bool) -> dict[str, Any]:
+    """The kernel allows rank 1 less memory than its batch needs."""
+    model = DistributedDataParallel(Layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(1024, 512, generator=random) for _ in range(2)]
+    parts: list[int] = []
+    with (
+        Healer(state={"model": model, "optimizer": optimizer}, events=root / "events") as healer,
+        limited(40 * 2**20) if limit and dist.get_rank() == 1 else nullcontext(),
+    ):
+        for batch in healer.batches(batches):
+            parts.append(0)
+            for part in healer.microbatches(batch):
+                with part:
+                    (model(part.batch).square().mean() * part.weight).backward()
+                parts[-1] = 0 if part.failed else parts[-1] + 1
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"parts": parts, "weights": [p.flatten().tolist() for p in model.parameters()]}
+
+
+# -- all cases ------------------------------------------------------------------------------------
+
+
 def faults(events: Path) -> list[tuple[int, str]]:
     """Step and problem of each event that reports smaller parts."""
     found = map(json.loads, events.read_text().splitlines())
@@ -134,6 +330,12 @@ def cases(root: Path, every: int) -> Any:
         found.mkdir(parents=True)
         return found
 
+    if not every:
+        yield from sharded(folder)
+        return
+    # First with the limit: what an allocator has kept would not count towards it.
+    yield "limit", with_a_limit(folder("limit"), limit=True)
+    yield "no limit", with_a_limit(folder("no limit"), limit=False)
     whole = train(folder("whole"), FailAt())
     yield "whole", whole
     for step in range(STEPS):
@@ -164,19 +366,20 @@ def cases(root: Path, every: int) -> Any:
         yield name, train(folder(name), fails, make=plain, **options)
     unused = {"make": PartlyUsed, "find_unused_parameters": True}
     yield "all of it", train(folder("all of it"), FailAt(), **unused)
+    yield from edges(folder)
     yield "unused", train(folder("unused"), on({1: (12,), 2: (late,)}), **unused)
+    yield from waiting(folder)
 
 
 def main(rank: int, root: Path, every: int) -> None:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    faulthandler.dump_traceback_later(SECONDS.get(every, 200), exit=True)
     dist.init_process_group(
-        "gloo", init_method=f"file://{root / 'world'}", rank=rank, world_size=WORLD
+        "gloo", init_method=f"file://{root / 'world'}", rank=rank, world_size=WORLD if every else 2
     )
     gc.collect()
     gc.freeze()
     for name, found in cases(root, every):
         print(json.dumps([name, found]), flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ class World:
 
     def __init__(self, root: Path, every: int) -> None:
         module = "tests.torch.driver.out_of_memory_ranks"
-        found = run_ranks(module, root, str(every), world=WORLD, seconds=SECONDS + 30)
+        world, seconds = WORLD if every else 2, SECONDS.get(every, 200) + 30
+        found = run_ranks(module, root, str(every), world=world, seconds=seconds)
         self.errors = "\n".join(errors[-3000:] for _, errors in found)
         self.cases = [dict(map(json.loads, out.splitlines())) for out, _ in found]
 
@@ -32,7 +33,7 @@ class World:
 
 
 @pytest.fixture(
-    scope="module", params=[41, pytest.param(1, marks=pytest.mark.stress)], ids=["some", "all"]
+    scope="module", params=[61, pytest.param(1, marks=pytest.mark.stress)], ids=["some", "all"]
 )
 def world(request, tmp_path_factory) -> World:
     return World(tmp_path_factory.mktemp("world"), request.param)
@@ -109,3 +110,96 @@ def test_nothing_fails(world: World):
     for each in world.of("whole"):
         assert each["sizes"] == [[BATCH] * ACCUMULATED] * STEPS
         assert each["faults"] == []
+
+
+def same_weights(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert each["raised"] == {}
+        assert each["weights"] == found[0]["weights"]
+        for a, b in zip(each["weights"], expected[0]["weights"], strict=True):
+            assert a == pytest.approx(b, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["by hand", "two passes"])
+def test_loops_that_reduce_in_another_way(world: World, name: str):
+    same_weights(world.of(name), world.of("loop"))
+    assert all(each["sizes"] == [[2] * 4] * 4 for each in world.of(name))
+
+
+def test_ranks_with_batches_of_other_sizes_have_other_numbers_of_parts(world: World):
+    found = world.of("uneven, limited")
+    same_weights(found, world.of("uneven"))
+    assert [each["sizes"][0] for each in found] == [[3, 3], [2, 3, 3, 3], [2] * 8]
+
+
+def test_all_ranks_try_larger_parts_at_the_same_step(world: World):
+    found = world.of("grows")
+    for each in found:
+        assert each["raised"] == {}
+        assert each["sizes"] == found[0]["sizes"]
+        assert [max(sizes) for sizes in each["sizes"]] == [2, 2, 2, 2, 4, 4, 4, 8, 8]
+
+
+def test_a_rank_of_whose_batch_nothing_counts(world: World):
+    """Without the other ranks its batch would be left out."""
+    found = world.of("nothing counts, limited")
+    same_weights(found, world.of("nothing counts"))
+    assert [len(each["sizes"][0]) for each in found] == [2, 0, 2]
+
+
+def test_a_single_sample_that_does_not_fit_stops_all_ranks(world: World):
+    for each in world.of("one sample"):
+        assert each["raised"]["type"] == "RunStopped"
+        assert "activation checkpointing" in each["raised"]["said"]
+
+
+def test_a_batch_that_cannot_be_split_ends_all_ranks(world: World):
+    zero, one, two = (each["raised"] for each in world.of("whole batch"))
+    assert one["type"] == "OutOfMemoryError"
+    assert "split along the first axis of its arrays" in one["said"]
+    for other in (zero, two):
+        assert other["type"] == "RankFailed"
+        assert other["said"].startswith("rank 1: OutOfMemoryError: CUDA out of memory")
+
+
+def test_a_real_allocator_that_fails(world: World):
+    found, expected = world.of("limit"), world.of("no limit")
+    for each, other in zip(found, expected, strict=True):
+        assert each["weights"] == found[0]["weights"]
+        assert each["weights"][0] == pytest.approx(other["weights"][0], rel=1e-6)
+        assert each["parts"] == found[0]["parts"]
+        assert min(each["parts"]) > 1
+        assert other["parts"] == [1, 1]
+
+
+def test_a_step_within_a_part_is_refused(world: World):
+    for each in world.of("step in a part"):
+        assert each["raised"]["type"] == "MicrobatchError"
+
+
+def test_parts_cost_one_all_reduce_of_four_bytes(world: World):
+    """In the first windows and later, between the reduction of gradients and that of the step."""
+    for without, first, later in world.of("bytes"):
+        assert without[-1] == 64
+        assert later == [*without[:-1], 4, 64]
+        assert sorted(first) == sorted([*without, 4])
+
+
+def test_what_is_refused_says_why(world: World):
+    for each in world.of("static graph"):
+        assert "with static_graph=True cannot be held back" in each["raised"]["said"]
+
+
+def test_a_rank_that_others_wait_for_in_their_parts_ends_the_run(world: World):
+    """Their collectives fail when its process ends, not at the group's time-out."""
+    zero, one, two = (each["raised"] for each in world.of("waiting"))
+    assert one["type"] == "OutOfMemoryError"
+    assert "did not come out of their parts" in one["said"]
+    assert zero["type"] == two["type"] == "RuntimeError"
+
+
+def test_sharded_parameters_end_the_run(tmp_path):
+    waits, failed = (each["raised"] for each in World(tmp_path, 0).of("sharded"))
+    assert failed["type"] == "OutOfMemoryError"
+    assert "the parameters are spread over them" in failed["said"]
+    assert waits["type"] == "RuntimeError"
