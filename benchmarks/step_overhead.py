@@ -227,6 +227,32 @@ def bench_tiny_torch(rounds: int, warmup: int) -> list[dict[str, Any]]:
     return [vars(each) for each in timings]
 
 
+def bench_heartbeat() -> float:
+    """Nanoseconds per step for what the Healer tells its hang guard: seven calls."""
+    import os
+    import timeit
+
+    from healcore.runtime.hang_guard.heartbeat import SIZE, Heartbeat
+
+    memory = os.memfd_create("benchmark")
+    os.ftruncate(memory, SIZE)
+    beat = Heartbeat(memory)
+
+    def step() -> None:
+        beat.watch()  # for a batch
+        beat.watch()  # it is there
+        beat.resume()  # a loss is observed
+        beat.pause()  # the optimizer has stepped
+        beat.watch()  # a step is read
+        beat.pause()
+        beat.stepped(1)
+
+    count = 100_000
+    each = min(timeit.repeat(step, number=count, repeat=5)) / count * 1e9
+    print(f"\nhang guard, heartbeats of one step: {each:.0f} ns")
+    return each
+
+
 # -- JAX -------------------------------------------------------------------------------------------
 
 
@@ -312,7 +338,8 @@ def report(title: str, timings: list[Timing], syncs: dict[str, int] | None = Non
 def main() -> None:
     """Runs both halves."""
     parser = arguments((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--framework", choices=["torch", "jax", "both"], default="both")
+    choices = ["torch", "jax", "both", "none"]
+    parser.add_argument("--framework", choices=choices, default="both")
     parser.add_argument("--rounds", type=int, help="timed rounds; 101, or 10 with --quick")
     options = parser.parse_args()
     params, tensors = (QUICK_PARAMS, QUICK_TENSORS) if options.quick else (PARAMS, TENSORS)
@@ -322,6 +349,7 @@ def main() -> None:
     count = sum(a * (b[0] if b else 1) for a, *b in shapes(params, tensors))
     print(f"{count / 1e6:.1f} M parameters in {tensors} tensors, {rounds} interleaved rounds")
     result: dict[str, Any] = {"parameters": count, "tensors": tensors, "rounds": rounds}
+    result["heartbeat_ns"] = bench_heartbeat()
     if options.framework in ("torch", "both"):
         result["torch"] = bench_torch(params, tensors, rounds, warmup)
         result["torch"]["tiny"] = bench_tiny_torch(rounds, warmup)

@@ -12,7 +12,7 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.core.verdict import Cause
 from healcore.policy.clip import Clip, NoClip, UpdateClip
 from healcore.policy.detect import Detect
-from healcore.policy.faults import FAULTS, Retry, SkipBatch
+from healcore.policy.faults import FAULTS, Hang, Retry, SkipBatch
 from healcore.policy.recovery import Budget, IncidentPolicy, Lr, Rollback
 from healcore.policy.respond import Respond
 from healcore.policy.table import Conflict, Table
@@ -39,7 +39,7 @@ class Policy(Table):
     its errors name what to write instead. Built by hand it raises pydantic's `ValidationError`.
     """
 
-    host_only = frozenset({"retry", "skip_batch"})
+    host_only = frozenset({"retry", "skip_batch", "hang"})
 
     schema_version: Annotated[int, Whole(least=SCHEMA, most=SCHEMA)] = Field(alias="schema")
     name: Name
@@ -58,6 +58,7 @@ class Policy(Table):
     budget: Budget = Budget()
     retry: Retry = Retry()
     skip_batch: SkipBatch = SkipBatch()
+    hang: Hang = Hang()
 
     def conflicts(self) -> Iterator[Conflict]:
         """Every rule has to be able to fire and to be carried out."""

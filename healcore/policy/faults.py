@@ -1,4 +1,4 @@
-"""Rules for faults: exceptions that end a run if nothing answers them, which only the host sees.
+"""Rules for faults, which only the host sees: exceptions, and steps that never return.
 
 `[[respond]]` names them next to the causes that detectors find. No step is judged for them, so they
 are no part of the engine: `Policy.config` leaves these rules out, and the runtime carries them out.
@@ -11,12 +11,13 @@ from typing import Annotated
 
 from healcore.core.verdict import Cause
 from healcore.policy.table import Conflict, Table
-from healcore.policy.values import Number, Positive, Ratio, Steps, Whole
+from healcore.policy.values import NotNegative, Number, OnOff, Positive, Ratio, Steps, Whole
 
 FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
     "oom": (Cause.OOM, ("shrink_microbatch", "clear_cache", "save")),
     "data": (Cause.DATA, ("skip_batch", "save")),
     "network": (Cause.NETWORK, ("retry", "save")),
+    "hang": (Cause.HANG, ("alert", "stop")),
     "unknown": (Cause.UNKNOWN, ("save",)),
 }
 """The faults that `to` may name: the flag, and what `do` may answer. Each is logged in any case."""
@@ -47,6 +48,20 @@ class Retry(Table):
                 f"at least base_delay_s, which is {self.base_delay_s}",
                 f"max_delay_s = {self.base_delay_s}, or a shorter base_delay_s",
             )
+
+
+class Hang(Table):
+    """`[hang]`: when a step counts as one that never returns, and the probe of the other ranks.
+
+    The limit grows with the run: it is at least three times the longest step so far.
+    """
+
+    timeout_s: Positive = 1800.0
+    first_step_s: Positive = 7200.0
+    between_steps: OnOff = False
+    confirm: OnOff = False
+    probe_every_s: NotNegative = 30.0
+    probe_s: Positive = 120.0
 
 
 class SkipBatch(Table):

@@ -33,6 +33,7 @@ class Overrides(TypedDict, total=False):
     budget: _Table
     retry: _Table
     skip_batch: _Table
+    hang: _Table
 
 
 def merged(data: _Table, overrides: _Table) -> dict[str, Any]:

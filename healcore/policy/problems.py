@@ -31,12 +31,6 @@ _EXAMPLES = {
 }
 """What to write for a key without a default of its own."""
 
-_NOT_CARRIED_OUT: dict[tuple[str | int, ...], str] = {
-    ("to", "hang"): "a cause that healcore answers: nothing watches from outside of the step for "
-    "one that never returns (an exception such as NCCL's timeout ends the run, with a diagnosis)",
-}
-"""What later versions may have, and nothing carries out yet: list and entry -> rule."""
-
 
 def problems_in(error: ValidationError) -> tuple[Problem, ...]:
     """The problems, in pydantic's order."""
@@ -73,10 +67,6 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
         if "entry" in context:
             path, received = (*path, context["entry"]), received[context["entry"]]
         rule, write = context["rule"], _instead(path, table, received, context.get("choices", ()))
-        planned = (*path[-2:-1], received) if isinstance(received, str) else ()
-        if planned in _NOT_CARRIED_OUT:
-            rule = _NOT_CARRIED_OUT[planned]
-            write = f"drop {shown(received)}, and the rule if nothing else is left in it"
         yield Problem(dotted(path), shown(received), rule, write)
     else:  # a table was wanted: model_type, model_attributes_type, dict_type
         rule_itself = len(path) == 2 and path[0] == "respond"

@@ -84,8 +84,8 @@ class Respond(Table):
             yield Conflict(
                 ("when",),
                 self.when.model_dump(exclude_defaults=True),
-                "for causes of a step: the limits of a fault are in [retry], [skip_batch] and "
-                "[budget]",
+                "for causes of a step: the limits of a fault are in [retry], [skip_batch], [hang] "
+                "and [budget]",
                 "drop when",
             )
 

@@ -15,6 +15,7 @@ from healcore.adapter_registry import FRAMEWORKS
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
+from healcore.runtime.hang_guard.health_probe import RollCall
 from healcore.runtime.microbatches.window import Gradients
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
@@ -153,6 +154,10 @@ class Driver(Protocol):
         """The dispatch since the last call, its copy to the host started; None: there was none."""
         ...
 
+    def on_step(self, call: Callable[[], None]) -> None:
+        """From now on calls `call` after each optimizer step, without waiting for the device."""
+        ...
+
     def request_vote(self, wanted: bool) -> bool:
         """Marks the steps from now on for all ranks, or with False no more, without a message more.
 
@@ -227,6 +232,10 @@ class Driver(Protocol):
 
     def ranks(self) -> Ranks:
         """The processes of this run."""
+        ...
+
+    def roll_call(self) -> RollCall | None:
+        """How the ranks see which of them stays behind; None: there is no way. Collective."""
         ...
 
     def meeting(self) -> Meeting | None:

@@ -291,6 +291,7 @@ class Healer(Generic[State]):
             optimizer: its name in the state; None: all optimizers.
         """
         method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
+        self._live.guard.resume()  # from here to the optimizer's step nothing takes long
         part = self._live.out_of_memory.window.part
         if part is None:
             method(loss, optimizer)

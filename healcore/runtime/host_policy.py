@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyLike, dumps
-from healcore.policy.faults import Retry, SkipBatch
+from healcore.policy.faults import Hang, Retry, SkipBatch
 from healcore.policy.loader import resolve
 from healcore.policy.recovery import Rollback
 
@@ -41,6 +41,7 @@ class HostPolicy(NamedTuple):
     """What the rules answer to a fault: words such as "retry"; see `healcore.policy.faults`."""
     retry: Retry = Retry()
     skip_batch: SkipBatch = SkipBatch()
+    hang: Hang = Hang()
     shrinks: int = 0
     """How often a micro-batch that does not fit into memory may be halved."""
 
@@ -50,11 +51,11 @@ class HostPolicy(NamedTuple):
         found = resolve(policy, overrides)
         if isinstance(found, Engine):
             name, text, engine, host = "(engine)", None, found, Rollback()
-            faults, retry, skip_batch, shrinks = {}, Retry(), SkipBatch(), 0
+            faults, retry, skip_batch, hang, shrinks = {}, Retry(), SkipBatch(), Hang(), 0
         else:
             name, text, engine, host = found.name, dumps(found), found.engine(), found.rollback
             faults, retry, skip_batch = found.fault_actions(), found.retry, found.skip_batch
-            shrinks = found.budget.shrinks
+            hang, shrinks = found.hang, found.budget.shrinks
         config = engine.config
         return cls(
             name,
@@ -72,6 +73,7 @@ class HostPolicy(NamedTuple):
             faults=MappingProxyType(faults),
             retry=retry,
             skip_batch=skip_batch,
+            hang=hang,
             shrinks=shrinks,
         )
 

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +79,9 @@ LASTS = {STEP: 0.01, SAVE: 0.01, WRITE: 0.05, BACK: 0.05}
 """About how long each lasts, in seconds."""
 
 
+Action = tuple[float, Callable[[], None]]
+
+
 class Aim(NamedTuple):
     """Which rank kills itself, and when."""
 
@@ -100,14 +103,22 @@ def aim_of(seed: int, start: int, kills: int) -> Aim | None:
     return Aim(rng.randrange(WORLD), phase, rng.randint(1, most), rng.random() ** 2 * LASTS[phase])
 
 
-class Watched:
-    """Marks the phases under way in memory that outlives the process; kills it at its aim."""
+def die() -> None:
+    """Kills this rank."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def __init__(self, path: Path, aim: Aim | None) -> None:
+
+class Watched:
+    """Marks the phases under way in memory that outlives the process.
+
+    `actions`: phase and occurrence -> seconds after its beginning, and what is called then.
+    """
+
+    def __init__(self, path: Path, actions: Mapping[tuple[str, int], Action]) -> None:
         path.write_bytes(bytes(len(PHASES)))
         with path.open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), len(PHASES))
-        self._aim = aim
+        self._actions = actions
         self._begun = dict.fromkeys(PHASES, 0)
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
@@ -118,17 +129,17 @@ class Watched:
         """Marks a phase as under way."""
         self._shared[PHASES.index(phase)] = 1
         self._begun[phase] += 1
-        aim = self._aim
-        if aim is not None and (phase, self._begun[phase]) == (aim.phase, aim.occurrence):
-            threading.Thread(target=self._kill, args=(aim.delay,), daemon=True).start()
+        found = self._actions.get((phase, self._begun[phase]))
+        if found is not None:
+            threading.Thread(target=self._act, args=found, daemon=True).start()
 
     def end(self, phase: str) -> None:
         """Marks it as done."""
         self._shared[PHASES.index(phase)] = 0
 
-    def _kill(self, delay: float) -> None:
+    def _act(self, delay: float, action: Callable[[], None]) -> None:
         time.sleep(delay)
-        os.kill(os.getpid(), signal.SIGKILL)
+        action()
 
     def _watch(self, owner: Any, name: str, phase: str) -> None:
         function: Callable[..., Any] = getattr(owner, name)
@@ -141,6 +152,13 @@ class Watched:
             return result
 
         setattr(owner, name, watched)
+
+
+def actions_of(aim: Aim | None) -> dict[tuple[str, int], Action]:
+    """That of this rank, if it is the one."""
+    if aim is None or aim.rank != dist.get_rank():
+        return {}
+    return {(aim.phase, aim.occurrence): (aim.delay, die)}
 
 
 class OwnStep:
@@ -252,14 +270,15 @@ def check(root: Path) -> None:
     assert store.problems() == [], store.problems()
 
 
-def start(kind: str, root: Path, number: int, aim: Aim | None) -> None:
+def start(
+    kind: str, root: Path, number: int, actions: Mapping[tuple[str, int], Action] | None = None
+) -> None:
     """One start of this rank, the `number`-th of the run, in a process group that exists."""
     logging.getLogger("healcore").addHandler(logging.NullHandler())
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     rank = dist.get_rank()
     check(root)
-    mine = aim if aim is not None and aim.rank == rank else None
-    facts = run(kind, root, Watched(root / f"phases-{number}-{rank}", mine))
+    facts = run(kind, root, Watched(root / f"phases-{number}-{rank}", actions or {}))
     (root / f"end-{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
 
@@ -268,7 +287,7 @@ def main(kind: str, root: Path, kills: int, seed: int) -> None:
     """As torchrun starts it."""
     number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
-    start(kind, root, number, aim_of(seed, number, kills))
+    start(kind, root, number, actions_of(aim_of(seed, number, kills)))
 
 
 if __name__ == "__main__":

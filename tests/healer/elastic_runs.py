@@ -10,7 +10,7 @@ what was counted; ends with an error at the first thing that is not as it must b
 
 from __future__ import annotations
 
-import functools
+import faulthandler
 import importlib
 import itertools
 import json
@@ -49,18 +49,37 @@ class Ended(NamedTuple):
 
 
 def run_ranks(
-    root: Path, world: int, target: Callable[[], None], *, seconds: float = SECONDS
+    root: Path,
+    world: int,
+    target: Callable[[], None],
+    *,
+    seconds: float = SECONDS,
+    meeting: str | None = None,
+    enter: Callable[[int], None] = lambda rank: None,
 ) -> Ended:
     """Forks ranks, each of which calls `target` in a process group with that time-out.
 
+    They meet at the address `meeting`, by default a file; `enter` is called first.
     AssertionError if one still runs BOUND seconds after another has ended with an error.
     """
     root.mkdir(exist_ok=True)
-    meeting = root / f"meeting-{time.monotonic_ns()}"
+    file = root / f"meeting-{time.monotonic_ns()}"
     files = [root / f"stderr-{rank}" for rank in range(world)]
-    ranks = {
-        _forked(rank, world, meeting, files[rank], target, seconds): rank for rank in range(world)
-    }
+    ranks = {}
+    for rank in range(world):
+
+        def begin(rank: int = rank) -> None:
+            enter(rank)
+            dist.init_process_group(
+                "gloo",
+                init_method=meeting or f"file://{file}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=seconds),
+            )
+            target()
+
+        ranks[_forked(begin, files[rank])] = rank
     statuses, until, left = [0] * world, float("inf"), dict(ranks)
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -73,32 +92,27 @@ def run_ranks(
                     os.kill(other, signal.SIGTERM)
         elif time.monotonic() > until:
             for other in left:
+                os.kill(other, signal.SIGUSR1)  # shows where it is
+            time.sleep(1.0)
+            for other in left:
                 os.kill(other, signal.SIGKILL)
                 os.waitpid(other, 0)
-            texts = "\n".join(each.read_text()[-2000:] for each in files)
+            texts = "\n".join(each.read_text()[-4000:] for each in files)
             raise AssertionError(f"{root}: ranks {[*left.values()]} have not ended\n{texts}")
         else:
             time.sleep(0.005)
-    meeting.unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
     return Ended(statuses, [each.read_text() for each in files])
 
 
-def _forked(
-    rank: int, world: int, meeting: Path, errors: Path, target: Callable[[], None], seconds: float
-) -> int:
+def _forked(target: Callable[[], None], errors: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
         os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{meeting}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=seconds),
-        )
+        faulthandler.register(signal.SIGUSR1)
         target()
         status = 0
     except SystemExit as ended:
@@ -142,7 +156,10 @@ class Kind:
 
     def start(self, root: Path, number: int, aim: Aim | None) -> Ended:
         """One start of all ranks."""
-        target = functools.partial(elastic_rank.start, self.kind, root, number, aim)
+
+        def target() -> None:
+            elastic_rank.start(self.kind, root, number, elastic_rank.actions_of(aim))
+
         return run_ranks(root, self.world, target)
 
     def killed(self, root: Path, kills: int, seed: int) -> Counter[str]:

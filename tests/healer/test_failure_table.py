@@ -7,24 +7,24 @@ weights. The default policy runs, unless a row is not in it: then the detector's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import requests
 import torch
-from torch import Tensor, distributed
-from torch._C._distributed_c10d import TCPStore
+from torch import Tensor
 
 from healcore.core.verdict import Cause
 from healcore.policy import load
 from healcore.policy.faults import FAULTS
 from healcore.policy.respond import Respond
 from healcore.runtime.faults import FAILURES
+from healcore.runtime.hang_guard.process_signals import END
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
 from tests.runtime.faults.local_server import serving
+from tests.runtime.hang_guard.processes import started
 
 QUICK = {"base_delay_s": 0.01, "max_delay_s": 0.02}
 
@@ -199,16 +199,8 @@ def network(folder: Path) -> None:
 
 
 def hang(folder: Path) -> None:
-    """A rank that waits for a key that nobody sets."""
-    run, store = Run(folder), TCPStore("127.0.0.1", 0, is_master=True)
-
-    def wait(healer: Healer, number: int) -> None:
-        if number == 7:
-            store.wait(["never"], timedelta(milliseconds=50))
-
-    run.before = wait
-    with pytest.raises(distributed.DistStoreError):
-        run(list(healthy(20)))
+    """A process that waits, holding the GIL, for a lock of its own."""
+    assert started("gil", folder).wait(300) == END
 
 
 def unknown(folder: Path) -> None:

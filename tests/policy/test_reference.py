@@ -26,7 +26,7 @@ def headings() -> Iterator[tuple[str, type[Table]]]:
         if kind != NONE:
             yield f'`[clip]` with `kind = "{kind}"`', table
     yield "`[….shift]`", Shift
-    for name in ("incident", "rollback", "lr", "budget", "retry", "skip_batch"):
+    for name in ("incident", "rollback", "lr", "budget", "retry", "skip_batch", "hang"):
         yield f"`[{name}]`", tables_in(Policy.model_fields[name].annotation)[0]
     detect = tables_in(Policy.model_fields["detect"].annotation)[0]
     for name, field in detect.model_fields.items():

@@ -23,6 +23,7 @@ from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.meeting import StoreMeeting
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
+from healcore.torch.driver.roll_call import StoreRollCall
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
@@ -164,6 +165,11 @@ class TorchDriver:
             self._warn_of_missing_losses()
         return step
 
+    def on_step(self, call: Callable[[], None]) -> None:
+        """Calls `call` from the hook after each `optimizer.step()`, of any optimizer."""
+        for accumulation in self._accumulations:
+            accumulation.on_step = call
+
     def request_vote(self, wanted: bool) -> bool:
         """A bit in the all_reduce of each optimizer that all ranks of the run step together."""
         self._wants_vote, everyone = wanted, len(self._members)
@@ -294,6 +300,11 @@ class TorchDriver:
         if self._ranks is None:
             self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
         return self._ranks
+
+    def roll_call(self) -> StoreRollCall | None:
+        """Over the store of torch.distributed; None for one rank. Collective."""
+        ranks = self.ranks()
+        return StoreRollCall(ranks) if isinstance(ranks, GlooRanks) else None
 
     def meeting(self) -> StoreMeeting | None:
         """Over the store of torch.distributed, where the ranks exchange over gloo alone (a CPU)."""

@@ -32,6 +32,8 @@ class Accumulation:
         """Whether the optimizer has stepped; the reader resets it."""
         self.steps = 0
         """Steps so far."""
+        self.on_step: Callable[[], None] | None = None
+        """Called after each step."""
         # They must not be traced into a compiled step.
         on_step: Any = torch.compiler.disable(self._on_step)
         self._backward_hook: Any = torch.compiler.disable(self._on_backward)
@@ -83,6 +85,8 @@ class Accumulation:
         self._reached, self.stepped = False, True
         self.steps += 1
         self._watch()
+        if self.on_step is not None:
+            self.on_step()
 
 
 class UntrackedOptimizers:

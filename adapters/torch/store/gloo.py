@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from healcore.runtime.store.errors import StoreError
 
+SHORTEST = timedelta(minutes=10)
+"""Ranks write their parts of a checkpoint at different speeds, and wait for the slowest."""
+
 
 class GlooRanks:
     """Exchanges over a gloo group of its own.
@@ -19,13 +22,18 @@ class GlooRanks:
     Without a `group` (gloo, used by nothing else) a new one is made, of `members` (ranks of the
     default group) or of all ranks, which is why each of these makes its store at the same place in
     the program. Other ranks than `members` need not know of it.
+
+    Its exchanges wait for a rank as long as the training does: the time-out of the default group,
+    at least `SHORTEST`.
     """
 
     def __init__(self, group: Any | None = None, *, members: Sequence[int] = ()) -> None:
         if group is None and members and len(members) < dist.get_world_size():
-            group = dist.new_group([*members], backend="gloo", use_local_synchronization=True)
+            group = dist.new_group(
+                [*members], _time_out(), backend="gloo", use_local_synchronization=True
+            )
         elif group is None:
-            group = dist.new_group(backend="gloo")
+            group = dist.new_group(timeout=_time_out(), backend="gloo")
         elif dist.get_backend(group) != "gloo":
             raise StoreError(
                 f"a store exchanges over a gloo group, not over {dist.get_backend(group)}: pass "
@@ -71,6 +79,16 @@ class GlooRanks:
         else:
             work.wait(timedelta(seconds=seconds))
         return found.tolist()
+
+
+def _time_out() -> timedelta | None:
+    """Of the default group, which `new_group` does not ask; None: torch's own default."""
+    group: Any = dist.group.WORLD
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]
+        return max(SHORTEST, *(backend.options._timeout for backend in backends))
+    except (AttributeError, TypeError, RuntimeError):  # a backend that does not tell
+        return None
 
 
 def initialized() -> bool:

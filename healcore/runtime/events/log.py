@@ -70,9 +70,7 @@ class Log:
         self._lock = threading.RLock()
         fork_safety.watch(self)
         if self.path is not None:
-            with contextlib.suppress(Exception):  # an unreadable file may still be writable
-                event = last(self.path) if self.path.is_file() else None
-                self.seq = 0 if event is None else event["seq"] + 1
+            self._renumber()
 
     def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
         """Appends one event; returns whether it is in the file.
@@ -84,6 +82,8 @@ class Log:
         if self._out is None:
             return False
         with self._lock:
+            if self._out.grown():  # a hang guard writes for its run (`hang_guard.report`)
+                self._renumber(run=self.run)
             seq = self.seq
             self.seq += 1  # first of all: an interrupting handler gets the next number
             try:
@@ -105,6 +105,14 @@ class Log:
         with self._lock:
             if self._out is not None:
                 self._out.close()
+
+    def _renumber(self, run: str | None = None) -> None:
+        """Goes on after the last event in the file, if it is of this run; None: of any."""
+        with contextlib.suppress(Exception):  # an unreadable file may still be writable
+            assert self.path is not None
+            event = last(self.path) if self.path.is_file() else None
+            if event is not None and run in (None, event["run"]):
+                self.seq = max(self.seq, event["seq"] + 1)
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
         known = {name: value for name, value in fields.items() if value is not None}

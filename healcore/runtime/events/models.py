@@ -122,6 +122,13 @@ class EvidenceRecord(_EventsModel):
     grad_norm: Number
 
 
+class StacksRecord(_EventsModel):
+    """`healcore.runtime.postmortem.postmortem.RankStacks`."""
+
+    ranks: Annotated[list[Whole], Field(min_length=1)]
+    stacks: Text
+
+
 class RankRecord(_EventsModel):
     """What one rank has seen or proposes."""
 
@@ -135,6 +142,7 @@ ReadingsField = Annotated[
 ]
 OfRanks = Annotated[list[RankRecord], Field(title="array of `{rank, outcome, why}`")]
 EvidenceList = Annotated[list[EvidenceRecord], Field(title="array of `{name, grad_norm}`")]
+StacksList = Annotated[list[StacksRecord], Field(title="array of `{ranks, stacks}`")]
 EndingName = Annotated[Ending, Field(strict=False)]  # from its text
 
 
@@ -219,7 +227,10 @@ class EventFields(_EventsModel):
     size: WholeFromOne = _may("Samples in its largest part from now on.")
     bytes: Whole = _may("What could not be allocated, where the message says it.")
     hook: Text = _may("Name of the hook.")
-    seconds: Seconds = _may("How long it took.")
+    seconds: Seconds = _may("How long it took; of a hang, how long it has lasted.")
+    stacks: StacksList = _may(
+        "Python stacks of a run that hangs; once for ranks that stand at the same place."
+    )
     diagnosis: Text = _may("For a person, in plain words.")
     # The run.
     host: Text = _may("Host name.")

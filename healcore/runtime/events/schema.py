@@ -70,8 +70,8 @@ KINDS: dict[str, EventKind] = {
     "verdict": EventKind("What the re-run showed.", ("outcome",)),
     "hook": EventKind("A hook overrode an order, or raised."),
     "fault": EventKind(
-        "An exception was classified. With `answer` something is done about it; otherwise it goes "
-        "on.",
+        "An exception was classified, or a step does not return. With `answer` something is done "
+        "about it; otherwise it goes on.",
         ("cause", "problem"),
     ),
     "vote": EventKind(

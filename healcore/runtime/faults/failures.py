@@ -159,13 +159,14 @@ FAILURES: dict[Cause, Failure] = {
         ("retry",),
         (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
     ),
-    # No recipe: a call that never returns can only be ended from outside of the process. A timeout
-    # that a library raises ends the run with this diagnosis.
+    # Published: stop all ranks with their stacks, and start again. A time-out that a library raises
+    # ends the run too, with this diagnosis.
     Cause.HANG: Failure(
         "hang",
         Severity.ERROR,
-        "A step never came back: the slowest rank, its device and its network.",
-        (),
+        "A step never came back: the rank whose stack differs from the others', its device and its "
+        "network.",
+        ("stop",),
         ("arXiv:2509.16293 (ByteRobust)",),
     ),
     Cause.UNKNOWN: Failure(

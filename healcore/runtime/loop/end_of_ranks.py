@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from healcore.runtime.driver import Meeting
@@ -26,6 +27,8 @@ _TOGETHER_S = 1.0
 """Seconds within which ranks that end for the same reason do so; nothing is interrupted then."""
 _WRITES_S = 10.0
 """Seconds for which a rank waits for checkpoints that are being written, before it tells others."""
+_REACHED_S = 5.0
+"""Seconds within which the others are reached, by what takes milliseconds: a link may be cut."""
 _MOST_SHOWN = 4
 """Ranks whose tracebacks are in the postmortem."""
 
@@ -71,24 +74,30 @@ def end_of_ranks(
     loop: Loop, meeting: Meeting, mine: RankEnd, error: BaseException | None
 ) -> RanksEnd:
     """Meets the other ranks, and saves the last state with them if that is possible."""
-    killed = meeting.lost_peer(error) and not meeting.posted()
+    posted = partial(_reached, meeting.posted, else_=True)
+    killed = meeting.lost_peer(error) and not posted()
     with suppress(Exception):
         _within(_TOGETHER_S if killed else _WRITES_S, loop.checkpoints.store.wait)
     mine = mine._replace(why_not=_obstacle(loop), step=loop.step, killed=killed)
-    meeting.post(mine)
-    found = meeting.collect(_TOGETHER_S)  # the policy stops all of them, say
+    alone: list[Any] = [None] * loop.ranks.world
+    alone[loop.ranks.rank] = (1, mine)
+    # Otherwise the link is cut, or the process that held the meeting's store was killed.
+    reached = _reached(lambda: (meeting.post(mine), True)[1], else_=False)
+    collect = partial(_collected, meeting, alone) if reached else lambda seconds: alone
+    found = collect(_TOGETHER_S)  # the policy stops all of them, say
     if None in found:
         meeting.interrupt_others()
         killed = any(each is not None and each[1].killed for each in found)
-        found = meeting.collect(_TOGETHER_S if killed else WAIT_S)
+        found = collect(_TOGETHER_S if killed else WAIT_S)
     ends: dict[int, RankEnd] = {rank: each[1] for rank, each in enumerate(found) if each}
     order = {rank: each[0] for rank, each in enumerate(found) if each}
     first = min(order, key=order.__getitem__, default=loop.ranks.rank)
     of_first = ends.get(first, mine)
-    why_not = _why_not(ends, loop.ranks.world)
+    why_not = _why_not(ends, loop.ranks.world) if reached else "no other rank can be reached"
     problems: list[str] = []
     if of_first.asks:
-        if not why_not and not meeting.all_ready(WAIT_S):
+        ready = partial(_reached, partial(meeting.all_ready, WAIT_S), WAIT_S, else_=False)
+        if not why_not and not ready():
             why_not = "not every rank was ready in time"
         why_not = why_not or _save(loop, meeting)
         if why_not:
@@ -104,6 +113,22 @@ def end_of_ranks(
     saved = of_first.asks and not problems
     traced = traces if raised else None
     return RanksEnd(of_first, first, saved, exception, traced, of_ranks, problems)
+
+
+def _reached(action: Callable[[], bool], seconds: float = 0.0, *, else_: bool) -> bool:
+    """What an action of the meeting that takes so long finds; `else_` if it reaches nobody."""
+    try:
+        return bool(_within(seconds + _REACHED_S, action, else_))
+    except RuntimeError:
+        return else_
+
+
+def _collected(meeting: Meeting, alone: list[Any], seconds: float) -> list[Any]:
+    """What the ranks have posted by then; `alone` if they cannot be reached any more."""
+    try:
+        return _within(seconds + _REACHED_S, lambda: meeting.collect(seconds), alone)
+    except RuntimeError:
+        return alone
 
 
 def emergency_obstacle(loop: Loop) -> str:

@@ -241,6 +241,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     LastStateNotSaved although the loop has completed, or what ends a rank after a signal to another
     one, so that all of them have one exit status.
     """
+    loop.guard.pause()
     ending = ending_of(error, loop.termination.signal_number)
     raised = error.__cause__ if isinstance(error, RunStopped) else error
     fault = classify(raised) if ending in _OF_FAULTS and raised is not None else None
@@ -298,6 +299,8 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     cause = Cause(0) if fault is None else fault.cause
     _write_end(loop, ending, error, cause, ends)
     for end in (
+        loop.guard.close,
+        lambda: loop.probe and loop.probe.close(),
         loop.termination.stop,
         loop.checkpoints.close,
         loop.driver.close,

@@ -16,6 +16,8 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, Meeting, PendingDispatch
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import Ending
+from healcore.runtime.hang_guard.hang_guard import HangGuard
+from healcore.runtime.hang_guard.health_probe import HealthProbe
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import HIGH_LOSS, Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
@@ -70,6 +72,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         policy, driver, ranks, ledger = self.policy, self.driver, self.ranks, self.ledger
+        self.guard = HangGuard()
+        self.probe: HealthProbe | None = None
+        """Of several ranks."""
         self.votes = Votes(driver, ranks, self.reader.lag, self.log)
         self.termination = TerminationWatch(self.votes.propose_end if self.votes.possible else None)
         self.ends_together = False
@@ -199,8 +204,10 @@ class Loop:
         self.loaders.notices.clear()
         while True:
             try:
+                self.guard.watch()
                 batch, name = self._next(number)
             except StopIteration:
+                self.guard.pause()
                 if not self._back_from_the_end():
                     break
                 continue
@@ -210,7 +217,12 @@ class Loop:
             self._ids.setdefault(number, []).append(name)
             self._generators = None
             self._batch = batch
-            yield batch
+            self.guard.watch()
+            try:
+                yield batch
+            except GeneratorExit:  # the loop was left by `break`
+                self.guard.pause()
+                raise
             self.after_step()
             if number == self.loaders.current and self._batches_since_step == _MAX_WITHOUT_STEP:
                 self._warn_no_step()
@@ -220,6 +232,7 @@ class Loop:
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
+        self.guard.pause()
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
@@ -286,6 +299,7 @@ class Loop:
         self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
         self._saves.count(pending.count)
+        self.guard.stepped(self.step)
         self.last_state.after_step()
 
     def _read(self, *, all: bool = False) -> bool:
@@ -308,7 +322,9 @@ class Loop:
         return False
 
     def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, ActionRequest | None]]:
+        self.guard.watch()  # reading waits for the device
         for step in self.reader.due(all=all):
+            self.guard.pause()
             # A dispatch may have more or fewer steps than `PendingDispatch.count`.
             correction = self.reader.count_correction()
             self.step += correction
@@ -319,6 +335,8 @@ class Loop:
                     self.log.trackers.metrics(step.index, record, fields)
             self.votes.read(step)
             yield step, self.monitor.process(step)
+            self.guard.watch()
+        self.guard.pause()
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
         """Continues after a rollback to `target`; `request` is that of the state check, if any."""

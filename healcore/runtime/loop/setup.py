@@ -9,9 +9,11 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore.core.verdict import Cause
 from healcore.policy import PolicyError
 from healcore.policy.errors import Problem
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
@@ -21,6 +23,8 @@ from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_next_to
 from healcore.runtime.events.models import Ending
+from healcore.runtime.hang_guard.hang_guard import HangGuard
+from healcore.runtime.hang_guard.health_probe import HealthProbe
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
@@ -108,7 +112,8 @@ def open_run(options: Options) -> Loop:
         ranks = options.ranks or driver.ranks()
         own_claim, warning = _claim(options.store, ranks)
         loop = _start(options, driver, ranks, own_claim, warning)
-        loop.finalizer = weakref.finalize(loop, _clean_up, driver, loop.termination, loop.log)
+        held = (driver, loop.termination, loop.guard, loop.log)
+        loop.finalizer = weakref.finalize(loop, _clean_up, *held)
         loop.finalizer.atexit = False
         _loops.add(loop)
     except BaseException:
@@ -128,9 +133,10 @@ def _check_moments(policy: HostPolicy, driver: Driver) -> None:
         raise PolicyError(policy.name, (problem,))
 
 
-def _clean_up(driver: Driver, termination: TerminationWatch, log: RunLog) -> None:
+def _clean_up(driver: Driver, termination: TerminationWatch, guard: HangGuard, log: RunLog) -> None:
     """Cleans up for a Healer deleted within its block; the claim has its own finalizer."""
-    for end in (termination.stop, driver.close, log.detach_console, log.trackers.leave):
+    console, trackers = log.detach_console, log.trackers.leave
+    for end in (termination.stop, guard.close, driver.close, console, trackers):
         with contextlib.suppress(Exception):
             end()
 
@@ -215,6 +221,19 @@ def _start(
         log.events.close()
         raise
     log.trackers.start(loop.journal.state.lineage or log.events.run)
+    if Cause.HANG in policy.faults:
+        loop.guard.start(
+            policy.hang,
+            ends="stop" in policy.answers(Cause.HANG),
+            observes=policy.observes,
+            ranks=ranks,
+            events=events,
+            run=log.events.run,
+        )
+    driver.on_step(loop.guard.on_step)
+    roll = driver.roll_call() if ranks.world > 1 and policy.hang.probe_every_s else None
+    if roll is not None:
+        loop.probe = HealthProbe(policy.hang, ranks, roll, partial(log.problem, None))
     return loop
 
 

@@ -27,6 +27,14 @@ SCHEMA = 2
 _logger = logging.getLogger(__name__)
 
 
+class RankStacks(NamedTuple):
+    """The Python stacks of a process that hung."""
+
+    ranks: tuple[int, ...]
+    """Those whose training threads stood at the same place; the stacks are of the first."""
+    stacks: str
+
+
 class Postmortem(NamedTuple):
     """How a run ended; docs/events.md describes the fields."""
 
@@ -52,6 +60,8 @@ class Postmortem(NamedTuple):
     environment: dict[str, str] = {}  # noqa: RUF012 -- never changed
     certain: bool = True
     """False: it ran on another host, and is assumed to be gone as a new process began."""
+    stacks: tuple[RankStacks, ...] = ()
+    """Of a run that hung, of all ranks that gave any."""
 
 
 def of(
@@ -157,6 +167,32 @@ def _killed(path: Path) -> Postmortem | None:
         environment=(last.start and last.start.environment) or {},
         certain=bool(gone),
     )
+
+
+def end_of_hung(events: str | os.PathLike[str], *, step: int, why: str) -> RunEnd:
+    """The facts about the run that is the last one in an events file, and hangs."""
+    known = log.read(events).events
+    end = end_of_killed(last_process(known) or Run(), known)
+    return end._replace(ending=Ending.STOPPED, step=step, why=why, fault=Cause.HANG)
+
+
+def write_hung(end: RunEnd, events: Log, stacks: Sequence[RankStacks]) -> str | None:
+    """Writes the postmortem of a run that hangs, from a process beside it; returns errors."""
+    assert events.path is not None
+    run = last_process(log.read(events.path).events) or Run()
+    last = run.processes[-1] if run.processes else None
+    found = _postmortem(
+        end,
+        run=events.run,
+        ended=log.now(),
+        seconds=None if last is None or last.seconds is None else round(last.seconds, 6),
+        lost_events=run.lost,
+        process=None if last is None else last.process(),
+        environment=(last and last.start and last.start.environment) or {},
+        stacks=tuple(stacks),
+    )
+    found = found._replace(cause=(*found.cause, Cause.HANG.name))
+    return write(path_for(events.path, events.run), found)
 
 
 def last_process(events: Sequence[Event]) -> Run | None:

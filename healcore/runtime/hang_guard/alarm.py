@@ -1,0 +1,253 @@
+"""One alarm: the guards of all ranks meet in a directory, and come to one verdict.
+
+Files in it: `alarm`, by which the first guard calls the others; `rank<n>.json`, the evidence of
+each; `collector`, which is taken by the one that sums up; `verdict`. Each appears whole or not at
+all.
+Standard library only: the guard imports this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from healcore.runtime.hang_guard.heartbeat import Heartbeat
+from healcore.runtime.hang_guard.settings import Settings
+from healcore.runtime.hang_guard.watched_process import WatchedProcess
+
+_SAMPLES = 6
+"""Stacks that are compared, to see whether a process moves."""
+_MOVED_BYTES = 1 << 20
+"""Bytes read and written between the first sample and the last that are a sign of work."""
+_SLACK_S = 5.0
+"""Seconds that the other guards get besides those that their part takes."""
+_REPORT_S = 45.0
+"""Seconds that the report may take: it imports healcore and writes two files."""
+_LOOK_S = 0.05
+_SHOWN = 8
+
+_REPORT = (
+    "import json, sys; given = json.load(sys.stdin); sys.path[:] = given['path']; "
+    "from healcore.runtime.hang_guard.report import write; write(given)"
+)
+
+
+class Evidence(NamedTuple):
+    """What one guard has found out about its process."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    """Optimizer steps of the run."""
+    first: bool
+    """This process has not done a step."""
+    within_step: bool
+    """Its time counts: it is within a step, or waits for a batch."""
+    waits_s: float
+    """Seconds that have counted."""
+    stopped: bool
+    """A signal has stopped it."""
+    moves: bool
+    """Its stack changes, it reads or writes, or a person has it in a debugger."""
+    stacks: str
+    """The thread that trains first; where there are none, why."""
+
+
+class Verdict(NamedTuple):
+    """What follows from an alarm."""
+
+    ends: bool
+    why_not: str
+    """Why the run is not ended although the policy says so, or ""."""
+
+
+def verdict(settings: Settings, found: list[Evidence]) -> Verdict:
+    """What the evidence of all ranks says.
+
+    Time that does not count on one rank (its evaluation, its save) counts on none: the others only
+    wait for it. With `confirm` the run is ended only if it is certain that nothing goes on: of
+    several ranks, after the first step, which compiles, and when no rank moves.
+    """
+    if not settings.ends:
+        return Verdict(False, "")
+    stopped = any(each.stopped for each in found)
+    busy = [each.rank for each in found if not each.within_step]
+    if busy and not stopped:
+        return Verdict(False, f"rank {listed(busy)} is not within a step")
+    if not settings.confirm:
+        return Verdict(True, "")
+    if settings.world == 1:
+        return Verdict(False, "it has one rank, for which nobody waits")
+    if any(each.first for each in found):
+        return Verdict(False, "it is the first step, which may compile")
+    moving = [each.rank for each in found if each.moves]
+    if moving:
+        return Verdict(False, f"rank {listed(moving)} goes on with something")
+    return Verdict(True, "")
+
+
+class Alarm:
+    """The alarm of this number; the first is 1."""
+
+    def __init__(self, settings: Settings, number: int) -> None:
+        self._settings = settings
+        self.folder = Path(f"{settings.folder}-{number}")
+
+    @property
+    def _window_s(self) -> float:
+        """Seconds between the first sample and the last."""
+        return min(max(self._settings.timeout_s / 10, 0.2), 30.0)
+
+    def raised(self) -> bool:
+        """Whether a guard of any rank has raised it."""
+        return (self.folder / "alarm").exists()
+
+    def raise_it(self) -> None:
+        """Calls the guards of all ranks."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+        self._put("alarm", {"rank": self._settings.rank})
+
+    def evidence(
+        self, process: WatchedProcess, heartbeat: Heartbeat, *, waits_s: float
+    ) -> Evidence:
+        """What can be said about this rank, its stacks included."""
+        settings, stopped = self._settings, process.stopped()
+        # Before the stacks, for which a stopped process is continued.
+        step, first, within_step = heartbeat.step, not heartbeat.steps, heartbeat.since != 0
+        before, stacks = process.transferred(), process.stacks()
+        samples = [process.training_stack(stacks)]
+        if settings.confirm and settings.ends and not stopped:
+            pause = self._window_s / (_SAMPLES - 1)
+            for _ in range(_SAMPLES - 1):
+                time.sleep(pause)
+                samples.append(process.training_stack(process.stacks()))
+        # On a busy machine a stack may not be written to its end when it is read: the beginning of
+        # another one is no change.
+        longest = max(samples, key=len)
+        changes = not all(longest.startswith(each) for each in samples)
+        moved = process.transferred() - before > _MOVED_BYTES
+        return Evidence(
+            rank=settings.rank,
+            host=socket.gethostname(),
+            pid=settings.pid,
+            step=step,
+            first=first,
+            within_step=within_step,
+            waits_s=round(waits_s, 3),
+            stopped=stopped,
+            moves=changes or moved or process.in_debugger(stacks),
+            stacks=stacks or f"it gave no Python stacks.\n{process.in_kernel()}",
+        )
+
+    def wait_for(self, guards: int, patience_s: float) -> None:
+        """Waits until so many guards have written their evidence, but not for ever.
+
+        Args:
+            guards: how many.
+            patience_s: seconds within which each of them looks for an alarm.
+        """
+        until = time.monotonic() + patience_s + self._window_s + _SLACK_S
+        while len(self._found()) < guards and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+
+    def agreed(self, mine: Evidence, process: WatchedProcess, patience_s: float) -> Verdict:
+        """The verdict of all guards, once the events and the postmortem are written.
+
+        Args:
+            mine: the evidence of this rank.
+            process: of this rank; once it is gone, only the guard that sums up goes on.
+            patience_s: as in `wait_for`.
+        """
+        settings = self._settings
+        self._put(f"rank{settings.rank}.json", mine._asdict())
+        self.wait_for(settings.world, patience_s + 2 * _SLACK_S)  # a stopped one comes last
+        first = min(each.rank for each in self._found() or [mine])
+        until = time.monotonic() + _REPORT_S + 2 * _SLACK_S
+        while True:
+            told = self._told()
+            if told is not None:
+                return told
+            # The others take over if the first one has ended in between.
+            late = time.monotonic() - until
+            if (settings.rank == first or late > 0) and (self._taken() or late > _REPORT_S):
+                return self._sum_up(mine)
+            if process.gone(within=_LOOK_S):
+                return Verdict(False, "")
+
+    def _sum_up(self, mine: Evidence) -> Verdict:
+        found = self._found() or [mine]
+        made = verdict(self._settings, found)
+        self._report(found, made)
+        self._put("verdict", made._asdict())
+        return made
+
+    def _report(self, found: list[Evidence], made: Verdict) -> None:
+        settings = self._settings
+        given = {
+            "path": settings.path,
+            "events": settings.events,
+            "run": settings.run,
+            "world": settings.world,
+            "observes": settings.observes,
+            "folder": str(self.folder),
+            "found": [each._asdict() for each in found],
+            **made._asdict(),
+        }
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            writer = subprocess.Popen([sys.executable, "-c", _REPORT], stdin=subprocess.PIPE)
+            # Left to itself after that: waiting for one that a dead disk holds would never end.
+            writer.communicate(json.dumps(given).encode(), timeout=_REPORT_S)
+
+    # -- the directory --------------------------------------------------------------------------
+
+    def _found(self) -> list[Evidence]:
+        found = []
+        for path in self.folder.glob("rank*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                found.append(Evidence(**json.loads(path.read_text())))
+        return sorted(found, key=lambda each: each.rank)
+
+    def _told(self) -> Verdict | None:
+        try:
+            return Verdict(**json.loads((self.folder / "verdict").read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _taken(self) -> bool:
+        """Whether this guard is the one that sums up."""
+        try:
+            os.close(os.open(self.folder / "collector", os.O_CREAT | os.O_EXCL))
+        except OSError:
+            return False
+        return True
+
+    def _put(self, name: str, content: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            new = self.folder / f".{name}.{self._settings.rank}"
+            new.write_text(json.dumps(content))
+            new.replace(self.folder / name)
+
+
+def remove_all(folder: str) -> None:
+    """Removes what alarms have left on this machine; the events have it."""
+    number = 1
+    while Path(f"{folder}-{number}").exists():
+        shutil.rmtree(f"{folder}-{number}", ignore_errors=True)
+        number += 1
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Numbers of ranks for a sentence, the first ones only."""
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return ", ".join(map(str, ranks[:_SHOWN])) + more

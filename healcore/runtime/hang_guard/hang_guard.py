@@ -1,0 +1,147 @@
+"""The training process's side: starts the guard, and tells it when the time counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import healcore
+from healcore.policy.faults import Hang
+from healcore.runtime.events.metrics import stem
+from healcore.runtime.events.process import machine
+from healcore.runtime.hang_guard import process_signals
+from healcore.runtime.hang_guard.alarm import remove_all
+from healcore.runtime.hang_guard.heartbeat import SIZE, Heartbeat
+from healcore.runtime.hang_guard.settings import Settings
+from healcore.runtime.store.ranks import Ranks
+
+_LONGEST_DELAY_S = 10.0
+"""Seconds until the guard is started, at most: a run that is over by then has none."""
+
+_END_S = 5.0
+"""Seconds that the end of a run waits for the guard's."""
+
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from healcore.runtime.hang_guard.guard import main; main()"
+)
+
+
+class HangGuard:
+    """The guard of this process. Before `start`, and where none can work, it does nothing.
+
+    Time counts from `watch` or `resume` to `pause`, and from 0 again with each `watch`.
+    """
+
+    def __init__(self) -> None:
+        self.heartbeat: Heartbeat | None = None
+        self._memory = -1
+        self._settings: Settings | None = None
+        self._timer: threading.Timer | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._do_nothing()
+
+    def start(
+        self, rule: Hang, *, ends: bool, observes: bool, ranks: Ranks, events: Path | None, run: str
+    ) -> None:
+        """Starts it. Every rank calls this at the same place: they exchange where they will meet.
+
+        Args:
+            rule: of the policy.
+            ends: whether the policy ends a run that hangs.
+            observes: whether the policy only observes.
+            ranks: of the run.
+            events: this rank's events file.
+            run: its id of the run.
+        """
+        told = ranks.gather((None if events is None else str(events), run, machine()))
+        events_of_first, run_of_first, host = told[0]
+        if not process_signals.supported():
+            return
+        self._memory = os.memfd_create("healcore-heartbeat")
+        os.ftruncate(self._memory, SIZE)
+        self.heartbeat = beat = Heartbeat(self._memory)
+        self.watch, self.resume, self.stepped = beat.watch, beat.resume, beat.stepped
+        self.pause = beat.watch if rule.between_steps else beat.pause
+        one_machine = all(each[2] == host for each in told)
+        settings = Settings(
+            pid=os.getpid(),
+            thread=threading.get_ident(),
+            rank=ranks.rank,
+            world=ranks.world,
+            heartbeat=self._memory,
+            stacks=process_signals.install(),
+            folder=_meeting(events_of_first, run_of_first, one_machine),
+            removes=one_machine and ranks.rank == 0 and events is not None,
+            events=events_of_first,
+            run=run_of_first,
+            timeout_s=rule.timeout_s,
+            first_step_s=rule.first_step_s,
+            confirm=rule.confirm,
+            ends=ends,
+            observes=observes,
+            path=tuple(sys.path),
+        )
+        self._settings = settings
+        delay = min(rule.timeout_s / 20, _LONGEST_DELAY_S)
+        self._timer = threading.Timer(delay, self._start, [settings])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _start(self, settings: Settings) -> None:
+        root = Path(healcore.__file__).parents[1]
+        # -S: no site-packages, whose .pth files may import anything.
+        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(root)]
+        with self._lock, contextlib.suppress(OSError):
+            if self._closed:
+                return
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(settings.heartbeat, settings.stacks),
+            )
+            assert self._process.stdin is not None
+            with self._process.stdin as given:
+                given.write(settings.dumps())
+
+    def on_step(self) -> None:
+        """Called by the driver when an optimizer has stepped: what follows may take any time."""
+        self.pause()
+
+    def _do_nothing(self) -> None:
+        self.watch = self.resume = self.pause = lambda: None
+        self.stepped = lambda step: None
+
+    def close(self) -> None:
+        """Ends the guard."""
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            self._closed = True
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead disk holds it
+                process.wait(_END_S)
+            if self._settings is not None and self._settings.removes:
+                remove_all(self._settings.folder)
+        self._do_nothing()
+        self.heartbeat = None
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
+
+
+def _meeting(events: str | None, run: str, one_machine: bool) -> str:
+    """Where the guards meet: a local directory, which cannot hang, if they are on one machine."""
+    if events is None or one_machine:
+        return str(Path(tempfile.gettempdir(), f"healcore.hang.{run}"))
+    return str(Path(events).with_name(f"{stem(Path(events))}.hang.{run}"))

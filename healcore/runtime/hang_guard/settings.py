@@ -1,0 +1,47 @@
+"""What a training process tells its guard at the start, as JSON. Standard library only."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+
+class Settings(NamedTuple):
+    """One process, and the rule for it."""
+
+    pid: int
+    thread: int
+    """Ident of the thread that trains."""
+    rank: int
+    world: int
+    heartbeat: int
+    """Descriptor of the memory of the `Heartbeat`."""
+    stacks: int
+    """Descriptor of the file that faulthandler writes to."""
+    folder: str
+    """Where the guards of all ranks meet at an alarm; its number is added. Not there before one."""
+    removes: bool
+    """It is a directory of this machine, for this rank to remove at the end."""
+    events: str | None
+    """Events file of rank 0."""
+    run: str
+    """Id of rank 0's run in it."""
+    timeout_s: float
+    first_step_s: float
+    confirm: bool
+    """Ends the run only with certainty; see `Alarm.verdict`."""
+    ends: bool
+    """The policy ends the run."""
+    observes: bool
+    path: tuple[str, ...]
+    """`sys.path` of the training process, for the process that writes the report."""
+
+    def dumps(self) -> bytes:
+        """As JSON."""
+        return json.dumps(self._asdict()).encode()
+
+    @classmethod
+    def loads(cls, text: bytes) -> Settings:
+        """From JSON."""
+        fields = json.loads(text)
+        return cls(**{**fields, "path": tuple(fields["path"])})
