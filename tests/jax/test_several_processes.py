@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,23 @@ from tests.jax import trained_together
 from tests.jax.processes import Program
 from tests.jax.trained_together import FAULTS, SECONDS, STEPS
 from tests.jax.two_processes import BAD
+from tests.runtime.store.programs import run
 
 TOLERANCE = 1e-5
 """Relative, of losses and norms: four parts are added up in another order than one."""
 SPREAD = [kind for kind in STEPS if kind != "alone"]
 
 
-def program(root: Path, *kinds: str, world: int, **environment: str) -> Program:
-    limits = {"world": world, "seconds": SECONDS + 60}
-    return Program("tests.jax.trained_together", root, *kinds, **limits, **environment)
+def program(root: Path, *kinds: str, world: int) -> Program:
+    seconds = SECONDS + 60
+    return Program("tests.jax.trained_together", root, *kinds, world=world, seconds=seconds)
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Program:
     """One process with four devices."""
     root = tmp_path_factory.mktemp("one")
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-    return program(root, *SPREAD, "alone", world=1, XLA_FLAGS=flags)
+    return program(root, *SPREAD, "alone", world=1)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def four(root: Path) -> Program:
 def two(four: Program, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     del four  # has to have saved
     folder = tmp_path_factory.mktemp("two")
-    return Program("tests.jax.two_processes", folder, root, world=2, seconds=360)
+    return Program("tests.jax.two_processes", folder, root, world=2, seconds=960)
 
 
 def check_run(kind: str, outcomes: list[Any], alone: Any) -> None:
@@ -113,6 +115,15 @@ def test_two_processes_go_back_together_stop_and_resume(two: Program):
     assert stopped["traced"] == 2
 
 
+def test_a_signal_to_one_process_ends_both_after_the_same_step(two: Program):
+    found = two.of("terminated")
+    assert [each.pop("told") for each in found] == [False, True]
+    assert found[0] == found[1]
+    assert found[0]["status"] == 128 + signal.SIGTERM
+    assert found[0]["saved"] == found[0]["step"]
+    assert found[0]["votes"] == [[found[0]["step"], "end", "signal 15"]]
+
+
 def test_what_the_documentation_shows_is_right_in_two_processes(two: Program):
     found = both(two, "documented")
     assert found["moved"]
@@ -144,3 +155,12 @@ def test_arrays_of_one_process_alone_have_to_be_the_same_in_all(two: Program):
     assert (found["key"], found["n"], found["local"]) == ([0, 0], [0, 1, 2], True)
     assert "run.key is an array of each process alone" in found["said"]
     assert (found["steps"], found["left"]) == ([1], [])
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.stress)])
+def test_a_process_that_is_killed_in_a_save_leaves_whole_checkpoints(kills: int, tmp_path: Path):
+    done = run("tests.jax.killed_processes", tmp_path, kills, 1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["kills"] == kills
+    assert counts["within a save"] >= 1, counts

@@ -12,8 +12,10 @@ import faulthandler
 import functools
 import os
 import re
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,13 +33,15 @@ from healcore.jax import protect
 from healcore.jax.state_transfer import without_heal_state
 from healcore.jax.store import OrbaxStore
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.events import read
+from healcore.runtime.loop.termination import RunStopped, Terminated
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import RankFailed
 from tests.jax import trained_together
-from tests.jax.processes import ROOT, join, report
+from tests.jax.processes import join, report
 
-SECONDS = 300
+ROOT = Path(__file__).parents[2]
+SECONDS = 900
 """After which processes that wait for each other show where, and end."""
 WORLD, BAD = 2, 23
 
@@ -182,6 +187,34 @@ def healed(root: Path, *, until: int, **options: Any) -> dict[str, Any]:
     }
 
 
+def terminated(root: Path) -> dict[str, Any]:
+    """Process 1 alone gets SIGTERM: both end after the same step, and save it."""
+    tx, step, _ = compiled()
+    place = functools.partial(trained_together.placed, mesh(), spec=P())
+    params = {name: place(each.astype(np.float32)) for name, each in initial().items()}
+    state = {"params": params, "opt_state": tx.init(params), "step": 0}
+    status, said = None, False
+    healer: Any = healcore.Healer(GOES_BACK, state=state, store=root, save_every=10**6)
+    try:
+        with healer:
+            for number in healer.batches(list(range(10**6))):
+                healer.update(step(healer.state, rows_of(number % 50)))
+                if number == 5 and jax.process_index() == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    said = True
+                time.sleep(0.01)
+    except Terminated as end:
+        status = end.code
+    votes = [e for e in read(healer.events.path).events if e["kind"] == "vote"]
+    return {
+        "status": status,
+        "told": said,
+        "step": healer.step,
+        "saved": healer.store.steps()[-1].step,
+        "votes": [[e["step"], e["outcome"], e["why"]] for e in votes],
+    }
+
+
 def documented(root: Path) -> dict[str, Any]:
     """The snippets of README.md and docs/jax.md, unchanged, over the arrays of both processes."""
 
@@ -273,9 +306,11 @@ def main(process: int, port: str, root: Path, four: Path) -> None:
     report("stopped", healed(root / "run", until=31))
     report("resumed", healed(root / "run", until=99))
     report("memory", healed(root / "memory", until=99, store=None))
+    report("terminated", terminated(root / "terminated"))
     report("documented", documented(root))
     report("from four", from_four(root, four))
     report("refused", refused(root / "refused"))
+    multihost_utils.sync_global_devices("end")  # the first to end would end the other
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from healcore.jax.state_transfer import without_heal_state
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
+
+if TYPE_CHECKING:
+    from healcore.jax.driver.vote_marks import VoteMarks
 
 
 class JaxDriver:
@@ -52,6 +55,8 @@ class JaxDriver:
         self._usual: dict[str, np.ndarray] = {}
         """Each engine's gradient norms at its last step without an alarm."""
         self._missing_noted = False
+        self._marks: VoteMarks | None = None
+        """Made by the first `request_vote`, in a program of several processes."""
         self.warnings: list[str] = []
         self._on_step: Callable[[], None] = lambda: None
         self._remember_step()
@@ -104,7 +109,13 @@ class JaxDriver:
         # A sync at the first dispatch only. A wrong number of steps (the last dispatch of an epoch
         # has fewer) is corrected when the dispatch is read.
         self._step = Dispatch(
-            self._engines, before, self._readback, self._usual, self._stride, self._note_missing
+            self._engines,
+            before,
+            self._readback,
+            self._usual,
+            self._stride,
+            self._note_missing,
+            _never if self._marks is None else self._marks.begin_dispatch(),
         )
         self._last_counters = counters
         self._stride = self._step.count
@@ -129,8 +140,15 @@ class JaxDriver:
         return moments.obstacle(self._accessor.read(), [each.path for each in self._engines])
 
     def request_vote(self, wanted: bool) -> bool:
-        """False: the processes exchange nothing of healcore's at a step."""
-        return False
+        """Marks one of the next dispatches in all processes, not always the very next one."""
+        if self._marks is None:
+            if jax.process_count() == 1:
+                return False
+            from healcore.jax.driver.vote_marks import VoteMarks  # loads Orbax
+
+            self._marks = VoteMarks()
+        self._marks.request(wanted)
+        return True
 
     def may_save(self) -> bool:
         """False during an accumulation by optax.MultiSteps; reads the device then."""
@@ -240,7 +258,9 @@ class JaxDriver:
         """None: JAX has no global generators; the state holds its keys."""
 
     def close(self) -> None:
-        """Does nothing: healing is part of the user's optimizer, without hooks to remove."""
+        """Ends the thread for votes. Healing is part of the user's optimizer, without hooks."""
+        if self._marks is not None:
+            self._marks.close()
 
     # -- internal ---------------------------------------------------------------------------------
 
@@ -309,6 +329,10 @@ class RestorePoint(NamedTuple):
                 "resume take the next step from healer.state, not from a variable of your own"
             )
         return bool(moved.any())
+
+
+def _never() -> bool:
+    return False
 
 
 def _not_finite(tree: Any) -> set[str]:

@@ -66,10 +66,8 @@ class Dispatch:
 
     `usual` has each engine's norms at its last step without an alarm, and is updated here. `count`
     is the assumed number of steps; None reads it from the device. `on_missing` is called with the
-    number of steps and of those without a record.
+    number of steps and of those without a record. `votes`: see `vote_requested`.
     """
-
-    vote_requested = False
 
     def __init__(
         self,
@@ -79,14 +77,21 @@ class Dispatch:
         usual: dict[str, np.ndarray],
         count: int | None,
         on_missing: Callable[[int, int], object],
+        votes: Callable[[], bool],
     ) -> None:
         self._engines = engines
         self._before = before
         self._after = after
         self._usual = usual
         self._on_missing = on_missing
+        self._votes = votes
         self._steps: list[list[StepRecord]] | None = None
         self.count = self._count_steps() if count is None else count
+
+    @property
+    def vote_requested(self) -> bool:
+        """Whether the processes of the run vote after it."""
+        return self._votes()
 
     @property
     def steps_read(self) -> int | None:

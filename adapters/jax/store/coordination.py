@@ -61,6 +61,23 @@ class CoordinatedRanks:
             self._client.key_value_delete(self._key(number - 1, self.rank))
         return items
 
+    def call_together(self) -> None:
+        """Asks all processes for the next exchange; see `called_together`."""
+        self._client.key_value_set_bytes(self._call(), b"", allow_overwrite=True)
+
+    def called_together(self) -> bool:
+        """Whether any process asks for the next exchange. Does not wait."""
+        try:
+            self._client.key_value_try_get_bytes(self._call())
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return False
+            raise
+        return True
+
+    def _call(self) -> str:
+        return f"{self._prefix}/call/{self._exchanges}"
+
     def _key(self, number: int, rank: int) -> str:
         return f"{self._prefix}/{number}/{rank}"
 
