@@ -205,7 +205,8 @@ def terminated(root: Path) -> dict[str, Any]:
                 time.sleep(0.01)
     except Terminated as end:
         status = end.code
-    votes = [e for e in read(healer.events.path).events if e["kind"] == "vote"]
+    written = read(root / "healcore.events.jsonl").events  # by process 0, before the last save
+    votes = [e for e in written if e["kind"] == "vote"]
     return {
         "status": status,
         "told": said,
