@@ -211,6 +211,9 @@ def terminated(root: Path) -> dict[str, Any]:
         "told": said,
         "step": healer.step,
         "saved": healer.store.steps()[-1].step,
+        "state": trained_together.digest(
+            trained_together.whole(mesh(), without_heal_state(healer.state))
+        ),
         "votes": [[e["step"], e["outcome"], e["why"]] for e in votes],
     }
 
