@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 import pytest
-from jax._src.lib import _jax
 from jax.experimental import multihost_utils
+from jaxlib import _jax
 
 from tests.torch.forked_ranks import run_ranks
 
