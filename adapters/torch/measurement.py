@@ -79,6 +79,8 @@ class StepNorms(NamedTuple):
     norms: Sequence[Tensor]
     """0-d float32 each: norm of this rank's part of its gradient, times `grad_divisor`."""
     grad_divisor: Tensor | None
+    loss: Tensor | None = None
+    """0-d float32: the loss that this rank has observed."""
 
     def on_host(self) -> np.ndarray:
         """The norms as (n,) float32, divided by `grad_divisor`. A sync on an accelerator.
@@ -90,6 +92,15 @@ class StepNorms(NamedTuple):
         values, divisor = read([stacked, self.grad_divisor])
         with np.errstate(all="ignore"):
             return values if divisor is None else values / divisor
+
+    def of_rank(self) -> tuple[float, float]:
+        """The loss and the gradient norm of this rank alone, NaN where there is none. A sync."""
+        loss = math.nan if self.loss is None else float(self.loss)
+        if not self.norms:
+            return loss, math.nan
+        whole = gradients.total_norm(self.norms, self.norms[0].device)
+        divisor = 1.0 if self.grad_divisor is None else float(self.grad_divisor)
+        return loss, float(whole) / divisor
 
 
 class Measurer:

@@ -221,9 +221,12 @@ class StepHooks:
         state_init = measured.state_init and _are_zero(self.measurer.tensor_norms, params)
         if params and not state_init and not self.late_loss.is_done:
             self.late_loss.before_step(params, measured.loss is not None)
+        own_loss = None
         if has_ranks:
             if state_init:  # perhaps on one rank only: an all_reduce would wait for ever
                 return
+            if measured.loss is not None:
+                own_loss = measured.loss.clone()  # the next step's loss is added up in place
             measured = self.all_reduce.reduce(measured, self.live_engine.decision)
         if measured.grad_norm is None:
             return
@@ -243,7 +246,8 @@ class StepHooks:
                 self.enforcer.enforce(everything, order, measured.grad_divisor)
         if self.update_clip is not None:
             self._copy_parameters(params, order)
-        self.last_norms = StepNorms(params, self.measurer.tensor_norms, measured.grad_divisor)
+        norms = self.measurer.tensor_norms
+        self.last_norms = StepNorms(params, norms, measured.grad_divisor, own_loss)
         self._report(self.last_norms)
 
     def _copy_parameters(self, params: list[Tensor], order: HostOrder | DeviceOrder) -> None:

@@ -68,6 +68,8 @@ class StepRecord(NamedTuple):
     z_loss: Any
     engine: str = ""  # name of the optimizer in the run's state: each has an engine
     evidence: tuple[Evidence, ...] = ()  # only for steps with a cause: the worst first, at most 10
+    # Loss and gradient norm of this rank alone; only for steps with a cause, with several ranks
+    of_rank: tuple[float, float] | None = None
     judged: bool = True  # False: gradients were only accumulated, for the update of a later step
 
     @property

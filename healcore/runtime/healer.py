@@ -20,6 +20,7 @@ from healcore.runtime.incidents.hooks import Hook, Hooks
 from healcore.runtime.ledger import IncidentRecord
 from healcore.runtime.loop.lifecycle import close
 from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.run_facts import run_end
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
 from healcore.runtime.postmortem.diagnosis import RunEnd
@@ -411,7 +412,7 @@ class Healer(Generic[State]):
 
     def run_end(self) -> RunEnd:
         """The facts about the run as it is now: incidents, rollbacks, the last known-good."""
-        return self._loop.run_end(Ending.COMPLETED)
+        return run_end(self._loop, Ending.COMPLETED)
 
     @property
     def store(self) -> CheckpointStore:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from healcore.runtime.events import Log
 from healcore.runtime.trackers import Trackers
 
+_LOCAL = frozenset({"problem", "damaged", "save_failed", "fault", "hook"})
+"""Kinds of events that may come from one rank only."""
 _console = logging.getLogger("healcore")
 
 
@@ -43,12 +46,17 @@ class RunLog:
         self.events = events
         self.trackers = Trackers() if trackers is None else trackers
         self._enabled = console
+        self.on_local: Callable[[str], object] | None = None
+        """Called with what one rank may be the only one to see: the others must hear of it."""
         self._handler: logging.Handler | None = None
         self._before = (_console.level, _console.propagate)
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Writes an event, see `Log.write`, and sends it to the trackers."""
         self.events.write(kind, step=step, **fields)
+        if self.on_local is not None and kind in _LOCAL:
+            text = fields.get("problem") or f"{fields.get('hook')} returns {fields.get('action')}"
+            self.on_local(f"{kind}: {text}")
         self.trackers.event(kind, step=step, **fields)
 
     def problem(self, step: int | None, problem: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore.policy import load, to_dict
@@ -28,11 +29,12 @@ from healcore.runtime.loop import end_of_ranks, termination
 from tests.healer.training_loops import rules
 
 WORLD, STEPS, AT = 3, 12, 7
-SECONDS = 60
+SECONDS = 150
 """After which a rank that waits for the others shows where, and ends."""
 GROUP = timedelta(seconds=1800)
 """torch's own time-out, which must not be what ends a wait."""
-WAIT_S, PATIENCE_S = 3.0, 0.5
+ABSENT_S, PATIENCE_S = 2.0, 0.5
+"""How long ranks wait for one that does not come, and for data after a signal."""
 
 CASES = (
     "forward", "FSDP2", "between", "update", "loader", "waits for data", "terminated", "stop",
@@ -42,6 +44,9 @@ CASES = (
 
 
 SAVES = load(rules(), respond=[*to_dict(rules())["respond"], {"to": ["unknown"], "do": ["save"]}])
+
+
+WAIT_S = end_of_ranks.WAIT_S
 
 
 class Spoilt(Exception):
@@ -100,7 +105,7 @@ def train(case: str, kind: str, store: Path) -> dict[str, Any]:
         for number in healer.batches(Loader(case)):
             here = case if number == AT and rank == 1 else ""
             if case == "absent" and number == AT and rank == 2:
-                time.sleep(2.5 * WAIT_S)
+                time.sleep(4 * ABSENT_S)
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
             if here in ("forward", "FSDP2", "absent"):
                 raise Spoilt("forward")
@@ -116,7 +121,7 @@ def train(case: str, kind: str, store: Path) -> dict[str, Any]:
             optimizer.zero_grad()
             if here == "between":
                 raise Spoilt("between")
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
     weights = torch.cat([p.detach().flatten() for p in whole])
     return {"first": first, "weights": weights}
 
@@ -154,11 +159,11 @@ def meet(file: Path, rank: int) -> None:
 
 
 def main(rank: int, root: Path, cases: list[str]) -> None:
-    end_of_ranks.WAIT_S, termination.PATIENCE_S = WAIT_S, PATIENCE_S
-    end_of_ranks._TOGETHER_S = 0.2
+    termination.PATIENCE_S, end_of_ranks._TOGETHER_S = PATIENCE_S, 0.2
     undisturbed: dict[str, Any] = {}
     for case in cases or CASES:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
+        end_of_ranks.WAIT_S = ABSENT_S if case == "absent" else WAIT_S
         print(json.dumps([case, run(case, rank, root, undisturbed)]), flush=True)
 
 

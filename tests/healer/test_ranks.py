@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -59,16 +60,32 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.mark.parametrize(
     ("scenario", "target"),
-    [("agree", 15), ("listing", 10), ("forgets", 15), ("rots", 15), ("without a disk", 10)],
+    [
+        ("agree", 15),
+        ("listing", 10),
+        ("forgets", 15),
+        ("rots", 15),
+        ("without a disk", 10),
+        ("shard", 10),
+    ],
 )
 def test_both_go_back_to_the_newest_common_step(scenario, target, pair):
     logged = pair.result(scenario)
     assert logged["rollbacks"] == 1
     assert logged["step"] == 39
     assert logged["order"].count(BAD) == 1
-    for name in ("run.events.jsonl", "run.events.rank1.jsonl"):
-        events = read(pair.root / scenario / name).events
-        assert [e["checkpoint"] for e in events if e["kind"] == "rollback"] == [target]
+    (path,) = (pair.root / scenario).glob("*events*.jsonl")
+    events = read(path).events
+    assert [e["checkpoint"] for e in events if e["kind"] == "rollback"] == [target]
+    begun = next(e for e in events if e["kind"] == "incident")
+    losses = [float(each["loss"]) for each in begun["of_ranks"]]
+    assert [math.isnan(loss) for loss in losses] == [False, True]
+    if scenario == "rots":
+        assert 15 in [e["step"] for e in events if e["kind"] == "damaged"]
+    if scenario == "without a disk":
+        (vote,) = (e for e in events if e["kind"] == "vote")
+        assert [each["rank"] for each in vote["of_ranks"]] == [1]
+        assert "damaged" in vote["why"]
 
 
 def test_the_most_severe_of_two_hooks_wins(pair):

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore.core.verdict import Action
@@ -31,6 +33,8 @@ from tests.healer.training_loops import Faults, rules
 BAD = 23
 TOLD = 21
 """Step of a proposal; the ranks vote two steps later, between two regular saves."""
+SHARDED = "shard"
+"""The scenario in which each rank has a part of the model, which it saves itself."""
 SECONDS = 60
 """After which a rank that waits for the other one shows where, and ends."""
 
@@ -62,12 +66,27 @@ def rots(healer: Healer, number: int) -> None:
                 next(iter(memory._slot(saved.step).snapshot.blocks())).raw[0] ^= 1
 
 
+def loses_a_shard(healer: Healer, number: int) -> None:
+    """Both memories are empty, and this rank's part of the newest checkpoint is damaged on disk."""
+    if number == BAD:
+        store: Any = healer.store
+        store.wait()
+        forgets(healer, number)
+        if dist.get_rank() == 1:
+            (shard,) = store.disk.root.glob("step-*15*/**/__1_0.distcp")
+            data = bytearray(shard.read_bytes())
+            data[len(data) // 2] ^= 1
+            shard.write_bytes(data)
+        dist.barrier()
+
+
 ODD: dict[str, Any] = {
     "agree": None,
     "listing": does_not_list,
     "forgets": forgets,
     "rots": rots,
     "without a disk": rots,
+    SHARDED: loses_a_shard,
 }
 """Scenario -> what happens to rank 1 before a step."""
 HOOKS: dict[str, Any] = {
@@ -107,7 +126,7 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    model = DistributedDataParallel(net)
+    model: Any = fully_shard(net) if scenario == SHARDED else DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     faults = Faults(always=[] if scenario in ENDS else [BAD])
     odd = ENDS.get(scenario) or ODD.get(scenario)
@@ -120,9 +139,11 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
     try:
         with Healer(rules(), state=state, save_every=5, **options) as healer:
             for number in healer.batches(range(40)):
-                if odd is not None and rank == 1:
+                if odd is not None and (rank == 1 or scenario == SHARDED):
                     odd(healer, number)
                 inputs, targets = map(torch.from_numpy, faults.batch(number))
+                if rank == 0 and scenario in ODD:
+                    targets = torch.nan_to_num(targets)  # the fault is on rank 1 only
                 half = slice(rank, None, 2)
                 loss = (model(inputs[half]) - targets[half]).square().mean()
                 healer.observe(loss)
@@ -133,7 +154,8 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
         stopped = stop.why
     except (Terminated, Interrupted) as end:
         stopped = f"exit status {end.code}"
-    weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+    weights = b"".join(p.detach().numpy().tobytes() for p in whole)
     return {
         "stopped": stopped,
         "step": healer.step,

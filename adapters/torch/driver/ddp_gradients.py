@@ -286,14 +286,14 @@ class _Replica:
             self.ddp.require_forward_param_sync = self.wants
 
     def restart(self) -> None:
-        """Forgets an interrupted reduction; every rank builds its buckets anew."""
-        if self.may_complete:
-            self._reducer._reset_state()
+        """Forgets an interrupted reduction."""
+        self._forget()
         self.ddp.require_forward_param_sync = self.syncs_at_begin
 
     def reduce_all(self) -> None:
         """Reduces all gradients as they are."""
         self._reduce([p for p in self._params if p.requires_grad], begins=True)
+        self._forget()
 
     def complete(self, last: bool) -> None:
         """Reduces what a part that failed has not reduced."""
@@ -302,6 +302,15 @@ class _Replica:
         missing = [p for p, each in zip(self._params, done, strict=True) if not each]
         if missing:
             self._reduce(missing, begins=not any(done))
+
+    def _forget(self) -> None:
+        """Forgets in which order gradients have arrived, on every rank.
+
+        DDP makes its buckets in that order, and they overlap with a backward pass only if it is
+        that of a real one.
+        """
+        if self.may_complete:
+            self._reducer._reset_state()
 
     def _reduce(self, params: list[Tensor], *, begins: bool) -> None:
         with torch.enable_grad():

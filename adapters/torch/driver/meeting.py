@@ -47,7 +47,7 @@ class StoreMeeting:
 
     def __init__(self, ranks: GlooRanks) -> None:
         self._ranks = ranks
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store: Any = dist.distributed_c10d._get_default_store()
         own = connections()
         of_ranks = ranks.gather((uuid.uuid4().hex, [*own.values()]))
         self._name = f"healcore/{of_ranks[0][0]}"
@@ -145,8 +145,8 @@ class StoreMeeting:
 
     def _port(self) -> int:
         """Of the TCPStore, whose connections stay; 0 if the store is another one."""
-        store: Any = self._store
-        while isinstance(store, dist.PrefixStore):
+        store = self._store
+        while hasattr(store, "underlying_store"):  # of a PrefixStore
             store = store.underlying_store
         return getattr(store, "port", 0)
 

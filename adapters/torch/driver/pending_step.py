@@ -119,7 +119,8 @@ class Recorder:
         if clipped := self._ceiling.add(record.grad_norm):
             self._warn(clipped)
         if record.cause:
-            return record._replace(evidence=self._evidence(entry.norms))
+            of_rank = entry.norms.of_rank() if self.healing.ranks > 1 else None
+            return record._replace(evidence=self._evidence(entry.norms), of_rank=of_rank)
         self._usual = entry.norms if entry.norms.params else self._usual
         return record
 

@@ -39,7 +39,7 @@ class GlooRanks:
                 f"a store exchanges over a gloo group, not over {dist.get_backend(group)}: pass "
                 'dist.new_group(backend="gloo"), or nothing'
             )
-        self.group = group
+        self.group: Any = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
 

@@ -135,12 +135,16 @@ class RankRecord(_EventsModel):
     rank: Whole
     outcome: Text | None = None
     why: Text | None = None
+    loss: Number | None = None
+    grad_norm: Number | None = None
 
 
 ReadingsField = Annotated[
     ReadingsRecord, Field(title="`{loss, grad_norm, threshold, z, z_loss}`, numbers")
 ]
-OfRanks = Annotated[list[RankRecord], Field(title="array of `{rank, outcome, why}`")]
+OfRanks = Annotated[
+    list[RankRecord], Field(title="array of `{rank, outcome, why}` or `{rank, loss, grad_norm}`")
+]
 EvidenceList = Annotated[list[EvidenceRecord], Field(title="array of `{name, grad_norm}`")]
 StacksList = Annotated[list[StacksRecord], Field(title="array of `{ranks, stacks}`")]
 EndingName = Annotated[Ending, Field(strict=False)]  # from its text

@@ -184,7 +184,17 @@ class IncidentMonitor:
             onset=incident.onset,
             cause=names(Cause(incident.cause)),
             batches=[list(each) for each in step.batches],
+            of_ranks=self._of_ranks(first),
         )
+
+    def _of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
+        """What each rank has seen itself; None for one rank. Collective, once per incident."""
+        if record.of_rank is None or self.ranks.world == 1:
+            return None
+        return [
+            {"rank": rank, "loss": loss, "grad_norm": norm}
+            for rank, (loss, norm) in enumerate(self.ranks.gather(record.of_rank))
+        ]
 
     def _request(
         self, step: StepResult, record: StepRecord, incident: IncidentRecord | None

@@ -25,6 +25,7 @@ from healcore.runtime.loop.end_of_ranks import (
     end_of_ranks,
 )
 from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.run_facts import run_end
 from healcore.runtime.loop.run_lines import end_line, start_line
 from healcore.runtime.loop.termination import (
     Interrupted,
@@ -287,6 +288,8 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     if together:
         attempt("checkpoints on probation", lambda: loop.checkpoints.finish(loop.ledger, loop.step))
         attempt("the last saves", loop.checkpoints.nonfinite_checkpoints)
+        if loop.votes.possible:
+            attempt("reports of other ranks", partial(loop.votes.hold, loop.step))
     attempt("the journal", lambda: _write_ending(loop, ending))
     for problem in problems:
         loop.warn(problem)
@@ -345,7 +348,9 @@ def _report(
         what = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
     by_signal = ending in (Ending.SIGNAL, Ending.INTERRUPTED)
-    asks = by_signal or (ending == Ending.EXCEPTION and "save" in loop.policy.answers(cause))
+    # The state is whole between two steps, when the loader has raised.
+    saves = loop.between_steps or "save" in loop.policy.answers(cause)
+    asks = by_signal or (ending == Ending.EXCEPTION and saves)
     number = loop.termination.signal_number if by_signal else None
     return RankEnd(ending, fault, number, _why(error) or what, trace, asks)
 
@@ -408,7 +413,7 @@ def _write_end(
         trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
         loop.read_engines()
-    end = loop.run_end(ending, _why(error), exception, fault)
+    end = run_end(loop, ending, _why(error), exception, fault)
     # Before the event: the next start looks for a missing postmortem only if there is no end event.
     events = loop.log.events
     if events.path is not None and not loop.ranks.rank:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from healcore.core.verdict import Cause, names
@@ -21,22 +22,21 @@ from healcore.runtime.hang_guard.health_probe import HealthProbe
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import HIGH_LOSS, Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
-from healcore.runtime.incidents.hooks import Hooks, RunFacts
+from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
 from healcore.runtime.loop.fault_answers import FaultAnswers
 from healcore.runtime.loop.last_state import LastState
 from healcore.runtime.loop.out_of_memory import OutOfMemory
+from healcore.runtime.loop.run_facts import run_end, run_facts
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.termination import TerminationWatch, exit_for
 from healcore.runtime.loop.votes import Votes, Weight
-from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.rollback.host_state import HostParts
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
-from healcore.runtime.store import Saved, StoreError
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import Ranks
@@ -91,7 +91,7 @@ class Loop:
             hooks=self.hooks,
             ranks=ranks,
             log=self.log,
-            facts=self._facts,
+            facts=partial(run_facts, self),
         )
         self.reruns = Reruns(
             enabled=self.rerun,
@@ -114,7 +114,7 @@ class Loop:
         # Ranks see different losses, and would come to different results.
         self._assesses_batches = self.loss_fn is not None and policy.confirm and ranks.world == 1
         self._reviews_high_loss = self._assesses_batches and policy.goes_back_for(HIGH_LOSS)
-        self._executor = ActionExecutor(
+        self.executor = ActionExecutor(
             policy=policy,
             driver=driver,
             ranks=ranks,
@@ -124,7 +124,7 @@ class Loop:
             reader=self.reader,
             reruns=self.reruns,
             log=self.log,
-            run_end=lambda why: self.run_end(Ending.STOPPED, why),
+            run_end=partial(run_end, self, Ending.STOPPED),
             assessor=self._assessor,
         )
         self.out_of_memory = OutOfMemory(
@@ -135,7 +135,7 @@ class Loop:
             rollbacks=self.rollbacks,
             log=self.log,
             step=lambda: self.step,
-            run_end=lambda why: self.run_end(Ending.STOPPED, why, fault=Cause.OOM),
+            run_end=partial(run_end, self, Ending.STOPPED, fault=Cause.OOM),
         )
         self._state_check = StateCheck(
             policy=policy,
@@ -208,7 +208,7 @@ class Loop:
                 batch, name = self._next(number)
             except StopIteration:
                 self.guard.pause()
-                if not self._back_from_the_end():
+                if not self._back_from_the_end(number):
                     break
                 continue
             finally:
@@ -258,16 +258,17 @@ class Loop:
             return
         self.ends_together = outcome.weight >= Weight.END
         if outcome.weight is Weight.STOP:
-            self._executor.stop(self.step, outcome.why)
+            self.executor.stop(self.step, outcome.why)
         if outcome.weight is Weight.END:
             raise exit_for(outcome.signal or signal.SIGTERM)
         if outcome.weight is Weight.SAVE:
             self.save("requested")
 
-    def _back_from_the_end(self) -> bool:
+    def _back_from_the_end(self, number: int | None = None) -> bool:
         """Whether steps that were not read yet send the run back although it would end."""
-        # The state check is collective, and an evaluation may run on one rank only.
         alone = self.ranks.world == 1
+        if not alone and number not in (None, self.loaders.current):
+            return False  # one rank may evaluate alone, and to read steps is collective
         return self._read(all=True) or (alone and self._leave_bad_state())
 
     @property
@@ -309,9 +310,9 @@ class Loop:
                 self._assessor.observe(step.index, step.batch, step.records)
             self.reruns.observe(step.index, request)
             if request is not None:
-                result = self._executor.execute(request, self.step)
+                result = self.executor.execute(request, self.step)
             elif self._reviews_high_loss:
-                result = self._executor.review_high_loss(self.step)
+                result = self.executor.review_high_loss(self.step)
             else:
                 continue
             if result.target is not None:
@@ -407,7 +408,7 @@ class Loop:
         request = self._state_check.check(self.step)
         if request is None:
             return False
-        result = self._executor.execute(request, self.step)
+        result = self.executor.execute(request, self.step)
         if result.target is None:
             return False
         self._continue_from(result.target, request)
@@ -433,40 +434,7 @@ class Loop:
 
     def stop(self, why: str) -> NoReturn:
         """Ends the run; see `Healer.stop`."""
-        self._executor.stop(self.step, why)
-
-    def run_end(
-        self,
-        ending: Ending,
-        why: str = "",
-        exception: str | None = None,
-        fault: Cause = Cause(0),  # noqa: B008 -- immutable
-    ) -> RunEnd:
-        """The facts for a diagnosis; `why` is the reason of a stop, or the signal."""
-        checkpoints = self.checkpoints
-        newest_good = [each.path for each in self._listed() if each.step == checkpoints.good]
-        return self.monitor.run_end(
-            ending,
-            self.step,
-            why=why,
-            rollbacks=tuple(self._executor.completed),
-            verdict=self.reruns.verdict,
-            damaged=tuple(checkpoints.damaged),
-            damaged_in_memory=tuple(checkpoints.damaged_in_memory),
-            not_finite=tuple(checkpoints.nonfinite),
-            unsaved=checkpoints.failures,
-            unsaved_why=checkpoints.last_failure,
-            last_good=checkpoints.good,
-            path=next(iter(newest_good), None),
-            exception=exception,
-            fault=fault,
-        )
-
-    def _listed(self) -> list[Saved]:
-        try:
-            return self.checkpoints.listed()
-        except StoreError:
-            return []
+        self.executor.stop(self.step, why)
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -502,16 +470,3 @@ class Loop:
         """
         if self._generators is not None:
             self.rollbacks.host.put_back(self._generators)
-
-    def _facts(self) -> RunFacts:
-        return RunFacts(
-            run=self.log.events.run,
-            policy=self.policy.name,
-            observes=self.policy.observes,
-            framework=self.driver.framework,
-            rank=self.ranks.rank,
-            learning_rate=self.driver.learning_rate(),
-            rollbacks=self.journal.state.rollbacks,
-            last_good=self.checkpoints.good,
-            checkpoints=tuple(self._listed()),
-        )

@@ -241,7 +241,9 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     policy = options.policy
     store = _store(options, driver, ranks)
     folder = _folder(store)
-    events = _events(options.events, folder, ranks)
+    # A rank that can tell the others what it sees needs no file of its own, see `Votes`.
+    silent = ranks.rank > 0 and driver.request_vote(False)
+    events = Log(None) if silent else _events(options.events, folder, ranks)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
     log = RunLog(events, console=ranks.rank == 0, trackers=Trackers(selected, run=events.run))
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)

@@ -60,10 +60,14 @@ class Votes:
         self._lag = lag
         self._log = log
         self._mine: list[Proposal] = []
+        self._reported: set[str] = set()
+        """What this rank has written or reported, of which no other report is needed."""
         self._due_at: int | None = None
         self._voted_at = 0
         self.possible = ranks.world > 1 and driver.request_vote(False)
         """False: one process, or a driver that cannot mark steps. Each rank acts for itself."""
+        if self.possible:
+            log.on_local = self._report
 
     def propose(self, proposal: Proposal) -> None:
         """Proposes something to all ranks. Of this thread, or of a handler of signals in it."""
@@ -73,6 +77,14 @@ class Votes:
     def propose_end(self, number: int) -> None:
         """Proposes to end because of a signal; called by its handler."""
         self.propose(Proposal(Weight.END, f"signal {number}", number))
+
+    def _report(self, text: str) -> None:
+        """Tells rank 0, which alone writes events, what another rank has seen, once."""
+        known = text in self._reported
+        if len(self._reported) < _MOST_REPORTS:
+            self._reported.add(text)
+            if self._ranks.rank and not known:
+                self.propose(Proposal(Weight.REPORT, text))
 
     def read(self, step: StepResult) -> None:
         """Takes every step that is read. Marks from before the last vote have been answered."""
@@ -95,7 +107,13 @@ class Votes:
         mine, self._mine = self._mine, []
         of_ranks: Sequence[Sequence[Proposal]] = self._ranks.gather(mine)
         self._driver.request_vote(bool(self._mine))  # a signal may have come meanwhile
-        every = [(rank, each) for rank, some in enumerate(of_ranks) for each in some]
+        known = self._reported if self._ranks.rank == 0 else ()  # all ranks may have seen it
+        every = [
+            (rank, each)
+            for rank, some in enumerate(of_ranks)
+            for each in some
+            if each.weight is not Weight.REPORT or each.why not in known
+        ]
         if not every:
             return None
         _, gravest = max(every, key=lambda pair: (pair[1].weight, -pair[0]))
@@ -116,6 +134,8 @@ class Votes:
         self._due_at, self._voted_at = None, 0
 
 
+_MOST_REPORTS = 200
+"""Different lines that a rank reports: a disk that fails may fail at every step."""
 _DONE = {Weight.SAVE: "save", Weight.END: "end together", Weight.STOP: "stop"}
 
 

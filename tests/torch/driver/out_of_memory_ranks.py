@@ -181,6 +181,7 @@ def loop(
                         sizes[-1].append(len(x))
                 if by_hand:
                     for p in net.parameters():
+                        assert p.grad is not None
                         dist.all_reduce(p.grad)
                         p.grad /= WORLD
                 optimizer.step()
@@ -236,7 +237,7 @@ def added(root: Path) -> list[list[int]]:
     """The bytes of what is exchanged in a step of DDP without parts and with them."""
     found = []
     for parts in (False, True):
-        net = DistributedDataParallel(plain().double())
+        net = DistributedDataParallel(plain().double(), bucket_cap_mb=1e-5)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         with Healer(state={"model": net, "optimizer": optimizer}, events=root / f"{parts}") as h:
             for batch in h.batches([rows(BATCH)] * 5):
