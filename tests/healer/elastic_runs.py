@@ -39,6 +39,11 @@ WORLDS = [("FSDP2", [2, 4, 1]), ("DDP", [1, 2])]
 """Kind of run, and the number of ranks of each start."""
 
 
+AFTER_ANOTHER = {1, 128 + signal.SIGTERM, -signal.SIGTERM}
+"""Exit statuses of a rank after another one's death: its own error, or what SIGTERM leads to, in
+the run or behind its end."""
+
+
 class Ended(NamedTuple):
     """How the ranks of one start ended."""
 
@@ -174,8 +179,7 @@ class Kind:
             assert aim is not None, ended
             assert ended.statuses[aim.rank] == -signal.SIGKILL, (aim, ended)
             others = {status for rank, status in enumerate(ended.statuses) if rank != aim.rank}
-            # Its own error, or what SIGTERM leads to: never a success.
-            assert others <= {1, 128 + signal.SIGTERM}, (aim, ended)
+            assert others <= AFTER_ANOTHER, (aim, ended)
             marks = (root / f"phases-{number}-{aim.rank}").read_bytes()
             under_way = {phase for phase, mark in zip(PHASES, marks, strict=True) if mark}
             counts["kills"] += 1
@@ -246,7 +250,7 @@ def refused(root: Path) -> list[str]:
 
     run_ranks(root, 2, target)
     ended = run_ranks(root, 4, target)
-    assert set(ended.statuses) <= {1, 128 + signal.SIGTERM}, ended
+    assert set(ended.statuses) <= AFTER_ANOTHER, ended.statuses
     return [text.splitlines()[-1] for text in ended.errors]
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from healcore.policy import loads
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -71,6 +76,28 @@ def test_healer_snippet(tmp_path, monkeypatch):
     assert torch.isfinite(model.weight).all()
     assert scope["healer"].rollbacks == 0  # the weights are finite: skipping them is enough
     assert list(tmp_path.glob("checkpoints/step-*"))
+
+
+def test_torch_snippets_on_two_ranks(tmp_path):
+    """Unchanged, on ranks with data of their own, one of which gets two batches that are NaN."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.packaging.readme_ranks", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    attached, healed, again = map(json.loads, done.stdout.splitlines())
+    for found in (attached, healed):
+        first, second = found["ranks"]
+        assert first == second, "all ranks have the same weights and moments"
+        assert first["steps"] == 16 - 2, "and have skipped both batches"
+    assert (attached["saved"], healed["saved"]) == ([], [0, 16])
+    assert (again["statuses"], again["ranks"]) == ([0, 0], [])
+    assert "nothing to do" in again["errors"][0]
 
 
 def test_policy_snippet():

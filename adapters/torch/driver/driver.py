@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
-from healcore.torch.store.gloo import GlooRanks, initialized
+from healcore.torch.store.gloo import GlooRanks, initialized, restart_obstacle
 from healcore.torch.store.state import flatten
 
 
@@ -299,6 +300,8 @@ class TorchDriver:
         """
         if self._ranks is None:
             self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
+            if self._ranks.world > 1 and (obstacle := restart_obstacle(os.environ)):
+                self.warnings.append(obstacle)
         return self._ranks
 
     def roll_call(self) -> StoreRollCall | None:

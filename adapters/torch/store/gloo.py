@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -89,6 +89,22 @@ def _time_out() -> timedelta | None:
         return max(SHORTEST, *(backend.options._timeout for backend in backends))
     except (AttributeError, TypeError, RuntimeError):  # a backend that does not tell
         return None
+
+
+def restart_obstacle(environment: Mapping[str, str]) -> str:
+    """Why restarts by torchrun may fail, by the variables that it sets; "": there is no reason.
+
+    All restarts share one store then, and gloo reads addresses of killed ranks from it
+    (https://github.com/pytorch/pytorch/issues/167288; torch 2.13).
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or restarts == "0":
+        return ""
+    return (
+        f"torchrun may restart this run {restarts} times, and a restarted rank may read the "
+        "address of its killed predecessor: start torchrun with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
+    )
 
 
 def initialized() -> bool:

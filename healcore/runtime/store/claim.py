@@ -64,9 +64,15 @@ class StoreInUse(StoreError):
             who = "this process: leave the `with` block of the earlier Healer, or delete the object"
         else:
             who = f"process {self.process.pid} on {self.process.host}"
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        hint = (
+            f". If that is another rank of this run (WORLD_SIZE={ranks}): call "
+            "torch.distributed.init_process_group() before the Healer is entered"
+        )
         return (
             f"{self.root} is in use by another run, {who}. Two would delete each other's "
             "checkpoints: end that one first, or pass another directory"
+            f"{'' if ranks == '1' else hint}"
         )
 
 

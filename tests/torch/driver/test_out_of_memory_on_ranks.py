@@ -179,7 +179,9 @@ def test_a_step_within_a_part_is_refused(world: World):
 
 def test_parts_cost_one_all_reduce_of_four_bytes(world: World):
     """In the first windows and later, where gradients are reduced in the order of DDP alone."""
-    for without, first, later in world.of("bytes"):
+    for each in world.of("bytes"):
+        without, first, later = each["without"], each["first"], each["later"]
+        assert each["alike"], "weights and batch statistics"
         assert without[-1] == 64
         assert later == [*without[:-1], 4, 64]
         assert len({*without}) > 3, "several buckets"
