@@ -6,6 +6,7 @@ Many cases share one program, because starting it costs more than they do.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -14,7 +15,6 @@ from typing import Any
 
 import jax
 import pytest
-from jax._src.lib import _jax
 from jax.experimental import multihost_utils
 
 from tests.torch.forked_ranks import run_ranks
@@ -59,7 +59,8 @@ class Program:
     """
 
     def __init__(self, module: str, *args: Path | str, world: int, seconds: float) -> None:
-        if world > 1 and not hasattr(_jax, "make_gloo_tcp_collectives"):
+        jaxlib = importlib.import_module("jaxlib._jax")
+        if world > 1 and not hasattr(jaxlib, "make_gloo_tcp_collectives"):
             pytest.skip("this jaxlib has no collectives of several processes on CPUs (gloo)")
         found = run_ranks(module, str(world), free_port(), *args, world=world, seconds=seconds)
         self.errors = "\n".join(errors[-3000:] for _, errors in found)

@@ -7,13 +7,18 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import optax
 import pytest
 
+from healcore import Healer
+from healcore.jax import protect
+from healcore.jax.state_transfer import without_heal_state
 from healcore.jax.store import OrbaxStore
 from tests.jax import trained_together
 from tests.jax.processes import Program
 from tests.jax.trained_together import FAULTS, SECONDS, STEPS
-from tests.jax.two_processes import BAD
+from tests.jax.two_processes import BAD, GOES_BACK, initial
 from tests.runtime.store.programs import run
 
 TOLERANCE = 1e-5
@@ -45,9 +50,14 @@ def four(root: Path) -> Program:
 
 
 @pytest.fixture(scope="module")
-def two(four: Program, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the runs of the two processes."""
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(four: Program, root: Path, folder: Path) -> Program:
     del four  # has to have saved
-    folder = tmp_path_factory.mktemp("two")
     return Program("tests.jax.two_processes", folder, root, world=2, seconds=960)
 
 
@@ -122,6 +132,18 @@ def test_a_signal_to_one_process_ends_both_after_the_same_step(two: Program):
     assert found[0]["status"] == 128 + signal.SIGTERM
     assert found[0]["saved"] == found[0]["step"]
     assert found[0]["votes"] == [[found[0]["step"], "end", "signal 15"]]
+
+
+def test_a_run_of_two_processes_goes_on_in_one(two: Program, folder: Path):
+    ended = two.of("terminated")[0]
+    params = {name: jnp.asarray(each, jnp.float32) for name, each in initial().items()}
+    tx = protect(optax.adamw(1e-2), GOES_BACK)
+    # `step` was an array on the mesh when it was saved.
+    state = {"params": params, "opt_state": tx.init(params), "step": jnp.zeros((), jnp.int32)}
+    with Healer(GOES_BACK, state=state, store=folder / "terminated") as healer:
+        assert healer.step == ended["step"]
+        assert trained_together.digest(without_heal_state(healer.state)) == ended["state"]
+        assert next(healer.batches(list(range(10**6)))) == ended["step"]
 
 
 def test_what_the_documentation_shows_is_right_in_two_processes(two: Program):

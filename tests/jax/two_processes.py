@@ -205,12 +205,16 @@ def terminated(root: Path) -> dict[str, Any]:
                 time.sleep(0.01)
     except Terminated as end:
         status = end.code
-    votes = [e for e in read(healer.events.path).events if e["kind"] == "vote"]
+    multihost_utils.sync_global_devices("ended")  # process 0 writes the events of both
+    votes = [e for e in read(root / "healcore.events.jsonl").events if e["kind"] == "vote"]
     return {
         "status": status,
         "told": said,
         "step": healer.step,
         "saved": healer.store.steps()[-1].step,
+        "state": trained_together.digest(
+            trained_together.whole(mesh(), without_heal_state(healer.state))
+        ),
         "votes": [[e["step"], e["outcome"], e["why"]] for e in votes],
     }
 

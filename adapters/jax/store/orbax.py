@@ -82,9 +82,7 @@ class OrbaxStore(DirectoryStore):
         Orbax writes NumPy arrays from one process, and refuses arrays on one process's devices.
         """
         own = {name: np.asarray(a) for name, a in arrays.items() if not _spans(a)}
-        digests = {
-            name: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(a)) for name, a in own.items()
-        }
+        digests = {name: xxhash.xxh3_128_hexdigest(a.tobytes()) for name, a in own.items()}
         every = self._ranks.gather(digests)
         for name in sorted(set().union(*every)):
             if len({each.get(name) for each in every}) > 1:
@@ -111,7 +109,7 @@ class OrbaxStore(DirectoryStore):
         arrays_of_one_item = v0.PyTreeCheckpointHandler(
             use_zarr3=True, use_compression=self.compress, multiprocessing_options=options
         )
-        item = {_ITEM: arrays_of_one_item}
+        item: Any = {_ITEM: arrays_of_one_item}
         composite = v0.CompositeOptions(multiprocessing_options=options)
         handler = v0.CompositeCheckpointHandler(composite_options=composite, **item)
         with v0.Checkpointer(handler, multiprocessing_options=options) as checkpointer:

@@ -49,8 +49,8 @@ class WatchedProcess:
 
     def traced(self) -> bool:
         """Whether a debugger is attached to it."""
-        fields = dict(line.partition(":")[::2] for line in self._read("status").splitlines())
-        return int(fields.get("TracerPid", 0)) != 0
+        lines = self._read("status").splitlines()
+        return any(each.split() != ["TracerPid:", "0"] for each in lines if "TracerPid" in each)
 
     def transferred(self) -> int:
         """Bytes that it has read and written so far, by files and pipes; 0: not known."""
