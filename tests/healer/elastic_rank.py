@@ -119,7 +119,7 @@ class Watched:
         with path.open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), len(PHASES))
         self._actions = actions
-        self._begun = dict.fromkeys(PHASES, 0)
+        self._begun: dict[str, int] = dict.fromkeys(PHASES, 0)
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
         self._watch(ActionExecutor, "_roll_back", BACK)

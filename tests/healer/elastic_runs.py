@@ -232,10 +232,10 @@ def other_worlds(kind: str, root: Path, worlds: Sequence[int]) -> dict[str, Any]
             assert int(text[1]) in worlds[:number], text
             assert int(text[2]) == world, text
             # Batch, weights, moments and engines are those that the other ranks had there.
-            _, *place = min(steps, key=lambda each: each[1:])
+            _, rollbacks, step = min(steps, key=lambda each: each[1:])
             for rank in range(world):
-                assert steps[rank, *place] == seen[tuple(place)], (rank, place)
-            found["resumed"].append(place[1])
+                assert steps[rank, rollbacks, step] == seen[rollbacks, step], (rank, step)
+            found["resumed"].append(step)
         seen |= {(each[1], each[2]): state for each, state in steps.items() if each[0] == 0}
     found["rollbacks"] = facts_of(root)[0]["rollbacks"]
     return found

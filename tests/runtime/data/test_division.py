@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
@@ -16,7 +18,7 @@ ROWS = 96
 
 def loaders(kind: type, ranks: int, batch_size: int) -> list:
     """One of each rank, over the same rows, shuffled."""
-    data = list(range(ROWS))
+    data: Any = list(range(ROWS))
     samplers = [DistributedSampler(data, ranks, rank, seed=7) for rank in range(ranks)]
     return [kind(data, batch_size=batch_size, sampler=each) for each in samplers]
 
