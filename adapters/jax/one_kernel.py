@@ -36,13 +36,14 @@ def one_kernel(function: Callable[..., Result], *args: Any) -> Result:
         args: pytrees of arrays.
     """
     # Without jit (under `vmap` alone, say) a call would be compiled at every step.
-    if set_xla_metadata is None or not isinstance(jnp.zeros(()), Tracer):
+    hint = set_xla_metadata
+    if hint is None or not isinstance(jnp.zeros(()), Tracer):
         return function(*args)
     call = jax.jit(function)  # of one trace for both branches
 
     def marked(*args: Any) -> Result:
         (first, *others), structure = jax.tree.flatten(call(*args))
-        found: Any = set_xla_metadata(first, **_HINT)  # on the call that made it
+        found: Any = hint(first, **_HINT)  # on the call that made it
         if not isinstance(found, jax.Array):  # older releases of JAX have no hints on values
             found = first
         return jax.tree.unflatten(structure, [found, *others])

@@ -27,7 +27,7 @@ def test_a_cut_multiplies_the_schedule_which_is_back_afterwards(capsys):
     rows = np.array([[float(word) for word in line.split()[1::2]] for line in lines])
     step, schedule, multiplier, rate = rows.T
     wanted = optax.warmup_cosine_decay_schedule(0.01, 2.0, 200, optax_schedule.STEPS)
-    np.testing.assert_allclose(schedule, [float(wanted(int(each))) for each in step], atol=1e-4)
+    np.testing.assert_allclose(schedule, np.array([wanted(int(each)) for each in step]), atol=1e-4)
     np.testing.assert_allclose(rate, schedule * multiplier, rtol=2e-3, atol=2e-4)
     cut = int(np.argmax(multiplier < 1.0))
     assert step[cut] - step[cut - 1] == 1
