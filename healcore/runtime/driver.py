@@ -15,7 +15,7 @@ from healcore.adapter_registry import FRAMEWORKS
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
-from healcore.runtime.hang_guard.health_probe import RollCall
+from healcore.runtime.hang_guard.health_probe import RankHeartbeats
 from healcore.runtime.microbatches.window import Gradients
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
@@ -40,7 +40,7 @@ class PendingDispatch(Protocol):
         ...
 
 
-class Meeting(Protocol):
+class Rendezvous(Protocol):
     """How the ranks of a run find each other at its end, where no collective is safe.
 
     One has raised, and the others wait for it in a collective, or are a step behind. Every wait
@@ -234,11 +234,11 @@ class Driver(Protocol):
         """The processes of this run."""
         ...
 
-    def roll_call(self) -> RollCall | None:
+    def rank_heartbeats(self) -> RankHeartbeats | None:
         """How the ranks see which of them stays behind; None: there is no way. Collective."""
         ...
 
-    def meeting(self) -> Meeting | None:
+    def rendezvous(self) -> Rendezvous | None:
         """How ranks meet that end at different moments; None: they cannot. All ranks call it."""
         ...
 

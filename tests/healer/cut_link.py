@@ -108,7 +108,7 @@ def interrupt() -> None:
     mend()
 
 
-# Rank 0 holds the store of the meeting: the other one cannot reach it once it is killed.
+# Rank 0 holds the store of the rendezvous: the other one cannot reach it once it is killed.
 STARTS: list[dict[tuple[str, int], tuple[float, Callable[[], None]]]] = [
     {(WRITE, 2): (0.0, interrupt), (BACK, 1): (0.005, cut)},
     {(WRITE, 2): (0.005, cut)},
@@ -137,7 +137,7 @@ def main(root: Path) -> None:
                 2,
                 target,
                 seconds=SECONDS,
-                meeting=f"tcp://{NETWORK}.1:{29500 + number}",
+                rendezvous=f"tcp://{NETWORK}.1:{29500 + number}",
                 enter=enter,
             )
             found["statuses"].append(ended.statuses)

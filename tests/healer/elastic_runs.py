@@ -59,16 +59,16 @@ def run_ranks(
     target: Callable[[], None],
     *,
     seconds: float = SECONDS,
-    meeting: str | None = None,
+    rendezvous: str | None = None,
     enter: Callable[[int], None] = lambda rank: None,
 ) -> Ended:
     """Forks ranks, each of which calls `target` in a process group with that time-out.
 
-    They meet at the address `meeting`, by default a file; `enter` is called first.
+    They meet at the address `rendezvous`, by default a file; `enter` is called first.
     AssertionError if one still runs BOUND seconds after another has ended with an error.
     """
     root.mkdir(exist_ok=True)
-    file = root / f"meeting-{time.monotonic_ns()}"
+    file = root / f"rendezvous-{time.monotonic_ns()}"
     files = [root / f"stderr-{rank}" for rank in range(world)]
     ranks = {}
     for rank in range(world):
@@ -77,7 +77,7 @@ def run_ranks(
             enter(rank)
             dist.init_process_group(
                 "gloo",
-                init_method=meeting or f"file://{file}",
+                init_method=rendezvous or f"file://{file}",
                 rank=rank,
                 world_size=world,
                 timeout=timedelta(seconds=seconds),

@@ -26,8 +26,8 @@ class Loader:
 def main() -> None:
     end_of_ranks.WAIT_S = 2.0
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    address = f"file://{folder / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     train(loop_of("torch"), rules(), Loader(), store=folder / "store", save_every=5)
 
 

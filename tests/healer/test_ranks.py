@@ -119,7 +119,7 @@ def test_a_signal_to_one_rank_ends_both_at_one_step_with_its_save(scenario, stop
     assert (events[-1]["kind"], events[-1]["ending"]) == ("end", ending)
 
 
-def test_the_gravest_proposal_is_carried_out_by_all(pair):
+def test_the_most_severe_proposal_is_carried_out_by_all(pair):
     logged = pair.result("proposed")
     assert (logged["stopped"], logged["step"]) == ("the device has failed", BAD + 2)
     events = read(pair.root / "proposed" / "run.events.jsonl").events

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import Interrupted, RunStopped, Terminated
-from healcore.runtime.loop.votes import Proposal, Weight
+from healcore.runtime.loop.votes import Proposal, Severity
 from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
@@ -109,12 +109,12 @@ def interrupt(healer: Healer, number: int) -> None:
 
 
 def propose(healer: Healer, number: int) -> None:
-    """Several proposals of different weight, the gravest on this rank."""
+    """Several proposals of different weight, the severest on this rank."""
     if number == TOLD:
-        healer._live.votes.propose(Proposal(Weight.SAVE, "a good moment"))
+        healer._live.votes.propose(Proposal(Severity.SAVE, "a good moment"))
     if number == BAD:
-        healer._live.votes.propose(Proposal(Weight.REPORT, "a slow disk"))
-        healer._live.votes.propose(Proposal(Weight.STOP, "the device has failed"))
+        healer._live.votes.propose(Proposal(Severity.REPORT, "a slow disk"))
+        healer._live.votes.propose(Proposal(Severity.STOP, "the device has failed"))
 
 
 ENDS: dict[str, Any] = {"terminated": terminate, "interrupted": interrupt, "proposed": propose}
@@ -166,7 +166,9 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
 
 
 def main(rank: int, root: Path, scenarios: list[str]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{root}/meeting", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
+    )
     for scenario in scenarios:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(json.dumps(run(scenario, root / scenario)), flush=True)

@@ -148,7 +148,9 @@ def run(scenario: Scenario, root: Path) -> dict[str, Any]:
 
 
 def main(rank: int, root: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{root}/meeting", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
+    )
     for scenario in SCENARIOS.values():
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(json.dumps(run(scenario, root)), flush=True)

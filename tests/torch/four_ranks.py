@@ -462,8 +462,8 @@ CASES: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
 
 def main(rank: int, root: Path) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    meeting = f"file://{root}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
+    address = f"file://{root}/rendezvous"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
     for case, (run, what) in CASES.items():
         dist.barrier()
         print(json.dumps([case, run(root if what is ROOT else what)]), flush=True)

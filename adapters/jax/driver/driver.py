@@ -248,10 +248,10 @@ class JaxDriver:
 
         return CoordinatedRanks()
 
-    def roll_call(self) -> None:
-        """None: the health probe is torch's so far."""
+    def rank_heartbeats(self) -> None:
+        """None: JAX has heartbeats of its own, and ends the job if one is missing."""
 
-    def meeting(self) -> None:
+    def rendezvous(self) -> None:
         """None: processes that end at different moments do not find each other."""
 
     def generators(self) -> None:

@@ -21,10 +21,10 @@ from healcore.torch.attachment import healing_of
 from healcore.torch.driver import live_state, moments
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.gradient_window import GradientWindow
-from healcore.torch.driver.meeting import StoreMeeting
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
-from healcore.torch.driver.roll_call import StoreRollCall
+from healcore.torch.driver.rank_heartbeats import StoreHeartbeats
+from healcore.torch.driver.rendezvous import StoreRendezvous
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
@@ -304,18 +304,18 @@ class TorchDriver:
                 self.warnings.append(obstacle)
         return self._ranks
 
-    def roll_call(self) -> StoreRollCall | None:
+    def rank_heartbeats(self) -> StoreHeartbeats | None:
         """Over the store of torch.distributed; None for one rank. Collective."""
         ranks = self.ranks()
-        return StoreRollCall(ranks) if isinstance(ranks, GlooRanks) else None
+        return StoreHeartbeats(ranks) if isinstance(ranks, GlooRanks) else None
 
-    def meeting(self) -> StoreMeeting | None:
+    def rendezvous(self) -> StoreRendezvous | None:
         """Over the store of torch.distributed, where the ranks exchange over gloo alone (a CPU)."""
         ranks = self.ranks()
         on_cpu = all(each.hooks.measurer.home.type == "cpu" for each in self.healings.values())
         if not isinstance(ranks, GlooRanks):
             return None
-        found = StoreMeeting(ranks)
+        found = StoreRendezvous(ranks)
         return found if all(ranks.gather(found.possible and on_cpu)) else None
 
     def generators(self) -> live_state.RngState:

@@ -76,7 +76,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "vote": EventKind(
         "The processes of the run have exchanged what only some of them knew, and all do the "
-        "gravest of it: report, save, end or stop.",
+        "most severe of it: report, save, end or stop.",
         ("outcome", "why", "of_ranks"),
     ),
     "grow": EventKind(

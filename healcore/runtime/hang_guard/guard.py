@@ -34,7 +34,7 @@ class Guard:
         self._process = WatchedProcess(settings)
         self._look_s = min(max(settings.timeout_s / 20, 0.02), 1.0)
         # A look at a directory that may be on another machine, so not as often.
-        self._meeting_s = min(max(settings.timeout_s / 20, self._look_s), 30.0)
+        self._exchange_s = min(max(settings.timeout_s / 20, self._look_s), 30.0)
         self._number = 1
         self._since: int | None = None
         self._waited = self._alarm_at = 0.0
@@ -54,7 +54,7 @@ class Guard:
                     self._since = None  # a debugger holds it
                     continue
                 alarm.raise_it()
-            elif self._settings.world == 1 or now < met + self._meeting_s:
+            elif self._settings.world == 1 or now < met + self._exchange_s:
                 continue
             met = now
             if alarm.raised() and self._answer(alarm):
@@ -84,9 +84,9 @@ class Guard:
         """Takes part in an alarm; whether the run is to be ended."""
         if self._process.stopped():
             # For its stacks it has to run for a moment, which the others would take for progress.
-            alarm.wait_for(self._settings.world - 1, self._meeting_s)
+            alarm.wait_for(self._settings.world - 1, self._exchange_s)
         mine = alarm.evidence(self._process, self._heartbeat, waits_s=self._waited)
-        made = alarm.agreed(mine, self._process, self._meeting_s)
+        made = alarm.agreed(mine, self._process, self._exchange_s)
         self._number += 1
         self._alarm_at = 2 * self._waited
         return made.ends

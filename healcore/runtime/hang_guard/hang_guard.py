@@ -78,7 +78,7 @@ class HangGuard:
             world=ranks.world,
             heartbeat=self._memory,
             stacks=process_signals.install(),
-            folder=_meeting(events_of_first, run_of_first, one_machine),
+            folder=_shared_folder(events_of_first, run_of_first, one_machine),
             removes=one_machine and ranks.rank == 0 and events is not None,
             events=events_of_first,
             run=run_of_first,
@@ -140,7 +140,7 @@ class HangGuard:
             self._memory = -1
 
 
-def _meeting(events: str | None, run: str, one_machine: bool) -> str:
+def _shared_folder(events: str | None, run: str, one_machine: bool) -> str:
     """Where the guards meet: a local directory, which cannot hang, if they are on one machine."""
     if events is None or one_machine:
         return str(Path(tempfile.gettempdir(), f"healcore.hang.{run}"))

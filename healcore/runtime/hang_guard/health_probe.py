@@ -1,4 +1,4 @@
-"""Each rank gives a sign of life every few seconds, and a rank that gives none is named."""
+"""Each rank sends a heartbeat every few seconds, and a rank that sends none is named."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from healcore.runtime.hang_guard.alarm import listed
 from healcore.runtime.store.ranks import Ranks
 
 
-class RollCall(Protocol):
-    """A number of each rank that all ranks can read, without a collective.
+class RankHeartbeats(Protocol):
+    """A number of each rank that counts up, and that all ranks can read without a collective.
 
     Its methods may wait for the process that holds the numbers, and raise when that has ended.
     """
 
-    def answer(self, number: int) -> None:
+    def beat(self, number: int) -> None:
         """Sets this rank's number."""
         ...
 
-    def answered(self, rank: int) -> int:
+    def last(self, rank: int) -> int:
         """The number of a rank."""
         ...
 
@@ -37,14 +37,18 @@ class HealthProbe:
     Args:
         rule: of the policy.
         ranks: of the run.
-        roll: their numbers.
+        heartbeats: of all ranks.
         report: takes a sentence, in another thread.
     """
 
     def __init__(
-        self, rule: Hang, ranks: Ranks, roll: RollCall, report: Callable[[str], None]
+        self,
+        rule: Hang,
+        ranks: Ranks,
+        heartbeats: RankHeartbeats,
+        report: Callable[[str], None],
     ) -> None:
-        self._rule, self._roll, self._report = rule, roll, report
+        self._rule, self._heartbeats, self._report = rule, heartbeats, report
         others = range(1, ranks.world) if ranks.rank == 0 else [0] if ranks.rank == 1 else []
         self._seen = {rank: (0, time.monotonic()) for rank in others}
         """Rank -> its last number, and when it was new."""
@@ -62,21 +66,21 @@ class HealthProbe:
         try:
             while not self._closed.wait(self._rule.probe_every_s):
                 number += 1
-                self._roll.answer(number)
+                self._heartbeats.beat(number)
                 self._look()
         except Exception:
             return  # the process that holds the numbers has ended
 
     def _look(self) -> None:
         for rank, (before, _) in self._seen.items():
-            number = self._roll.answered(rank)
+            number = self._heartbeats.last(rank)
             if number != before:
                 self._seen[rank] = number, time.monotonic()
         now, patience = time.monotonic(), self._rule.probe_s + self._rule.probe_every_s
         late = {rank for rank, (_, new) in self._seen.items() if now - new > patience}
         if late - self._late and not self._closed.is_set():
             self._report(
-                f"rank {listed(sorted(late))} has given no sign of life for {patience:g} s (the "
+                f"rank {listed(sorted(late))} has sent no heartbeat for {patience:g} s (the "
                 "health probe): its process is stopped or held up, or its machine or network is "
                 "gone"
             )

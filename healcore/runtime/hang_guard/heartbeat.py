@@ -1,4 +1,4 @@
-"""A training process's sign of life: a few numbers in memory that its guard maps too.
+"""The heartbeat of a training process: a few numbers in memory that its guard maps too.
 
 Standard library only: the guard imports this file.
 """

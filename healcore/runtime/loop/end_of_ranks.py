@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from healcore.runtime.driver import Meeting
+from healcore.runtime.driver import Rendezvous
 from healcore.runtime.events.models import Ending
 from healcore.runtime.faults import Fault
 from healcore.runtime.loop.loop import Loop
@@ -71,22 +71,22 @@ class RanksEnd(NamedTuple):
 
 
 def end_of_ranks(
-    loop: Loop, meeting: Meeting, mine: RankEnd, error: BaseException | None
+    loop: Loop, rendezvous: Rendezvous, mine: RankEnd, error: BaseException | None
 ) -> RanksEnd:
     """Meets the other ranks, and saves the last state with them if that is possible."""
-    posted = partial(_reached, meeting.posted, else_=True)
-    killed = meeting.lost_peer(error) and not posted()
+    posted = partial(_reached, rendezvous.posted, else_=True)
+    killed = rendezvous.lost_peer(error) and not posted()
     with suppress(Exception):
         _within(_TOGETHER_S if killed else _WRITES_S, loop.checkpoints.store.wait)
     mine = mine._replace(why_not=_obstacle(loop), step=loop.step, killed=killed)
     alone: list[Any] = [None] * loop.ranks.world
     alone[loop.ranks.rank] = (1, mine)
-    # Otherwise the link is cut, or the process that held the meeting's store was killed.
-    reached = _reached(lambda: (meeting.post(mine), True)[1], else_=False)
-    collect = partial(_collected, meeting, alone) if reached else lambda seconds: alone
+    # Otherwise the link is cut, or the process that held the store of the rendezvous was killed.
+    reached = _reached(lambda: (rendezvous.post(mine), True)[1], else_=False)
+    collect = partial(_collected, rendezvous, alone) if reached else lambda seconds: alone
     found = collect(_TOGETHER_S)  # the policy stops all of them, say
     if None in found:
-        meeting.interrupt_others()
+        rendezvous.interrupt_others()
         killed = any(each is not None and each[1].killed for each in found)
         found = collect(_TOGETHER_S if killed else WAIT_S)
     ends: dict[int, RankEnd] = {rank: each[1] for rank, each in enumerate(found) if each}
@@ -96,10 +96,10 @@ def end_of_ranks(
     why_not = _why_not(ends, loop.ranks.world) if reached else "no other rank can be reached"
     problems: list[str] = []
     if of_first.asks:
-        ready = partial(_reached, partial(meeting.all_ready, WAIT_S), WAIT_S, else_=False)
+        ready = partial(_reached, partial(rendezvous.all_ready, WAIT_S), WAIT_S, else_=False)
         if not why_not and not ready():
             why_not = "not every rank was ready in time"
-        why_not = why_not or _save(loop, meeting)
+        why_not = why_not or _save(loop, rendezvous)
         if why_not:
             problems.append(f"no checkpoint was saved at the end: {why_not}")
     of_ranks = [
@@ -116,17 +116,17 @@ def end_of_ranks(
 
 
 def _reached(action: Callable[[], bool], seconds: float = 0.0, *, else_: bool) -> bool:
-    """What an action of the meeting that takes so long finds; `else_` if it reaches nobody."""
+    """What an action of the rendezvous that takes so long finds; `else_` if it reaches nobody."""
     try:
         return bool(_within(seconds + _REACHED_S, action, else_))
     except RuntimeError:
         return else_
 
 
-def _collected(meeting: Meeting, alone: list[Any], seconds: float) -> list[Any]:
+def _collected(rendezvous: Rendezvous, alone: list[Any], seconds: float) -> list[Any]:
     """What the ranks have posted by then; `alone` if they cannot be reached any more."""
     try:
-        return _within(seconds + _REACHED_S, lambda: meeting.collect(seconds), alone)
+        return _within(seconds + _REACHED_S, lambda: rendezvous.collect(seconds), alone)
     except RuntimeError:
         return alone
 
@@ -170,14 +170,14 @@ def _why_not(ends: dict[int, RankEnd], world: int) -> str:
     return ""
 
 
-def _save(loop: Loop, meeting: Meeting) -> str:
+def _save(loop: Loop, rendezvous: Rendezvous) -> str:
     """Saves on all ranks; returns why not, or ""."""
     store: Any = loop.checkpoints.store
     store = getattr(store, "disk", store)
 
     def save() -> str:
         of_store = [store.processes] if hasattr(store, "processes") else []
-        meeting.renew([loop.ranks, *of_store], WAIT_S)
+        rendezvous.renew([loop.ranks, *of_store], WAIT_S)
         why_not = loop.last_state.save_emergency(loop.step, loop.waiting_batches())
         loop.checkpoints.wait()
         if loop.step in loop.checkpoints.unsaved:

@@ -260,8 +260,8 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     completed = ending == Ending.COMPLETED
     saved, together = True, completed or loop.ends_together or loop.ranks.world == 1
     ends: RanksEnd | None = None
-    if loop.meeting is not None and (not together or loop.meeting.posted()):
-        ends = end_of_ranks(loop, loop.meeting, _report(loop, ending, error, fault), error)
+    if loop.rendezvous is not None and (not together or loop.rendezvous.posted()):
+        ends = end_of_ranks(loop, loop.rendezvous, _report(loop, ending, error, fault), error)
         together, fault = False, None
         problems += ends.problems
         if ends.first.fault is not None:

@@ -14,7 +14,7 @@ from healcore.core.verdict import Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import Driver, Meeting, PendingDispatch
+from healcore.runtime.driver import Driver, PendingDispatch, Rendezvous
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import Ending
 from healcore.runtime.hang_guard.hang_guard import HangGuard
@@ -32,7 +32,7 @@ from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.run_facts import run_end, run_facts
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.termination import TerminationWatch, exit_for
-from healcore.runtime.loop.votes import Votes, Weight
+from healcore.runtime.loop.votes import Severity, Votes
 from healcore.runtime.rollback.host_state import HostParts
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
@@ -67,8 +67,8 @@ class Loop:
     loss_fn: Callable[..., Any] | None
     claim: Claim | None
     """On the store's directory."""
-    meeting: Meeting | None
-    """See `Driver.meeting`; None for one process."""
+    rendezvous: Rendezvous | None
+    """See `Driver.rendezvous`; None for one process."""
 
     def __post_init__(self) -> None:
         policy, driver, ranks, ledger = self.policy, self.driver, self.ranks, self.ledger
@@ -161,7 +161,7 @@ class Loop:
             saves=self._saves,
             log=self.log,
             # Whether a save before an exception ends the run is of use.
-            exact=not memory_only and (ranks.world == 1 or self.meeting is not None),
+            exact=not memory_only and (ranks.world == 1 or self.rendezvous is not None),
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
@@ -256,12 +256,12 @@ class Loop:
         outcome = self.votes.hold(self.step)
         if outcome is None:
             return
-        self.ends_together = outcome.weight >= Weight.END
-        if outcome.weight is Weight.STOP:
+        self.ends_together = outcome.severity >= Severity.END
+        if outcome.severity is Severity.STOP:
             self.executor.stop(self.step, outcome.why)
-        if outcome.weight is Weight.END:
+        if outcome.severity is Severity.END:
             raise exit_for(outcome.signal or signal.SIGTERM)
-        if outcome.weight is Weight.SAVE:
+        if outcome.severity is Severity.SAVE:
             self.save("requested")
 
     def _back_from_the_end(self, number: int | None = None) -> bool:

@@ -231,9 +231,9 @@ def _start(
             run=log.events.run,
         )
     driver.on_step(loop.guard.on_step)
-    roll = driver.roll_call() if ranks.world > 1 and policy.hang.probe_every_s else None
-    if roll is not None:
-        loop.probe = HealthProbe(policy.hang, ranks, roll, partial(log.problem, None))
+    heartbeats = driver.rank_heartbeats() if ranks.world > 1 and policy.hang.probe_every_s else None
+    if heartbeats is not None:
+        loop.probe = HealthProbe(policy.hang, ranks, heartbeats, partial(log.problem, None))
     return loop
 
 
@@ -290,7 +290,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         rerun=options.rerun,
         loss_fn=options.loss_fn,
         claim=own_claim,
-        meeting=driver.meeting() if ranks.world > 1 and options.ranks is None else None,
+        rendezvous=driver.rendezvous() if ranks.world > 1 and options.ranks is None else None,
     )
 
 

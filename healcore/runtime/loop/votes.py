@@ -3,11 +3,11 @@
 A signal, a stop file or an unreadable batch reaches one rank only. It must not act alone: the
 others would wait for it in their next collective. So it makes a proposal:
 
-    loop.votes.propose(Proposal(Weight.END, "signal 15", signal=15))
+    loop.votes.propose(Proposal(Severity.END, "signal 15", signal=15))
 
 The driver marks the steps from then on (`Driver.request_vote`; in torch a bit of the step's own
 all_reduce), and every rank reads the mark with the step's record, `lag` steps later. Only then they
-exchange what they propose, once. The gravest proposal is carried out, by all of them.
+exchange what they propose, once. The most severe proposal is carried out, by all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 
-class Weight(enum.IntEnum):
-    """What is proposed, the least grave first."""
+class Severity(enum.IntEnum):
+    """What is proposed, the least severe first."""
 
     REPORT = 1
     """The events file says it; nothing else."""
@@ -38,7 +38,7 @@ class Weight(enum.IntEnum):
 class Proposal(NamedTuple):
     """What one rank proposes."""
 
-    weight: Weight
+    severity: Severity
     why: str
     signal: int | None = None
     """The signal that asks the run to end, if there was one."""
@@ -76,7 +76,7 @@ class Votes:
 
     def propose_end(self, number: int) -> None:
         """Proposes to end because of a signal; called by its handler."""
-        self.propose(Proposal(Weight.END, f"signal {number}", number))
+        self.propose(Proposal(Severity.END, f"signal {number}", number))
 
     def _report(self, text: str) -> None:
         """Tells rank 0, which alone writes events, what another rank has seen, once."""
@@ -84,7 +84,7 @@ class Votes:
         if len(self._reported) < _MOST_REPORTS:
             self._reported.add(text)
             if self._ranks.rank and not known:
-                self.propose(Proposal(Weight.REPORT, text))
+                self.propose(Proposal(Severity.REPORT, text))
 
     def read(self, step: StepResult) -> None:
         """Takes every step that is read. Marks from before the last vote have been answered."""
@@ -99,9 +99,9 @@ class Votes:
         return self._due_at is not None and step >= self._due_at
 
     def hold(self, step: int) -> Proposal | None:
-        """The gravest proposal of all ranks, of equal ones the lowest rank's; None: there is none.
+        """The most severe proposal of all ranks; None: there is none. Collective.
 
-        Collective.
+        Of equal ones the lowest rank's.
         """
         self._due_at, self._voted_at = None, step
         mine, self._mine = self._mine, []
@@ -112,22 +112,22 @@ class Votes:
             (rank, each)
             for rank, some in enumerate(of_ranks)
             for each in some
-            if each.weight is not Weight.REPORT or each.why not in known
+            if each.severity is not Severity.REPORT or each.why not in known
         ]
         if not every:
             return None
-        _, gravest = max(every, key=lambda pair: (pair[1].weight, -pair[0]))
+        _, severest = max(every, key=lambda pair: (pair[1].severity, -pair[0]))
         self._log.event(
             "vote",
             step=step,
-            outcome=gravest.weight.name.lower(),
-            why=gravest.why,
+            outcome=severest.severity.name.lower(),
+            why=severest.why,
             of_ranks=[_evidence(rank, each) for rank, each in every],
         )
-        if gravest.weight is not Weight.REPORT:
+        if severest.severity is not Severity.REPORT:
             of = ", ".join(f"rank {rank}: {each.why}" for rank, each in every)
-            self._log.info(f"step {step}: the ranks {_DONE[gravest.weight]} ({of:.500})")
-        return gravest
+            self._log.info(f"step {step}: the ranks {_DONE[severest.severity]} ({of:.500})")
+        return severest
 
     def on_rollback(self) -> None:
         """Forgets marks of steps that were undone; what is proposed marks the next ones."""
@@ -136,8 +136,8 @@ class Votes:
 
 _MOST_REPORTS = 200
 """Different lines that a rank reports: a disk that fails may fail at every step."""
-_DONE = {Weight.SAVE: "save", Weight.END: "end together", Weight.STOP: "stop"}
+_DONE = {Severity.SAVE: "save", Severity.END: "end together", Severity.STOP: "stop"}
 
 
 def _evidence(rank: int, proposal: Proposal) -> dict[str, Any]:
-    return {"rank": rank, "outcome": proposal.weight.name.lower(), "why": proposal.why}
+    return {"rank": rank, "outcome": proposal.severity.name.lower(), "why": proposal.why}

@@ -116,12 +116,12 @@ class RunWatcher:
         """Whether the file exists."""
         return self._events.there
 
-    def print(self, line: str, *, grave: bool = False) -> None:
+    def print(self, line: str, *, severe: bool = False) -> None:
         """Prints one line."""
         from rich.text import Text
 
         # Text, not str: rich reads brackets in a str as markup. Soft wrap keeps a line in one line.
-        text = Text(one_line(line), style="bold red" if grave else "")
+        text = Text(one_line(line), style="bold red" if severe else "")
         self._console.print(text, soft_wrap=True)
         if not self._console.is_terminal:
             self._console.file.flush()
@@ -143,13 +143,13 @@ class RunWatcher:
             count += 1
         if count > len(lines):
             self.print(f"({count - len(lines)} earlier lines: healcore events show)")
-        for line, grave in lines:
-            self.print(line, grave=grave)
+        for line, severe in lines:
+            self.print(line, severe=severe)
 
     def look(self) -> None:
         """Prints the new lines; raises as `catch_up`."""
-        for line, grave in self._new_lines():
-            self.print(line, grave=grave)
+        for line, severe in self._new_lines():
+            self.print(line, severe=severe)
 
     def ended(self) -> bool:
         """Whether the run has ended, or its process is gone."""
@@ -163,11 +163,11 @@ class RunWatcher:
             return False
         self.look()  # it may have written its end just before it exited
         if self.live.check_process():
-            self.print("the process is gone, and has written no end: it was killed", grave=True)
+            self.print("the process is gone, and has written no end: it was killed", severe=True)
         return True
 
     def _new_lines(self) -> Iterator[tuple[str, bool]]:
-        """Lines of new events, and whether each is grave."""
+        """Lines of new events, and whether each is severe."""
         for event in self._new_events():
             line = event_line(event)
             if line is not None:
@@ -184,7 +184,7 @@ class RunWatcher:
         while more:
             lines, replaced, more = self._events.look()
             if replaced:
-                self.print(f"{self.path.name} was emptied or replaced: from its start", grave=True)
+                self.print(f"{self.path.name} was emptied or replaced: from its start", severe=True)
             if lines:
                 self._quiet_since = time.monotonic()
             for line in lines:

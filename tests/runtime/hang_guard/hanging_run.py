@@ -61,7 +61,7 @@ def main(how: str, folder: str, rank: int, world: int) -> None:
     if how == "slow":
         options["mode"] = "observe"
     if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank,
+        dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=rank,
                                 world_size=world)  # fmt: skip
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)

@@ -1,4 +1,4 @@
-"""One of three ranks whose runs end on rank 1 first: python -m tests.healer.parting_ranks 0 ROOT.
+"""One of three ranks whose runs end on rank 1 first: python -m tests.healer.ending_ranks 0 ROOT.
 
 Prints a JSON line for each case. The process group is unusable after a case, and made again.
 """

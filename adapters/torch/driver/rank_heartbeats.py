@@ -10,8 +10,8 @@ from healcore.runtime.store.ranks import agreed
 from healcore.torch.store.gloo import GlooRanks
 
 
-class StoreRollCall:
-    """Implements `healcore.runtime.hang_guard.health_probe.RollCall`.
+class StoreHeartbeats:
+    """Implements `healcore.runtime.hang_guard.health_probe.RankHeartbeats`.
 
     Over the store of torch.distributed. Every rank of `ranks` makes it at the same place of the
     program. `monitored_barrier` was tried instead: after one time-out its group is unusable, and a
@@ -22,13 +22,13 @@ class StoreRollCall:
         self._store = dist.distributed_c10d._get_default_store()
         self._name = f"healcore/health/{agreed(ranks, uuid.uuid4().hex)}"
         self._rank = ranks.rank
-        self.answer(0)
+        self.beat(0)
         ranks.gather(None)  # from here on every rank has a number, and reading one does not wait
 
-    def answer(self, number: int) -> None:
+    def beat(self, number: int) -> None:
         """Sets this rank's number."""
         self._store.set(f"{self._name}/{self._rank}", str(number))
 
-    def answered(self, rank: int) -> int:
+    def last(self, rank: int) -> int:
         """The number of a rank."""
         return int(self._store.get(f"{self._name}/{rank}"))

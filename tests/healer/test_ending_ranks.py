@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from healcore.runtime.events import read
-from tests.healer.parting_ranks import AT, CASES, SECONDS, WAIT_S, WORLD
+from tests.healer.ending_ranks import AT, CASES, SECONDS, WAIT_S, WORLD
 from tests.torch.forked_ranks import run_ranks
 
 SAVED = {
@@ -31,7 +31,7 @@ class Ranks:
     def __init__(self, root: Path) -> None:
         self.root = root
         found = run_ranks(
-            "tests.healer.parting_ranks", root, world=WORLD, seconds=SECONDS * len(CASES)
+            "tests.healer.ending_ranks", root, world=WORLD, seconds=SECONDS * len(CASES)
         )
         self._errors = "\n".join(errors[-3000:] for _, errors in found)
         self._outcomes = [dict(map(json.loads, out.splitlines())) for out, _ in found]
@@ -48,7 +48,7 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return Ranks(tmp_path_factory.mktemp("parting"))
+    return Ranks(tmp_path_factory.mktemp("ending"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""`StoreMeeting`: ranks that end at different moments find each other, and leave what they wait in.
+"""`StoreRendezvous`: ranks that end at different moments find each other.
 
 A rank whose loop raises leaves the others in a collective of the user's, which gloo ends only at
 its time-out or when a connection breaks. gloo has no abort. So this rank shuts down its own end of
@@ -38,8 +38,8 @@ class Connection(NamedTuple):
     there: str
 
 
-class StoreMeeting:
-    """Implements `healcore.runtime.driver.Meeting` for ranks that exchange over gloo.
+class StoreRendezvous:
+    """Implements `healcore.runtime.driver.Rendezvous` for ranks that exchange over gloo.
 
     Every rank of `ranks` makes it at the same place of the program. Connections of groups that are
     made later are not known: ranks that wait in those leave when this process ends.
