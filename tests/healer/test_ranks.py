@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from healcore.runtime.events import read
-from tests.healer.two_ranks import BAD, ENDS, HOOKS, ODD, SECONDS, TOLD
+from tests.healer.two_ranks import BAD, CORRUPT, ENDS, HOOKS, ODD, SECONDS, TOLD, UNREADABLE
 
 REPOSITORY = Path(__file__).parents[2]
-SCENARIOS = [*ODD, *HOOKS, *ENDS]
+SCENARIOS = [*ODD, *HOOKS, UNREADABLE, *ENDS]
 
 
 class Pair:
@@ -98,6 +98,17 @@ def test_a_milder_hook_on_one_rank_changes_nothing(pair):
     logged = pair.result("milder")
     assert logged["stopped"] is None
     assert logged["rollbacks"] == 1
+
+
+def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pair):
+    """The first comes again after the rollback. Left out, one rank would wait for a last step."""
+    logged = pair.result(UNREADABLE)
+    assert (logged["stopped"], logged["rollbacks"], logged["step"]) == (None, 1, 39)
+    assert logged["corrupt"] == []
+    events = read(pair.root / UNREADABLE / "run.events.jsonl").events
+    reports = [each["why"] for e in events if e["kind"] == "vote" for each in e["of_ranks"]]
+    for number in CORRUPT:
+        assert sum(f"batch {number} of epoch 0 cannot be read" in each for each in reports) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,24 @@ from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
+from tests.healer.test_faults import Corrupt, with_answers
 from tests.healer.training_loops import Faults, rules
 
 BAD = 23
 TOLD = 21
 """Step of a proposal; the ranks vote two steps later, between two regular saves."""
+UNREADABLE = "unreadable"
+"""The scenario in which rank 1 cannot read two batches."""
+CORRUPT = (20, 39)
+"""The first comes again after the rollback, and the second is the last."""
 SHARDED = "shard"
 """The scenario in which each rank has a part of the model, which it saves itself."""
 SECONDS = 60
 """After which a rank that waits for the other one shows where, and ends."""
+
+
+class Rows(Corrupt, Sequence):
+    """A loader that can be rewound."""
 
 
 def does_not_list(healer: Healer, number: int) -> None:
@@ -73,7 +83,7 @@ def loses_a_shard(healer: Healer, number: int) -> None:
         store.wait()
         forgets(healer, number)
         if dist.get_rank() == 1:
-            (shard,) = store.disk.root.glob("step-*15*/**/__1_0.distcp")
+            (shard,) = store.disk.root.glob("step-*15.*/**/__1_0.distcp")
             data = bytearray(shard.read_bytes())
             data[len(data) // 2] ^= 1
             shard.write_bytes(data)
@@ -131,18 +141,21 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
     faults = Faults(always=[] if scenario in ENDS else [BAD])
     odd = ENDS.get(scenario) or ODD.get(scenario)
     options: dict[str, Any] = {"store": root / "store", "events": root / "run.events.jsonl"}
+    policy, data = rules(), range(40)
+    if scenario == UNREADABLE:
+        policy, data = with_answers(), Rows(40, CORRUPT if rank else ())
     if scenario == "without a disk":
         options["store"] = TorchMemoryStore(Keep(good=3, candidates=3, quarantined=1))
     if scenario in HOOKS:
         options["on_incident"] = HOOKS[scenario][rank]
     stopped, state = None, {"model": net, "optimizer": optimizer}
     try:
-        with Healer(rules(), state=state, save_every=5, **options) as healer:
-            for number in healer.batches(range(40)):
+        with Healer(policy, state=state, save_every=5, **options) as healer:
+            for number in healer.batches(data):
                 if odd is not None and (rank == 1 or scenario == SHARDED):
                     odd(healer, number)
                 inputs, targets = map(torch.from_numpy, faults.batch(number))
-                if rank == 0 and scenario in ODD:
+                if rank == 0 and scenario in (*ODD, UNREADABLE):
                     targets = torch.nan_to_num(targets)  # the fault is on rank 1 only
                 half = slice(rank, None, 2)
                 loss = (model(inputs[half]) - targets[half]).square().mean()
@@ -160,7 +173,10 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
         "stopped": stopped,
         "step": healer.step,
         "rollbacks": healer.rollbacks,
-        "order": faults.order,
+        "order": faults.order if scenario != UNREADABLE else len(faults.order),
+        "corrupt": [n for n in CORRUPT if n in faults.order]
+        if rank and scenario == UNREADABLE
+        else [],
         "weights": hashlib.sha256(weights).hexdigest(),
     }
 

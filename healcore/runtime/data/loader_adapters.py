@@ -258,7 +258,7 @@ def division(loader: Any) -> list[Any] | None:
         replicas = getattr(each, "num_replicas", None)
         if type(rows) is int and type(replicas) is int and hasattr(each, "set_epoch"):
             return ["rows of a global batch", rows * replicas]
-        if _is(each, "torch.utils.data", "SequentialSampler"):
+        if _is(each, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
             return ["batches", len(loader)]
     return None
 

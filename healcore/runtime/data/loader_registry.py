@@ -117,6 +117,13 @@ class LoaderRegistry:
         found = {number: each.cursor.unreadable for number, each in self._entries.items()}
         return {number: batch for number, batch in found.items() if batch is not None}
 
+    def replaced(self, number: int) -> BatchId:
+        """The id of the unreadable batch for which the loop gets another one: it counts as read."""
+        cursor = self._entries[number].cursor
+        batch, cursor.unreadable = cursor.unreadable, None
+        assert batch is not None
+        return batch
+
     def leave_out(self, number: int, batch: BatchId) -> None:
         """Leaves a batch out from now on, also after a rollback and a restart."""
         self._left_out.setdefault(number, set()).add(batch)

@@ -1,9 +1,15 @@
-"""What a run does about faults: repeats network calls, leaves out unreadable batches."""
+"""What a run does about faults: repeats network calls, leaves out unreadable batches.
+
+With several ranks the batch before an unreadable one comes again in its place. All ranks then have
+equally many batches: one that is short of one would end its epoch while the others wait for it, and
+no rank can know what another one could not read before the step that needs it.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,6 +44,10 @@ class FaultAnswers:
         self._unreadable: deque[int] = deque()
         """Numbers of the reads that failed, among the last `within`."""
         self._in_a_row = 0
+        self._last: dict[int, Any] = {}
+        """Number of a loader -> its last batch, with several ranks."""
+        self._failed: dict[int, Exception] = {}
+        """Number of a loader -> what reading the batch has raised that was replaced."""
 
     # -- network --------------------------------------------------------------------------------
 
@@ -69,7 +79,7 @@ class FaultAnswers:
 
     def next_batch(self, number: int) -> tuple[Any, BatchId]:
         """The next batch of a loader that can be read, and its id; StopIteration after the last."""
-        failed: Exception | None = None
+        failed = self._failed.pop(number, None)
         while True:
             self._reads += 1
             try:
@@ -79,8 +89,13 @@ class FaultAnswers:
                 if ends or not self._leave_out(number, error):
                     raise
                 failed = error
+                if self.ranks.world > 1:
+                    self._failed[number] = error
+                    return _copied(self._last[number]), self.loaders.replaced(number)
             else:
                 self._in_a_row = 0
+                if self.ranks.world > 1:
+                    self._last[number] = _copied(found[0])
                 return found
 
     def _leave_out(self, number: int, error: Exception) -> bool:
@@ -97,8 +112,7 @@ class FaultAnswers:
             self._unreadable.popleft()
         skips = (
             "skip_batch" in self.policy.answers(Cause.DATA)
-            # One rank with fewer batches ends its epoch while the others wait for its gradients.
-            and self.ranks.world == 1
+            and (self.ranks.world == 1 or number in self._last)
             and self._in_a_row < limits.consecutive
             and len(self._unreadable) < limits.count
         )
@@ -108,8 +122,11 @@ class FaultAnswers:
         self._in_a_row += 1
         what = f"{type(error).__name__}: {error}"
         problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {what:.300}"
+        if self.ranks.world > 1:
+            problem += "; the batch before comes again in its place"
+        else:
+            self.loaders.leave_out(number, batch)
         self.report(fault, problem, answer="skip_batch", batches=[list(batch)])
-        self.loaders.leave_out(number, batch)
         return True
 
     # -- the log --------------------------------------------------------------------------------
@@ -137,3 +154,8 @@ class FaultAnswers:
             batches=batches,
         )
         self.log.warning(f"step {self.step()}: {problem}")
+
+
+def _copied(batch: Any) -> Any:
+    """A batch from which the loop may take entries out: the arrays are the same."""
+    return copy.copy(batch) if isinstance(batch, MutableMapping | MutableSequence) else batch
