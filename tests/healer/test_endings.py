@@ -30,6 +30,20 @@ def test_completed(framework, tmp_path):
     assert events(tmp_path, "save")[-1]["step"] == 12, "the last state is saved"
 
 
+def test_metrics_are_of_steps_that_were_not_undone_also_after_the_block():
+    seen = []
+
+    def look(healer, number):
+        seen.append((healer, healer.rollbacks, healer.metrics()))
+
+    train(loop_of("torch", Faults(always=[8])), rules(), range(14), before=look)
+    after_rollback = next(metrics for _, rollbacks, metrics in seen if rollbacks)
+    assert after_rollback == {}
+    last = seen[-1][0].metrics()
+    assert (last["heal/rollbacks"], last["heal/lr_cuts"]) == (1, 1)
+    assert 0 < last["heal/loss"] < 10
+
+
 @BOTH
 def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     bad = range(20, 40)

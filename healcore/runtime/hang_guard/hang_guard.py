@@ -99,7 +99,7 @@ class HangGuard:
         root = Path(healcore.__file__).parents[1]
         # -S: no site-packages, whose .pth files may import anything.
         command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(root)]
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if self._closed:
                 return
             self._process = subprocess.Popen(
@@ -111,6 +111,9 @@ class HangGuard:
             assert self._process.stdin is not None
             with self._process.stdin as given:
                 given.write(settings.dumps())
+            if self._closed:  # while it was being started
+                self._process.kill()
+                self._process.wait(_END_S)
 
     def on_step(self) -> None:
         """Called by the driver when an optimizer has stepped: what follows may take any time."""
@@ -124,9 +127,13 @@ class HangGuard:
         """Ends the guard."""
         if self._timer is not None:
             self._timer.cancel()
-        with self._lock:
-            self._closed = True
+        self._closed = True
+        # Not for ever: a process that was forked while the guard is being started, such as a worker
+        # of a loader, has a copy of the pipe by which Popen learns that it has started.
+        process = None
+        if self._lock.acquire(timeout=_END_S):
             process, self._process = self._process, None
+            self._lock.release()
         if process is not None:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a dead disk holds it

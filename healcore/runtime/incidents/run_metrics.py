@@ -35,11 +35,12 @@ class RunMetrics:
         self._last: dict[str, StepRecord] = {}
 
     def set(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes the counts of engine states, as `Driver.healing` gives them."""
+        """Takes the counts of engine states, as `Driver.healing` gives them; drops undone steps."""
         for name, engine in engines.items():
             tally = engine["state"]["tally"]
             self._counts[name] = {count: int(tally[count]) for count in COUNTS}
-        self._last.clear()
+            if name in self._last and self._last[name].step > engine["state"]["step"]:
+                del self._last[name]
 
     def add(self, records: Iterable[StepRecord]) -> None:
         """Takes the records of one step."""
