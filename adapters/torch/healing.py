@@ -168,6 +168,14 @@ class Healing:
         return self.hooks.open_step.is_open
 
     @property
+    def in_update(self) -> bool:
+        """Whether `optimizer.step()` may have changed something and has not ended; or has raised.
+
+        Not while it waits for the other ranks' signals.
+        """
+        return self.hooks.in_update
+
+    @property
     def attached(self) -> bool:
         """Whether the hooks are in place."""
         return bool(self.hooks.handles)

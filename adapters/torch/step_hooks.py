@@ -66,6 +66,7 @@ class StepHooks:
         )
         self._update_norm: Tensor | None = None
         self._judged = self._turned_nonfinite = False
+        self._changes = False
         self._order: HostOrder | None = None
         self._skipped: bool | Tensor | None = None
         self.incident_log = IncidentLog(type(optimizer).__name__, live_engine.engine)
@@ -102,6 +103,11 @@ class StepHooks:
             scale = float(self.live_engine.state.lr.scale)
             self._order = HostOrder(skip=False, grad_scale=1.0, lr_scale=scale, group_scale=None)
 
+    @property
+    def in_update(self) -> bool:
+        """See `Healing.in_update`."""
+        return self.open_step.is_open and self._changes
+
     def detach(self) -> None:
         """See `Healing.detach`."""
         for handle in self.handles:
@@ -123,6 +129,7 @@ class StepHooks:
         self._skipped = None
         last, self._order = self._order, None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._changes = closure is not None
         if closure is None:
             self._judge()
             return None
@@ -231,6 +238,7 @@ class StepHooks:
         if measured.grad_norm is None:
             return
         measured = self.measurer.mark_overflow(measured)
+        self._changes = True  # until here another rank may have left, and nothing has changed
         order = self.live_engine.step(measured)
         self._skipped = False
         if self._engine.mode != "observe":

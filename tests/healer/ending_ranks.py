@@ -37,8 +37,8 @@ ABSENT_S, PATIENCE_S = 2.0, 0.5
 """How long ranks wait for one that does not come, and for data after a signal."""
 
 CASES = (
-    "forward", "FSDP2", "between", "update", "loader", "waits for data", "terminated", "stop",
-    "absent",
+    "forward", "FSDP2", "backward", "between", "update", "loader", "waits for data", "terminated",
+    "stop", "absent",
 )  # fmt: skip
 """What happens to rank 1 at step AT."""
 
@@ -116,6 +116,8 @@ def train(case: str, kind: str, store: Path) -> dict[str, Any]:
             loss = model(x).square().mean()
             healer.observe(loss)
             loss.backward()
+            if here == "backward":
+                raise Spoilt("backward")
             optimizer.raises = here == "update"
             optimizer.step()
             optimizer.zero_grad()

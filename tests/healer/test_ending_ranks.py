@@ -15,6 +15,7 @@ from tests.torch.forked_ranks import run_ranks
 SAVED = {
     "forward": AT,
     "FSDP2": AT,
+    "backward": AT,
     "between": AT + 1,
     "loader": AT,
     "waits for data": AT,

@@ -157,3 +157,21 @@ def test_a_forked_child_does_not_end_its_parents_run(tmp_path):
         os.waitpid(child, 0)
         assert events(tmp_path, "end") == []
     assert len(postmortems(tmp_path)) == 1
+
+
+@BOTH
+def test_what_the_last_step_orders_is_done_although_a_signal_ends_the_run(framework, tmp_path):
+    """The step is read one step later: without that, the next start goes on from after it."""
+
+    def terminate(healer, number):
+        if number == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loop = loop_of(framework, Faults(always=[9]), rules())
+    with pytest.raises(Terminated):
+        train(loop, rules(), range(20), store=tmp_path, before=terminate, save_every=4)
+    (back,) = events(tmp_path, "rollback")
+    assert (back["onset"], back["checkpoint"]) == (9, 4)
+    after = loop_of(framework, Faults(always=[9]), rules())
+    assert train(after, rules(), range(20), store=tmp_path, save_every=4)["step"] == 19
+    assert 9 not in after.faults.order

@@ -204,8 +204,8 @@ class TorchDriver:
         return window
 
     def interrupted(self) -> bool:
-        """Whether an `optimizer.step()` has begun and not ended."""
-        return any(healing.in_step for healing in self.healings.values())
+        """Whether an update has begun and not ended."""
+        return any(healing.in_update for healing in self.healings.values())
 
     def undo_window(self) -> str:
         """Restores batch statistics, and parts that FSDP2 has gathered; no gradients are saved."""

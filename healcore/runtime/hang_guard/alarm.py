@@ -76,7 +76,7 @@ def verdict(settings: Settings, found: list[Evidence]) -> Verdict:
 
     Time that does not count on one rank (its evaluation, its save) counts on none: the others only
     wait for it. With `confirm` the run is ended only if it is certain that nothing goes on: of
-    several ranks, after the first step, which compiles, and when no rank moves.
+    several ranks, after the first step, which compiles, when all have answered and none moves.
     """
     if not settings.ends:
         return Verdict(False, "")
@@ -88,6 +88,9 @@ def verdict(settings: Settings, found: list[Evidence]) -> Verdict:
         return Verdict(True, "")
     if settings.world == 1:
         return Verdict(False, "it has one rank, for which nobody waits")
+    missing = sorted({*range(settings.world)} - {each.rank for each in found})
+    if missing:
+        return Verdict(False, f"rank {listed(missing)} has not answered, and may not be in a step")
     if any(each.first for each in found):
         return Verdict(False, "it is the first step, which may compile")
     moving = [each.rank for each in found if each.moves]

@@ -110,13 +110,16 @@ class FaultAnswers:
         limits = self.policy.skip_batch
         while self._unreadable and self._unreadable[0] <= self._reads - limits.within:
             self._unreadable.popleft()
-        skips = (
-            "skip_batch" in self.policy.answers(Cause.DATA)
-            and (self.ranks.world == 1 or number in self._last)
-            and self._in_a_row < limits.consecutive
-            and len(self._unreadable) < limits.count
-        )
-        if not skips:
+        if "skip_batch" not in self.policy.answers(Cause.DATA):
+            return False
+        if self._in_a_row >= limits.consecutive or len(self._unreadable) >= limits.count:
+            error.add_note(
+                f"healcore: {self._in_a_row} unreadable batches in a row and "
+                f"{len(self._unreadable)} within {limits.within} were left out before, which is "
+                "the limit of [skip_batch]"
+            )
+            return False
+        if self.ranks.world > 1 and number not in self._last:
             return False
         self._unreadable.append(self._reads)
         self._in_a_row += 1

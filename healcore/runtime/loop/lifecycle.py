@@ -265,12 +265,17 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         together, fault = False, None
         problems += ends.problems
         if ends.first.fault is not None:
-            what = f"the loop raised on rank {ends.rank}: {ends.first.why:.300}"
+            what = f"the loop raised on rank {ends.rank}: {ends.first.why:.600}"
             loop.faults.report(ends.first.fault, what, answer="save" if ends.saved else None)
     if completed and together:
         attempt("the last steps could not be read", loop.read_remaining)
-    if together and isinstance(error, Terminated):  # in a wait of `healer.retrying`, say
-        attempt("the last step could not be counted", loop.take_last_step)
+    instead: BaseException | None = None
+    if together and isinstance(error, Terminated | Interrupted):
+        try:  # what the last steps order is not ordered again after a restart from a later state
+            attempt("the last steps could not be read", loop.act_on_last_steps)
+        except RunStopped as stop:
+            error = instead = stop
+            ending = Ending.STOPPED
     between_steps = loop.between_steps
     if fault is not None and isinstance(error, Exception):
         attempt("the fault could not be dealt with", partial(_answer, loop, fault, error))
@@ -280,7 +285,6 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         save = partial(loop.last_state.save, loop.step, waiting, completed=completed)
         saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", loop.checkpoints.wait)
-    instead: BaseException | None = None
     if completed and (ends is not None or _lost_on_any(loop, saved, problems)):
         # The journal must not have "completed": the program started again resumes and saves it.
         error = instead = LastStateNotSaved(_not_saved(loop, problems))
@@ -333,7 +337,7 @@ def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
             why_not = f"{type(problem).__name__}: {problem}"
         answer = None if why_not else "save"
     what = "".join(traceback.format_exception_only(error)).strip()
-    loop.faults.report(fault, f"the loop raised {what:.300}", answer=answer)
+    loop.faults.report(fault, f"the loop raised {what:.600}", answer=answer)
     if why_not:
         loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 

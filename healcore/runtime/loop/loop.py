@@ -371,6 +371,14 @@ class Loop:
             self._push(pending)
         return True
 
+    def act_on_last_steps(self) -> None:
+        """Reads the steps that were not read yet and does what they order, as `after_step` does.
+
+        Not if an update was interrupted. Raises RunStopped if that is what they order.
+        """
+        if self.take_last_step():
+            self._read(all=True)
+
     def read_last_steps(self) -> list[tuple[StepResult, ActionRequest | None]]:
         """Reads the steps that were not read yet; what they request is not carried out."""
         return list(self._process_due(all=True))

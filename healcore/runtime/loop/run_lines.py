@@ -76,7 +76,7 @@ def end_line(
     disk = "" if newest is None else f"checkpoint {newest} is on disk, "
     return (
         f"{_ENDINGS[Ending(end.ending)]} after step {end.step}: "
-        f"{', '.join(done) or 'nothing was changed'}; {disk}newest known-good checkpoint: {good}"
+        f"{', '.join(done) or 'no intervention'}; {disk}newest known-good checkpoint: {good}"
     )
 
 

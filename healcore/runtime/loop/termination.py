@@ -129,7 +129,9 @@ class TerminationWatch:
         self._waiting_for_data = True
         try:
             if self.signal_number is not None:
-                self.raise_if_alone()
+                if self._propose_end is None:
+                    raise exit_for(self.signal_number)
+                self._leaves_at = time.monotonic() + PATIENCE_S  # steps may take longer than that
                 self._interrupt_wait()
             yield
         finally:

@@ -124,6 +124,9 @@ class Votes:
             why=severest.why,
             of_ranks=[_evidence(rank, each) for rank, each in every],
         )
+        for rank, each in every:
+            if each.severity is Severity.REPORT:
+                self._log.warning(f"step {step}: rank {rank}: {each.why:.600}")
         if severest.severity is not Severity.REPORT:
             of = ", ".join(f"rank {rank}: {each.why}" for rank, each in every)
             self._log.info(f"step {step}: the ranks {_DONE[severest.severity]} ({of:.500})")
