@@ -228,7 +228,7 @@ def bench_tiny_torch(rounds: int, warmup: int) -> list[dict[str, Any]]:
 
 
 def bench_heartbeat() -> float:
-    """Nanoseconds per step for what the Healer tells its hang guard: seven calls."""
+    """Nanoseconds per step for what the Healer writes for its hang guard: seven calls."""
     import os
     import timeit
 

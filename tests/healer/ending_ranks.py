@@ -79,7 +79,7 @@ class Loader:
 
 
 class Optimizer(torch.optim.SGD):
-    """Raises within an update, where it is told to."""
+    """Raises within an update, in the case "update"."""
 
     raises = False
 

@@ -94,8 +94,9 @@ def test_beyond_the_limits_the_error_ends_the_run(bad, limits, last, tmp_path):
     if last is None:
         train(loop, policy, loader(20, bad), store=tmp_path)
         return
-    with pytest.raises(ValueError, match=f"sample {last} is no image"):
+    with pytest.raises(ValueError, match=f"sample {last} is no image") as raised:
         train(loop, policy, loader(20, bad), store=tmp_path)
+    assert any("the limit of [skip_batch]" in note for note in raised.value.__notes__)
     (found,) = postmortems(tmp_path)
     assert "ValueError" in found["exception"]
 

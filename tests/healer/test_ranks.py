@@ -42,6 +42,15 @@ class Pair:
             for process in running:
                 process.kill()
 
+    @property
+    def refusals(self) -> list[str]:
+        """What each rank says to other options on the ranks."""
+        return [json.loads(out.splitlines()[-1]) for out, _ in self._ends]
+
+    def lines(self, rank: int) -> str:
+        """What a rank has written on standard error."""
+        return self._ends[rank][1]
+
     def result(self, scenario: str) -> dict[str, Any]:
         """The result, which must be the same on both ranks."""
         logged = []
@@ -88,6 +97,13 @@ def test_both_go_back_to_the_newest_common_step(scenario, target, pair):
         assert "damaged" in vote["why"]
 
 
+def test_other_options_on_the_ranks_are_refused_on_each(pair):
+    assert [each.partition(":")[0] for each in pair.refusals] == [
+        "rank 1 has another policy, lag than rank 0",
+        "rank 0 has another policy, lag than rank 1",
+    ]
+
+
 def test_the_most_severe_of_two_hooks_wins(pair):
     logged = pair.result("severe")
     assert "hook" in logged["stopped"]
@@ -108,7 +124,9 @@ def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pai
     events = read(pair.root / UNREADABLE / "run.events.jsonl").events
     reports = [each["why"] for e in events if e["kind"] == "vote" for each in e["of_ranks"]]
     for number in CORRUPT:
-        assert sum(f"batch {number} of epoch 0 cannot be read" in each for each in reports) == 1
+        problem = f"batch {number} of epoch 0 cannot be read"
+        assert sum(problem in each for each in reports) == 1
+        assert f"rank 1: fault: {problem}" in pair.lines(0)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ HOOKS: dict[str, Any] = {
 
 
 def terminate(healer: Healer, number: int) -> None:
-    """This rank alone is told to end."""
+    """SIGTERM to this rank alone."""
     if number == TOLD:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -181,6 +181,18 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
     }
 
 
+def refusal(root: Path) -> str:
+    """What a Healer says whose policy and lag are others on rank 1."""
+    net = torch.nn.Linear(4, 1)
+    state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+    rank = dist.get_rank()
+    try:
+        with Healer(rules(recoveries=3 + rank), state=state, store=root / "other", lag=1 + rank):
+            return ""
+    except ValueError as error:
+        return str(error)
+
+
 def main(rank: int, root: Path, scenarios: list[str]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
@@ -188,6 +200,7 @@ def main(rank: int, root: Path, scenarios: list[str]) -> None:
     for scenario in scenarios:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(json.dumps(run(scenario, root / scenario)), flush=True)
+    print(json.dumps(refusal(root)), flush=True)
     dist.destroy_process_group()
 
 

@@ -3,7 +3,7 @@
 torch's ranks exchange a few numbers of healcore's own at each step, and a bit of them is the mark.
 Compiled steps of JAX exchange nothing of the host's. So a process that wants a vote says so in the
 key-value store of the coordination service, and a thread in each process sees it there. The threads
-then tell each other how many dispatches their process has begun, and the one after the largest
+then exchange how many dispatches their process has begun, and the one after the largest
 number is marked: no process has begun it, because none begins one meanwhile. (JAX's
 `multihost_utils.reached_preemption_sync_point` works like this, for SIGTERM alone.)
 """
@@ -25,7 +25,7 @@ _LOOKS_EVERY_S = 0.5
 _ASKS_AGAIN_S = 5.0
 """After which a wish that was not answered is repeated: a rollback has undone the marked step."""
 _ANSWER_S = 120.0
-"""For which the loop may stand still while the processes tell each other their numbers."""
+"""For which the loop may stand still while the processes exchange their numbers."""
 _ENDS_WITHIN_S = 5.0
 """For which the end of a run waits for a thread that waits for another process."""
 

@@ -26,7 +26,7 @@ from healcore.torch.store.gloo import GlooRanks
 
 _ESTABLISHED = "01"
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What gloo and the system say then, in a RuntimeError with nothing else to tell it by."""
+"""What gloo and the system say then, in a RuntimeError that nothing else distinguishes."""
 _LINGER_S = 5.0
 """Seconds for which rank 0, whose process may hold the store, waits until the others have read."""
 

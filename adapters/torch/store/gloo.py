@@ -87,7 +87,7 @@ def _time_out() -> timedelta | None:
     try:
         backends = [group._get_backend(device) for device in group._device_types]
         return max(SHORTEST, *(backend.options._timeout for backend in backends))
-    except (AttributeError, TypeError, RuntimeError):  # a backend that does not tell
+    except (AttributeError, TypeError, RuntimeError):  # a backend without a time-out
         return None
 
 

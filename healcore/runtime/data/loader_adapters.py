@@ -248,7 +248,7 @@ def division(loader: Any) -> list[Any] | None:
     """What has to be the same for batch i to be of the same global batch at any number of ranks.
 
     A list, or a loader in order: every rank reads the same batches, and takes its rows of them.
-    With a DistributedSampler: batch size times ranks. None: a loader that does not tell.
+    With a DistributedSampler: batch size times ranks. None: a loader of which it is not known.
     """
     if isinstance(loader, Sequence):
         return ["batches", len(loader)]

@@ -88,7 +88,7 @@ def check_division(value: Mapping[str, Any], division: list[Any] | None, loader:
     if ranks is None or (before is not None and before == division):
         return
     if before is None:
-        problem = "the loader did not tell how it divided the data among them"
+        problem = "it is not known how the loader divided the data among them"
     else:
         now = "nothing of the kind" if division is None else f"{division[1]} {division[0]}"
         problem = f"it had {before[1]} {before[0]} then, and {loader} has {now}"

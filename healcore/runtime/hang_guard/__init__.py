@@ -1,4 +1,4 @@
-"""Notices a step that never returns, from a small process beside the training process.
+"""Notices a step that never returns, from a small child process of the training process.
 
 The training process writes a `heartbeat`. Its `guard`, a child process that imports the standard
 library only, reads it. At a time-out the guards of all ranks collect the Python stacks (`alarm`,

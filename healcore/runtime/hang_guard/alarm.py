@@ -178,9 +178,9 @@ class Alarm:
         first = min(each.rank for each in self._found() or [mine])
         until = time.monotonic() + _REPORT_S + 2 * _SLACK_S
         while True:
-            told = self._told()
-            if told is not None:
-                return told
+            made = self._made()
+            if made is not None:
+                return made
             # The others take over if the first one has ended in between.
             late = time.monotonic() - until
             if (settings.rank == first or late > 0) and (self._taken() or late > _REPORT_S):
@@ -221,7 +221,7 @@ class Alarm:
                 found.append(Evidence(**json.loads(path.read_text())))
         return sorted(found, key=lambda each: each.rank)
 
-    def _told(self) -> Verdict | None:
+    def _made(self) -> Verdict | None:
         try:
             return Verdict(**json.loads((self.folder / "verdict").read_text()))
         except (OSError, ValueError, TypeError):

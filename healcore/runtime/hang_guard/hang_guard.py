@@ -1,4 +1,4 @@
-"""The training process's side: starts the guard, and tells it when the time counts."""
+"""The training process's side: starts the guard, and writes when the time counts."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class HangGuard:
             events: this rank's events file.
             run: its id of the run.
         """
-        told = ranks.gather((None if events is None else str(events), run, machine()))
-        events_of_first, run_of_first, host = told[0]
+        of_ranks = ranks.gather((None if events is None else str(events), run, machine()))
+        events_of_first, run_of_first, host = of_ranks[0]
         if not process_signals.supported():
             return
         self._memory = os.memfd_create("healcore-heartbeat")
@@ -70,7 +70,7 @@ class HangGuard:
         self.heartbeat = beat = Heartbeat(self._memory)
         self.watch, self.resume, self.stepped = beat.watch, beat.resume, beat.stepped
         self.pause = beat.watch if rule.between_steps else beat.pause
-        one_machine = all(each[2] == host for each in told)
+        one_machine = all(each[2] == host for each in of_ranks)
         settings = Settings(
             pid=os.getpid(),
             thread=threading.get_ident(),

@@ -1,4 +1,4 @@
-"""What a training process tells its guard at the start, as JSON. Standard library only."""
+"""What a training process sends to its guard at the start, as JSON. Standard library only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Settings(NamedTuple):
     timeout_s: float
     first_step_s: float
     confirm: bool
-    """Ends the run only with certainty; see `Alarm.verdict`."""
+    """Ends the run only with certainty; see `alarm.verdict`."""
     ends: bool
     """The policy ends the run."""
     observes: bool

@@ -1,6 +1,6 @@
-"""How the ranks of a run end together when one of them has raised or was told to end alone.
+"""How the ranks of a run end together when one of them has raised, or has to end alone.
 
-The first one tells the others why it ends, and makes them leave the collectives in which they wait
+The first one posts why it ends, and makes them leave the collectives in which they wait
 for it. If all have done the same steps and nothing speaks against it, they save that state.
 Otherwise nothing is saved, the reason is reported, and the next start resumes from the newest
 checkpoint that is complete. No single wait is longer than `WAIT_S`, and nobody waits for a process
@@ -26,7 +26,7 @@ WAIT_S = 30.0
 _TOGETHER_S = 1.0
 """Seconds within which ranks that end for the same reason do so; nothing is interrupted then."""
 _WRITES_S = 10.0
-"""Seconds for which a rank waits for checkpoints that are being written, before it tells others."""
+"""Seconds for which a rank waits for checkpoints being written, before it posts how it ends."""
 _REACHED_S = 5.0
 """Seconds within which the others are reached, by what takes milliseconds: a link may be cut."""
 _MOST_SHOWN = 4

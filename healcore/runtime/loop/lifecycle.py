@@ -345,7 +345,7 @@ def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
 def _report(
     loop: Loop, ending: Ending, error: BaseException | None, fault: Fault | None
 ) -> RankEnd:
-    """What this rank tells the others about its end."""
+    """How this rank has ended, for the others."""
     cause = Cause(0) if fault is None else fault.cause
     what = trace = ""
     if error is not None:

@@ -110,6 +110,7 @@ def open_run(options: Options) -> Loop:
     try:
         _check_moments(options.policy, driver)
         ranks = options.ranks or driver.ranks()
+        _check_same(options, ranks)
         own_claim, warning = _claim(options.store, ranks)
         loop = _start(options, driver, ranks, own_claim, warning)
         held = (driver, loop.termination, loop.guard, loop.log)
@@ -131,6 +132,25 @@ def _check_moments(policy: HostPolicy, driver: Driver) -> None:
         rule = f"false where the moments cannot be reset: {obstacle}"
         problem = Problem("rollback.reset_moments", "true", rule, "reset_moments = false")
         raise PolicyError(policy.name, (problem,))
+
+
+def _check_same(options: Options, ranks: Ranks) -> None:
+    """Raises ValueError on all ranks if they have other options: they would wait for each other."""
+    policy = options.policy
+    mine = {
+        "policy": policy.text or policy.fingerprint or policy.name,
+        "lag": options.lag,
+        "save_every": options.save_every,
+        "restart_every": options.restart_every,
+        "store": options.store is not None,
+    }
+    for rank, theirs in enumerate(ranks.gather(mine)):
+        differ = [name for name, value in mine.items() if theirs[name] != value]
+        if differ:
+            raise ValueError(
+                f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
+                "same to Healer(...) on every rank"
+            )
 
 
 def _clean_up(driver: Driver, termination: TerminationWatch, guard: HangGuard, log: RunLog) -> None:
@@ -241,7 +261,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     policy = options.policy
     store = _store(options, driver, ranks)
     folder = _folder(store)
-    # A rank that can tell the others what it sees needs no file of its own, see `Votes`.
+    # A rank whose reports reach rank 0 needs no file of its own, see `Votes`.
     silent = ranks.rank > 0 and driver.request_vote(False)
     events = Log(None) if silent else _events(options.events, folder, ranks)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers

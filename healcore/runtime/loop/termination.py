@@ -98,7 +98,7 @@ class TerminationWatch:
     """The signals that one run has received.
 
     Args:
-        propose_end: tells the other ranks of the run that it has to end, with the number of the
+        propose_end: proposes to the other ranks that the run ends, with the number of the
             signal; they end together. None: this process ends by itself.
     """
 

@@ -79,7 +79,7 @@ class Votes:
         self.propose(Proposal(Severity.END, f"signal {number}", number))
 
     def _report(self, text: str) -> None:
-        """Tells rank 0, which alone writes events, what another rank has seen, once."""
+        """Reports to rank 0, which alone writes events, what another rank has seen, once."""
         known = text in self._reported
         if len(self._reported) < _MOST_REPORTS:
             self._reported.add(text)

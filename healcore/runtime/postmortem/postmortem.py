@@ -177,7 +177,7 @@ def end_of_hung(events: str | os.PathLike[str], *, step: int, why: str) -> RunEn
 
 
 def write_hung(end: RunEnd, events: Log, stacks: Sequence[RankStacks]) -> str | None:
-    """Writes the postmortem of a run that hangs, from a process beside it; returns errors."""
+    """Writes the postmortem of a run that hangs, from another process; returns errors."""
     assert events.path is not None
     run = last_process(log.read(events.path).events) or Run()
     last = run.processes[-1] if run.processes else None

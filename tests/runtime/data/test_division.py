@@ -65,7 +65,7 @@ def test_a_list_that_every_rank_cuts():
     ("before", "now", "why"),
     [
         (range(10), range(5), r"it had 10 batches then, and range has 5 batches"),
-        (iter(range(10)), iter(range(10)), "did not tell how it divided the data"),
+        (iter(range(10)), iter(range(10)), "not known how the loader divided the data"),
         (
             loaders(DataLoader, 2, 4)[0],
             loaders(DataLoader, 4, 4)[0],

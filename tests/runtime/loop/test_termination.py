@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from healcore.runtime.healer import Healer
+from healcore.runtime.loop import termination
 from healcore.runtime.loop.termination import (
     Interrupted,
     TerminationWatch,
@@ -218,3 +219,21 @@ def test_a_run_of_a_forked_child_takes_the_signal():
         assert watcher.signal_number is None
     finally:
         watcher.stop()
+
+
+def test_a_rank_with_slow_steps_does_not_leave_while_it_has_data(monkeypatch):
+    """The ranks vote two steps after the signal, which may be long after it."""
+    monkeypatch.setattr(termination, "PATIENCE_S", 0.1)
+    proposed: list[int] = []
+    watch = TerminationWatch(proposed.append)
+    watch.start()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)  # a step
+        with watch.waiting_for_data():
+            pass
+        assert proposed == [signal.SIGTERM]
+        with pytest.raises(Terminated), watch.waiting_for_data():
+            time.sleep(30)  # no data
+    finally:
+        watch.stop()
