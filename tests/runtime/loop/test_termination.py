@@ -19,6 +19,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.loop import termination
 from healcore.runtime.loop.termination import (
     Interrupted,
+    Terminated,
     TerminationWatch,
 )
 from tests.healer.run_directory import events, postmortems
