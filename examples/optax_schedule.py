@@ -1,9 +1,9 @@
 """An Optax schedule under `protect`: a cut multiplies the schedule, and does not replace it.
 
 The peak of this warm-up and cosine decay is far too high. The Healer rolls back, and from then on
-the rate is the schedule, but at most a quarter of the rate that broke the run (`lr.ceiling`). Once
-the cosine is below that limit, the multiplier is 1 again. The program prints the rate that the
-parameters really get.   python examples/optax_schedule.py
+the schedule is scaled so that its highest rate is a quarter of the one that broke the run
+(`lr.ceiling`), and keeps its shape. The program prints the rate that the parameters really get.
+    python examples/optax_schedule.py
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ __all__ = [
     "DataError",
     "Decision",
     "EmptyLoader",
+    "EndRequested",
     "Fault",
     "HealcoreError",
     "Healer",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("any speed", deadline=None)
@@ -28,3 +30,10 @@ os.environ |= {
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_TRACKING_URI": (Path(_trackers.name) / "mlruns").as_uri(),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """Collecting garbage takes a second with all frameworks imported, and Trainers often do it."""
+    gc.collect()
+    gc.freeze()

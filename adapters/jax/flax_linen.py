@@ -23,8 +23,9 @@ class HealTrainState(train_state.TrainState):
 
     Flax's own ``apply_gradients(grads=, value=)`` raises TypeError: its keywords are fields to
     replace. Here the healing signals go to the optimizer; every other keyword is a field. A skip
-    keeps the step counter, the parameters and those fields, but not PRNG keys, typed or raw:
-    otherwise the next step would use the same dropout mask or noise again.
+    keeps the step counter, the parameters and those fields, but not PRNG keys, typed or raw
+    (uint32 with a last axis of 2 or 4; hold a counter of such a shape as int32): otherwise the next
+    step would use the same dropout mask or noise again.
 
     Example:
         class State(HealTrainState):

@@ -128,7 +128,10 @@ def clip_update(
 def engine_state(engine: Engine, state: HealState) -> EngineState:
     """The core's form of the state; HealStateError if it is of another policy, or no HealState."""
     _check(engine, state)
-    return _layout_of(engine, state).unpack(state.heal_floats, state.heal_ints)
+    floats, ints = state.heal_floats, state.heal_ints
+    if not isinstance(ints, Tracer):  # of arrays on a device each of some 40 slices is compiled
+        floats, ints = jax.device_get((floats, ints))
+    return _layout_of(engine, state).unpack(floats, ints)
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
@@ -175,14 +178,15 @@ def _check(engine: Engine, state: Any) -> None:
     named = (high | low).any() and (own.policy_high or own.policy_low)  # 0 and 0: no fingerprint
     if named and ((high != own.policy_high) | (low != own.policy_low)).any():
         raise HealStateError(
-            "this healing state is of another policy: its numbers are not those of policy "
-            f"{engine.fingerprint}. {_REMEDY}"
+            "this healing state is of another policy: the numbers in the policy that made it are "
+            f"not those of this one. {_REMEDY}"
         )
 
 
 _REMEDY = (
-    "Name one policy everywhere, as in protect(tx, policy) and Healer(policy); to go on with "
-    "another one than the state was made with, let its detectors start again: "
+    "Name one policy everywhere, as in protect(tx, policy) and Healer(policy); heal_zclip() has "
+    'that of Healer("zclip"). To go on with another one than the state was made with, let its '
+    "detectors start again: "
     "with_heal_state(without_heal_state(old), like=tx.init(params))"
 )
 

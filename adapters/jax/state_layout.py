@@ -19,7 +19,7 @@ from jax import lax
 from healcore.core import step_record, tree
 from healcore.core.engine import Engine
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of this layout."""
 STEPS = 32
 """Steps whose records are kept by default."""

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.detectors import nonfinite
-from healcore.core.engine import Engine, EngineConfig, RuleConfig
-from healcore.core.verdict import NONFINITE, Decision
+from healcore.core.engine import Engine
+from healcore.core.verdict import Decision
 from healcore.jax import gradients
 from healcore.jax import state as heal_state
 from healcore.jax.commit import step_or_keep
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
 
 OnSkip = Literal["zero", "nan"]
-_NONFINITE = int(NONFINITE)
 _TARGETS = ("reciprocal", "mean", "max")
 
 
@@ -111,7 +108,8 @@ def heal_zclip(
 
     Clips a gradient norm that stands out from its recent history, replaces a non-finite gradient
     (see `heal` for what a skip is in a chain), and adapts its baseline after a real level shift,
-    where the published rule would clip every later step.
+    where the published rule would clip every later step. The policy is the preset "zclip" with
+    these numbers: under a Healer write ``Healer("zclip")``.
 
     Args:
         z_threshold: z-score above which a norm is a spike.
@@ -135,21 +133,21 @@ def heal_zclip(
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
+    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+
     _check_on_skip(on_skip)
     if target not in _TARGETS:
         raise ValueError(f"target must be one of {', '.join(_TARGETS)}, got {target!r}")
-    clip = ZClipConfig(
+    preset = engine_of("zclip").config
+    assert preset.clip is not None
+    clip = preset.clip[1]._replace(
         z_threshold=_number("z_threshold", z_threshold, above=0.0),
         ema_decay=_number("ema_decay", ema_decay, above=0.0, below=1.0),
         warmup_steps=_steps("warmup_steps", warmup_steps),
         target=target,
         max_norm=None if max_norm is None else _number("max_norm", max_norm, above=0.0),
     )
-    config = EngineConfig(
-        clip=("zclip", clip),
-        detectors=(("nonfinite", nonfinite.Config()),),
-        rules=(RuleConfig(causes=_NONFINITE, skip=True),),
-    )
+    config = preset._replace(clip=("zclip", clip))
     return _transformation(Engine(config), on_skip, Axes.of(axis_name, shard_axis_name))
 
 
@@ -291,7 +289,11 @@ def protect(
             if bad is None:
                 norm, bad = measured(updates)
             skipped, bad = decision.skip | bad, bad & ~decision.skip
-            updates = gradients.no_update_where(skipped, updates)
+            if engine.mode == "observe":  # only what the caller skips is withheld
+                skipped = decision.skip
+                updates = gradients.fill_where(skipped, updates, -0.0)
+            else:
+                updates = gradients.no_update_where(skipped, updates)
             norm = None if norm is None else jnp.where(skipped, 0.0, norm)
         return updates, ProtectState(heal, norm if reads_update_norm else None, bad, inner_state)
 
@@ -351,7 +353,7 @@ def _number(name: str, value: Any, *, above: float, below: float = math.inf) -> 
         if not above < value < below:
             limits = f"above {above:g}" + ("" if below == math.inf else f" and below {below:g}")
             raise ValueError(f"{name} must be {limits}, got {value!r}")
-        return float(value)
+        return float(np.float32(value))  # as in a policy
     return jnp.asarray(value, jnp.float32)
 
 

@@ -174,8 +174,9 @@ class HostEngine(LiveEngine):
             values = values._replace(externally_skipped=values.externally_skipped > 0)
         with np.errstate(all="ignore"):  # float32 scalars warn, and the core selects afterwards
             signals = signals_of(values)
-            skipped = np.True_ if signals.externally_skipped else None
-            signals = Signals(*map(self._placed, signals._replace(externally_skipped=skipped)))
+            if signals.externally_skipped is not None:
+                skipped = np.True_ if signals.externally_skipped else None
+                signals = signals._replace(externally_skipped=skipped)
             self.state, decision = self._program(signals)(self.state, signals)
         self.decision = decision
         group_scale = decision.group_scale

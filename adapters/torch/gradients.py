@@ -52,18 +52,21 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
         grad = local(grad)
         if grad.layout is not torch.strided:
             grad = (grad.coalesce() if grad.is_sparse else grad).values()
-        if grad.dtype.is_complex:
+        dtype = grad.dtype
+        if dtype.is_complex:
             grad = torch.view_as_real(grad)
-        device, dtype = grad.device, grad.dtype
-        if device.type == "cpu" and (dtype in _HALVES or grad.numel() > CHUNK):
+            dtype = grad.dtype
+        if grad.is_cpu and (dtype in _HALVES or grad.numel() > CHUNK):
             found[i] = _norm_in_pieces(grad)
         else:
-            batches.setdefault((device, dtype), {})[i] = grad
+            batches.setdefault((grad.device, dtype), {})[i] = grad
     for (_, dtype), batch in batches.items():
         result = torch.float32 if dtype in _HALVES else None
         each = _foreach_norm([*batch.values()], 2, dtype=result)
         if dtype is torch.float64:
             each = [norm.to(torch.float32) for norm in each]
+        if len(each) == len(grads):
+            return [*each]
         found.update(zip(batch, each, strict=True))
     return [found[i] for i in range(len(grads))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -210,8 +211,15 @@ class Healing:
         )
 
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...); copies, no sync."""
-        return self.live_engine.metrics()
+        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...); copies, no sync.
+
+        `heal/loss` is NaN until a loss was judged.
+        """
+        found = self.live_engine.metrics()
+        if not self.has_seen_loss:
+            loss = found["heal/loss"]  # not 0 if it was loaded with the state
+            found["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
+        return found
 
     def gradient_norms(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         """The norm of each parameter's gradient at the last step, before clipping, for a logger.

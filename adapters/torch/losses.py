@@ -37,7 +37,7 @@ def checked(name: str, value: Any) -> Tensor | float:
             raise SignalError(f"{name} is on the meta device and has no value: pass a real tensor")
         if type(value) is not Tensor and hasattr(value, "full_tensor"):
             value = value.full_tensor()  # a DTensor
-        return value.reshape(())
+        return value.reshape(()) if value.ndim else value
     if isinstance(value, (str, bytes, bool)):
         raise SignalError(
             f"{name} must be a number, got {value!r} of type {type(value).__name__}: "
@@ -63,24 +63,23 @@ class LossMean:
 
     def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss, already `checked`."""
-        with torch.no_grad():
-            if isinstance(loss, Tensor) and loss.device.type == "cpu":
-                # As a number, because copying pageable host memory to an accelerator is a sync.
-                if loss.dtype is torch.bfloat16:  # NumPy has none
-                    loss = loss.float()
-                loss = float(loss.numpy())
-            if not isinstance(loss, Tensor):
-                if self._count:
-                    self._total.add_(loss * weight)
-                else:
-                    self._total.fill_(loss * weight)
-            elif self._count:
-                on_device = loss.to(self._total.device, torch.float32, non_blocking=True)
-                self._total.add_(on_device, alpha=weight)
+        if isinstance(loss, Tensor) and loss.is_cpu:
+            # As a number, because copying pageable host memory to an accelerator is a sync.
+            if loss.dtype is torch.bfloat16:  # NumPy has none
+                loss = loss.float()
+            loss = float(loss.numpy())
+        if not isinstance(loss, Tensor):
+            if self._count:
+                self._total.add_(loss * weight)
             else:
-                self._total.copy_(loss, non_blocking=True)
-                if weight != 1.0:
-                    self._total.mul_(weight)
+                self._total.fill_(loss * weight)
+        elif self._count:
+            on_device = loss.to(self._total.device, torch.float32, non_blocking=True)
+            self._total.add_(on_device, alpha=weight)
+        else:
+            self._total.copy_(loss, non_blocking=True)
+            if weight != 1.0:
+                self._total.mul_(weight)
         self._count += 1
         self._weight += weight
 

@@ -127,6 +127,8 @@ class Measurer:
         self.dropped = DroppedSteps(scaler, optimizer)
         self.overflows = Overflows(home)
         self._side_signals: dict[str, Tensor | float] = {}
+        self._known_rate: tuple[float | None, Tensor | None] = (None, None)
+        """The last learning rate that was a number, and the tensor of it, which nobody changes."""
 
     def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss; SignalError, and no change, if it is not a number."""
@@ -158,7 +160,7 @@ class Measurer:
         self.dropped.stepped = True
         self.overflows.reset()
         gradients.complete_(everything)
-        each = gradients.norms([p.grad for p in everything if p.grad is not None])
+        each = gradients.norms([grad for p in everything if (grad := p.grad) is not None])
         self.tensor_norms = each
         by_parameter = squares = None
         if self.engine.per_tensor or ranks.has_parts:
@@ -240,12 +242,18 @@ class Measurer:
 
     def _learning_rate(self) -> Tensor | None:
         """The largest rate of any group, if the policy may limit it; 0-d float32."""
+        if not self.engine.limits_lr:
+            return None
         groups = self._optimizer.param_groups
-        rates = [group["lr"] for group in groups if group.get("lr") is not None]
-        if not rates or not self.engine.limits_lr:
+        rates = [lr for group in groups if (lr := group.get("lr")) is not None]
+        if not rates:
             return None
         if not any(isinstance(rate, Tensor) for rate in rates):
-            return torch.full((), max(rates), dtype=torch.float32, device=self.home)
+            highest = max(rates)
+            if highest != self._known_rate[0]:
+                rate = torch.full((), highest, dtype=torch.float32, device=self.home)
+                self._known_rate = highest, rate
+            return self._known_rate[1]
         each = [torch.as_tensor(r, dtype=torch.float32).detach().to(self.home) for r in rates]
         return torch.stack([rate.reshape(()) for rate in each]).amax()
 
@@ -277,20 +285,23 @@ def _may_be_state_init(optimizer: Optimizer) -> bool:
 
 
 def read(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Copies 0-d and 1-d float32 tensors to NumPy, with one sync, or none if all are on the CPU."""
-    if all(t is None or t.device.type == "cpu" for t in tensors):
+    """Copies 0-d and 1-d float32 tensors to scalars and arrays of NumPy.
+
+    With one sync, or none if all are on the CPU.
+    """
+    if all(t is None or t.is_cpu for t in tensors):
         # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
         return [None if t is None else t.numpy()[()].copy() for t in tensors]
     return read_in_one_copy(tensors)
 
 
-def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[np.ndarray | None]:
+def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[Any]:
     """`read` for accelerators: all tensors are concatenated and copied once."""
     present = [t for t in tensors if t is not None]
     home = next((t.device for t in present if t.device.type != "cpu"), torch.device("cpu"))
     flat = torch.cat([t.to(home, torch.float32).reshape(-1) for t in present]).cpu().numpy()
     parts = iter(np.split(flat, np.cumsum([t.numel() for t in present])[:-1]))
-    return [None if t is None else next(parts).reshape(tuple(t.shape)) for t in tensors]
+    return [None if t is None else next(parts).reshape(tuple(t.shape))[()] for t in tensors]
 
 
 class AsyncCopy:

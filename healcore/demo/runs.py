@@ -1,4 +1,4 @@
-"""The runs that the demo compares, their outcomes, and the claims about them."""
+"""Defines the runs that the demo compares, their outcomes, and the claims about them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DemoRun:
     seed: int = 0
     folder: Path = Path()
     steps: list[Step] = field(default_factory=list)
-    """In the order taken, with steps that a rollback has undone."""
+    """All steps in the order taken, also those that a rollback has undone."""
     held_out_loss: float = math.nan
     """Nats per byte on held-out text, at the end."""
     events: Sequence[Mapping[str, Any]] = ()

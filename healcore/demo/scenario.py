@@ -1,4 +1,4 @@
-"""The scenario of the demo: the same text, weights, learning rates and faults for every run.
+"""Makes the scenario of the demo: one text, weights, learning rates and faults for all runs.
 
 A batch depends only on the seed and its index, the learning rate only on the step. The faults:
 
@@ -85,26 +85,25 @@ def load_corpus(root: Path | None = None) -> Corpus:
         held_out=unseen,
         files=len(train) + len(held_out),
         digest=hashlib.sha256(seen.tobytes() + unseen.tobytes()).hexdigest()[:12],
-        byte_frequency_loss=_byte_frequency_loss(seen, unseen),
-        byte_pair_loss=_byte_pair_loss(seen, unseen),
+        **_baseline_losses(seen, unseen),
     )
 
 
-def _byte_frequency_loss(seen: np.ndarray, unseen: np.ndarray) -> float:
-    """Nats per byte of `unseen` under the byte frequencies of `seen`, each count plus one."""
-    counts = np.bincount(seen, minlength=SYMBOLS) + 1.0
-    return float(-np.log(counts / counts.sum())[unseen].mean())
+def _baseline_losses(seen: np.ndarray, unseen: np.ndarray) -> dict[str, float]:
+    """Nats per byte of `unseen` by the frequencies of bytes in `seen`, and of pairs of bytes.
 
-
-def _byte_pair_loss(seen: np.ndarray, unseen: np.ndarray) -> float:
-    """Nats per byte under the frequencies of pairs, smoothed with those of single bytes."""
+    Each byte's count is increased by one; those of pairs are smoothed with those of single bytes.
+    """
     single = np.bincount(seen, minlength=SYMBOLS) + 1.0
     single /= single.sum()
     code = seen[:-1].astype(np.int64) * SYMBOLS + seen[1:]
     pairs = np.bincount(code, minlength=SYMBOLS * SYMBOLS).reshape(SYMBOLS, SYMBOLS)
     pairs = pairs + 4.0 * single
     pairs /= pairs.sum(axis=1, keepdims=True)
-    return float(-np.log(pairs[unseen[:-1], unseen[1:]]).mean())
+    return {
+        "byte_frequency_loss": float(-np.log(single)[unseen].mean()),
+        "byte_pair_loss": float(-np.log(pairs[unseen[:-1], unseen[1:]]).mean()),
+    }
 
 
 class TokenBatch(NamedTuple):

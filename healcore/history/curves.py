@@ -1,4 +1,4 @@
-"""The curves of a run: thinned for plots, with gaps, and with the rows of its incidents."""
+"""Makes the curves of a run: thinned for plots, with gaps, and with the rows of its incidents."""
 
 from __future__ import annotations
 

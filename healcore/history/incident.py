@@ -1,11 +1,10 @@
-"""One incident of a run: cause, response and outcome; and counts over incidents."""
+"""Defines an incident of a run (cause, response and outcome), and counts over incidents."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from healcore.core.evidence import Evidence
 from healcore.runtime.events.models import EventRecord
@@ -21,7 +20,7 @@ class Mode(enum.StrEnum):
     HEAL = "heal"
     OBSERVE = "observe"
     REPLAY = "replay"
-    """From recorded rows: no checkpoint could be restored."""
+    """A replay of recorded rows: no checkpoint could be restored."""
 
 
 class IncidentOutcome(enum.StrEnum):
@@ -91,83 +90,60 @@ class Incident(NamedTuple):
         return self.lr_path[-1] if self.lr_path else None
 
 
-@dataclass
 class OpenIncident:
     """An incident while its events are read."""
 
-    number: int
-    attempt: int
-    onset_step: float
-    step: float
-    cause: list[str] = field(default_factory=list)
-    action: list[str] = field(default_factory=list)
-    measures: list[EventRecord] = field(default_factory=list)
-    lr_path: list[float] = field(default_factory=list)
-    batches: tuple[tuple[int, int], ...] = ()
-    left_out: bool = False
-    evidence: tuple[Evidence, ...] = ()
-    observed: bool = False
-    checkpoint: int | None = None
-    rollbacks: int = 0
-    skipped: int = 0
-    alarms: int = 0
-    stop_step: float | None = None
-    undone: bool = False
+    def __init__(self, incident: Incident) -> None:
+        self.incident = incident
+        self.rollbacks = self.alarms = 0
+
+    def update(self, **fields: Any) -> None:
+        """Replaces fields of the incident."""
+        self.incident = self.incident._replace(**fields)
 
     def add(self, event: EventRecord) -> None:
         """Adds one of its alarms or orders."""
-        self.step = max(self.step, float(event.step or 0))
-        self.observed |= bool(event.observed)
-        add_names(self.cause, event.cause or ())
-        add_names(self.action, event.action or ())
+        known, step, action = self.incident, float(event.step or 0), event.action or ()
+        observed = bool(event.observed) or known.mode is Mode.OBSERVE
+        self.update(
+            step=max(known.step, step),
+            mode=Mode.OBSERVE if observed else known.mode,
+            cause=with_names(known.cause, event.cause or ()),
+            action=with_names(known.action, action),
+        )
         if event.kind == "alarm":
             self.alarms += 1
-            self.skipped += bool(event.skip)
-            if not self.evidence:
+            self.update(skipped=known.skipped + bool(event.skip))
+            if not known.evidence:
                 found = (event.evidence or ())[:_MAX_EVIDENCE]
-                self.evidence = tuple(Evidence(each.name, each.grad_norm) for each in found)
+                self.update(evidence=tuple(Evidence(each.name, each.grad_norm) for each in found))
             return
-        ordered = event.action or ()
-        self.rollbacks += self.observed and "ROLLBACK" in ordered
-        if "STOP" in ordered and self.stop_step is None:
-            self.stop_step = float(event.step or 0)
+        self.rollbacks += observed and "ROLLBACK" in action
+        if "STOP" in action and known.stop_step is None:
+            self.update(stop_step=step)
+
+    def measure(self, event: EventRecord, *ordered: str) -> None:
+        """Adds a measure that was taken, and the actions that it stands for."""
+        known = self.incident
+        action = with_names(known.action, ordered)
+        self.update(measures=(*known.measures, event), action=action)
 
     def cut(self, before: float | None, after: float | None) -> None:
         """Adds a cut of the learning rate, which one event or two may report."""
         if before is None or after is None:
             return
-        if not self.lr_path:
-            self.lr_path = [before]
-        if after != self.lr_path[-1]:
-            self.lr_path.append(after)
+        path = self.incident.lr_path or (before,)
+        self.update(lr_path=path if after == path[-1] else (*path, after))
 
     def snapshot(self) -> Incident:
         """The incident so far, without the indices of its rows."""
-        return Incident(
-            number=self.number,
-            attempt=self.attempt,
-            onset_step=self.onset_step,
-            step=self.step,
-            cause=tuple(self.cause),
-            action=tuple(self.action),
-            mode=Mode.OBSERVE if self.observed else Mode.HEAL,
-            skipped=self.skipped,
-            capped=self.alarms >= MOST_ALARMS,
-            repeats=max(self.rollbacks - 1, 0),
-            measures=tuple(self.measures),
-            lr_path=tuple(self.lr_path),
-            checkpoint=self.checkpoint,
-            batches=self.batches,
-            left_out=self.left_out,
-            evidence=self.evidence,
-            stop_step=self.stop_step,
-            undone=self.undone,
-        )
+        repeats = max(self.rollbacks - 1, 0)
+        return self.incident._replace(capped=self.alarms >= MOST_ALARMS, repeats=repeats)
 
 
-def add_names(to: list[str], names: Sequence[str]) -> None:
-    """Adds the names that are not in the list."""
-    to.extend(name for name in names if name not in to)
+def with_names(names: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
+    """The names, and those of `more` that are not among them."""
+    return tuple(dict.fromkeys((*names, *more)))
 
 
 def batches_of(event: EventRecord) -> tuple[tuple[int, int], ...]:

@@ -42,27 +42,17 @@ class MetricRow(NamedTuple):
 class MetricsReader:
     """Reads the rows of some runs. The attributes are filled while `chunks` is consumed.
 
-    Args:
-        path: the file.
-        ids: for each attempt the run's id and its number within that process.
-
-    Attributes:
-        problems: the first damaged lines, with their numbers.
-        damaged: number of damaged lines.
-        others: number of lines of other runs.
-        engine: that of the first line; lines of others are ignored, for one row per step.
-        left_out: the other engines.
-        ids: also the attempts that only the lines have.
+    `ids` has for each attempt the run's id and its number within that process.
     """
 
     def __init__(self, path: Path, ids: Sequence[tuple[str, int]]) -> None:
         self.path = path
-        self.ids = list(ids)
-        self.problems: list[str] = []
-        self.damaged = 0
-        self.others = 0
-        self.engine: str | None = None
-        self.left_out: set[str] = set()
+        self.ids = list(ids)  # also the attempts that only the lines have
+        self.problems: list[str] = []  # the first damaged lines, with their numbers
+        self.damaged = 0  # damaged lines
+        self.others = 0  # lines of other runs
+        self.engine: str | None = None  # of the first line; lines of other engines are ignored
+        self.left_out: set[str] = set()  # the other engines
         self._numbers = {each: at for at, each in reversed(list(enumerate(self.ids)))}
         self._runs = {run for run, _ in ids}
         self._last: dict[str, float] = {}

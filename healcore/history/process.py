@@ -1,4 +1,4 @@
-"""One process of a run: its start, its end and its known-good checkpoints."""
+"""Reads one process of a run: its start, its end and its known-good checkpoints."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class RunState(enum.StrEnum):
     EXCEPTION = "exception"
     SIGNAL = "signal"
     INTERRUPTED = "interrupted"
+    REQUESTED = "requested"
     KILLED = "killed"
     ENDED = "ended"
     """It has ended in a way unknown to this version."""
@@ -68,7 +69,7 @@ class RunProcess:
         return Process(start.host, start.pid, start.boot, start.born)
 
     def state(self) -> RunState:
-        """From its end, or else from whether the process is running."""
+        """The state by its end, or else by whether the process is running."""
         if self.end is not None:
             return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
         process = self.process()

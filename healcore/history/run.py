@@ -1,15 +1,16 @@
-"""A training run from its events: attempts, incidents, marks and counts."""
+"""Reads a training run from its events: attempts, incidents, marks and counts."""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
-from healcore.history.incident import MOST_ALARMS, Incident, OpenIncident, add_names, batches_of
+from healcore.history.incident import MOST_ALARMS, Incident, OpenIncident, batches_of
 from healcore.history.process import KnownGood, RunProcess, RunState
 from healcore.runtime.events.log import Event
 from healcore.runtime.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
@@ -90,51 +91,38 @@ class Malformed(NamedTuple):
     fields: tuple[str, ...]
 
 
+@dataclass(eq=False, repr=False)
 class Run:
     """A training run: the process that began it, and those that resumed from its checkpoints.
 
     Events are added as they are read, from a complete file or from one that grows.
-
-    Attributes:
-        attempt_ids: for each attempt the process's id, and its number within that process.
-        points: of every alarm with readings.
-        rollbacks: events of those that were carried out, without trials.
-        problems: events that report one.
-        faults: events of exceptions, answered or not.
-        step: steps done, as far as the events say.
-        last_step: the same at the last event, which a rollback does not decrease.
-        lr_scale: the multiplier of the learning rate in force.
-        rerun: the result of the last re-run of a step.
-        damaged: steps of checkpoints that were found damaged.
-        incident_count: incidents, also those whose events were rotated away.
-        rollback_count: the same of rollbacks; with an observing policy, those that it would order.
-        alarms: alarms with an event.
-        skips: skipped steps among them; `undone_skips` of these were undone by a rollback or a
-            restart.
-        cuts: of the learning rate.
-        stops: that an observing policy would order.
-        unreported_alarms: alarms without an event.
-        lost: events that could not be written.
     """
 
-    def __init__(self) -> None:
-        self.processes: list[RunProcess] = []
-        self.attempts: list[RunAttempt] = []
-        self.attempt_ids: list[tuple[str, int]] = []
-        self.marks: list[Mark] = []
-        self.points: list[AlarmPoint] = []
-        self.rollbacks: list[EventRecord] = []
-        self.malformed: list[Malformed] = []
-        self.problems: list[EventRecord] = []
-        self.faults: list[EventRecord] = []
-        self.step: int | None = None
-        self.last_step: int | None = None
-        self.lr_scale: float | None = None
-        self.last_seen = LastSeen()
-        self.rerun: RerunVerdict | None = None
-        self.damaged: list[int] = []
-        self.incident_count = self.rollback_count = self.cuts = self.stops = 0
-        self.alarms = self.skips = self.unreported_alarms = self.lost = 0
+    processes: list[RunProcess] = field(default_factory=list)
+    attempts: list[RunAttempt] = field(default_factory=list)
+    attempt_ids: list[tuple[str, int]] = field(default_factory=list)  # process, number within it
+    marks: list[Mark] = field(default_factory=list)
+    points: list[AlarmPoint] = field(default_factory=list)  # one for every alarm with readings
+    rollbacks: list[EventRecord] = field(default_factory=list)  # carried out, without trials
+    malformed: list[Malformed] = field(default_factory=list)
+    problems: list[EventRecord] = field(default_factory=list)  # events that report one
+    faults: list[EventRecord] = field(default_factory=list)  # exceptions, answered or not
+    step: int | None = None  # steps done, as far as the events say
+    last_step: int | None = None  # the same at the last event; a rollback does not decrease it
+    lr_scale: float | None = None  # the multiplier of the learning rate in force
+    last_seen: LastSeen = field(default_factory=LastSeen)
+    rerun: RerunVerdict | None = None  # the result of the last re-run of a step
+    damaged: list[int] = field(default_factory=list)  # steps of damaged checkpoints
+    incident_count: int = 0  # also those whose events were rotated away
+    rollback_count: int = 0  # the same; with an observing policy, those that it would order
+    cuts: int = 0  # cuts of the learning rate
+    stops: int = 0  # stops that an observing policy would order
+    alarms: int = 0  # alarms with an event
+    skips: int = 0  # skipped steps among them
+    unreported_alarms: int = 0  # alarms without an event
+    lost: int = 0  # events that could not be written
+
+    def __post_init__(self) -> None:
         self._skipped: list[float] = []  # steps that were not undone
         self._known_good = KnownGood()
         self._incidents: list[OpenIncident] = []
@@ -142,7 +130,7 @@ class Run:
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """In order."""
+        """All incidents, in order."""
         return tuple(each.snapshot() for each in self._incidents)
 
     @property
@@ -153,7 +141,7 @@ class Run:
     @property
     def undone_incidents(self) -> int:
         """Incidents that began in steps that a rollback or a restart has undone."""
-        return sum(each.undone for each in self._incidents)
+        return sum(each.incident.undone for each in self._incidents)
 
     @property
     def start(self) -> EventRecord | None:
@@ -223,8 +211,9 @@ class Run:
     def _undo(self, step: float) -> None:
         """The run goes on from `step`: what came after it is undone."""
         self._skipped = [each for each in self._skipped if each < step]
-        for incident in self._incidents:
-            incident.undone |= incident.onset_step >= step
+        for each in self._incidents:
+            if each.incident.onset_step >= step:
+                each.update(undone=True)
 
     def _add_resume(self, event: EventRecord, step: float) -> None:
         at = step if event.checkpoint is None else float(event.checkpoint)
@@ -243,17 +232,16 @@ class Run:
         if not trial:
             self.rollbacks.append(event)
         onset = step if event.onset is None else float(event.onset)
-        if not self._incidents or self._incidents[-1].onset_step != onset:
+        if not self._incidents or self._incidents[-1].incident.onset_step != onset:
             self._open(event, onset)  # a hook ordered it, without an incident
-        incident = self._incidents[-1]
-        incident.measures.append(event)
-        add_names(incident.action, ("ROLLBACK",))
+        last = self._incidents[-1]
+        last.measure(event, "ROLLBACK")
         if not trial:
-            incident.checkpoint = target
-            incident.rollbacks += 1
-            incident.cut(event.lr_scale_before, event.lr_scale)
+            last.update(checkpoint=target)
+            last.rollbacks += 1
+            last.cut(event.lr_scale_before, event.lr_scale)
             if event.batches:
-                incident.batches, incident.left_out = batches_of(event), True
+                last.update(batches=batches_of(event), left_out=True)
         self._undo(float(target))
         run, number = self.attempt_ids[-1]
         if event.outcome == RollbackOutcome.AFTER_CRASH:  # the process began with it
@@ -298,12 +286,13 @@ class Run:
 
     def _add_hook(self, event: EventRecord, step: float) -> None:
         last = self._incidents[-1] if self._incidents else None
-        if last is None or last.attempt != len(self.attempts) - 1 or last.step != step:
+        where = (len(self.attempts) - 1, step)
+        if last is None or (last.incident.attempt, last.incident.step) != where:
             self.marks.append(Mark(step, MarkKind.HOOK, event))
             return
-        last.measures.append(event)
-        last.action = [name for name in last.action if name not in (event.ordered or ())]
-        add_names(last.action, event.action or ())
+        ordered = event.ordered or ()
+        last.update(action=tuple(name for name in last.incident.action if name not in ordered))
+        last.measure(event, *(event.action or ()))
 
     def _add_lr(self, event: EventRecord, step: float) -> None:
         before, after = event.lr_scale_before, event.lr_scale
@@ -314,21 +303,21 @@ class Run:
         self.cuts += cut
         last = self._incidents[-1] if self._incidents else None
         # An order of the incident cut, also if the events of its alarms are gone.
-        if cut and last is not None and last.attempt == len(self.attempts) - 1:
+        if cut and last is not None and last.incident.attempt == len(self.attempts) - 1:
             last.cut(before, after)
 
     def _add_verdict(self, event: EventRecord, step: float) -> None:
         self.rerun = RerunVerdict(event.outcome) if event.outcome in set(RerunVerdict) else None
         if self._incidents:
-            self._incidents[-1].measures.append(event)
+            self._incidents[-1].measure(event)
 
     def _add_stop(self, event: EventRecord, step: float) -> None:
         self.marks.append(Mark(step, MarkKind.STOP, event))
         if self._incidents:
             last = self._incidents[-1]
-            last.measures.append(event)
-            add_names(last.action, ("STOP",))
-            last.stop_step = step if last.stop_step is None else last.stop_step
+            last.measure(event, "STOP")
+            if last.incident.stop_step is None:
+                last.update(stop_step=step)
 
     def _add_damaged(self, event: EventRecord, step: float) -> None:
         at = event.step if event.checkpoint is None else event.checkpoint
@@ -341,20 +330,19 @@ class Run:
         self.marks.append(Mark(step, MarkKind.END, event))
 
     def _open(self, event: EventRecord, onset: float) -> None:
-        self._incidents.append(
-            OpenIncident(
-                number=event.incident or len(self._incidents) + 1,
-                attempt=len(self.attempts) - 1,
-                onset_step=onset,
-                step=max(onset, float(event.step or 0)),
-                cause=list(event.cause or ()),
-                batches=batches_of(event),
-            )
+        incident = Incident(
+            number=event.incident or len(self._incidents) + 1,
+            attempt=len(self.attempts) - 1,
+            onset_step=onset,
+            step=max(onset, float(event.step or 0)),
+            cause=tuple(event.cause or ()),
+            batches=batches_of(event),
         )
+        self._incidents.append(OpenIncident(incident))
 
     def _incident_of(self, event: EventRecord) -> OpenIncident:
         """The event's incident; its `incident` event may be lost to a torn line."""
-        if not self._incidents or self._incidents[-1].number != event.incident:
+        if not self._incidents or self._incidents[-1].incident.number != event.incident:
             self._open(event, float(event.step or 0))
         return self._incidents[-1]
 

@@ -37,7 +37,7 @@ class Array(NamedTuple):
 
     path: Path
     dtype: str
-    """As NumPy, ml_dtypes and torch name it: "bfloat16"."""
+    """Its name in NumPy, ml_dtypes and torch: "bfloat16"."""
     shape: tuple[int, ...]
     read: Callable[[], Iterator[np.ndarray]]
     """Reads every element once, in any order, in 1-d pieces of a dtype that NumPy can compare and

@@ -134,11 +134,11 @@ def _put(tree: Any, place: Place, number: Any) -> Any:
 
 def trimmed(config: EngineConfig) -> EngineConfig:
     """The policy without the parts that change neither an order nor a skip."""
-    trouble = incident.causes(config)
+    acted_on = incident.causes(config)
     return config._replace(
         clip=None,
         detectors=tuple(
-            (name, each) for name, each in config.detectors if int(CAUSES[name]) & trouble
+            (name, each) for name, each in config.detectors if int(CAUSES[name]) & acted_on
         ),
         rules=tuple(rule for rule in config.rules if rule.skip or rule.action & incident.ACTS),
     )
@@ -165,23 +165,23 @@ def step(
     checkpoint here, which closes an open incident.
     """
     seen = observe(signals, resumed != resumed, xp=xp)
-    memories, readings = [], {}
-    for (name, thresholds), memory in zip(config.detectors, state.detectors, strict=True):
+    detector_states, readings = [], {}
+    for (name, thresholds), before in zip(config.detectors, state.detectors, strict=True):
         module = DETECTORS[name]
         if all(getattr(seen, field) is not None for field in module.NEEDS):
-            memory, readings[name] = module.update(thresholds, memory, seen, xp=xp)
-        memories.append(memory)
+            before, readings[name] = module.update(thresholds, before, seen, xp=xp)
+        detector_states.append(before)
 
     never = resumed != resumed
-    wished = softened = recovery = cuts = never
-    remembered = []
-    for rule, memory in zip(config.rules, state.rules, strict=True):
-        hit = _heard(readings, rule.causes, rule.sustained, never)
+    skip_wanted = softened = recovery = cuts = never
+    rule_states = []
+    for rule, before in zip(config.rules, state.rules, strict=True):
+        hit = _raised(readings, rule.causes, rule.sustained, never)
         quiet = config.incident.quiet_steps
-        watched, firing = rules.update(rule, memory, hit, state.step, quiet, xp=xp)
-        remembered.append(watched._replace(age=memory.age))
+        new_state, firing = rules.update(rule, before, hit, state.step, quiet, xp=xp)
+        rule_states.append(new_state._replace(age=before.age))
         if rule.skip:
-            wished = wished | firing.fired
+            skip_wanted = skip_wanted | firing.fired
         if rule.action & Action.SOFT_STEP:
             softened = softened | firing.fired
         if rule.action & Action.ROLLBACK:
@@ -190,13 +190,13 @@ def step(
             cuts = cuts | firing.fired
 
     skips, skip, _ = skip_limit.update_soft(
-        config.max_skips, state.skips, wished, softened, seen, xp=xp
+        config.max_skips, state.skips, skip_wanted, softened, seen, xp=xp
     )
-    trouble = incident.causes(config)
-    heard = lambda causes: (  # noqa: E731
-        _heard(readings, causes, False, never) | _heard(readings, causes, True, never)
+    acted_on = incident.causes(config)
+    raised = lambda causes: (  # noqa: E731
+        _raised(readings, causes, False, never) | _raised(readings, causes, True, never)
     )
-    alarm, harmless = heard(trouble), skip & ~heard(trouble & ~_NONFINITE)
+    alarm, harmless = raised(acted_on), skip & ~raised(acted_on & ~_NONFINITE)
     before = state.incident
     before = before._replace(
         open=before.open & ~resumed,
@@ -214,15 +214,15 @@ def step(
         last_onset=before.last_onset,
         escalations=before.escalations,
     )
-    new = VariantState(state.step + 1, tuple(memories), tuple(remembered), skips, after)
+    new = VariantState(state.step + 1, tuple(detector_states), tuple(rule_states), skips, after)
     return new, VariantDecision(wanted.recover, first, skip)
 
 
-def _heard(readings: Mapping[str, Reading], causes: int, sustained: bool, never: Any) -> Any:
+def _raised(readings: Mapping[str, Reading], causes: int, sustained: bool, never: Any) -> Any:
     """Whether one of `causes` is among this step's alarms, or among its sustained causes."""
-    heard = never
+    raised = never
     for name, reading in readings.items():
         if int(CAUSES[name]) & causes:
             hit = reading.sustained if sustained else reading.alarm
-            heard = heard | (hit & ((reading.cause & causes) != 0))
-    return heard
+            raised = raised | (hit & ((reading.cause & causes) != 0))
+    return raised

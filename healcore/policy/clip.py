@@ -1,4 +1,4 @@
-"""`[clip]`, of every step's gradient (`kind` chooses one of five tables), and `[update_clip]`."""
+"""The tables `[clip]`, which clips gradients in one of five ways (`kind`), and `[update_clip]`."""
 
 from __future__ import annotations
 

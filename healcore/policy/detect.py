@@ -23,7 +23,7 @@ from healcore.core.detectors import (
     vanishing,
 )
 from healcore.policy.clip import Shift
-from healcore.policy.table import Conflict, Table
+from healcore.policy.table import AtMost, Conflict, Table
 from healcore.policy.values import (
     Fraction,
     Limit,
@@ -42,6 +42,13 @@ _gone, _flat, _gap = vanishing.Config(), plateau.Config(), overfit.Config()
 _ratio, _ceiling = loss_ratio.Config(), loss_ceiling.Config()
 _growing = instability.Config()
 _window, _ema, _limit = loss_window.Config(), grad_ema.Config(), grad_ceiling.Config()
+
+# Two orders of events that a table has to respect: a spike is sustained before it counts as the new
+# level, and a warm-up ends while the window still grows.
+_SUSTAIN_BEFORE_SHIFT = AtMost(
+    "sustain", "shift.patience", "longer", "by then the high norm is the new level"
+)
+_WARMUP_IN_WINDOW = AtMost("warmup_steps", "window", "longer", "it never holds more")
 
 
 class NonFinite(Table):
@@ -65,6 +72,7 @@ class NormSpike(Table):
     """A norm far above its own recent level: of the gradient, or of the update."""
 
     core = grad_spike.Config
+    at_most = (_SUSTAIN_BEFORE_SHIFT,)
 
     z_threshold: Positive = _norm.z_threshold
     min_ratio: Ratio = _norm.min_ratio
@@ -72,17 +80,6 @@ class NormSpike(Table):
     warmup_steps: Steps = _norm.warmup_steps
     sustain: Annotated[int, Whole(least=1, most=1_000_000)] = _norm.sustain
     shift: Shift = Shift()
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """A spike has to become sustained before it is the new level."""
-        if self.sustain > self.shift.patience:
-            yield Conflict(
-                ("sustain",),
-                self.sustain,
-                f"at most shift.patience, which is {self.shift.patience}: by then the high norm "
-                "is the new level",
-                f"sustain = {self.shift.patience}, or a longer shift.patience",
-            )
 
 
 class UpdateSpike(NormSpike):
@@ -150,29 +147,16 @@ class LossRatio(Table):
     """The loss is several times the mean of the last ones."""
 
     core = loss_ratio.Config
+    at_most = (
+        _WARMUP_IN_WINDOW,
+        AtMost("sustain", "escape", "longer", "by then the high loss is the new level"),
+    )
 
     ratio: Annotated[float, Number(above=1)] = _ratio.ratio
     window: Annotated[int, Whole(least=1, most=4096)] = _ratio.window
     warmup_steps: Steps = _ratio.warmup_steps
     sustain: Steps = _ratio.sustain
     escape: Steps = _ratio.escape
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """The warm-up has to end, and outliers become sustained before they are the level."""
-        if self.warmup_steps > self.window:
-            yield Conflict(
-                ("warmup_steps",),
-                self.warmup_steps,
-                f"at most window, which is {self.window}: it never holds more",
-                f"warmup_steps = {self.window}, or a longer window",
-            )
-        if self.sustain > self.escape:
-            yield Conflict(
-                ("sustain",),
-                self.sustain,
-                f"at most escape, which is {self.escape}: by then the high loss is the new level",
-                f"sustain = {self.escape}, or a longer escape",
-            )
 
 
 class LossCeiling(Table):
@@ -200,6 +184,7 @@ class LossWindow(Table):
     """The loss is many standard deviations above the mean of the last ones."""
 
     core = loss_window.Config
+    at_most = (_WARMUP_IN_WINDOW,)
 
     sigmas: Positive = _window.sigmas
     window: Annotated[int, Whole(least=2, most=4096)] = _window.window
@@ -207,16 +192,6 @@ class LossWindow(Table):
     bessel: OnOff = _window.bessel
     min_rel_std: NotNegative = _window.min_rel_std
     sustain: Steps = _window.sustain
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """The warm-up has to end."""
-        if self.warmup_steps > self.window:
-            yield Conflict(
-                ("warmup_steps",),
-                self.warmup_steps,
-                f"at most window, which is {self.window}: it never holds more",
-                f"warmup_steps = {self.window}, or a longer window",
-            )
 
 
 class GradWindow(LossWindow):
@@ -229,6 +204,7 @@ class GradEma(Table):
     """The gradient norm is far above the moving average of the accepted ones."""
 
     core = grad_ema.Config
+    at_most = (_SUSTAIN_BEFORE_SHIFT,)
 
     ratio: Annotated[float | None, Number(above=1, none=True)] = _ema.ratio
     sigmas: Limit = _ema.sigmas
@@ -239,7 +215,7 @@ class GradEma(Table):
     shift: Shift = Shift()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """There has to be a test, and a spike has to become sustained before it is the level."""
+        """There has to be a test."""
         if self.ratio is None and self.sigmas is None:
             yield Conflict(
                 ("ratio",),
@@ -247,20 +223,14 @@ class GradEma(Table):
                 "a number where sigmas is none too: nothing else is compared",
                 "ratio = 20.0, or sigmas = 20.0",
             )
-        if self.sustain > self.shift.patience:
-            yield Conflict(
-                ("sustain",),
-                self.sustain,
-                f"at most shift.patience, which is {self.shift.patience}: by then the high norm "
-                "is the new level",
-                f"sustain = {self.shift.patience}, or a longer shift.patience",
-            )
+        yield from super().conflicts()
 
 
 class GradCeiling(Table):
     """The gradient norm is above an absolute limit, or many times the largest of the first."""
 
     core = grad_ceiling.Config
+    at_most = (AtMost("sustain", "escape", "longer", "then the first norms are counted again"),)
 
     ceiling: Limit = _limit.ceiling
     first_ratio: Annotated[float | None, Number(least=1, none=True)] = _limit.first_ratio
@@ -269,7 +239,7 @@ class GradCeiling(Table):
     escape: Steps = _limit.escape
 
     def conflicts(self) -> Iterator[Conflict]:
-        """There has to be a ceiling, and an alarm has to become sustained before it escapes."""
+        """There has to be a ceiling."""
         if self.ceiling is None and self.first_ratio is None:
             yield Conflict(
                 ("ceiling",),
@@ -277,13 +247,7 @@ class GradCeiling(Table):
                 "a number where first_ratio is none too: there is nothing else to stay below",
                 "ceiling = 100.0, or first_ratio = 10.0",
             )
-        if self.sustain > self.escape:
-            yield Conflict(
-                ("sustain",),
-                self.sustain,
-                f"at most escape, which is {self.escape}: then the first norms are counted again",
-                f"sustain = {self.escape}, or a longer escape",
-            )
+        yield from super().conflicts()
 
 
 class Detect(Table):

@@ -1,4 +1,4 @@
-"""A whole policy."""
+"""Defines `Policy`, a whole policy file, and turns it into the config of an engine."""
 
 from __future__ import annotations
 

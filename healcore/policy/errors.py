@@ -1,4 +1,4 @@
-"""Problems of a policy: the key, what was received, the rule, and what to write instead."""
+"""Defines the errors of a policy: the key, the value received, the rule, and what to write."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from healcore.core.verdict import Cause
-from healcore.policy.table import Conflict, Table
+from healcore.policy.table import AtMost, Conflict, Table
 from healcore.policy.values import NotNegative, Number, OnOff, Positive, Ratio, Steps, Whole
 
 FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
@@ -22,8 +22,8 @@ FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
 }
 """The faults that `to` may name: the flag, and what `do` may answer. Each is logged in any case."""
 
-FAULT_ACTIONS = tuple(dict.fromkeys(word for _, words in FAULTS.values() for word in words))
-"""All words that a rule for faults may have."""
+FAULT_ACTIONS = tuple(dict.fromkeys(name for _, names in FAULTS.values() for name in names))
+"""All actions that a rule for faults may name in `do`."""
 
 
 class Retry(Table):
@@ -67,18 +67,8 @@ class Hang(Table):
 class SkipBatch(Table):
     """`[skip_batch]`: how many unreadable batches are left out until the error ends the run."""
 
+    at_most = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))
+
     consecutive: Annotated[int, Whole(least=1, most=1000)] = 3
     count: Annotated[int, Whole(least=1, most=100_000)] = 10
     within: Steps = 1000
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """Every limit can be reached."""
-        for smaller, larger in (("consecutive", "count"), ("count", "within")):
-            value, most = getattr(self, smaller), getattr(self, larger)
-            if value > most:
-                yield Conflict(
-                    (smaller,),
-                    value,
-                    f"at most {larger}, which is {most}",
-                    f"{smaller} = {most}, or a larger {larger}",
-                )

@@ -47,7 +47,9 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
         if not overrides:
             return policy
         data, source = to_dict(policy), policy.name
-    elif isinstance(policy, str) and not _is_path(policy):
+    elif isinstance(policy, str) and not (
+        policy.endswith(".toml") or "/" in policy or os.sep in policy
+    ):
         if policy not in (*preset_names(), *recipe_names()):
             raise _no_preset(policy)
         source = policy
@@ -126,10 +128,6 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
         return Policy.model_validate(dict(data) if isinstance(data, Mapping) else data)
     except ValidationError as error:
         raise PolicyError(source, problems_in(error)) from error
-
-
-def _is_path(text: str) -> bool:
-    return text.endswith(".toml") or "/" in text or os.sep in text
 
 
 def _no_preset(name: str) -> PolicyError:

@@ -1,4 +1,4 @@
-"""Keyword arguments that replace values of a preset or a file."""
+"""Defines the keyword arguments that replace values of a preset or a file."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The policies that come with healcore, one TOML file each in `healcore.policies`."""
+"""Reads the policies that come with healcore, one TOML file each in `healcore.policies`."""
 
 from __future__ import annotations
 
 from importlib import resources
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
-"""healcore's own policies. All others are recipes: what somebody published, as a policy."""
+"""healcore's own policies. All others are recipes: published settings, written as policies."""
 
 _SUFFIX = ".toml"
 

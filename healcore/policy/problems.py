@@ -13,12 +13,12 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from healcore.policy.clip import KINDS
 from healcore.policy.document import Policy
 from healcore.policy.errors import Problem, dotted, shown
-from healcore.policy.table import Conflict, Table
+from healcore.policy.table import Table
 from healcore.policy.values import NONE
 
 Path = tuple[str | int, ...]
 
-_MOST_TOLD = 100
+_MOST_REPORTED = 100
 """Problems that are reported: for each the keys of the format are searched for one like it."""
 
 _EXAMPLES = {
@@ -36,10 +36,10 @@ def problems_in(error: ValidationError) -> tuple[Problem, ...]:
     """The problems, in pydantic's order."""
     found: list[Problem] = []
     details = error.errors(include_url=False)
-    for detail in details[:_MOST_TOLD]:
+    for detail in details[:_MOST_REPORTED]:
         found.extend(_problems(detail))
-    if len(details) > _MOST_TOLD:
-        rule = f"{len(details) - _MOST_TOLD} more of its keys are wrong"
+    if len(details) > _MOST_REPORTED:
+        rule = f"{len(details) - _MOST_REPORTED} more of its keys are wrong"
         found.append(Problem("policy", "", rule, "correct those above first"))
     return tuple(found)
 
@@ -48,8 +48,8 @@ def _problems(detail: ErrorDetails) -> Iterator[Problem]:
     path, table = _walk(detail["loc"])
     kind, value, context = detail["type"], shown(detail["input"]), detail.get("ctx", {})
     if kind == "conflict":
-        for conflict in context["conflicts"]:
-            yield _conflict(path, conflict)
+        for inner, received, rule, write in context["conflicts"]:
+            yield Problem(dotted((*path, *inner)), shown(received), rule, write)
     elif kind == "missing":
         yield Problem(dotted(path), "", "required, and missing", _EXAMPLES[str(path[-1])])
     elif kind == "extra_forbidden":
@@ -156,9 +156,3 @@ def _instead(path: Path, table: type[Table], received: Any, choices: tuple[str, 
         default = int(received)
     value = close[0] if close else NONE if default is None else default
     return f"{key} = {shown(value)}"
-
-
-def _conflict(path: Path, conflict: Conflict) -> Problem:
-    return Problem(
-        dotted((*path, *conflict.path)), shown(conflict.value), conflict.rule, conflict.write
-    )

@@ -1,12 +1,11 @@
-"""`[incident]`, `[rollback]`, `[lr]`, `[budget]`: how far back and how often."""
+"""The tables `[incident]`, `[rollback]`, `[lr]` and `[budget]`: how a run recovers, how often."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RollbackConfig
-from healcore.policy.table import Conflict, Table
+from healcore.policy.table import AtMost, Table
 from healcore.policy.values import Fraction, Number, OneOf, OnOff, Steps, StepsOrZero, Whole
 
 _incident, _rollback, _lr, _budget = IncidentConfig(), RollbackConfig(), LrConfig(), BudgetConfig()
@@ -24,7 +23,7 @@ class IncidentPolicy(Table):
 
 
 class Rollback(Table):
-    """How far back."""
+    """How far to go back, and when."""
 
     core = RollbackConfig
     host_only = frozenset(
@@ -45,6 +44,7 @@ class Lr(Table):
     """Soft steps; the cut of the rate, and the ramp after it, to exactly 1 or to the ceiling."""
 
     core = LrConfig
+    at_most = (AtMost("floor", "factor", "larger", "the first cut would not reach it"),)
 
     factor: Fraction = _lr.factor
     floor: Annotated[float, Number(above=0, most=1)] = _lr.floor
@@ -53,19 +53,9 @@ class Lr(Table):
     ceiling: Annotated[float, Number(least=0, most=1)] = _lr.ceiling
     soft_step: Fraction = _lr.soft_step
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """The first cut has to be possible."""
-        if self.floor > self.factor:
-            yield Conflict(
-                ("floor",),
-                self.floor,
-                f"at most factor, which is {self.factor}: the first cut would not reach it",
-                f"floor = {self.factor}, or a larger factor",
-            )
-
 
 class Budget(Table):
-    """How often. With no recovery left a run that gets worse is stopped, any other goes on."""
+    """How often a run may recover. With no recovery left, one that gets worse is stopped."""
 
     core = BudgetConfig
     host_only = frozenset({"shrinks"})

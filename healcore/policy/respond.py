@@ -1,4 +1,4 @@
-"""`[[respond]]`: for which causes, what to do, and when."""
+"""`[[respond]]`: the rules that say what is done about which causes, and when."""
 
 from __future__ import annotations
 
@@ -74,12 +74,11 @@ class Respond(Table):
                 return
         for cause in self.to:
             allowed = FAULTS[cause][1] if self.for_faults else (SKIP, *ACTIONS)
-            for j, word in enumerate(self.do):
-                if word not in allowed:
-                    words = ", ".join(f'"{each}"' for each in allowed)
-                    yield Conflict(
-                        ("do", j), word, f"an answer to {cause!r}: one of {words}", f"drop {word!r}"
-                    )
+            for j, action in enumerate(self.do):
+                if action not in allowed:
+                    choices = ", ".join(f'"{each}"' for each in allowed)
+                    rule = f"an answer to {cause!r}: one of {choices}"
+                    yield Conflict(("do", j), action, rule, f"drop {action!r}")
         if self.for_faults and self.when != When():
             yield Conflict(
                 ("when",),

@@ -1,4 +1,4 @@
-"""A policy as TOML and as plain data, the differences of two, and a fingerprint."""
+"""Writes a policy as TOML and as plain data, compares two, and makes a fingerprint."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A table of a policy file: frozen, strict, and equal field by field to a config of the core."""
+"""Defines `Table`: a table of a policy file, frozen, strict, with the fields of a core config."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -15,10 +16,29 @@ class Conflict(NamedTuple):
     """Two values of one table that exclude each other."""
 
     path: tuple[str | int, ...]
-    """From the table to the value that is blamed."""
+    """Path from the table to the value that the message names."""
     value: Any
     rule: str
     write: str
+
+
+class AtMost(NamedTuple):
+    """A rule of a table: the value of `key` is at most that of `limit`, which may be dotted."""
+
+    key: str
+    limit: str
+    more: str
+    """What `limit` would have to be instead: "longer", "larger"."""
+    why: str = ""
+
+    def conflict(self, table: Table) -> Conflict | None:
+        """The conflict if a table breaks the rule."""
+        value, most = getattr(table, self.key), attrgetter(self.limit)(table)
+        if value <= most:
+            return None
+        rule = f"at most {self.limit}, which is {most}" + (f": {self.why}" if self.why else "")
+        write = f"{self.key} = {most}, or a {self.more} {self.limit}"
+        return Conflict((self.key,), value, rule, write)
 
 
 class Table(BaseModel):
@@ -32,11 +52,12 @@ class Table(BaseModel):
 
     core: ClassVar[type | None] = None
     host_only: ClassVar[frozenset[str]] = frozenset()
-    """Keys that steer the host (restoring), which the engine on the device has not."""
+    """Keys that only the host reads; the engine on the device does not have them."""
+    at_most: ClassVar[tuple[AtMost, ...]] = ()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields conflicts between fields; for subclasses."""
-        yield from ()
+        """Yields the conflicts between values; a subclass may add rules to `at_most`."""
+        yield from filter(None, (rule.conflict(self) for rule in self.at_most))
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Any:

@@ -1,4 +1,4 @@
-"""The kinds of value in a policy, each with its rule as text.
+"""The types of value in a policy file, each with its rule as text for error messages.
 
 Numbers are float32 in the core, so a range has to hold for the float32 too: 0.99999999 is in (0, 1)
 and its float32 is 1.

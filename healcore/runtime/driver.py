@@ -47,8 +47,27 @@ class Rendezvous(Protocol):
     has a limit.
     """
 
+    world: int
+    """Ranks of the run."""
+
+    def put(self, what: str, item: Any) -> None:
+        """Leaves an item (picklable) under this name for the others."""
+        ...
+
+    def last(self, what: str) -> Any | None:
+        """The last item that any rank has left under this name; None: there is none."""
+        ...
+
+    def count(self, what: str) -> int:
+        """How often the ranks have left an item under this name."""
+        ...
+
+    def connected(self) -> bool:
+        """Whether no connection to another rank has broken; False: one may have been killed."""
+        ...
+
     def post(self, item: Any) -> None:
-        """Leaves this rank's item (picklable) for the others."""
+        """Leaves how this rank has ended (picklable) for the others."""
         ...
 
     def posted(self) -> bool:
@@ -70,12 +89,26 @@ class Rendezvous(Protocol):
         """Every rank's item, and its place in the order of posting; None: it has not come."""
         ...
 
-    def all_ready(self, seconds: float) -> bool:
-        """Whether every rank calls this within so many seconds, and all may exchange again."""
+    def leave(self, ranks: Sequence[Ranks]) -> None:
+        """Makes exchanges of `ranks` raise from now on, also those that wait in other threads.
+
+        `renew` makes them usable again, once no other thread uses them.
+        """
+        ...
+
+    def answers(self, mine: Any, seconds: float) -> list[Any]:
+        """What every rank passes to this call; None: it has not come within so many seconds.
+
+        Does not wait for ranks that have posted and gone since.
+        """
         ...
 
     def renew(self, ranks: Sequence[Ranks], seconds: float) -> None:
         """Makes these usable again, for exchanges that raise after so many seconds. Collective."""
+        ...
+
+    def close(self) -> None:
+        """This rank waits for no other any more, and none need wait for it."""
         ...
 
 

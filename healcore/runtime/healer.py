@@ -99,6 +99,9 @@ class Healer(Generic[State]):
             a live wandb, trackio or mlflow run or a SummaryWriter, which stays open; or objects
             with the methods of `healcore.Tracker`. They run in threads, and one that fails or
             hangs is reported and left. See docs/trackers.md.
+        stop_file: a file that ends the run once it is there, on all ranks at the same step, with
+            the last state saved and exit status 0. Looked for once a second, on every rank; it is
+            left there, and while it is no run starts. None: there is none.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`. In JAX pass the same ones to the optimizer.
 
@@ -131,6 +134,7 @@ class Healer(Generic[State]):
         driver: Driver | None = None,
         trust: bool = False,
         trackers: object = (),
+        stop_file: str | os.PathLike[str] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(
@@ -154,6 +158,7 @@ class Healer(Generic[State]):
             loss_fn=loss_fn,
             trust=trust,
             trackers=select(trackers),
+            stop_file=stop_file,
         ).checked()
         self._run: Loop | None = None
         self._ended = False
@@ -166,6 +171,7 @@ class Healer(Generic[State]):
 
         Raises:
             AlreadyCompleted: the run in the store had completed; a SystemExit of status 0.
+            EndRequested: the stop file is there; a SystemExit of status 0.
             StoreNotEmpty: `resume` is False, and the store holds checkpoints.
             NoGoodCheckpoint: there are checkpoints, and none is intact.
             StateMismatch: they are of another state.
@@ -210,6 +216,7 @@ class Healer(Generic[State]):
         Raises:
             RunStopped: the policy ends the run.
             Terminated: SIGTERM; the current step was finished and the run saved.
+            EndRequested: the stop file, in the same way.
         """
         return self._live.batches(loader, epochs)
 

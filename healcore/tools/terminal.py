@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,18 +24,12 @@ def clean(text: str, keep: str = "\n\t") -> str:
     Control characters (ESC, C1), direction overrides and invisible characters become `\x1b` or
     `\u202e`, as in TOML and Python. `keep` is "" for a name, which has one line.
     """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(each if _harmless(each) or each in keep else _escaped(each) for each in text)
+    return _cleaned(text, keep, _escaped)
 
 
 def clean_json(text: str) -> str:
-    """The same for a JSON document, whose content stays equal."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        each if _harmless(each) or each == "\n" else json.dumps(each)[1:-1] for each in text
-    )
+    """Escapes the same characters in a JSON document, whose content stays equal."""
+    return _cleaned(text, "\n", lambda each: json.dumps(each)[1:-1])
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -75,8 +70,14 @@ def console(**options: Any) -> Console:
     return made
 
 
-def _harmless(each: str) -> bool:
-    return each.isprintable() or unicodedata.category(each) == "Zs"
+def _cleaned(text: str, keep: str, escape: Callable[[str], str]) -> str:
+    if text.isascii() and text.isprintable():
+        return text
+    spaces = {each for each in text if unicodedata.category(each) == "Zs"}
+    return "".join(
+        each if each.isprintable() or each in spaces or each in keep else escape(each)
+        for each in text
+    )
 
 
 def _escaped(each: str) -> str:

@@ -23,6 +23,14 @@ from benchmarks.healbench.tasks import sick_state
 
 
 @pytest.fixture(autouse=True, scope="module")
+def few_optimizations():
+    """Most of the time goes into compiling."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """One thread, as in the workers: with more, small models wait for each other's threads."""
     threads = torch.get_num_threads()
@@ -143,7 +151,7 @@ def test_healcore_changes_nothing_where_it_does_nothing():
         close(final(healed), final(plain), 1e-6)
 
 
-@pytest.mark.parametrize("arm", ["nothing", "fixed_clip", "clip_skip_nan", "attach_default"])
+@pytest.mark.parametrize("arm", ["nothing", "clip_skip_nan", "attach_default"])
 def test_nan_batches(arm):
     burst = slice(740, 770)  # 12 of them
     found = run(arm, "nan_burst", burst)

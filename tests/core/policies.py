@@ -109,20 +109,21 @@ def clip_only(clip: str) -> EngineConfig:
 
 
 def covering(clip: str) -> EngineConfig:
-    """Every detector with and without a ceiling of the learning rate, every clipping rule.
+    """Over all keys of `CLIPS`: every detector and every rule once, every clipping rule.
 
     Clipping rules and detectors see the same signals and do not see each other, so the tests marked
     `stress` alone have each pair of them.
     """
-    return full(clip) if clip in ("zclip", "adagc") else clip_only(clip)
+    return full(clip) if clip == "zclip" else clip_only(clip)
 
 
-def published(which: str, **changes: Any) -> EngineConfig:
-    """The same with detectors of the catalogue (a key of `PUBLISHED`) instead, and no clipping."""
+def published(*which: str, **changes: Any) -> EngineConfig:
+    """The same with detectors of the catalogue (keys of `PUBLISHED`) instead, and no clipping."""
     lasting = RuleConfig(int(Cause.DIVERGENCE), action=int(Action.CUT_LR), sustained=True)
+    names = (name for each in which for name in PUBLISHED[each])
     return full(
         None,
-        detectors=_watching(("nonfinite", *PUBLISHED[which])),
+        detectors=_watching(("nonfinite", *names)),
         rules=(*RULES_OF_ALL_KINDS, lasting),
         **changes,
     )

@@ -36,7 +36,7 @@ def test_a_noisy_ramp_from_2_to_22_is_found(spread):
 
 def test_noise_does_not_diverge():
     kinds = list(itertools.product([2.0, 0.0, -3.0], [1e-4, 0.1, 1.0]))
-    found = run(np.concatenate([o + spread * noise(3000) for o, spread in kinds], axis=1))
+    found = run(np.concatenate([o + spread * noise(1500) for o, spread in kinds], axis=1))
     wrong = [
         kind for kind, of in zip(kinds, np.split(found, len(kinds), 1), strict=True) if of.any()
     ]
@@ -44,8 +44,8 @@ def test_noise_does_not_diverge():
 
 
 def test_training_does_not_diverge():
-    t = np.arange(3000)[:, None]
-    assert not run(2 + 9 * np.exp(-t / 400) + 0.1 * noise(3000)).any()
+    t = np.arange(1500)[:, None]
+    assert not run(2 + 9 * np.exp(-t / 400) + 0.1 * noise(1500)).any()
 
 
 def test_a_spike_that_heals_is_no_divergence():

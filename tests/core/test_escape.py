@@ -53,7 +53,7 @@ def every_run(rule: str, config: NamedTuple) -> dict[tuple[float, str], np.ndarr
     kinds, parts = [], []
     for noise in NOISES:
         rng = np.random.default_rng(0)
-        lanes = 1 if noise == 0 else 40 if rule == "autoclip" else 150
+        lanes = 1 if noise == 0 else 20 if rule == "autoclip" else 150
         norms = np.exp(noise * rng.normal(size=(BEFORE + AFTER, lanes)))
         for shift, (factor, length) in SHIFTS.items():
             rise = np.clip((np.arange(BEFORE + AFTER) - BEFORE + 1) / length, 0, 1)

@@ -47,7 +47,7 @@ def in_every_unit(shape: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarr
 
 
 def test_noise_is_no_spike():
-    for unit, single, lasting in in_every_unit(noise(1500)):
+    for unit, single, lasting in in_every_unit(noise(1000)):
         assert single.mean() < 1e-3, f"{unit}: single steps: fewer than one in a thousand"
         assert not lasting.any(), unit
 

@@ -1,6 +1,6 @@
 """The learning rate's multiplier: cut, floor, hold, and a ramp that ends at exactly 1.0.
 
-Or, with a ceiling, below the rate that broke the run, unless the schedule is below it by itself.
+Or, with a ceiling, below the rate that broke the run, in the schedule's own shape.
 """
 
 from __future__ import annotations
@@ -117,14 +117,30 @@ def test_the_second_breakage_halves_the_ceiling_again():
     np.testing.assert_allclose(got[[29, 30, 59]], [0.5, 0.125, 0.25], rtol=1e-6)
 
 
-def test_a_schedule_that_decays_below_the_ceiling_is_untouched():
+def test_below_the_ceiling_the_schedule_keeps_its_shape():
     schedule = 0.5 * (1 + np.cos(np.pi * np.arange(200) / 200))
-    schedule[150:] = schedule[150]
-    got = under(schedule, 2)
-    low = schedule <= 0.5 * schedule[2]
-    assert low.any()
-    assert (got[low] == 1).all(), "exactly"
-    assert (got[13:][~low[13:]] < 1).all()
+    got = under(schedule, 2)[13:-3]  # at its end a cosine falls to a quarter in one step
+    assert (got == got[0]).all()
+    np.testing.assert_allclose(got[0], 0.5, rtol=1e-6)
+
+
+def test_a_schedule_that_has_decayed_before_the_cut_is_scaled_from_there():
+    schedule = 0.5 * (1 + np.cos(np.pi * np.arange(200) / 200))
+    np.testing.assert_allclose(under(schedule, 150)[170:-3], 0.5, rtol=1e-6)
+
+
+def test_a_schedule_that_rises_after_the_cut_is_scaled_by_its_highest_rate():
+    schedule = np.concatenate([np.linspace(0.1, 1, 50), np.linspace(1, 0.1, 50)])
+    got = under(schedule, 10) * schedule
+    np.testing.assert_allclose(got[49], 0.5 * schedule[10], rtol=1e-5)
+    np.testing.assert_allclose(got[50:] / schedule[50:], got[49] / schedule[49], rtol=1e-5)
+
+
+def test_the_end_of_a_wrong_rate_ends_the_cut():
+    schedule = np.where((np.arange(60) > 4) & (np.arange(60) < 30), 1.6e-2, 1e-3)
+    got = under(schedule, 6)
+    np.testing.assert_allclose(got[29], 0.5, rtol=1e-6)
+    assert (got[30:] == 1).all(), "exactly"
 
 
 def test_a_decay_while_it_is_held_keeps_the_rate_not_the_factor():

@@ -11,41 +11,49 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Action
 from tests.core import fuzz, oracle, policies
 
-STEPS, LANES = 300, 30
+STEPS, LANES = 300, 12
+some_lanes = pytest.mark.parametrize("lanes", [LANES, pytest.param(30, marks=pytest.mark.stress)])
 
 
 @pytest.mark.parametrize("wild", [False, True], ids=["plain", "wild"])
 @pytest.mark.parametrize("clip", policies.CLIPS)
-def test_every_clipping_rule_with_every_detector_and_rule(clip, wild):
+@pytest.mark.parametrize(
+    ("policy", "lanes"),
+    [(policies.covering, LANES), pytest.param(policies.full, 30, marks=pytest.mark.stress)],
+    ids=["some", "all"],
+)
+def test_every_clipping_rule_with_every_detector_and_rule(policy, lanes, clip, wild):
     groups = policies.GROUPS if clip == "adagc" else 0
     rng = np.random.default_rng(len(clip) + 100 * wild)
-    trace = fuzz.signals(rng, STEPS, LANES, groups=groups, wild=wild)
-    config = oracle.known_to_reference(policies.full(clip))
+    trace = fuzz.signals(rng, STEPS, lanes, groups=groups, wild=wild)
+    config = oracle.known_to_reference(policy(clip))
     outcome = oracle.agree(config, trace, groups=groups)
     assert outcome.wrong is None, outcome.wrong
-    assert outcome.ties <= LANES // 10
-    assert outcome.steps >= 0.9 * STEPS * LANES
+    assert outcome.ties <= lanes // 10
+    assert outcome.steps >= 0.9 * STEPS * lanes
 
 
 @pytest.mark.parametrize("wild", [False, True], ids=["plain", "wild"])
 @pytest.mark.parametrize("which", policies.PUBLISHED)
-def test_the_detectors_of_the_catalogue(which, wild):
+@some_lanes
+def test_the_detectors_of_the_catalogue(lanes, which, wild):
     config = oracle.known_to_reference(policies.published(which))
     assert len(config.detectors) == 1 + len(policies.PUBLISHED[which])
-    trace = fuzz.signals(np.random.default_rng(40 + wild), STEPS, LANES, wild=wild)
+    trace = fuzz.signals(np.random.default_rng(40 + wild), STEPS, lanes, wild=wild)
     outcome = oracle.agree(config, trace)
     assert outcome.wrong is None, outcome.wrong
-    assert outcome.ties <= LANES // 10
-    assert outcome.steps >= 0.9 * STEPS * LANES
+    assert outcome.ties <= lanes // 10
+    assert outcome.steps >= 0.9 * STEPS * lanes
 
 
 @pytest.mark.parametrize("wild", [False, True], ids=["plain", "wild"])
-def test_instability_alone(wild):
-    trace = fuzz.signals(np.random.default_rng(50 + wild), STEPS, LANES, wild=wild)
+@some_lanes
+def test_instability_alone(lanes, wild):
+    trace = fuzz.signals(np.random.default_rng(50 + wild), STEPS, lanes, wild=wild)
     outcome = oracle.agree(policies.growing(), trace)
     assert outcome.wrong is None, outcome.wrong
-    assert outcome.ties <= LANES // 10
-    assert outcome.steps >= 0.9 * STEPS * LANES
+    assert outcome.ties <= lanes // 10
+    assert outcome.steps >= 0.9 * STEPS * lanes
 
 
 def test_lone_spikes_of_garbage():
@@ -60,15 +68,15 @@ def test_lone_spikes_of_garbage():
 
 @pytest.mark.parametrize("present", ["loss", "grad_norm", "loss grad_norm", "grad_norm eval_loss"])
 def test_a_detector_without_its_signal_rests(present):
-    trace = fuzz.signals(np.random.default_rng(5), STEPS, 20)
+    trace = fuzz.signals(np.random.default_rng(5), STEPS, LANES)
     trace = Signals(**{name: getattr(trace, name) for name in present.split()})
     outcome = oracle.agree(oracle.known_to_reference(policies.full("zclip")), trace)
     assert outcome.wrong is None, outcome.wrong
-    assert outcome.steps >= 0.9 * STEPS * 20
+    assert outcome.steps >= 0.9 * STEPS * LANES
 
 
 def test_observe_mode_names_causes_and_orders_nothing():
-    trace = fuzz.signals(np.random.default_rng(6), STEPS, 20)
+    trace = fuzz.signals(np.random.default_rng(6), STEPS, LANES)
     config = oracle.known_to_reference(policies.full("zclip", mode="observe"))
     outcome = oracle.agree(config, trace)
     assert outcome.wrong is None, outcome.wrong
@@ -83,7 +91,7 @@ def test_observe_mode_names_causes_and_orders_nothing():
 
 def test_the_traces_reach_everything():
     """The traces provoke every kind of decision, otherwise the oracle would prove little."""
-    trace = fuzz.signals(np.random.default_rng(105), STEPS, LANES)
+    trace = fuzz.signals(np.random.default_rng(105), STEPS, 30)
     got = oracle.core_run(policies.full("zclip"), trace)
     assert np.bitwise_or.reduce(got["cause"], axis=None) == 1023  # all ten causes
     assert np.bitwise_or.reduce(got["action"], axis=None) == 63  # all six actions

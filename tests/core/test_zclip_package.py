@@ -45,8 +45,10 @@ def published(values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray, Z
     return np.array(factors), np.array(means), rule
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0, 6.0])
-@pytest.mark.parametrize("target", MODES)
+@pytest.mark.parametrize(
+    ("target", "max_norm"),
+    [("reciprocal", None), ("reciprocal", 6.0), ("mean", None), ("max", 6.0)],
+)
 def test_the_same_factors_and_statistics(target, max_norm):
     runs = np.stack([norms(seed) for seed in range(3)], axis=1)
     config = RULES["zclip"].ZClipConfig(target=target, max_norm=max_norm)

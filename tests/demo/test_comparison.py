@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import struct
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from healcore.runtime.events.schema import problems
 from healcore.runtime.postmortem import postmortem
 
 STEPS = 40
-TINY: dict[str, Any] = {"batch": 4, "context": 16, "layers": 1, "width": 16, "heads": 2}
+TINY: dict[str, Any] = {"batch": 4, "context": 16, "layers": 2, "width": 16, "heads": 2}
 FRAMEWORKS = ("torch", "jax")
 
 # Goes back at the first NaN.
@@ -44,18 +43,6 @@ do = ["skip", "rollback", "cut_lr"]
 @pytest.fixture(scope="module")
 def text():
     return load_corpus()
-
-
-def _train(
-    framework: str, scenario: Scenario, policy: str, folder: Path, steps: int | None = None
-) -> DemoRun:
-    """A healed run, or its first steps."""
-    loop = importlib.import_module(f"healcore.{framework}.demo.training")
-    taken = loop.train(scenario, "healed", policy, folder)
-    run = DemoRun(framework, "healed", scenario.seed, steps=list(islice(taken, steps)))
-    taken.close()
-    run.finish(np.nan)
-    return run
 
 
 class Demo(NamedTuple):
@@ -164,16 +151,19 @@ def test_nan_is_for_ever_without_healing_and_one_step_with_it(demo, text, framew
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_observing_changes_nothing(demo, text, framework, tmp_path):
-    observed = _train(framework, Scenario(text, steps=STEPS, **TINY), "observe", tmp_path)
+    policy = tmp_path / "observe.toml"
+    policy.write_text(GOES_BACK.replace("[clip]", 'mode = "observe"\n[clip]'))
+    loop = importlib.import_module(f"healcore.{framework}.demo.training")
+    observed = DemoRun(framework, "healed", 0)
+    scenario = Scenario(text, steps=STEPS, **TINY)
+    observed.steps.extend(loop.train(scenario, "healed", policy, tmp_path / "run"))
     np.testing.assert_array_equal(observed.column("loss"), demo.loss(framework, "unprotected"))
 
 
-def test_both_frameworks_train_the_same_model_on_the_same_data(text, tmp_path):
-    scenario = Scenario(text, batch=4, context=32, layers=2, width=32)
-    one, other = (_train(name, scenario, "default", tmp_path / name, 5) for name in FRAMEWORKS)
-    assert len(one.steps) == len(other.steps) == 5
-    np.testing.assert_allclose(one.column("loss"), other.column("loss"), rtol=1e-4)
-    np.testing.assert_allclose(one.column("grad_norm"), other.column("grad_norm"), rtol=1e-3)
+def test_both_frameworks_train_the_same_model_on_the_same_data(demo):
+    one, other = (demo.run(name, "healed") for name in FRAMEWORKS)
+    for column, rtol in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        np.testing.assert_allclose(one.column(column)[:5], other.column(column)[:5], rtol=rtol)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +173,7 @@ def gone_back(tmp_path_factory):
     (out / "goes-back.toml").write_text(GOES_BACK)
     printed = io.StringIO()
     result = run_demo(
-        arms=("unprotected", "healed"),
+        arms=("healed",),
         steps=60,
         policy=out / "goes-back.toml",
         out=out,

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from healcore.policy import load
-
-ROOT = Path(__file__).parents[2]
+from tests import forked_programs
+from tests.forked_programs import ROOT
 
 
 @pytest.mark.parametrize("name", ["optax_loop", "torch_loop"])
 def test_example(name):
-    done = subprocess.run(
-        [sys.executable, f"examples/{name}.py"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked_programs.run(f"examples/{name}.py")
     assert done.returncode == 0, done.stderr
     match = re.fullmatch(r"loss (\S+), skips (\d+), cuts (\d+)\n", done.stdout)
     assert match, done.stdout
@@ -38,14 +28,7 @@ def test_the_policy_of_the_examples_loads():
 
 
 def test_a_call_that_fails_twice_is_repeated():
-    done = subprocess.run(
-        [sys.executable, "examples/retrying_hub.py"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked_programs.run("examples/retrying_hub.py")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"loss \S+, uploads 3\n", done.stdout)
     assert "HTTP 503, attempt 2" in done.stderr

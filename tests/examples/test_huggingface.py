@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import forked_programs
+from tests.forked_programs import TRANSFORMERS
 
 
 def output(name: str) -> str:
-    done = subprocess.run(
-        [sys.executable, f"examples/{name}.py"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked_programs.run(f"examples/{name}.py", imports=TRANSFORMERS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore.policy import load, to_dict
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop import end_of_ranks, termination
+from healcore.runtime.loop import end_of_ranks, termination, unequal_batches
+from healcore.torch.driver import rendezvous
+from healcore.torch.driver.rendezvous import StoreRendezvous
+from healcore.torch.store.gloo import GlooRanks
 from tests.healer.training_loops import rules
 
 WORLD, STEPS, AT = 3, 12, 7
@@ -38,15 +43,21 @@ ABSENT_S, PATIENCE_S = 2.0, 0.5
 
 CASES = (
     "forward", "FSDP2", "backward", "between", "update", "loader", "waits for data", "terminated",
-    "stop", "absent",
+    "stop", "absent", "slow disk", "leaves", "killed at the end",
+    "unequal",
 )  # fmt: skip
 """What happens to rank 1 at step AT."""
 
+
+GOES = ("leaves", "killed at the end")
+"""Rank 2 has posted how it ends, and goes before it is asked to save: with and without a word."""
 
 SAVES = load(rules(), respond=[*to_dict(rules())["respond"], {"to": ["unknown"], "do": ["save"]}])
 
 
 WAIT_S = end_of_ranks.WAIT_S
+STALL_S = 3.0
+"""How long rank 0's disk stands still while a checkpoint is written."""
 
 
 class Spoilt(Exception):
@@ -72,6 +83,8 @@ class Loader:
                 if self.case == "waits for data":
                     threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
                     time.sleep(SECONDS)
+                if self.case == "unequal":
+                    return
                 if self.case == "loader":
                     raise MemoryError("the loader has no memory")
             self.at += 1
@@ -104,10 +117,14 @@ def train(case: str, kind: str, store: Path) -> dict[str, Any]:
         first = healer.step
         for number in healer.batches(Loader(case)):
             here = case if number == AT and rank == 1 else ""
+            if case == "slow disk" and number == AT - 3:
+                healer.store.wait()  # the next regular save is the one that the disk holds up
+                if rank == 0:
+                    stall_disk()
             if case == "absent" and number == AT and rank == 2:
                 time.sleep(4 * ABSENT_S)
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
-            if here in ("forward", "FSDP2", "absent"):
+            if here in ("forward", "FSDP2", "absent", "slow disk", *GOES):
                 raise Spoilt("forward")
             if here == "terminated":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -121,6 +138,8 @@ def train(case: str, kind: str, store: Path) -> dict[str, Any]:
             optimizer.raises = here == "update"
             optimizer.step()
             optimizer.zero_grad()
+            if case == "evaluates" and number == STEPS - 1 and rank == 0:
+                time.sleep(1.0)  # alone, while the others have completed
             if here == "between":
                 raise Spoilt("between")
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
@@ -136,13 +155,19 @@ def run(case: str, rank: int, root: Path, undisturbed: dict[str, Any]) -> dict[s
     meet(root / f"{case}.1", rank)
     began, raised, code = time.monotonic(), "", 0
     try:
-        train(case, case, root / case)
+        with patched_ends(case):
+            if case == "unequal":
+                train("evaluates", case, root / "evaluates")
+            train(case, case, root / case)
     except BaseException as error:
         raised = type(error).__name__
         status = getattr(error, "code", 1)
         code = status if isinstance(status, int) else 1
     took = time.monotonic() - began
     dist.destroy_process_group()
+    if case == "unequal":  # started again, rank 1 has no more batches still
+        newest = max(int(each.name[5:15]) for each in (root / case).glob("step-*"))
+        return {"raised": raised, "code": code, "took": took, "resumed": newest, "same": True}
     meet(root / f"{case}.2", rank)
     resumed = train("", case, root / case)
     kind = case if case == "FSDP2" else "DDP"
@@ -154,18 +179,54 @@ def run(case: str, rank: int, root: Path, undisturbed: dict[str, Any]) -> dict[s
     return {"raised": raised, "code": code, "took": took, "resumed": resumed["first"], "same": same}
 
 
+def stall_disk() -> None:
+    """The disk of this rank stands still for a while."""
+    sync, until = os.fsync, time.monotonic() + STALL_S
+    os.fsync = lambda file: (time.sleep(max(0.0, until - time.monotonic())), sync(file))[1]
+
+
+@contextmanager
+def patched_ends(case: str) -> Iterator[None]:
+    """A context in which ranks have the limits of this case, and rank 2 goes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if case == "unequal":
+            patch.setattr(unequal_batches, "LOOK_S", 0.1)
+        if case == "absent":
+            patch.setattr(end_of_ranks, "WAIT_S", ABSENT_S)
+        if case == "slow disk":
+            patch.setattr(end_of_ranks, "_WRITES_S", 0.0)
+        if case in GOES:
+            patch.setattr(end_of_ranks, "WAIT_S", 2.0 * SECONDS)
+            patch.setattr(rendezvous, "_SILENT_S", 1.0)
+            if dist.get_rank() == 2:
+                patch.setattr(end_of_ranks, "_save", lambda *_: "this rank goes")
+            if dist.get_rank() == 2 and case == "killed at the end":
+                patch.setattr(StoreRendezvous, "close", lambda self: self._closed.set())
+        yield
+
+
 def meet(file: Path, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD, timeout=GROUP
     )
 
 
+def overlapping_groups(rank: int, root: Path) -> list[list[int]]:
+    """The ranks that this one meets in each of its pairs, in groups that overlap."""
+    meet(root / "pairs", rank)
+    pairs = [pair for pair in ((0, 1), (1, 2), (0, 2)) if rank in pair]
+    found = [GlooRanks(members=pair).gather(rank) for pair in pairs]
+    dist.destroy_process_group()
+    return found
+
+
 def main(rank: int, root: Path, cases: list[str]) -> None:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    print(json.dumps(["pairs", overlapping_groups(rank, root)]), flush=True)
     termination.PATIENCE_S, end_of_ranks._TOGETHER_S = PATIENCE_S, 0.2
     undisturbed: dict[str, Any] = {}
     for case in cases or CASES:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        end_of_ranks.WAIT_S = ABSENT_S if case == "absent" else WAIT_S
         print(json.dumps([case, run(case, rank, root, undisturbed)]), flush=True)
 
 

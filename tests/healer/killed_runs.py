@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +11,13 @@ from typing import Any
 
 from healcore import policy as policies
 from healcore.runtime.store import tiered
+from tests import forked_programs
 from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
 
 
 def killed(scenario: Callable[..., None], *arguments: object) -> None:
     """Runs a function of this file in a process of its own, until it kills itself."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.healer.killed_runs", scenario.__name__, *map(str, arguments)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = forked_programs.run("-m", "tests.healer.killed_runs", scenario.__name__, *arguments)
     assert done.returncode == -9, done.stderr
 
 

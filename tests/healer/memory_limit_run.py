@@ -15,10 +15,24 @@ from typing import Any
 
 import numpy as np
 
+from healcore import policy as policies
 from healcore.jax.state import HealStateError
 from healcore.runtime.healer import Healer
 from tests.healer import memory_limit
 
+POLICY = policies.loads(
+    """
+schema = 1
+name = "smaller parts"
+[detect.nonfinite]
+[[respond]]
+to = ["nonfinite"]
+do = ["skip"]
+[[respond]]
+to = ["oom"]
+do = ["shrink_microbatch"]
+"""
+)
 SAMPLES, WIDTH, LAYERS, STEPS = 4096, 1024, 16, 2
 LIMIT = 100 * 2**20
 """Bytes: a quarter of the batch does not fit, an eighth leaves room for the rest of a step."""
@@ -50,7 +64,7 @@ def in_torch(*, limit: bool) -> dict[str, Any]:
     data, sizes, failed = [torch.from_numpy(each) for each in batches()], [], []
     done: list[int] = []
     state = {"scale": [scale], "optimizer": optimizer}
-    with Healer(state=state) as healer, limited(limit):
+    with Healer(POLICY, state=state) as healer, limited(limit):
         for batch in healer.batches(data):
             for part in healer.microbatches(batch):
                 with part:
@@ -74,7 +88,7 @@ def jax_functions() -> tuple[Any, ...]:
 
     from healcore.jax import protect
 
-    tx = protect(optax.sgd(1.0), "default")
+    tx = protect(optax.sgd(1.0), POLICY)
 
     def loss_fn(scale: Any, x: Any, weight: float) -> Any:
         x, _ = jax.lax.scan(lambda x, layer: (jnp.tanh(x) * layer, None), x, scale)
@@ -93,7 +107,7 @@ def jax_functions() -> tuple[Any, ...]:
     def compiled(function: Any) -> dict[int, Any]:
         """By the number of samples: compiling takes memory too, which is not to be limited."""
         scale = jnp.ones((LAYERS, WIDTH))
-        parts = [np.zeros((SAMPLES >> halvings, WIDTH), np.float32) for halvings in range(8)]
+        parts = [np.zeros((SAMPLES >> halvings, WIDTH), np.float32) for halvings in range(5)]
         state = scale, tx.init(scale)
         return {len(each): function.lower(state, each, 1.0).compile() for each in parts}
 
@@ -113,7 +127,7 @@ def in_jax(*, limit: bool, donate: bool = False) -> dict[str, Any]:
     total: Any = None
     # Compiled before there is a limit.
     apply((scale, tx.init(scale)), *add((jnp.zeros(()), scale), (jnp.zeros(()), scale)))
-    with Healer(state=(scale, tx.init(scale))) as healer, limited(limit):
+    with Healer(POLICY, state=(scale, tx.init(scale))) as healer, limited(limit):
         for batch in healer.batches(data):
             for part in healer.microbatches(batch):
                 with part:

@@ -2,8 +2,8 @@
 
     python -m tests.healer.repeated_kills FRAMEWORK ROOT KILLS
 
-It imports the framework once and forks a child for every start. Runs that are never killed come
-first, one of each kind: what they did at every step is what the killed ones must do too. Prints one
+It imports the framework once and forks a child for every start. Before the first run of a kind is
+one that is never killed: what it did at every step is what the killed ones must do too. Prints one
 JSON line with what was counted; ends with an error at the first thing that is not as it must be.
 """
 
@@ -157,12 +157,14 @@ def main() -> None:
     framework, root, kills = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     warm(framework, root)
     rng, counts = random.Random(framework), Counter[str]()
-    kinds = [Kind(framework, variant, root / f"clean-{name}") for name, variant in VARIANTS.items()]
-    for number in itertools.count():
+    kinds: dict[str, Kind] = {}
+    for number, name in enumerate(itertools.cycle(VARIANTS)):
         left = kills - counts["kills"]
         if left <= 0:
             break
-        run(kinds[number % len(kinds)], root / f"{number}", min(left, 12), number, rng, counts)
+        if name not in kinds:
+            kinds[name] = Kind(framework, VARIANTS[name], root / f"clean-{name}")
+        run(kinds[name], root / f"{number}", min(left, 12), number, rng, counts)
     print(json.dumps(counts))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from healcore.runtime.events import read
-from tests.healer.ending_ranks import AT, CASES, SECONDS, WAIT_S, WORLD
+from tests.healer.ending_ranks import AT, CASES, GOES, SECONDS, WAIT_S, WORLD
 from tests.torch.forked_ranks import run_ranks
 
 SAVED = {
@@ -20,6 +20,8 @@ SAVED = {
     "loader": AT,
     "waits for data": AT,
     "terminated": AT + 2,
+    "slow disk": AT,
+    "unequal": AT,
 }
 """Step of the save at the end; the others resume from the last regular one."""
 SIGNALS = ("waits for data", "terminated")
@@ -62,6 +64,11 @@ def test_all_end_soon_and_the_next_run_is_as_if_nothing_had_happened(case: str, 
     assert all(each["took"] < late for each in outcomes)
 
 
+def test_groups_may_overlap(ranks: Ranks):
+    """When they make a group, ranks may have made different numbers of others."""
+    assert ranks.of("pairs") == [[[0, 1], [0, 2]], [[0, 1], [1, 2]], [[1, 2], [0, 2]]]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_one_file_says_why_with_what_every_rank_has_seen(case: str, ranks: Ranks):
     events = ranks.events(case)
@@ -71,13 +78,18 @@ def test_one_file_says_why_with_what_every_rank_has_seen(case: str, ranks: Ranks
         return  # they agree within the run
     of_ranks = {each["rank"]: each for each in end["of_ranks"]}
     assert set(of_ranks) >= {0, 1}
-    endings = {"waits for data": "signal", "stop": "stopped"}
+    endings = {"waits for data": "signal", "stop": "stopped", "unequal": "stopped"}
     assert end["ending"] == of_ranks[1]["outcome"] == endings.get(case, "exception")
     problems = [each["problem"] for each in events if each["kind"] == "problem"]
     if case == "update":
         assert "rank 1: the exception interrupted" in problems[-1]
+    elif case == "unequal":
+        (stop,) = (each for each in events if each["kind"] == "stop")
+        assert stop["why"].startswith(f"rank 1: no more batches after step {AT}, and rank ")
     elif case == "absent":
         assert "rank 2 has not ended" in problems[-1]
+    elif case in GOES:
+        assert "rank 2 was not ready in time, or has gone" in problems[-1]
     else:
         assert not problems
     if end["ending"] == "exception":

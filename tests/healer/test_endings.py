@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
 
 import pytest
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import (
-    RunStopped,
-    Terminated,
-)
+from healcore.runtime.loop import stop_file
+from healcore.runtime.loop.termination import EndRequested, RunStopped, Terminated
+from tests import forked_programs
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import Faults, loop_of, rules, train
 
@@ -62,14 +59,37 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     assert events(tmp_path, "stop")[0]["diagnosis"] == text
 
 
+@BOTH
+def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_there(
+    framework, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(stop_file, "LOOK_S", 0.01)
+    store, path = tmp_path / "store", tmp_path / "STOP"
+
+    def ask(healer, number):
+        if number == 7:
+            path.touch()
+            while not healer._live.stop_file.found:
+                time.sleep(0.01)
+
+    loop = loop_of(framework, policy=rules())
+    with pytest.raises(EndRequested) as ended:
+        train(loop, rules(), range(12), store=store, before=ask, stop_file=path)
+    assert ended.value.code == 0
+    (found,) = postmortems(store)
+    assert (found["ending"], found["step"], found["exception"]) == ("requested", 8, None)
+    assert str(path) in found["diagnosis"]
+    assert events(store, "save")[-1]["step"] == 8
+    with pytest.raises(EndRequested), caplog.at_level("INFO", "healcore"):
+        train(loop_of(framework, policy=rules()), rules(), range(12), store=store, stop_file=path)
+    assert f"nothing was done: the stop file {path} is there" in caplog.text
+    path.unlink()
+    train(loop_of(framework, policy=rules()), rules(), range(12), store=store, stop_file=path)
+    assert events(store, "end")[-1]["ending"] == "completed"
+
+
 def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.healer.stopped_run"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = forked_programs.run("-m", "tests.healer.stopped_run")
     assert done.returncode == 1
     assert done.stdout == ""
     assert "healcore stopped the run at step" in done.stderr

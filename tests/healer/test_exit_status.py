@@ -4,46 +4,39 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked_programs
 from tests.healer.run_directory import postmortems
 from tests.runtime.store.disk_faults import small_disk
 
-ROOT = Path(__file__).parents[2]
 TORCHRUN = "tests.healer.torchrun_worker"
 
 
 def start(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1800,
-    )
+    return forked_programs.run("-m", *arguments, timeout=1800)
 
 
-@pytest.mark.parametrize(
-    ("example", "workers"), [("torch_healer", ([], [TORCHRUN])), ("optax_healer", ([],))]
-)
-def test_after_a_completed_run_there_is_nothing_to_do(example, workers, tmp_path):
-    first = start(f"examples.{example}", tmp_path)
-    assert first.returncode == 0, first.stderr
-    files = sorted(each for each in tmp_path.rglob("*") if each.is_file())
+def nothing_is_done(run: Path, *program: object) -> None:
+    """Starts a program again whose run has completed."""
+    files = sorted(each for each in run.rglob("*") if each.is_file())
     contents = [each.read_bytes() for each in files]
-    for worker in workers:
-        again = start(*worker, f"examples.{example}", tmp_path)
-        assert again.returncode == 0, again.stderr
-        assert "Traceback" not in again.stderr
-        assert again.stdout == ""
-        (line,) = (line for line in again.stderr.splitlines() if line.startswith("healcore: "))
-        assert f"nothing to do: {tmp_path} holds a run that completed at step" in line
-        assert "resume=True" in line
+    again = start(*program)
+    assert again.returncode == 0, again.stderr
+    assert "Traceback" not in again.stderr
+    assert again.stdout == ""
+    (line,) = (line for line in again.stderr.splitlines() if line.startswith("healcore: "))
+    assert f"nothing to do: {run} holds a run that completed at step" in line
+    assert "resume=True" in line
     assert [each.read_bytes() for each in files] == contents, "and nothing was touched"
+
+
+def test_after_a_completed_run_there_is_nothing_to_do_for_a_worker_of_torchrun(tmp_path):
+    first = start("examples.torch_healer", tmp_path)
+    assert first.returncode == 0, first.stderr
+    nothing_is_done(tmp_path, TORCHRUN, "examples.torch_healer", tmp_path)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -64,6 +57,4 @@ def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path)
         assert again.stdout == "trained to 30\n"
         endings = [found["ending"] for found in postmortems(disk / "run")]
         assert endings[-1] == "completed"
-        done = start("tests.healer.full_disk_run", framework, disk, 0)
-        assert (done.returncode, done.stdout) == (0, "")
-        assert "completed at step 30" in done.stderr
+        nothing_is_done(disk / "run", "tests.healer.full_disk_run", framework, disk, 0)

@@ -18,7 +18,7 @@ from healcore.jax import HealStateError, protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import RunStopped
 from tests.healer.run_directory import events
-from tests.healer.training_loops import rules
+from tests.healer.training_loops import SKIPS, rules
 from tests.jax.driver.small_runs import batch, in_place, linen, mse, plain
 
 RULES = rules()
@@ -95,8 +95,8 @@ def test_all_micro_batches_of_a_bad_update_are_left_out(tmp_path):
 
 
 def test_a_gate_before_the_accumulator_saves_the_rollback(tmp_path):
-    run = plain(policy="default", wrap=finite_only)
-    healer = train(run, "default", range(41), lambda number: number == 29, store=tmp_path)
+    run = plain(policy=RULES, wrap=finite_only)
+    healer = train(run, RULES, range(41), lambda number: number == 29, store=tmp_path)
     assert events(tmp_path, "alarm") == []
     assert healer.step == 41
     (engine,) = healer.driver.healing().values()
@@ -131,9 +131,10 @@ def test_a_start_that_ignores_the_resumed_state_is_reported(tmp_path):
 @pytest.mark.parametrize("kind", [linen, in_place])
 def test_batch_statistics_of_a_skipped_batch_are_taken_back(kind, tmp_path):
     """As in docs/jax.md: `HealTrainState`, or `update(..., before=snapshot(model))`."""
-    run = kind("default")
+    run = kind(SKIPS)
     losses = [loss_of(run.state)]
-    healer = train(run, "default", range(120), lambda number: number == 60, store=tmp_path)
+    options = {"store": tmp_path, "save_every": 20}
+    healer = train(run, SKIPS, range(120), lambda number: number == 60, **options)
     assert healer.rollbacks == 0
     (alarm,) = events(tmp_path, "alarm")
     assert (alarm["step"], alarm["skip"]) == (60, True)

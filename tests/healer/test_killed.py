@@ -24,7 +24,7 @@ def root() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_killed_again_and_again(framework, kills, root):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -40,5 +40,5 @@ def test_killed_again_and_again(framework, kills, root):
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts["kills"] == kills
-    assert counts["in a rollback"] >= kills // 10
-    assert counts["in a save"] >= kills // 10
+    assert counts["in a rollback"] >= max(1, kills // 10)
+    assert counts["in a save"] >= max(1, kills // 10)

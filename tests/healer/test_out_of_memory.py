@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,18 +17,9 @@ import healcore
 from healcore.runtime import events
 from healcore.runtime.events import schema
 from healcore.runtime.microbatches.window import MicrobatchError
+from tests import forked_programs
 
-ROOT = Path(__file__).parents[2]
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has")
-
-
-@pytest.fixture(autouse=True)
-def small_heap():
-    """Collecting garbage takes half a second with all frameworks imported, and every redo does."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Memory:
@@ -304,14 +293,7 @@ def test_a_part_that_is_not_entered():
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_real_allocator_that_fails(framework):
     """The step is split until it fits, and trains to the same parameters."""
-    run = subprocess.run(
-        [sys.executable, "tests/healer/memory_limit_run.py", framework],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = forked_programs.run("-m", "tests.healer.memory_limit_run", framework)
     assert run.returncode == 0, run.stderr[-2000:]
     split, whole, *donated = map(json.loads, run.stdout.splitlines())
     samples = sum(whole["sizes"][0])

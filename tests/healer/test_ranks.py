@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from healcore.runtime.events import read
-from tests.healer.two_ranks import BAD, CORRUPT, ENDS, HOOKS, ODD, SECONDS, TOLD, UNREADABLE
+from tests.healer.two_ranks import (
+    BAD,
+    CORRUPT,
+    ENDS,
+    HOOKS,
+    ODD,
+    SECONDS,
+    TOLD,
+    TROUBLE,
+    UNREADABLE,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 SCENARIOS = [*ODD, *HOOKS, UNREADABLE, *ENDS]
@@ -46,6 +56,11 @@ class Pair:
     def refusals(self) -> list[str]:
         """What each rank says to other options on the ranks."""
         return [json.loads(out.splitlines()[-1]) for out, _ in self._ends]
+
+    @property
+    def exchanges(self) -> list[Any]:
+        """What each rank finds after a signal whose handler raises within an exchange."""
+        return [json.loads(out.splitlines()[-2]) for out, _ in self._ends]
 
     def lines(self, rank: int) -> str:
         """What a rank has written on standard error."""
@@ -104,6 +119,11 @@ def test_other_options_on_the_ranks_are_refused_on_each(pair):
     ]
 
 
+def test_a_signal_handler_that_raises_leaves_no_exchange_half_way(pair):
+    """The next exchange would meet the rest of it, and gloo would abort the process."""
+    assert pair.exchanges == [[False, [0, 1]], [True, [0, 1]]]
+
+
 def test_the_most_severe_of_two_hooks_wins(pair):
     logged = pair.result("severe")
     assert "hook" in logged["stopped"]
@@ -146,6 +166,27 @@ def test_a_signal_to_one_rank_ends_both_at_one_step_with_its_save(scenario, stop
     assert [each["rank"] for each in vote["of_ranks"]] == [1]
     assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [TOLD + 2]
     assert (events[-1]["kind"], events[-1]["ending"]) == ("end", ending)
+
+
+def test_a_rollback_that_the_last_step_orders_is_done_by_both_before_they_end(pair):
+    logged = pair.result(TROUBLE)
+    assert (logged["stopped"], logged["rollbacks"]) == ("exit status 143", 1)
+    events = read(pair.root / TROUBLE / "run.events.jsonl").events
+    (rollback,) = (e for e in events if e["kind"] == "rollback")
+    assert (rollback["step"], logged["step"]) == (TOLD + 2, rollback["checkpoint"])
+    assert (events[-1]["kind"], events[-1]["ending"]) == ("end", "signal")
+
+
+def test_a_stop_file_on_one_rank_ends_both_at_one_step_with_its_save(pair):
+    """The mark travels with the step after the one in which the file appears."""
+    logged = pair.result("stop file")
+    assert (logged["stopped"], logged["step"]) == ("exit status 0", TOLD + 3)
+    root = pair.root / "stop file"
+    events = read(root / "run.events.jsonl").events
+    assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [TOLD + 3]
+    assert (events[-1]["kind"], events[-1]["ending"]) == ("end", "requested")
+    (postmortem,) = root.glob("*postmortem*.json")
+    assert f"the stop file {root / 'stop on rank 1'}" in postmortem.read_text()
 
 
 def test_the_most_severe_proposal_is_carried_out_by_all(pair):

@@ -140,10 +140,24 @@ def outcome_of(kind: str, folder: Path, monkeypatch: Any, disk: Any) -> dict[str
     }
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_the_rollback_target_depends_only_on_the_steps(kind, tmp_path, monkeypatch):
+SLOW = {
+    "dcp": ("slow writes", "slow both"),
+    "torch tiers": ("slow proofs", "now and then"),
+    "orbax": ("slow proofs", "now and then"),
+    "jax tiers": ("slow writes", "slow both"),
+}
+"""Every disk in both frameworks and with both kinds of store; `stress` has all pairs."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "slow"),
+    [*SLOW.items(), *(pytest.param(kind, (*DISKS,), marks=pytest.mark.stress) for kind in STORES)],
+    ids=[*SLOW, *(f"{kind} on all" for kind in STORES)],
+)
+def test_the_rollback_target_depends_only_on_the_steps(kind, slow, tmp_path, monkeypatch):
     outcomes = {
-        name: outcome_of(kind, tmp_path / name, monkeypatch, disk) for name, disk in DISKS.items()
+        name: outcome_of(kind, tmp_path / name, monkeypatch, DISKS[name])
+        for name in ("a fast disk", *slow)
     }
     fast = outcomes["a fast disk"]
     assert [onset for onset, _ in fast["back"]] == [43, 45]

@@ -11,24 +11,28 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import Interrupted, RunStopped, Terminated
+from healcore.runtime.loop import stop_file as stop_files
+from healcore.runtime.loop.termination import EndRequested, Interrupted, RunStopped, Terminated
 from healcore.runtime.loop.votes import Proposal, Severity
 from healcore.runtime.store import Keep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
+from healcore.torch.store.gloo import GlooRanks
 from tests.healer.test_faults import Corrupt, with_answers
 from tests.healer.training_loops import Faults, rules
 
@@ -39,6 +43,8 @@ UNREADABLE = "unreadable"
 """The scenario in which rank 1 cannot read two batches."""
 CORRUPT = (20, 39)
 """The first comes again after the rollback, and the second is the last."""
+TROUBLE = "terminated in trouble"
+"""The scenario in which the last step, not read yet when the run ends, orders a rollback."""
 SHARDED = "shard"
 """The scenario in which each rank has a part of the model, which it saves itself."""
 SECONDS = 60
@@ -127,7 +133,23 @@ def propose(healer: Healer, number: int) -> None:
         healer._live.votes.propose(Proposal(Severity.STOP, "the device has failed"))
 
 
-ENDS: dict[str, Any] = {"terminated": terminate, "interrupted": interrupt, "proposed": propose}
+def stop_file(healer: Healer, number: int) -> None:
+    """The stop file of this rank appears."""
+    if number == TOLD:
+        found = healer._live.stop_file
+        assert found.path is not None
+        found.path.touch()
+        while not found.found:
+            time.sleep(0.01)
+
+
+ENDS: dict[str, Any] = {
+    "terminated": terminate,
+    TROUBLE: terminate,
+    "interrupted": interrupt,
+    "stop file": stop_file,
+    "proposed": propose,
+}
 """Scenario -> what happens to rank 1 before a step, which ends the run on both."""
 
 
@@ -138,12 +160,15 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     model: Any = fully_shard(net) if scenario == SHARDED else DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    faults = Faults(always=[] if scenario in ENDS else [BAD])
+    bad = [TOLD + 1] if scenario == TROUBLE else []
+    faults = Faults(always=bad if scenario in ENDS else [BAD])
     odd = ENDS.get(scenario) or ODD.get(scenario)
     options: dict[str, Any] = {"store": root / "store", "events": root / "run.events.jsonl"}
     policy, data = rules(), range(40)
     if scenario == UNREADABLE:
         policy, data = with_answers(), Rows(40, CORRUPT if rank else ())
+    if scenario == "stop file":
+        options["stop_file"] = root / f"stop on rank {rank}"
     if scenario == "without a disk":
         options["store"] = TorchMemoryStore(Keep(good=3, candidates=3, quarantined=1))
     if scenario in HOOKS:
@@ -165,7 +190,7 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
                 optimizer.zero_grad()
     except RunStopped as stop:
         stopped = stop.why
-    except (Terminated, Interrupted) as end:
+    except (Terminated, Interrupted, EndRequested) as end:
         stopped = f"exit status {end.code}"
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
     weights = b"".join(p.detach().numpy().tobytes() for p in whole)
@@ -193,13 +218,40 @@ def refusal(root: Path) -> str:
         return str(error)
 
 
+def interrupted_exchange() -> Any:
+    """The exchange after one in which a handler of a signal has raised on rank 1."""
+    ranks, all_gather, raised = GlooRanks(), distributed_c10d.all_gather, False
+
+    def handler(number: int, frame: Any) -> None:
+        raise InterruptedError
+
+    def told(*args: Any, **options: Any) -> Any:  # the first of the exchange's two collectives
+        distributed_c10d.all_gather = all_gather
+        found = all_gather(*args, **options)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return found
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    if ranks.rank:
+        distributed_c10d.all_gather = told
+    try:
+        ranks.gather("x" * 1000 * ranks.rank)
+    except InterruptedError:
+        raised = True
+    signal.signal(signal.SIGUSR1, before)
+    return raised, ranks.gather(ranks.rank)
+
+
 def main(rank: int, root: Path, scenarios: list[str]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
     )
+    stop_files.LOOK_S = 0.01
     for scenario in scenarios:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(json.dumps(run(scenario, root / scenario)), flush=True)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    print(json.dumps(interrupted_exchange()), flush=True)
     print(json.dumps(refusal(root)), flush=True)
     dist.destroy_process_group()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from healcore.runtime.store import NotThere, StoreError, files
 from healcore.runtime.store.claim import LOCK
 from healcore.tools.output_files import replacing
 from healcore.torch.store import DCPStore
+from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train
 from tests.hostile.run_directories import cut_short
 
@@ -120,10 +119,7 @@ def _umask() -> int:
 
 def in_time(code: str, *arguments: str, seconds: int = 120) -> str:
     """The output of a child within a generous time limit: it must not wait for a pipe."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        capture_output=True, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
+    done = forked_programs.run("-c", textwrap.dedent(code), *arguments, timeout=seconds)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,4 +1,4 @@
-"""Steps inside shard_map over four devices; run by test_axes.py, prints what each device did."""
+"""Steps inside shard_map over four devices; run by test_signals.py, prints what each device did."""
 
 # optax types arrays as a union of many kinds.
 # pyright: reportArgumentType=false, reportIndexIssue=false
@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 import os
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+# Most of the time goes into compiling, so with little care.
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=4"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -294,10 +294,13 @@ def of(tx):
 
 
 @pytest.mark.parametrize(
-    "inner", [optax.adamw(1e-3), optax.sgd(1e-3, momentum=0.9)], ids=["adamw", "sgd"]
+    ("policy", "inner"),
+    [
+        *((name, optax.adamw(1e-3)) for name in ("SKIP", "CUT_LR", "ADAGC", "OBSERVE")),
+        ("ZCLIP", optax.sgd(1e-3, momentum=0.9)),
+    ],
 )
-@pytest.mark.parametrize("policy", ["ZCLIP", "SKIP", "CUT_LR", "ADAGC", "OBSERVE"])
-def test_protect_writes_parameters_and_moments_in_place(inner, policy):
+def test_protect_writes_parameters_and_moments_in_place(policy, inner):
     assert of(protect(inner, getattr(policies, policy))) < BYTES // 10
 
 

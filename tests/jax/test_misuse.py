@@ -12,11 +12,9 @@ import optax
 import pytest
 from flax import nnx
 
-from healcore.core.engine import Engine
 from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.driver import engines
-from healcore.policy import PolicyError
-from tests.jax import policies
+from healcore.policy import PolicyError, engine_of
 
 PARAMS = {"w": jnp.ones(4)}
 
@@ -42,7 +40,7 @@ def test_protect_takes_a_transformation(inner, message):
 def test_a_transformation_of_optax_is_accepted():
     inners: list[Any] = [optax.adam(1e-3), optax.MultiSteps(optax.adam(1e-3), 2), optax.identity()]
     for inner in inners:
-        protect(inner, policies.ZCLIP).init(PARAMS)
+        protect(inner, "zclip").init(PARAMS)
 
 
 @pytest.mark.parametrize("wrong", [optax.adam(1e-3), "default", True, (1.0,)])
@@ -56,7 +54,7 @@ def test_zclip_takes_numbers(name, wrong):
 
 BEHIND = {
     "adam": optax.chain(optax.adam(1e-3), heal_zclip()),
-    "momentum": optax.chain(optax.sgd(0.1, momentum=0.9), heal(policies.ZCLIP)),
+    "momentum": optax.chain(optax.sgd(0.1, momentum=0.9), heal("zclip")),
     "with hyperparameters": optax.chain(
         optax.inject_hyperparams(optax.sgd)(0.1), optax.inject_hyperparams(heal_zclip)()
     ),
@@ -65,7 +63,7 @@ BEHIND = {
 BEFORE = {
     "adam": optax.chain(heal_zclip(), optax.adam(1e-3)),
     "behind what keeps nothing": optax.chain(optax.zero_nans(), optax.clip(1.0), heal_zclip()),
-    "protect": protect(optax.chain(optax.clip(1.0), optax.adam(1e-3)), policies.ZCLIP),
+    "protect": protect(optax.chain(optax.clip(1.0), optax.adam(1e-3)), "zclip"),
     "alone": heal_zclip(),
 }
 
@@ -91,14 +89,14 @@ def test_healing_before_the_optimizer_is_not(name):
 
 
 def driver_of(state):
-    """As the Healer looks at a state at its start; `heal_zclip` has the state of this policy."""
-    return engines.find(state, state, Engine(policies.ZCLIP))
+    """As ``Healer("zclip")``, the policy of `heal_zclip`, looks at a state at its start."""
+    return engines.find(state, state, engine_of("zclip"))
 
 
 @pytest.mark.parametrize("make", [lambda **o: protect(optax.sgd(1.0), "zclip", **o), heal])
 def test_one_number_of_a_policy_needs_no_file(make):
     tx = make(clip={"kind": "fixed", "max_norm": 2.0})
-    updates, _ = tx.update({"w": jnp.full(4, 5.0)}, tx.init(PARAMS), PARAMS)
+    updates, _ = jax.jit(tx.update)({"w": jnp.full(4, 5.0)}, tx.init(PARAMS), PARAMS)
     np.testing.assert_allclose(optax.tree.norm(updates), 2.0, rtol=1e-6)
     with pytest.raises(PolicyError, match="max_norm = -1"):
         make(clip={"max_norm": -1})

@@ -3,6 +3,7 @@
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 
+import functools
 import json
 import warnings
 
@@ -36,6 +37,11 @@ def edited(number):
     return policy.from_dict({**found, "max_skips": number})
 
 
+@functools.cache  # compiling takes seconds
+def healed(name="default"):
+    return protect(optax.adam(0.1), name)
+
+
 def stepped(tx, steps=3):
     state = tx.init(PARAMS)
     for _ in range(steps):
@@ -45,7 +51,7 @@ def stepped(tx, steps=3):
 
 @pytest.mark.parametrize("other", ["observe", "zclip", edited(7)], ids=["mode", "names", "number"])
 def test_a_state_of_another_policy_is_refused(other):
-    state = stepped(protect(optax.adam(0.1), "default"))
+    state = stepped(healed())
     saved = json.loads(json.dumps(to_dict(state, "default")))
     for use in (
         lambda: to_dict(state, other),
@@ -63,12 +69,12 @@ def test_a_state_of_another_policy_is_refused(other):
 def test_a_file_with_the_same_numbers_is_the_same_policy(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(policy.preset_text("default").replace('name = "default"', 'name = "mine"'))
-    state = stepped(protect(optax.adam(0.1), "default"))
+    state = stepped(healed())
     assert to_dict(state, path) == to_dict(state, "default")
 
 
 def test_a_saved_state_from_before_there_were_fingerprints_is_taken():
-    state = stepped(protect(optax.adam(0.1), "default"))
+    state = stepped(healed())
     saved = to_dict(state, "default")
     del saved["policy"]
     assert to_dict(from_dict(state, saved, "default"), "default") == to_dict(state, "default")
@@ -76,7 +82,7 @@ def test_a_saved_state_from_before_there_were_fingerprints_is_taken():
 
 def test_a_compiled_update_refuses_what_has_another_form():
     state = stepped(protect(optax.adam(0.1), "zclip"))
-    update = jax.jit(protect(optax.adam(0.1), "default").update)
+    update = jax.jit(healed().update)
     with pytest.raises(HealStateError, match="of another policy"):
         update(PARAMS, state, PARAMS, value=LOSS)
 
@@ -90,7 +96,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_moments_of_an_optimizer_without_healcore_can_be_taken_over(name):
     old = stepped(optax.with_extra_args_support(OTHERS[name]))
-    tx = protect(optax.adam(0.1), "default")
+    tx = healed()
     with pytest.raises(
         HealStateError, match=r"with_heal_state\(old_opt_state, like=tx.init\(params\)\)"
     ):
@@ -109,19 +115,19 @@ def test_a_chain_with_a_clip_becomes_one_with_heal():
         tx.update(PARAMS, old, PARAMS, value=LOSS)
     state = with_heal_state(old, like=tx.init(PARAMS))
     assert int(optax.tree.get(state, "count")) == 3
-    tx.update(PARAMS, state, PARAMS, value=LOSS)
+    jax.jit(tx.update)(PARAMS, state, PARAMS, value=LOSS)
 
 
 def test_a_run_goes_on_with_another_policy():
-    old = stepped(protect(optax.adam(0.1), "default"))
+    old = stepped(healed())
     tx = protect(optax.adam(0.1), "observe")
     state = with_heal_state(without_heal_state(old), like=tx.init(PARAMS))
     assert int(optax.tree.get(state, "count")) == 3
-    tx.update(PARAMS, state, PARAMS, value=LOSS)
+    jax.jit(tx.update)(PARAMS, state, PARAMS, value=LOSS)
 
 
 def test_a_state_that_does_not_fit_is_rejected():
-    tx = protect(optax.adam(0.1), "default")
+    tx = healed()
     with pytest.raises(HealStateError, match="structure"):
         with_heal_state(optax.adagrad(0.1).init(PARAMS), like=tx.init(PARAMS))
 
@@ -139,7 +145,7 @@ def test_a_forgotten_loss_is_reported_once_and_is_nan_in_the_metrics(make):
 
 
 def test_a_loss_that_is_given_is_in_the_metrics(recwarn):
-    tx = protect(optax.sgd(0.1), "default")
+    tx = healed()
     state = tx.init(PARAMS)
     assert np.isnan(metrics(state)["heal/loss"])
     _, state = jax.jit(tx.update)(PARAMS, state, PARAMS, value=LOSS * jnp.nan)
@@ -151,5 +157,5 @@ def test_a_loss_that_is_given_is_in_the_metrics(recwarn):
 
 def test_a_policy_without_a_detector_of_the_loss_does_not_warn(recwarn):
     tx = optax.chain(heal("zclip"), optax.sgd(0.1))
-    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
     assert not [each for each in recwarn if "value=loss" in str(each.message)]

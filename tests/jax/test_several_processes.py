@@ -17,13 +17,13 @@ from healcore.jax.state_transfer import without_heal_state
 from healcore.jax.store import OrbaxStore
 from tests.jax import trained_together
 from tests.jax.processes import Program
-from tests.jax.trained_together import FAULTS, SECONDS, STEPS
+from tests.jax.trained_together import FAULTS, FEWER_STEPS, SECONDS, SPECS, STEPS
 from tests.jax.two_processes import BAD, GOES_BACK, initial
 from tests.runtime.store.programs import run
 
 TOLERANCE = 1e-5
 """Relative, of losses and norms: four parts are added up in another order than one."""
-SPREAD = [kind for kind in STEPS if kind != "alone"]
+SPREAD = [*SPECS]
 
 
 def program(root: Path, *kinds: str, world: int) -> Program:
@@ -32,21 +32,15 @@ def program(root: Path, *kinds: str, world: int) -> Program:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """One process with four devices."""
-    root = tmp_path_factory.mktemp("one")
-    return program(root, *SPREAD, "alone", world=1)
-
-
-@pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds the checkpoints of the four processes."""
-    return tmp_path_factory.mktemp("four")
+    """Holds the checkpoint of the one process."""
+    return tmp_path_factory.mktemp("one")
 
 
 @pytest.fixture(scope="module")
-def four(root: Path) -> Program:
-    return program(root, "sharded", world=4)
+def one(root: Path) -> Program:
+    """One process with four devices."""
+    return program(root, *SPREAD, "alone", world=1)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(four: Program, root: Path, folder: Path) -> Program:
-    del four  # has to have saved
+def two(one: Program, root: Path, folder: Path) -> Program:
+    del one  # has to have saved
     return Program("tests.jax.two_processes", folder, root, world=2, seconds=960)
 
 
-def check_run(kind: str, outcomes: list[Any], alone: Any) -> None:
+def check_run(outcomes: list[Any], alone: Any, steps: int = FEWER_STEPS) -> None:
     """All processes have skipped the faulty steps and no other, exactly, and decided as one has."""
     for each in outcomes:
         assert each["records"] == outcomes[0]["records"]
@@ -74,7 +68,7 @@ def check_run(kind: str, outcomes: list[Any], alone: Any) -> None:
     for found, expected in zip(outcomes[0]["records"], alone["records"], strict=False):
         assert found[:4] == expected[:4]
         assert found[4:] == pytest.approx(expected[4:], rel=TOLERANCE)
-    assert len(outcomes[0]["records"]) == STEPS[kind]
+    assert len(outcomes[0]["records"]) == steps
 
 
 SAVED = {"same": True, "moved": True, "listed": [True, 7, [], {"of": "the run"}]}
@@ -82,18 +76,18 @@ SAVED = {"same": True, "moved": True, "listed": [True, 7, [], {"of": "the run"}]
 
 @pytest.mark.parametrize("kind", SPREAD)
 def test_a_mesh_of_one_process_decides_as_one_device_does(kind: str, one: Program):
-    check_run(kind, one.of(kind), one.of("alone")[0])
+    check_run(one.of(kind), one.of("alone")[0])
 
 
-def test_four_processes_decide_as_one_does(four: Program, one: Program):
-    check_run("sharded", four.of("sharded"), one.of("alone")[0])
+def test_two_processes_decide_as_one_does(two: Program, one: Program):
+    check_run(two.of("sharded"), one.of("alone")[0], STEPS["sharded"])
 
 
 @pytest.mark.stress
 def test_four_processes_spread_in_every_way(one: Program, tmp_path: Path):
     found = program(tmp_path, *SPREAD, world=4)
     for kind in SPREAD:
-        check_run(kind, found.of(kind), one.of("alone")[0])
+        check_run(found.of(kind), one.of("alone")[0], STEPS.get(kind, FEWER_STEPS))
 
 
 def test_exchanges_of_two_threads_are_kept_apart_and_none_waits_forever(two: Program):
@@ -153,9 +147,9 @@ def test_what_the_documentation_shows_is_right_in_two_processes(two: Program):
     assert found["loop"][:2] == [12, 1]
 
 
-def test_a_checkpoint_of_four_processes_on_other_meshes_of_two(two: Program, four: Program):
-    found = both(two, "from four")
-    saved = four.of("sharded")[0]["whole"]
+def test_a_checkpoint_of_four_devices_on_other_meshes_of_two(two: Program, one: Program):
+    found = both(two, "from one")
+    saved = one.of("sharded")[0]["whole"]
     assert found == {
         "two axes": saved,
         "two axes, placed": True,
@@ -164,12 +158,12 @@ def test_a_checkpoint_of_four_processes_on_other_meshes_of_two(two: Program, fou
     }
 
 
-def test_a_checkpoint_of_four_processes_in_one(four: Program, root: Path):
+def test_a_checkpoint_of_two_processes_in_one(two: Program, folder: Path):
     params, state = trained_together.begin("alone")
     like = {"params": params, "opt_state": state}
-    found = OrbaxStore(root / "sharded").restore(7, like).state
+    found = OrbaxStore(folder / "sharded").restore(7, like).state
     digest = trained_together.digest((found["params"], found["opt_state"]))
-    assert digest == four.of("sharded")[0]["whole"]
+    assert digest == two.of("sharded")[0]["whole"]
 
 
 def test_arrays_of_one_process_alone_have_to_be_the_same_in_all(two: Program):

@@ -31,6 +31,11 @@ OPTIMIZERS = {
     "injected": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.0, 9)),
     "lookahead_like": lambda: optax.chain(optax.scale_by_adam(), optax.ema(0.9)),
 }
+ALIKE = ("sgd_momentum", "lion", "rmsprop", "schedule_free", "prodigy", "lookahead_like")
+"""Their states have no kind of leaf that the others lack."""
+every_optimizer = pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.stress) if x in ALIKE else x for x in OPTIMIZERS]
+)
 # -0.0 and a value whose update is tiny: both must come back bit for bit.
 PARAMS = {
     "w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4).at[0, 0].set(-0.0),
@@ -77,7 +82,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every_optimizer
 @pytest.mark.parametrize("kind", BAD)
 def test_a_skip_changes_no_bit(name, kind):
     step, params, state = training(name)
@@ -89,7 +94,7 @@ def test_a_skip_changes_no_bit(name, kind):
     assert all(np.signbit(np.asarray(u, np.float32)).all() for u in jax.tree.leaves(updates))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every_optimizer
 def test_the_run_goes_on_as_if_the_bad_step_had_never_been(name):
     step, params, state = training(name)
     p, s = params, state
@@ -104,7 +109,7 @@ def test_the_run_goes_on_as_if_the_bad_step_had_never_been(name):
     assert differs(s.inner_state, state.inner_state) or name == "sgd"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every_optimizer
 def test_without_a_skip_the_step_is_the_optimizers_own(name):
     step, params, state = training(name)
     inner = _with_extra_args(OPTIMIZERS[name]())

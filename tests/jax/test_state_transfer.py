@@ -17,7 +17,9 @@ from healcore.jax import from_dict, last_decision, protect, to_dict
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 
-TX = protect(optax.adamw(0.1), policies.EVERYTHING)
+# Few detectors: every detector's state goes through JSON in tests/core/test_state_dict.
+POLICY = policies.BOTH
+TX = protect(optax.adamw(0.1), POLICY)
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 6)}
 GRADS = np.random.default_rng(0).standard_normal((40, 6)).astype(np.float32)
 GRADS[::9] *= 50
@@ -43,10 +45,10 @@ def through_flax(state, tmp_path):
 
 
 def through_json(state, tmp_path):
-    (tmp_path / "heal.json").write_text(json.dumps(to_dict(state, policies.EVERYTHING)))
+    (tmp_path / "heal.json").write_text(json.dumps(to_dict(state, POLICY)))
     saved = json.loads((tmp_path / "heal.json").read_text())
     others = {"inner_state": state.inner_state, "heal_update_norm": state.heal_update_norm}
-    return from_dict(TX.init(PARAMS)._replace(**others), saved, policies.EVERYTHING)
+    return from_dict(TX.init(PARAMS)._replace(**others), saved, POLICY)
 
 
 @pytest.mark.parametrize("through", [through_orbax, through_flax, through_json])

@@ -1,6 +1,6 @@
-"""One of two processes that train together: python -m tests.jax.two_processes N 2 PORT ROOT FOUR.
+"""One of two processes that train together: python -m tests.jax.two_processes N 2 PORT ROOT ONE.
 
-FOUR has the checkpoints that four processes saved, see `trained_together`.
+ONE has the checkpoint that one process with four devices saved, see `trained_together`.
 """
 
 # optax types arrays as a union of many kinds.
@@ -53,6 +53,9 @@ name = "goes back"
 [[respond]]
 to = ["nonfinite"]
 do = ["skip", "rollback", "cut_lr"]
+[[respond]]
+to = ["unknown", "oom"]
+do = ["save"]
 [incident]
 quiet_steps = 2
 patience = 5
@@ -64,7 +67,7 @@ hold_steps = 3
 ramp_steps = 4
 """
 )
-"""At the first NaN."""
+"""At the first NaN. Asks for a save when an exception ends the run."""
 
 
 @functools.cache
@@ -257,9 +260,9 @@ def documented(root: Path) -> dict[str, Any]:
 # -- other meshes, other numbers of processes, what cannot be saved -------------------------------
 
 
-def from_four(root: Path, four: Path) -> dict[str, Any]:
-    """What four processes saved, on the meshes of two: in other parts, and whole."""
-    store = OrbaxStore(four / "sharded")
+def from_one(one: Path) -> dict[str, Any]:
+    """What one process saved of four devices, on the meshes of two: in other parts, and whole."""
+    store = OrbaxStore(one / "sharded")
     outcome: dict[str, Any] = {}
     for kind in ("two axes", "data parallel"):
         params, state = trained_together.begin(kind)
@@ -303,7 +306,7 @@ def refused(root: Path) -> dict[str, Any]:
     return outcome
 
 
-def main(process: int, port: str, root: Path, four: Path) -> None:
+def main(process: int, port: str, root: Path, one: Path) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     join(process, WORLD, port)
     report("exchanges", exchanges())
@@ -312,7 +315,8 @@ def main(process: int, port: str, root: Path, four: Path) -> None:
     report("memory", healed(root / "memory", until=99, store=None))
     report("terminated", terminated(root / "terminated"))
     report("documented", documented(root))
-    report("from four", from_four(root, four))
+    report("sharded", trained_together.trained("sharded", root))
+    report("from one", from_one(one))
     report("refused", refused(root / "refused"))
     multihost_utils.sync_global_devices("end")  # the first to end would end the other
 

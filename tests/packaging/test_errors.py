@@ -19,7 +19,10 @@ INTERNAL = {
     "CannotShrink", "WentBack",
 }  # fmt: skip
 HOMES = ("healcore", "healcore.jax", "healcore.torch", "healcore.policy")
-ENDS = {"RunStopped", "AlreadyCompleted", "LastStateNotSaved", "Terminated", "Interrupted"}
+ENDS = {
+    "RunStopped", "AlreadyCompleted", "EndRequested", "LastStateNotSaved", "Terminated",
+    "Interrupted",
+}  # fmt: skip
 
 
 NOT_INSTALLED = {"arctic_training"}

@@ -26,6 +26,7 @@ SURFACE = {
         "DataError",
         "Decision",
         "EmptyLoader",
+        "EndRequested",
         "Fault",
         "HealcoreError",
         "Healer",

@@ -7,22 +7,16 @@ import tomllib
 import numpy as np
 import pytest
 
-from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import diff, fingerprint, load, preset_names, preset_text
+from tests.core.engine_runner import Runner
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 
 
 def run(policy, losses, norms):
     """Decisions of a policy along a curve, with NumPy."""
-    engine = policy.engine()
-    state, decisions = engine.init(), []
-    for loss, norm in zip(losses, norms, strict=True):
-        signals = Signals(loss=np.float32(loss), grad_norm=np.float32(norm))
-        state, decision = engine.step(state, signals, xp=np)
-        decisions.append(decision)
-    return decisions
+    return Runner(policy.config()).feed(loss=losses, grad_norm=norms)
 
 
 def healthy(steps, seed=0):

@@ -31,6 +31,14 @@ def take(p: Parameter, optimizer: AdamW, heal: Healing) -> float:
 
 
 @host_and_device
+def test_the_loss_is_nan_until_one_is_observed(where):
+    p, optimizer, heal = healed(where)
+    assert np.isnan(take(p, optimizer, heal))
+    heal.observe(0.0)
+    assert take(p, optimizer, heal) == 0
+
+
+@host_and_device
 @pytest.mark.parametrize(
     "loss",
     [

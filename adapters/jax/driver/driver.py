@@ -24,6 +24,7 @@ from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
+    from healcore.jax.driver.rendezvous import CoordinatedRendezvous
     from healcore.jax.driver.vote_marks import VoteMarks
 
 
@@ -57,6 +58,8 @@ class JaxDriver:
         self._missing_noted = False
         self._marks: VoteMarks | None = None
         """Made by the first `request_vote`, in a program of several processes."""
+        self._ranks: Ranks | None = None
+        self._rendezvous: CoordinatedRendezvous | None = None
         self.warnings: list[str] = []
         self._on_step: Callable[[], None] = lambda: None
         self._remember_step()
@@ -174,7 +177,16 @@ class JaxDriver:
         self._edit_healing(in_state.declined(self._engine, self._accessor.read()))
 
     def interrupted(self) -> bool:
-        """False: an update makes new arrays, and the state is replaced as a whole."""
+        """Whether the last step has failed because another process did not take it. A sync then.
+
+        False in one process: an update makes new arrays, and the state is replaced as a whole.
+        """
+        if self._rendezvous is None:
+            return False
+        try:
+            jax.block_until_ready(self._accessor.read())
+        except (RuntimeError, ValueError):
+            return True
         return False
 
     def undo_window(self) -> str:
@@ -241,26 +253,36 @@ class JaxDriver:
         return TieredStore(memory, OrbaxStore(where, nonfinite_ok=nonfinite_ok))
 
     def ranks(self) -> Ranks:
-        """Exchanges between the processes of this run, each of which has to call this."""
-        if jax.process_count() == 1:
-            return Alone()
-        from healcore.jax.store.coordination import CoordinatedRanks  # loads Orbax
+        """Exchanges between the processes of this run. Every process makes the first call."""
+        if self._ranks is None:
+            self._ranks = Alone()
+            if jax.process_count() > 1:
+                from healcore.jax.store.coordination import CoordinatedRanks  # loads Orbax
 
-        return CoordinatedRanks()
+                self._ranks = CoordinatedRanks()
+        return self._ranks
 
     def rank_heartbeats(self) -> None:
         """None: JAX has heartbeats of its own, and ends the job if one is missing."""
 
-    def rendezvous(self) -> None:
-        """None: processes that end at different moments do not find each other."""
+    def rendezvous(self) -> CoordinatedRendezvous | None:
+        """In the key-value store of JAX; None where collectives do not run over gloo (on a CPU)."""
+        from healcore.jax.driver import rendezvous
+        from healcore.jax.store.coordination import CoordinatedRanks
+
+        ranks = self.ranks()
+        if isinstance(ranks, CoordinatedRanks) and all(ranks.gather(rendezvous.possible())):
+            self._rendezvous = rendezvous.CoordinatedRendezvous(ranks)
+        return self._rendezvous
 
     def generators(self) -> None:
         """None: JAX has no global generators; the state holds its keys."""
 
     def close(self) -> None:
-        """Ends the thread for votes. Healing is part of the user's optimizer, without hooks."""
-        if self._marks is not None:
-            self._marks.close()
+        """Ends threads of several processes. Healing is in the optimizer, without hooks."""
+        for each in (self._marks, self._rendezvous):
+            if each is not None:
+                each.close()
 
     # -- internal ---------------------------------------------------------------------------------
 

@@ -9,33 +9,28 @@ torch.distributed was started with, which needs no collective.
 
 from __future__ import annotations
 
-import os
 import pickle
-import socket
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
+from healcore.runtime import tcp_connections
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.store.gloo import GlooRanks
 
-_ESTABLISHED = "01"
-_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What gloo and the system say then, in a RuntimeError that nothing else distinguishes."""
 _LINGER_S = 5.0
 """Seconds for which rank 0, whose process may hold the store, waits until the others have read."""
-
-
-class Connection(NamedTuple):
-    """One end of a TCP connection, as /proc/net/tcp writes the addresses."""
-
-    here: str
-    there: str
+_LOOK_S = (0.005, 0.1)
+"""Seconds between two looks at the store, at first and at most. A wait within the store would hold
+up all its other uses in this process."""
+_BEAT_S = 0.5
+"""Seconds between the signs of life of a rank that has posted ..."""
+_SILENT_S = 10.0
+"""... and without one, until it has gone for the others: it was killed."""
 
 
 class StoreRendezvous:
@@ -47,27 +42,52 @@ class StoreRendezvous:
 
     def __init__(self, ranks: GlooRanks) -> None:
         self._ranks = ranks
+        self.world = ranks.world
         self._store: Any = dist.distributed_c10d._get_default_store()
-        own = connections()
+        own = tcp_connections.connections()
         of_ranks = ranks.gather((uuid.uuid4().hex, [*own.values()]))
         self._name = f"healcore/{of_ranks[0][0]}"
-        of_others = [each for rank, (_, ends) in enumerate(of_ranks) if rank != ranks.rank
-                     for each in ends]  # fmt: skip
-        theirs = {(each[1], each[0]) for each in of_others}
-        keep = f":{self._port():04X}"
-        self._to_others = {
-            socket_: end
-            for socket_, end in own.items()
-            if end in theirs and not end.here.endswith(keep) and not end.there.endswith(keep)
+        self._of_rank = {
+            rank: tcp_connections.between(own, ends, but=self._port())
+            for rank, (_, ends) in enumerate(of_ranks)
+            if rank != ranks.rank
         }
+        self._to_others = {each: end for of in self._of_rank.values() for each, end in of.items()}
+        self._closed = threading.Event()
         self.possible = bool(self._to_others)
         """False: the connections are not known (not Linux, or addresses are translated)."""
+
+    def put(self, what: str, item: Any) -> None:
+        """Leaves an item for the others."""
+        self._store.set(f"{self._name}/last/{what}", pickle.dumps(item))
+        self._store.add(f"{self._name}/count/{what}", 1)
+
+    def last(self, what: str) -> Any | None:
+        """The last item of any rank."""
+        key = f"{self._name}/last/{what}"
+        return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def count(self, what: str) -> int:
+        """How many there were."""
+        return self._store.add(f"{self._name}/count/{what}", 0)
+
+    def connected(self) -> bool:
+        """Whether each other rank has a connection left of those that it had at the start.
+
+        Some may have been closed since, such as those of a group that the program has destroyed.
+        """
+        now = tcp_connections.connections()
+        return all(
+            not known or any(now.get(each) == end for each, end in known.items())
+            for known in self._of_rank.values()
+        )
 
     def post(self, item: Any) -> None:
         """Leaves this rank's item for the others; numbered in the order of all ranks' calls."""
         number = self._store.add(f"{self._name}/posts", 1)
         self._store.set(self._key("item", self._ranks.rank), pickle.dumps((number, item)))
         self._store.set(f"{self._name}/posted", "1")
+        threading.Thread(target=self._beat, name="healcore-end-beat", daemon=True).start()
 
     def posted(self) -> bool:
         """Whether any rank has posted."""
@@ -78,41 +98,28 @@ class StoreRendezvous:
 
     def lost_peer(self, error: BaseException | None) -> bool:
         """Whether gloo has raised because a connection has broken."""
-        return isinstance(error, RuntimeError) and any(each in str(error) for each in _BROKEN)
+        return tcp_connections.has_broken(error)
 
     def interrupt_others(self) -> None:
         """Ends the collectives in which other ranks wait for this one: they raise."""
-        now = connections()
-        for each, end in self._to_others.items():
-            if now.get(each) != end:
-                continue  # closed since; its number may be another file's
-            try:
-                with socket.socket(fileno=os.dup(each[0])) as own:
-                    own.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # the other end was faster
+        tcp_connections.shut_down(self._to_others)
         self._to_others = {}
 
     def collect(self, seconds: float) -> list[tuple[int, Any] | None]:
         """Number and item of every rank; None for those that have not come within this time."""
-        until = time.monotonic() + seconds
-        found = []
-        for rank in range(self._ranks.world):
-            data = self._get(self._key("item", rank), until)
-            found.append(None if data is None else pickle.loads(data))
-        if None not in found:
-            self._linger("read")
-        return found
+        return self._of_all("item", seconds)
 
-    def all_ready(self, seconds: float) -> bool:
-        """Whether every rank calls this within this time."""
-        self._store.set(self._key("ready", self._ranks.rank), "1")
-        until = time.monotonic() + seconds
-        keys = [self._key("ready", rank) for rank in range(self._ranks.world)]
-        ready = all(self._get(key, until) is not None for key in keys)
-        if ready:
-            self._linger("ready read")
-        return ready
+    def leave(self, ranks: Sequence[Ranks]) -> None:
+        """Closes these, and this rank's end of all connections to other ranks."""
+        for each in ranks:
+            if isinstance(each, GlooRanks):
+                each.leave()
+        self.interrupt_others()
+
+    def answers(self, mine: Any, seconds: float) -> list[Any]:
+        """Every rank's answer; None for those that have not come within this time, or have gone."""
+        self._store.set(self._key("answer", self._ranks.rank), pickle.dumps(mine))
+        return self._of_all("answer", seconds)
 
     def renew(self, ranks: Sequence[Ranks], seconds: float) -> None:
         """New groups for these `ranks`, whose exchanges raise after `seconds`. Collective."""
@@ -120,28 +127,69 @@ class StoreRendezvous:
             if isinstance(each, GlooRanks):
                 each.renew(seconds)
 
+    def close(self) -> None:
+        """Leaves word that this rank has gone."""
+        self._closed.set()
+        self._store.set(self._key("gone", self._ranks.rank), "1")
+
     # -- within ---------------------------------------------------------------------------------
 
     def _key(self, what: str, rank: int) -> str:
         return f"{self._name}/{what}/{rank}"
 
-    def _get(self, key: str, until: float) -> bytes | None:
-        left = timedelta(seconds=max(0.01, until - time.monotonic()))
+    def _of_all(self, what: str, seconds: float) -> list[Any]:
+        """What every rank has set under this key; None for those that have not, or have gone."""
+        until = time.monotonic() + seconds
+        found = [self._get(what, rank, until) for rank in range(self._ranks.world)]
+        if None not in found:
+            self._linger(f"{what} read")
+        return [None if each is None else pickle.loads(each) for each in found]
+
+    def _get(self, what: str, rank: int, until: float) -> bytes | None:
+        """What a rank has set, by then; None: it has not, or this rank cannot see it any more."""
+        key, pause = self._key(what, rank), _LOOK_S[0]
+        beat, heard = 0, time.monotonic()
         try:
-            self._store.wait([key], left)
+            while not self._store.check([key]):
+                now = time.monotonic()
+                number = self._beats(rank)
+                if number != beat:
+                    beat, heard = number, now
+                gone = number and (now - heard > _SILENT_S)
+                if now >= until or gone or self._store.check([self._key("gone", rank)]):
+                    return None
+                time.sleep(min(pause, until - now))
+                pause = min(2 * pause, _LOOK_S[1])
             return self._store.get(key)
-        except RuntimeError:  # a time-out, or the process that held the store has ended
+        except RuntimeError:  # the process that held the store has ended
             return None
 
-    def _linger(self, what: str) -> None:
+    def _beats(self, rank: int) -> int:
+        """How often a rank has given a sign of life since it has posted; 0: it has not posted."""
+        key = self._key("beats", rank)
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _beat(self) -> None:
+        """Gives a sign of life until this rank has gone, in a thread."""
+        number = 0
         try:
-            self._store.set(self._key(what, self._ranks.rank), "1")
+            while not self._closed.is_set():
+                number += 1
+                self._store.set(self._key("beats", self._ranks.rank), str(number))
+                self._closed.wait(_BEAT_S)
+        except RuntimeError:
+            return
+
+    def _linger(self, what: str) -> None:
+        """Rank 0, whose process may hold the store, waits until the others have read."""
+        try:
+            self._store.set(self._key(what, self._ranks.rank), pickle.dumps(True))
         except RuntimeError:
             return
         if self._ranks.rank == 0:
             until = time.monotonic() + _LINGER_S
             for rank in range(self._ranks.world):
-                self._get(self._key(what, rank), until)
+                self._get(what, rank, until)
 
     def _port(self) -> int:
         """Of the TCPStore, whose connections stay; 0 if the store is another one."""
@@ -149,28 +197,3 @@ class StoreRendezvous:
         while hasattr(store, "underlying_store"):  # of a PrefixStore
             store = store.underlying_store
         return getattr(store, "port", 0)
-
-
-def connections() -> Mapping[tuple[int, str], Connection]:
-    """The TCP connections of this process, by file descriptor and inode; empty without /proc."""
-    inodes = {}
-    try:
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                target = os.readlink(f"/proc/self/fd/{name}")
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                inodes[target[len("socket:[") : -1]] = int(name)
-        lines = [
-            line.split()
-            for table in ("tcp", "tcp6")
-            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
-        ]
-    except OSError:
-        return {}
-    return {
-        (inodes[fields[9]], fields[9]): Connection(fields[1], fields[2])
-        for fields in lines
-        if fields[3] == _ESTABLISHED and fields[9] in inodes
-    }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -29,9 +31,7 @@ class GlooRanks:
 
     def __init__(self, group: Any | None = None, *, members: Sequence[int] = ()) -> None:
         if group is None and members and len(members) < dist.get_world_size():
-            group = dist.new_group(
-                [*members], _time_out(), backend="gloo", use_local_synchronization=True
-            )
+            group = _new_group(members, _time_out())
         elif group is None:
             group = dist.new_group(timeout=_time_out(), backend="gloo")
         elif dist.get_backend(group) != "gloo":
@@ -39,26 +39,45 @@ class GlooRanks:
                 f"a store exchanges over a gloo group, not over {dist.get_backend(group)}: pass "
                 'dist.new_group(backend="gloo"), or nothing'
             )
-        self.group: Any = group
+        self._group: Any = group
+        self._pool = ThreadPoolExecutor(1, "healcore-exchange")
+        self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
 
+    @property
+    def group(self) -> Any:
+        """The group; RuntimeError from `leave` to `renew`."""
+        if self._group is None:
+            raise RuntimeError("this rank has left the exchanges with the other ranks")
+        return self._group
+
+    def leave(self) -> None:
+        """From now on its exchanges raise on this rank, those of other threads too.
+
+        Otherwise a thread that still writes a checkpoint would take the answers to another
+        thread's exchange over the renewed group for those to its own.
+        """
+        self._group = None
+
     def renew(self, seconds: float) -> None:
-        """Replaces the group by a new one, whose exchanges raise after so many seconds.
+        """Makes a new group, whose exchanges raise after so many seconds.
 
         For ranks whose old group is unusable because one of them has left it. Collective.
         """
-        self.group = dist.new_group(
-            dist.get_process_group_ranks(self.group),
-            backend="gloo",
-            timeout=timedelta(seconds=seconds),
-            use_local_synchronization=True,
-        )
+        self._group = _new_group(self._members, timedelta(seconds=seconds))
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, on every rank."""
-        items: list[Any] = [None] * self.world
-        dist.all_gather_object(items, item, group=self.group)
+        group, items = self.group, [None] * self.world
+        # In another thread than the main one: Python calls handlers of signals there, and one that
+        # raises would leave the exchange after the first of its two collectives. The next exchange
+        # would meet the second one on the other ranks, at which gloo aborts the process. The pool
+        # has one thread, so the next exchange waits for this one.
+        if threading.current_thread() is threading.main_thread():
+            self._pool.submit(dist.all_gather_object, items, item, group).result()
+        else:
+            dist.all_gather_object(items, item, group)
         return items
 
     def largest(self, values: Sequence[int], seconds: float | None = None) -> list[int]:
@@ -79,6 +98,26 @@ class GlooRanks:
         else:
             work.wait(timedelta(seconds=seconds))
         return found.tolist()
+
+
+def _new_group(members: Sequence[int], timeout: timedelta | None) -> Any:
+    """A new gloo group of `members`, of which the other ranks need not know.
+
+    torch (2.13) derives its name from the number of groups that a process has, and ranks with
+    different numbers would never meet. So those with fewer make some of themselves alone first.
+    """
+    world: Any = dist.distributed_c10d._world
+    store: Any = dist.distributed_c10d._get_default_store()
+    ranks, here, mine = sorted(members), dist.get_rank(), len(world.pg_names)
+    name = f"healcore/groups/{ranks}"
+    name = f"{name}/{store.add(f'{name}/calls/{here}', 1)}"
+    store.set(f"{name}/{here}", str(mine))
+    keys = [f"{name}/{rank}" for rank in ranks]
+    store.wait(keys, timeout or SHORTEST)
+    most = max(int(store.get(key)) for key in keys)
+    for _ in range(most - mine):
+        dist.new_group([here], backend="gloo", use_local_synchronization=True)
+    return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
 
 
 def _time_out() -> timedelta | None:

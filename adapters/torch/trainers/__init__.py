@@ -1,1 +1,1 @@
-"""healcore within the trainers that people use; each imports its library on first use."""
+"""Heals the trainers of other libraries; each library is imported on first use."""

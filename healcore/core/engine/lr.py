@@ -1,8 +1,9 @@
 """The learning-rate multiplier: a cut, a hold, and a ramp back towards the schedule.
 
 With `LrConfig.ceiling` above 0 the ramp ends at `ceiling` times the rate that broke the run, in
-absolute terms where the schedule's rate is known. Only long health raises that limit, by the factor
-of one cut at a time. Where the schedule is below it the multiplier is exactly 1.
+absolute terms where the schedule's rate is known: the schedule is scaled down so that its highest
+rate from the cut on is that limit, and keeps its shape. Only long health raises the limit, by the
+factor of one cut at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from healcore.core import numerics
 from healcore.core.engine.config import LrConfig
 
 _MOST = 1e12  # limit of a broken rate raised by health; no schedule has such a rate
+_FALL = 0.5  # a rate below this share of the last step's begins another schedule
 
 
 class LrState(NamedTuple):
@@ -23,6 +25,8 @@ class LrState(NamedTuple):
     scale: Any  # float32: the multiplier in force
     low: Any  # float32: the rate that the last cut left, where the ramp begins; 0 = never cut
     broken: Any  # float32: rate in force at the last cut, raised by health; 0 = never cut
+    peak: Any  # float32: highest rate of the schedule since the last cut or sudden fall; 0 = none
+    rate: Any  # float32: the schedule's rate at the last step; 0 = none
     hold: Any  # int32: steps still to hold
     ramp: Any  # int32: steps of the ramp still to go
 
@@ -30,7 +34,8 @@ class LrState(NamedTuple):
 def init() -> LrState:
     """A multiplier of 1."""
     zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
-    return LrState(np.ones((), np.float32), zero, zero.copy(), none, none.copy())
+    floats = (zero.copy() for _ in range(4))
+    return LrState(np.ones((), np.float32), *floats, hold=none, ramp=none.copy())
 
 
 def update(
@@ -52,6 +57,9 @@ def update(
     """
     one = state.scale - state.scale + 1.0
     rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
+    # The end of a window with a wrong rate must not leave the multiplier of the window in force.
+    same = (rate >= _FALL * state.rate) & ~cut
+    peak = xp.where(same & (state.peak > rate), state.peak, rate)
     lower = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
     # A floor above the multiplier does not raise it.
     lower = numerics.smaller(lower, state.scale, xp=xp)
@@ -69,7 +77,7 @@ def update(
     ramp = xp.where(moves & ~holding, numerics.sub_one(ramp, xp=xp), ramp)
     hold = xp.where(moves & holding, hold - 1, hold)
     limited = (broken > 0) & (config.ceiling * one > 0)
-    top = numerics.quotient(numerics.product(config.ceiling, broken, xp=xp), rate, xp=xp)
+    top = numerics.quotient(numerics.product(config.ceiling, broken, xp=xp), peak, xp=xp)
     top = xp.where(limited & (top < 1), top, 1.0)
     bottom = numerics.smaller(numerics.quotient(low, rate, xp=xp), top, xp=xp)
     # Not done / ramp_steps: dividing by a constant is not exact in XLA (numerics). 1 / n rounds to
@@ -81,4 +89,4 @@ def update(
     scale = xp.where(done, top, xp.where(holding, bottom, ramped))
     scale = xp.where(in_incident, numerics.smaller(state.scale, top, xp=xp), scale)
     scale = xp.where(cut, lower, scale)
-    return LrState(numerics.settle(scale, xp=xp), low, broken, hold, ramp)
+    return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)

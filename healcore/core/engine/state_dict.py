@@ -15,7 +15,7 @@ from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import EngineState, init
 from healcore.core.errors import HealcoreError
 
-SCHEMA = 4  # version of the neutral form
+SCHEMA = 5  # version of the neutral form
 
 _MOST_GROUPS = 10_000_000
 
@@ -27,7 +27,7 @@ class StateError(HealcoreError, ValueError):
 def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:
     """The state of any backend (a device sync) as JSON-safe Python data.
 
-    `{"schema": 4, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n, "state":
+    `{"schema": 5, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n, "state":
     {...}}`; `policy` is from `Engine.fingerprint`.
     """
     scale = state.last.decision.group_scale

@@ -391,7 +391,7 @@ class CheckpointManager:
     def _save_failed(self, step: int, error: Exception) -> None:
         self.catalog.remove(step)
         self.unsaved.add(step)
-        line = f"checkpoint {step} was not saved, training continues: {error}"
+        line = f"checkpoint {step} was not saved: {error}"
         self._report_failure(step, str(error), line)
 
     def _report_failure(self, step: int, problem: str, line: str) -> None:

@@ -1,4 +1,4 @@
-"""The data cursor: yields batches with lasting ids, and rewinds where the loader can."""
+"""Defines the data cursor, which yields batches with lasting ids and rewinds if the loader can."""
 
 from __future__ import annotations
 
@@ -276,7 +276,8 @@ class Cursor:
             )
         return (
             f"read {reached - first} batches and dropped them, up to batch {goal.index} of epoch "
-            f"{goal.epoch}; where the loader shuffles they may differ from the first time"
+            f"{goal.epoch}; a DistributedSampler gives the same ones as the first time, a loader "
+            "that shuffles by itself may give others"
         )
 
     def leave_out(self, ids: Iterable[BatchId]) -> None:

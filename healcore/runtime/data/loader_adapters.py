@@ -1,4 +1,4 @@
-"""Adapters that take and restore a loader's state; classes of torch are recognized by name."""
+"""Takes and restores the state of any loader; classes of torch are recognized by name."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class _IndexedSequence(LoaderAdapter):
 
 
 class _ByIndex:
-    """An object with only `__getitem__`. Python's own iterator stays at an item that raises."""
+    """Iterates over an object that only has `__getitem__`, also after an item that raises."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""The loaders of a run: one cursor each, positions saved and restored together.
+"""Keeps a cursor for each loader of a run; their positions are saved and restored together.
 
 A loop calls `batches` once, or once per epoch, or with one loader after another. Cursors are kept
 by loader and numbered in the order of their first use: a program that is started again finds each
@@ -33,7 +33,7 @@ class _Entry:
         self.loader = loader
         self.cursor = cursor
         self.start = cursor.position()
-        """For a checkpoint from before the first use."""
+        """The position for a checkpoint from before the first use."""
         self.in_loop = False
         """A loop has read from it and may be left by `break`: the rest of the epoch is dropped."""
         self.exhausted = False
@@ -113,7 +113,7 @@ class LoaderRegistry:
         return self._entries[number].cursor.unreadable
 
     def all_unreadable(self) -> dict[int, BatchId]:
-        """Those of all loaders, by number."""
+        """The unreadable batches of all loaders, by number of the loader."""
         found = {number: each.cursor.unreadable for number, each in self._entries.items()}
         return {number: batch for number, batch in found.items() if batch is not None}
 

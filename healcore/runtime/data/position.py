@@ -1,4 +1,4 @@
-"""A position in the data as a value that a checkpoint can hold.
+"""Defines a position in the data as a value that a checkpoint can hold.
 
 Python values only, whatever framework the loader is of: a JAX run may read from a torch loader, and
 its store knows no torch tensors. `healcore.runtime.plain` writes the loader's own state as text.
@@ -29,7 +29,7 @@ class BatchId(NamedTuple):
 
     epoch: int
     index: int
-    """Among the batches of its epoch; batches left out count."""
+    """Its number in the epoch; batches that are left out count too."""
 
 
 class Position(NamedTuple):
@@ -40,7 +40,7 @@ class Position(NamedTuple):
     epoch: int
     index: int
     state: Any
-    """Of the adapter; None: the epoch has not begun, or the adapter has no state."""
+    """The adapter's state; None: the epoch has not begun, or the adapter has no state."""
     sampler_epoch: int | None
     """The number that `set_epoch` was called with for this epoch; None: unknown."""
     behind: int = 0

@@ -1,4 +1,4 @@
-"""Resets in a forked child: it inherits jobs and locks of threads that it does not have.
+"""Resets objects in a forked child, which inherits locks but not the threads that hold them.
 
 Data loaders fork their workers while a save is in progress. A worker that waited for that save, or
 for a lock that was held at the fork, would wait for ever.
@@ -27,10 +27,5 @@ def watch(each: Inherited) -> None:
     _watched.add(each)
 
 
-def _in_child() -> None:
-    for each in list(_watched):
-        each.forked()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(after_in_child=lambda: [each.forked() for each in list(_watched)])

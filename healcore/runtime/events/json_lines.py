@@ -1,4 +1,4 @@
-"""JSON lines: encoding any Python value, appending whole lines to a file, reading them back.
+"""Encodes any Python value as a JSON line, appends whole lines to a file, and reads them back.
 
 Other processes may write to the same file, rotate it away, or have left a torn line in it.
 """

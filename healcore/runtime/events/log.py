@@ -97,7 +97,7 @@ class Log:
             return True
 
     def forked(self) -> None:
-        """In a child: the thread that held the lock does not exist."""
+        """Called in a forked child, in which the thread that held the lock does not exist."""
         self._lock = threading.RLock()
 
     def close(self) -> None:

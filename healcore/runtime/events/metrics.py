@@ -1,4 +1,4 @@
-"""The metrics file: one JSON object per step, for `healcore replay`, `report` and `watch`.
+"""Writes the metrics file: one JSON object per step, for `healcore replay`, `report` and `watch`.
 
 The numbers are those that the host reads anyway, `lag` steps after the step: no further copy, no
 sync. docs/events.md describes the fields.
@@ -131,7 +131,7 @@ class Metrics:
             self._out.close()
 
     def forked(self) -> None:
-        """In a child: the parent writes the lines held back."""
+        """Called in a forked child: the parent writes the lines held back."""
         self._lines = []
 
     def _line(self, step: int, fields: dict[str, Any], every: int) -> str:

@@ -1,4 +1,4 @@
-"""The types of an event and of a line of the metrics, as pydantic models.
+"""Defines the fields of an event and of a line of the metrics, as pydantic models.
 
 The JSON Schema, the tables in docs/events.md and all readers use them. Nothing is validated when an
 event is written: a value of the wrong type is better in the file than lost.
@@ -37,6 +37,8 @@ class Ending(enum.StrEnum):
     EXCEPTION = "exception"
     SIGNAL = "signal"
     INTERRUPTED = "interrupted"
+    REQUESTED = "requested"
+    """By a stop file."""
     KILLED = "killed"
 
 
@@ -290,14 +292,14 @@ def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
         return EventRecord.model_validate(event), []
     except ValidationError as error:
         wrong = {str(each["loc"][0]) for each in error.errors(include_url=False)}
-    names = {name: event[name] for name in wrong & _NAMED if _all_text(event[name])}
+    names = {
+        name: event[name]
+        for name in wrong & _NAMED
+        if isinstance(event[name], list) and all(isinstance(each, str) for each in event[name])
+    }
     rest = {name: value for name, value in event.items() if name not in wrong}
     found = EventRecord.model_validate(rest).model_copy(update=names)
     return found, [name for name in event if name in wrong - names.keys()]
-
-
-def _all_text(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 # -- metrics --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which process wrote something, whether it is still running, and the versions it ran with."""
+"""Identifies the process that wrote something, whether it still runs, and its versions."""
 
 from __future__ import annotations
 

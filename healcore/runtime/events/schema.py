@@ -1,4 +1,4 @@
-"""The kinds of events, the formats as JSON Schema, and a check of what healcore writes."""
+"""Defines the kinds of events, exports the formats as JSON Schema, and checks events."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ KINDS: dict[str, EventKind] = {
     "end": EventKind("The process ends; a process that is killed writes none.", ("ending",)),
 }
 
-GRAVE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged", "fault"})
+SEVERE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged", "fault"})
 """Kinds that a person should see at once: highlighted by `healcore watch`, alerts in trackers."""
 
 

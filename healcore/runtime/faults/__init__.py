@@ -1,7 +1,6 @@
-"""Failures on the host: what an exception means, which policy rule answers it, and retries."""
+"""Classifies exceptions, tells what each kind of failure means, and retries network calls."""
 
 from healcore.runtime.faults.classify import classify
-from healcore.runtime.faults.failures import FAILURES, Failure, Severity
-from healcore.runtime.faults.fault import Fault
+from healcore.runtime.faults.failures import FAILURES, Failure, Fault, Severity
 
 __all__ = ["FAILURES", "Failure", "Fault", "Severity", "classify"]

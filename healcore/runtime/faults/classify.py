@@ -1,10 +1,10 @@
-"""Which fault an exception is: by its type, by the codes in it, then by what it was raised from."""
+"""Classifies an exception: by its type, by the codes in it, then by what it was raised from."""
 
 from __future__ import annotations
 
 from healcore.core.verdict import Cause
 from healcore.runtime.faults import http_status, known_errors
-from healcore.runtime.faults.fault import Fault
+from healcore.runtime.faults.failures import Fault
 
 _MOST = 100
 """Exceptions of one error that are looked at; a library that retries can chain thousands."""
@@ -13,7 +13,7 @@ _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, Asserti
 """Raised while another error is handled they are errors of the handler, not that error renamed."""
 
 _WORST_FIRST = (Cause.OOM, Cause.HANG, Cause.DATA, Cause.UNKNOWN, Cause.NETWORK)
-"""Of several errors at once the one that decides: nothing is retried if one of them stays."""
+"""Of several errors at once the first of these decides: a transient one only if all are."""
 
 
 def classify(error: BaseException) -> Fault:
@@ -33,7 +33,7 @@ def classify(error: BaseException) -> Fault:
 
 
 def _classify(error: BaseException, seen: set[int]) -> Fault | None:
-    """As `classify`; None: nothing is known. `seen`: ids of the errors that were looked at."""
+    """The fault, or None if nothing is known. `seen`: ids of the errors that were looked at."""
     found = fallback = None
     certificate = False
     at: BaseException | None = error
@@ -43,7 +43,7 @@ def _classify(error: BaseException, seen: set[int]) -> Fault | None:
         seen.add(id(at))
         certificate = certificate or known_errors.is_certificate(at)
         if found is None:
-            found = _worst(at, seen) if isinstance(at, BaseExceptionGroup) else _alone(at)
+            found = _worst(at, seen) if isinstance(at, BaseExceptionGroup) else _own_fault(at)
             fallback = fallback or known_errors.client_fault_of(at)
         at = _raised_from(at)
     found = found or fallback
@@ -53,11 +53,11 @@ def _classify(error: BaseException, seen: set[int]) -> Fault | None:
     return found
 
 
-def _alone(error: BaseException) -> Fault | None:
-    """What the error says itself."""
+def _own_fault(error: BaseException) -> Fault | None:
+    """The fault by what the error itself says."""
     try:
         return http_status.fault_of(error) or known_errors.fault_of(error)
-    except Exception:  # its attributes and its text are somebody's code
+    except Exception:  # its attributes and its text run the code of its library
         return None
 
 

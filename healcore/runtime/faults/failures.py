@@ -1,4 +1,4 @@
-"""What can go wrong in a training run: one row for each cause, with diagnosis and recipe.
+"""Lists what can go wrong in a training run: a row for each cause; and defines `Fault`.
 
 The diagnosis of a run's end, the report and docs/faults.md read this table. The recipe is what the
 default policy does, in the words of a policy file; tests hold it to policies/default.toml, and
@@ -178,3 +178,21 @@ FAILURES: dict[Cause, Failure] = {
     ),
 }
 """A row for every `Cause`."""
+
+
+class Fault(NamedTuple):
+    """An exception, classified."""
+
+    cause: Cause
+    """OOM, DATA, NETWORK, HANG or UNKNOWN."""
+    sign: str
+    """What it was recognised by: a type, an HTTP status, an errno, a status code."""
+    transient: bool = False
+    """The same call may succeed when it is made again; True only for NETWORK."""
+    retry_after_s: float | None = None
+    """Seconds that the server asks to wait; None: it does not say."""
+
+    @property
+    def failure(self) -> Failure:
+        """Diagnosis, severity and recipe."""
+        return FAILURES[self.cause]

@@ -1,4 +1,4 @@
-"""HTTP errors of any client: the status, whether it passes, how long the server says to wait."""
+"""Reads HTTP errors of any client: the status, whether it passes, how long to wait."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from healcore.core.verdict import Cause
-from healcore.runtime.faults.fault import Fault
+from healcore.runtime.faults.failures import Fault
 
-_FOR_A_WHILE = frozenset({408, 425, 429})
-_FOR_GOOD = frozenset({501, 505})
-"""Of 5xx: the server will never do that."""
+_TRANSIENT = frozenset({408, 425, 429})
+_PERMANENT = frozenset({501, 505})
+"""Statuses 5xx that a server never recovers from; it recovers from the others."""
 
 # draft-ietf-httpapi-ratelimit-headers, as the Hugging Face Hub sends it: "api";r=0;t=55
 _RATELIMIT = re.compile(r"r=(?P<left>\d{1,9})\s*;\s*t=(?P<seconds>\d{1,9})")
@@ -33,7 +33,7 @@ def fault_of(error: BaseException) -> Fault | None:
         status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, bool) or not isinstance(status, int) or not 400 <= status <= 599:
         return None
-    transient = status in _FOR_A_WHILE or (status >= 500 and status not in _FOR_GOOD)
+    transient = status in _TRANSIENT or (status >= 500 and status not in _PERMANENT)
     wait = _retry_after(headers) if transient else None
     return Fault(Cause.NETWORK, f"HTTP {int(status)}", transient, wait)
 

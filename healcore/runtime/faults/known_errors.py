@@ -1,4 +1,4 @@
-"""Exceptions that are recognised by their type, their errno, or a code in their message.
+"""Recognises exceptions by their type, their errno, or a code in their message.
 
 Types are named, not imported, because healcore imports neither a framework nor an HTTP client. A
 message is read only where the type says that it has a code in a fixed place; prose is never read.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
-from healcore.runtime.faults.fault import Fault
+from healcore.runtime.faults.failures import Fault
 
 
 class _Kind(NamedTuple):
@@ -21,7 +21,7 @@ class _Kind(NamedTuple):
 
 
 _OOM, _DATA, _HANG = _Kind(Cause.OOM), _Kind(Cause.DATA), _Kind(Cause.HANG)
-_PASSES, _STAYS = _Kind(Cause.NETWORK, transient=True), _Kind(Cause.NETWORK)
+_TRANSIENT, _PERMANENT = _Kind(Cause.NETWORK, transient=True), _Kind(Cause.NETWORK)
 
 _CERTIFICATE = "ssl.SSLCertVerificationError"
 
@@ -30,27 +30,27 @@ _TYPES: dict[str, _Kind] = {
     "torch.OutOfMemoryError": _OOM,
     "torch.cuda.OutOfMemoryError": _OOM,  # before torch 2.5
     # A peer is gone: the call of this rank alone cannot succeed.
-    "torch.distributed.DistNetworkError": _STAYS,
+    "torch.distributed.DistNetworkError": _PERMANENT,
     # Python. TimeoutError is also that of sockets, asyncio and concurrent.futures.
-    "builtins.ConnectionError": _PASSES,
-    "builtins.TimeoutError": _PASSES,
-    "socket.gaierror": _PASSES,
-    _CERTIFICATE: _STAYS,
-    "ssl.SSLError": _PASSES,
-    "http.client.IncompleteRead": _PASSES,
-    "http.client.BadStatusLine": _PASSES,
-    "requests.exceptions.ConnectionError": _PASSES,
-    "requests.exceptions.Timeout": _PASSES,
-    "requests.exceptions.ChunkedEncodingError": _PASSES,
-    "requests.exceptions.InvalidJSONError": _STAYS,
-    "urllib3.exceptions.TimeoutError": _PASSES,
-    "urllib3.exceptions.ProtocolError": _PASSES,
-    "urllib3.exceptions.NewConnectionError": _PASSES,
-    "urllib3.exceptions.SSLError": _PASSES,
-    "aiohttp.client_exceptions.ClientConnectorCertificateError": _STAYS,
-    "aiohttp.client_exceptions.ClientConnectionError": _PASSES,
-    "aiohttp.client_exceptions.ClientPayloadError": _PASSES,
-    "huggingface_hub.errors.OfflineModeIsEnabled": _STAYS,
+    "builtins.ConnectionError": _TRANSIENT,
+    "builtins.TimeoutError": _TRANSIENT,
+    "socket.gaierror": _TRANSIENT,
+    _CERTIFICATE: _PERMANENT,
+    "ssl.SSLError": _TRANSIENT,
+    "http.client.IncompleteRead": _TRANSIENT,
+    "http.client.BadStatusLine": _TRANSIENT,
+    "requests.exceptions.ConnectionError": _TRANSIENT,
+    "requests.exceptions.Timeout": _TRANSIENT,
+    "requests.exceptions.ChunkedEncodingError": _TRANSIENT,
+    "requests.exceptions.InvalidJSONError": _PERMANENT,
+    "urllib3.exceptions.TimeoutError": _TRANSIENT,
+    "urllib3.exceptions.ProtocolError": _TRANSIENT,
+    "urllib3.exceptions.NewConnectionError": _TRANSIENT,
+    "urllib3.exceptions.SSLError": _TRANSIENT,
+    "aiohttp.client_exceptions.ClientConnectorCertificateError": _PERMANENT,
+    "aiohttp.client_exceptions.ClientConnectionError": _TRANSIENT,
+    "aiohttp.client_exceptions.ClientPayloadError": _TRANSIENT,
+    "huggingface_hub.errors.OfflineModeIsEnabled": _PERMANENT,
     # What reading data raises.
     "healcore.runtime.data.position.DataError": _DATA,
     "builtins.EOFError": _DATA,
@@ -77,35 +77,27 @@ _CLIENTS: set[str] = {
 
 for _httpx in ("httpx", "httpx2"):  # huggingface_hub 2 has httpx2
     _TYPES |= {
-        f"{_httpx}.UnsupportedProtocol": _STAYS,
-        f"{_httpx}.LocalProtocolError": _STAYS,
-        f"{_httpx}.TransportError": _PASSES,
+        f"{_httpx}.UnsupportedProtocol": _PERMANENT,
+        f"{_httpx}.LocalProtocolError": _PERMANENT,
+        f"{_httpx}.TransportError": _TRANSIENT,
     }
     _CLIENTS |= {f"{_httpx}.HTTPError", f"{_httpx}.InvalidURL"}
 
 _ERRNO: dict[int, _Kind] = {
-    errno.ENOMEM: _OOM,
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EBADMSG), _DATA),
-    **dict.fromkeys(
-        (
-            errno.ECONNRESET,
-            errno.ECONNREFUSED,
-            errno.ECONNABORTED,
-            errno.ETIMEDOUT,
-            errno.ENETDOWN,
-            errno.ENETUNREACH,
-            errno.ENETRESET,
-            errno.EHOSTDOWN,
-            errno.EHOSTUNREACH,
-        ),
-        _PASSES,
-    ),
+    getattr(errno, name): kind
+    for kind, names in (
+        (_OOM, "ENOMEM"),
+        (_DATA, "EIO ESTALE EBADMSG"),
+        (_TRANSIENT, "ECONNRESET ECONNREFUSED ECONNABORTED ETIMEDOUT"),
+        (_TRANSIENT, "ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH"),
+    )
+    for name in names.split()
 }
 
 _XLA: dict[str, _Kind] = {
     "RESOURCE_EXHAUSTED": _OOM,
     "DEADLINE_EXCEEDED": _HANG,
-    "UNAVAILABLE": _STAYS,  # another process of the run is gone
+    "UNAVAILABLE": _PERMANENT,  # another process of the run is gone
     "DATA_LOSS": _DATA,
 }
 """absl status codes, with which the message of an XLA error begins."""
@@ -113,10 +105,8 @@ _XLA: dict[str, _Kind] = {
 _XLA_ON_HOST = re.compile(r"INTERNAL: (Error dispatching computation: )+Out of memory allocating")
 """An allocation on a CPU that failed after the call had returned (JAX 0.10)."""
 
-_GRPC: dict[str, _Kind] = {
-    **dict.fromkeys(("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED"), _PASSES),
-}
-"""Every other code stays: wrong credentials, wrong arguments."""
+_GRPC_TRANSIENT = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED"})
+"""Every other gRPC code is permanent: wrong credentials, wrong arguments."""
 
 _TORCH: tuple[tuple[re.Pattern[str], str, _Kind], ...] = tuple(
     (re.compile(pattern), sign, kind)
@@ -132,7 +122,7 @@ _TORCH: tuple[tuple[re.Pattern[str], str, _Kind], ...] = tuple(
         (r"DataLoader timed out after \d+(\.\d+)? seconds", "DataLoader timeout", _DATA),
     )
 )
-"""Of torch's RuntimeErrors, which have no type of their own: the fixed beginning of the message."""
+"""Beginnings of the messages of torch's RuntimeErrors, which have no type of their own."""
 
 
 def _torch(error: BaseException) -> Fault | None:
@@ -146,7 +136,7 @@ def _torch(error: BaseException) -> Fault | None:
 def _nccl(error: BaseException) -> Fault | None:
     """NCCL's own name of the error, at the beginning of a line of its message."""
     code = re.search(r"^nccl(Remote|System)Error: ", str(error)[:2000], re.MULTILINE)
-    return None if code is None else _fault(_STAYS, f"nccl{code[1]}Error")
+    return None if code is None else _fault(_PERMANENT, f"nccl{code[1]}Error")
 
 
 def _xla(error: BaseException) -> Fault | None:
@@ -159,7 +149,7 @@ def _xla(error: BaseException) -> Fault | None:
 
 def _grpc(error: Any) -> Fault:
     name = str(getattr(error.code(), "name", "UNKNOWN"))
-    return _fault(_GRPC.get(name, _STAYS), f"gRPC {name}")
+    return _fault(_TRANSIENT if name in _GRPC_TRANSIENT else _PERMANENT, f"gRPC {name}")
 
 
 def _errno(error: Any) -> Fault | None:

@@ -1,4 +1,4 @@
-"""Repeats a call that has failed in the network: the call, not the run."""
+"""Repeats a call that has failed in the network, without repeating anything else of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from healcore.core.verdict import Cause
 from healcore.policy import PolicyLike
 from healcore.policy.faults import Retry
 from healcore.runtime.faults.classify import classify
-from healcore.runtime.faults.fault import Fault
+from healcore.runtime.faults.failures import Fault
 from healcore.runtime.host_policy import HostPolicy
 
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ class Attempt(NamedTuple):
     call: str
     """Name of the function."""
     number: int
-    """From 1."""
+    """Counts from 1."""
     error: Exception | None = None
     """None: it has succeeded."""
     fault: Fault | None = None
@@ -95,15 +95,15 @@ def repeated(
     sleep: Callable[[float], None],
     random: Callable[[], float] = random_module.random,
 ) -> Callable[P, T]:
-    """As `retrying`, by numbers.
+    """A function that makes a call again after a failure in the network that passes.
 
     Args:
-        call: as there.
+        call: as for `retrying`.
         retry: when to make the call again; None: never.
         report: receives each attempt that has failed in the network, and the one that succeeds
             after that.
         sleep: waits; what it raises ends the call.
-        random: as there.
+        random: as for `retrying`.
     """
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
         raise TypeError(
@@ -122,7 +122,7 @@ def repeated(
             report(Attempt(_name(call), number, _error(state), _fault(state), wait_s))
 
         loop = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_may_pass),
+            retry=tenacity.retry_if_exception(_is_retried),
             stop=tenacity.stop_after_attempt(rules.attempts),
             wait=wait,
             sleep=sleep,
@@ -157,7 +157,7 @@ def delay(retry: Retry, attempt: int, fault: Fault, random: float) -> float:
     return max(wait * (1 - retry.jitter * random), fault.retry_after_s or 0.0)
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_retried(error: BaseException) -> bool:
     fault = classify(error)
     return fault.transient and (fault.retry_after_s or 0.0) <= _LONGEST_S
 

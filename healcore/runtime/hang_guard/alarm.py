@@ -127,7 +127,7 @@ class Alarm:
         """What can be said about this rank, its stacks included."""
         settings, stopped = self._settings, process.stopped()
         # Before the stacks, for which a stopped process is continued.
-        step, first, within_step = heartbeat.step, not heartbeat.steps, heartbeat.since != 0
+        step, first, within_step = heartbeat.step, not heartbeat.has_stepped, heartbeat.since != 0
         before, stacks = process.transferred(), process.stacks()
         samples = [process.training_stack(stacks)]
         if settings.confirm and settings.ends and not stopped:

@@ -1,12 +1,14 @@
 """The guard's own process: it reads a heartbeat, and acts when a step takes too long.
 
-It is started by `hang_guard` as a child of the training process, gets its settings on standard
-input, and ends when that process is gone. It imports the standard library only, and that without
-site-packages, so that it starts in a few milliseconds and takes a few megabytes.
+It is started by `hang_guard`, gets its settings on standard input, and ends when the training
+process is gone. It is no child of that process, whose program may wait for its own children. It
+imports the standard library only, and that without site-packages, so that it starts in a few
+milliseconds and takes a few megabytes.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -69,7 +71,7 @@ class Guard:
     @property
     def _limit(self) -> float:
         settings, heartbeat = self._settings, self._heartbeat
-        first = 0.0 if heartbeat.steps else settings.first_step_s
+        first = 0.0 if heartbeat.has_stepped else settings.first_step_s
         return max(settings.timeout_s, first, _GROWTH * heartbeat.longest_s)
 
     def _count(self, seconds: float) -> None:
@@ -98,6 +100,13 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # they go to the whole process group
     settings = Settings.loads(sys.stdin.buffer.read())
     guard = Guard(settings)
+    if os.getppid() != settings.pid:
+        return  # the training process was killed before
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        os._exit(0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     guard.run()
     if settings.removes and guard.alarms:
         time.sleep(_LINGER_S)

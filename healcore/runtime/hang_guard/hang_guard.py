@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,7 +45,8 @@ class HangGuard:
         self._memory = -1
         self._settings: Settings | None = None
         self._timer: threading.Timer | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._guard = -1
+        """Descriptor of the guard's process."""
         self._lock = threading.Lock()
         self._closed = False
         self._do_nothing()
@@ -70,6 +73,7 @@ class HangGuard:
         self.heartbeat = beat = Heartbeat(self._memory)
         self.watch, self.resume, self.stepped = beat.watch, beat.resume, beat.stepped
         self.pause = beat.watch if rule.between_steps else beat.pause
+        installed = process_signals.install()
         one_machine = all(each[2] == host for each in of_ranks)
         settings = Settings(
             pid=os.getpid(),
@@ -77,9 +81,10 @@ class HangGuard:
             rank=ranks.rank,
             world=ranks.world,
             heartbeat=self._memory,
-            stacks=process_signals.install(),
+            stacks=installed.stacks,
+            dump=installed.dump,
             folder=_shared_folder(events_of_first, run_of_first, one_machine),
-            removes=one_machine and ranks.rank == 0 and events is not None,
+            removes=one_machine and ranks.rank == 0,
             events=events_of_first,
             run=run_of_first,
             timeout_s=rule.timeout_s,
@@ -102,21 +107,28 @@ class HangGuard:
         with self._lock, contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if self._closed:
                 return
-            self._process = subprocess.Popen(
+            starter = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 pass_fds=(settings.heartbeat, settings.stacks),
             )
-            assert self._process.stdin is not None
-            with self._process.stdin as given:
+            assert starter.stdin is not None
+            assert starter.stdout is not None
+            with starter.stdin as given:
                 given.write(settings.dumps())
+            with starter.stdout as answer:
+                pid = answer.readline()
+            starter.wait(_END_S)
+            if pid:
+                self._guard = os.pidfd_open(int(pid))
             if self._closed:  # while it was being started
-                self._process.kill()
-                self._process.wait(_END_S)
+                self._end()
 
     def on_step(self) -> None:
         """Called by the driver when an optimizer has stepped: what follows may take any time."""
+        if self.heartbeat is not None:
+            self.heartbeat.first_step_done()
         self.pause()
 
     def _do_nothing(self) -> None:
@@ -130,21 +142,28 @@ class HangGuard:
         self._closed = True
         # Not for ever: a process that was forked while the guard is being started, such as a worker
         # of a loader, has a copy of the pipe by which Popen learns that it has started.
-        process = None
         if self._lock.acquire(timeout=_END_S):
-            process, self._process = self._process, None
+            self._end()
             self._lock.release()
-        if process is not None:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead disk holds it
-                process.wait(_END_S)
-            if self._settings is not None and self._settings.removes:
-                remove_all(self._settings.folder)
         self._do_nothing()
         self.heartbeat = None
         if self._memory >= 0:
             os.close(self._memory)
             self._memory = -1
+
+    def _end(self) -> None:
+        """Ends the guard's process, if there is one."""
+        if self._guard < 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._guard, signal.SIGKILL)
+        ended = select.poll()
+        ended.register(self._guard, select.POLLIN)
+        ended.poll(_END_S * 1000)  # a dead disk may hold it
+        os.close(self._guard)
+        self._guard = -1
+        if self._settings is not None and self._settings.removes:
+            remove_all(self._settings.folder)
 
 
 def _shared_folder(events: str | None, run: str, one_machine: bool) -> str:

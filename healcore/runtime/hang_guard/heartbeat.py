@@ -11,7 +11,7 @@ import time
 SIZE = 4 * 8
 """Bytes: four int64, each written in one store."""
 
-_SINCE, _LONGEST, _STEPS, _STEP = range(4)
+_SINCE, _LONGEST, _STEPPED, _STEP = range(4)
 
 
 class Heartbeat:
@@ -44,9 +44,13 @@ class Heartbeat:
                 self._longest = self._numbers[_LONGEST] = took
             self._began = self._numbers[_SINCE] = 0
 
+    def first_step_done(self) -> None:
+        """This process has done an optimizer step."""
+        self._numbers[_STEPPED] = 1
+
     def stepped(self, step: int) -> None:
-        """Counts an optimizer step; `step` are those of the whole run."""
-        self._numbers[_STEPS] += 1
+        """The run has done so many optimizer steps."""
+        self._numbers[_STEPPED] = 1
         self._numbers[_STEP] = step
 
     # -- the guard ------------------------------------------------------------------------------
@@ -62,9 +66,9 @@ class Heartbeat:
         return self._numbers[_LONGEST] / 1e9
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps of this process."""
-        return self._numbers[_STEPS]
+    def has_stepped(self) -> bool:
+        """Whether this process has done an optimizer step."""
+        return bool(self._numbers[_STEPPED])
 
     @property
     def step(self) -> int:

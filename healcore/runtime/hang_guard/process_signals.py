@@ -10,11 +10,13 @@ import ctypes
 import faulthandler
 import functools
 import os
-import signal
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
-DUMP = 61
-"""Writes the Python stacks of all threads (faulthandler)."""
+DUMPS = range(61, 49, -1)
+"""Signals one of which writes the Python stacks of all threads (faulthandler): the first free one.
+"""
 
 END = 62
 """Ends the process with exit status 62.
@@ -36,23 +38,47 @@ def supported() -> bool:
     return True
 
 
-def install() -> int:
-    """Installs both handlers, once per process; the descriptor that the stacks are written to.
+class Installed(NamedTuple):
+    """What a guard needs to know of its process."""
 
-    A signal that something else in this process uses already is left to it: stacks are then
-    missing, or the process is ended by SIGKILL.
+    stacks: int
+    """Descriptor of the file that the stacks are written to."""
+    dump: int
+    """The signal that has them written; 0: none was free."""
+
+
+def install() -> Installed:
+    """Installs both handlers, once per process.
+
+    A signal that something else in this process uses, also in C, is left to it: without `END` the
+    process is ended by SIGKILL.
     """
     return _install(os.getpid())
 
 
+_own: set[int] = set()
+"""Signals that this module has installed; a forked child has them too."""
+
+
 @functools.cache  # a forked child has a descriptor, and needs one of its own
-def _install(pid: int) -> int:
+def _install(pid: int) -> Installed:
     del pid
-    stacks = os.memfd_create("healcore-stacks")
-    if signal.getsignal(DUMP) is signal.SIG_DFL:
-        faulthandler.register(DUMP, file=stacks, all_threads=True, chain=False)
-    if signal.getsignal(END) is signal.SIG_DFL:
+    stacks, used = os.memfd_create("healcore-stacks"), _used() - _own
+    dump = next((number for number in DUMPS if number not in used), 0)
+    if dump:
+        faulthandler.register(dump, file=stacks, all_threads=True, chain=False)
+        _own.add(dump)
+    if END not in used:
+        _own.add(END)
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
         libc.signal(END, ctypes.cast(libc._exit, ctypes.c_void_p))
-    return stacks
+    return Installed(stacks, dump)
+
+
+def _used() -> set[int]:
+    """The signals that this process handles or ignores, in Python or in C."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = {key: value for key, _, value in (line.partition(":") for line in lines)}
+    mask = int(fields["SigCgt"], 16) | int(fields["SigIgn"], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}

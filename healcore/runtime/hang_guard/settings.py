@@ -18,6 +18,8 @@ class Settings(NamedTuple):
     """Descriptor of the memory of the `Heartbeat`."""
     stacks: int
     """Descriptor of the file that faulthandler writes to."""
+    dump: int
+    """The signal at which it does; 0: there is none."""
     folder: str
     """Where the guards of all ranks meet at an alarm; its number is added. Not there before one."""
     removes: bool

@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from healcore.runtime.hang_guard.process_signals import DUMP, END
+from healcore.runtime.hang_guard.process_signals import END
 from healcore.runtime.hang_guard.settings import Settings
 
 _DUMP_S = 5.0
@@ -28,10 +28,11 @@ _DEBUGGERS = ('/bdb.py"', '/pdb.py"', '/pydevd.py"', "/debugpy/")
 
 
 class WatchedProcess:
-    """The parent of this guard."""
+    """The process of this guard."""
 
     def __init__(self, settings: Settings) -> None:
         self._pid, self._stacks = settings.pid, settings.stacks
+        self._dump = settings.dump
         self._ident = f"0x{settings.thread:016x}"
         self._handle = os.pidfd_open(self._pid)
         self._poll = select.poll()
@@ -39,7 +40,7 @@ class WatchedProcess:
 
     def gone(self, *, within: float = 0.0) -> bool:
         """Whether it has ended, now or within some seconds."""
-        return os.getppid() != self._pid or bool(self._poll.poll(within * 1000))
+        return bool(self._poll.poll(within * 1000))
 
     # -- what it does ---------------------------------------------------------------------------
 
@@ -78,7 +79,8 @@ class WatchedProcess:
         """
         stopped = self.stopped()
         start = os.fstat(self._stacks).st_size
-        self._signal(DUMP)
+        if self._dump:
+            self._signal(self._dump)
         if stopped:
             self._signal(signal.SIGCONT)
         text, still, until = "", 0, time.monotonic() + _DUMP_S

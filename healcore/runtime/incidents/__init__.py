@@ -1,1 +1,1 @@
-"""What a step shows: its records, incidents, the user's hooks, and whether the model is damaged."""
+"""Reads the records of steps: incidents, metrics, the user's hooks, and whether there is damage."""

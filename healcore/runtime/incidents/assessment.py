@@ -1,4 +1,4 @@
-"""Is the model damaged, or are the data different? Assessed before a run goes back or stops.
+"""Assesses, before a run goes back or stops, whether the model is damaged or the data differ.
 
 A rollback heals a damaged model and costs a healthy one its progress, so it needs evidence of
 damage (docs/detectors.md has the reasons):
@@ -25,6 +25,7 @@ import enum
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -140,6 +141,7 @@ class HighLossPeriod:
         return self._steps in _REVIEWS
 
 
+@dataclass(eq=False)
 class Assessor:
     """Remembers a few healthy batches and assesses whether the model is damaged.
 
@@ -147,15 +149,11 @@ class Assessor:
     again: it must not end the run that it protects.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        loss_fn: Callable[..., Any] | None,
-        warn: Callable[[str], object],
-    ) -> None:
-        self._driver = driver
-        self._loss_fn = loss_fn
-        self._warn = warn
+    driver: Driver
+    loss_fn: Callable[..., Any] | None
+    warn: Callable[[str], object]
+
+    def __post_init__(self) -> None:
         self._batches: deque[TrainedBatch] = deque(maxlen=_BATCHES)
         self._at_first_alarm: AssessmentResult | None = None
         """The result at the first alarm of the current incident."""
@@ -223,7 +221,7 @@ class Assessor:
         """Whether the model is damaged, for a request of a rollback or a stop."""
         if request.cause & Cause.INSTABILITY:
             return AssessmentResult(DamageVerdict.DAMAGE, "instability")
-        if not self._driver.finite():
+        if not self.driver.finite():
             return AssessmentResult(DamageVerdict.DAMAGE, "weights")
         if request.cause & NONFINITE:
             return self._assess_nonfinite(request)
@@ -236,17 +234,17 @@ class Assessor:
         self, batches: Iterable[Any], state: Mapping[str, Any] | None = None
     ) -> list[float]:
         """Losses with the present weights or those of `state`; empty: cannot be evaluated."""
-        if self._loss_fn is None:
+        if self.loss_fn is None:
             return []
         try:
-            return self._driver.losses_of(self._loss_fn, batches, state)
+            return self.driver.losses_of(self.loss_fn, batches, state)
         except Exception as error:
-            self._loss_fn = None
-            self._warn(f"loss_fn raised {type(error).__name__}: {error}; it is not called again")
+            self.loss_fn = None
+            self.warn(f"loss_fn raised {type(error).__name__}: {error}; it is not called again")
             return []
 
     def _rises(self) -> list[float]:
-        """Of each remembered batch: loss with the present weights minus loss when trained on."""
+        """For each remembered batch: loss with the present weights minus loss when trained on."""
         now = self._losses(each.batch for each in self._batches)
         return [loss - each.loss for loss, each in zip(now, self._batches, strict=False)]
 

@@ -1,4 +1,4 @@
-"""`on_incident`: a user's functions that may override what is done. They cannot break the run."""
+"""Calls the functions of `on_incident`, which may override an order and cannot break the run."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class IncidentContext(NamedTuple):
     """One step for which the policy has ordered something; what a hook receives."""
 
     number: int
-    """From 1, over the whole run."""
+    """Counts from 1, over the whole run."""
     step: int
     """The step that was judged, from 0. The loop is `lag` steps ahead of it."""
     onset: int
     """Step of the incident's first alarm."""
     cause: Cause
     decision: Decision
-    """As ordered. A hook may override `decision.action`; the rest has happened."""
+    """The decision as ordered. A hook may override its `action`; the rest has happened."""
     readings: Readings
     engine: str = ""
     """The optimizer's name, if there are several."""

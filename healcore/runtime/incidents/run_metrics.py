@@ -1,4 +1,4 @@
-"""`RunMetrics`: the newest step and counts so far, as named numbers for a logger."""
+"""Defines `RunMetrics`: the newest step and the counts so far, as named numbers for a logger."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 """Counts since the run began, as an engine has them in its `tally`."""
 
 _LAST = ("loss", "threshold", "grad_scale", "lr_scale")
-"""Of the newest step, as in `StepRecord`."""
+"""Numbers of the newest step, named as in `StepRecord`."""
 
 METRICS = (*_LAST, "incidents", *COUNTS)
 """The names of all metrics, after `heal/`."""

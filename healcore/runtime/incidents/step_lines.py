@@ -1,4 +1,4 @@
-"""`StepLines`: what a run says on the console about its steps, with every driver and trainer."""
+"""Logs lines about steps with an incident to the console, with every driver and trainer."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class StepLines:
     def __init__(self, policy: HostPolicy, log: RunLog) -> None:
         self._policy = policy
         self._log = log
-        self._alone = 0
+        self._alarms_outside = 0
 
     def add(
         self, step: StepResult, incident: IncidentRecord | None, *, is_new: bool, skips: int
     ) -> None:
         """Takes a step, with its incident if it has one; `skips` of the run, this one included."""
         skips_before = skips - sum(bool(each.skip) for each in step.records)
-        alone_before = self._alone
+        outside_before = self._alarms_outside
         record = max(step.records, key=_weight, default=None)
         if record is None:
             return
         if incident is None and record.cause:
-            self._alone += 1
+            self._alarms_outside += 1
         if (
             (record.action & Action.CUT_LR and not self._policy.observes)
             or (incident is not None and is_new and is_logged(incident.number))
             or _passes_power_of_ten(skips_before, skips)
-            or _passes_power_of_ten(alone_before, self._alone)
+            or _passes_power_of_ten(outside_before, self._alarms_outside)
         ):
             number = f"incident {incident.number}: " if incident is not None else ""
             self._log.warning(
@@ -101,5 +101,5 @@ def _passes_power_of_ten(before: int, now: int) -> bool:
 
 
 def _weight(record: StepRecord) -> tuple[bool, bool, bool]:
-    """Of several optimizers the one that the line is about."""
+    """A sort key: the line is about the optimizer whose record has the largest."""
     return bool(record.action & Action.CUT_LR), bool(record.skip), record.cause != 0

@@ -61,6 +61,8 @@ class RanksEnd(NamedTuple):
     """Of the rank that ended first: the others have ended because of it."""
     rank: int
     """Which one that was."""
+    killed: str
+    """Which ranks were killed, for a sentence; "": none."""
     saved: bool
     """Whether they have saved the last state."""
     exception: str | None
@@ -78,7 +80,9 @@ def end_of_ranks(
     killed = rendezvous.lost_peer(error) and not posted()
     with suppress(Exception):
         _within(_TOGETHER_S if killed else _WRITES_S, loop.checkpoints.store.wait)
-    mine = mine._replace(why_not=_obstacle(loop), step=loop.step, killed=killed)
+    # In JAX the last step may still wait for another process.
+    why_not = _within(WAIT_S, partial(_obstacle, loop), "its last step has not ended in time")
+    mine = mine._replace(why_not=why_not, step=loop.step, killed=killed)
     alone: list[Any] = [None] * loop.ranks.world
     alone[loop.ranks.rank] = (1, mine)
     # Otherwise the link is cut, or the process that held the store of the rendezvous was killed.
@@ -93,15 +97,15 @@ def end_of_ranks(
     order = {rank: each[0] for rank, each in enumerate(found) if each}
     first = min(order, key=order.__getitem__, default=loop.ranks.rank)
     of_first = ends.get(first, mine)
+    if mine.why_not:  # in JAX a step that the first rank has not taken: begun, and never completed
+        loop.step = min(loop.step, of_first.step)
     why_not = _why_not(ends, loop.ranks.world) if reached else "no other rank can be reached"
     problems: list[str] = []
     if of_first.asks:
-        ready = partial(_reached, partial(rendezvous.all_ready, WAIT_S), WAIT_S, else_=False)
-        if not why_not and not ready():
-            why_not = "not every rank was ready in time"
         why_not = why_not or _save(loop, rendezvous)
         if why_not:
             problems.append(f"no checkpoint was saved at the end: {why_not}")
+    _reached(lambda: (rendezvous.close(), True)[1], else_=False)
     of_ranks = [
         {"rank": rank, "outcome": str(end.ending), "why": f"step {end.step}: {end.why:.300}"}
         for rank, end in ends.items()
@@ -109,10 +113,12 @@ def end_of_ranks(
     shown = sorted(ends, key=lambda rank: (rank != first, rank))[:_MOST_SHOWN]
     traces = "\n".join(f"rank {rank}:\n{ends[rank].trace}" for rank in shown if ends[rank].trace)
     raised = of_first.ending == Ending.EXCEPTION
-    exception = f"rank {first}: {of_first.why}" if raised else None
+    gone = _killed(ends, loop.ranks.world)
+    killed = f"rank {gone} was killed: its connection to rank {first} broke" if gone else ""
+    exception = (killed or f"rank {first}: {of_first.why}") if raised else None
     saved = of_first.asks and not problems
     traced = traces if raised else None
-    return RanksEnd(of_first, first, saved, exception, traced, of_ranks, problems)
+    return RanksEnd(of_first, first, killed, saved, exception, traced, of_ranks, problems)
 
 
 def _reached(action: Callable[[], bool], seconds: float = 0.0, *, else_: bool) -> bool:
@@ -154,10 +160,17 @@ def _obstacle(loop: Loop) -> str:
         return f"{type(problem).__name__}: {problem}"
 
 
+def _killed(ends: dict[int, RankEnd], world: int) -> str:
+    """Which ranks were killed; "": none."""
+    if not any(end.killed for end in ends.values()):
+        return ""
+    return ", ".join(str(rank) for rank in range(world) if rank not in ends)
+
+
 def _why_not(ends: dict[int, RankEnd], world: int) -> str:
     missing = [str(rank) for rank in range(world) if rank not in ends]
-    if missing and any(end.killed for end in ends.values()):
-        return f"rank {', '.join(missing)} was killed"
+    if killed := _killed(ends, world):
+        return f"rank {killed} was killed"
     if missing:
         return f"rank {', '.join(missing)} has not ended within {WAIT_S:g} s"
     for rank, end in ends.items():
@@ -171,13 +184,28 @@ def _why_not(ends: dict[int, RankEnd], world: int) -> str:
 
 
 def _save(loop: Loop, rendezvous: Rendezvous) -> str:
-    """Saves on all ranks; returns why not, or ""."""
+    """Saves on all ranks, when no earlier save is under way; returns why not, or ""."""
     store: Any = loop.checkpoints.store
-    store = getattr(store, "disk", store)
+    disk = getattr(store, "disk", store)
+    ranks = [loop.ranks, *([disk.processes] if hasattr(disk, "processes") else [])]
+    rendezvous.leave(ranks)  # ends an earlier save whose ranks wait for each other
+
+    def ended() -> bool:
+        with suppress(Exception):  # is given up: this save replaces it
+            store.wait()
+        return True
+
+    mine = "" if _within(WAIT_S, ended) else "the disk still writes an earlier checkpoint"
+    of_ranks = _answers(rendezvous, mine, loop.ranks.world)
+    if None in of_ranks:
+        missing = [str(rank) for rank, each in enumerate(of_ranks) if each is None]
+        return f"rank {', '.join(missing)} was not ready in time, or has gone"
+    for rank, each in enumerate(of_ranks):
+        if each:
+            return f"rank {rank}: {each}"
 
     def save() -> str:
-        of_store = [store.processes] if hasattr(store, "processes") else []
-        rendezvous.renew([loop.ranks, *of_store], WAIT_S)
+        rendezvous.renew(ranks, WAIT_S)
         why_not = loop.last_state.save_emergency(loop.step, loop.waiting_batches())
         loop.checkpoints.wait()
         if loop.step in loop.checkpoints.unsaved:
@@ -188,6 +216,15 @@ def _save(loop: Loop, rendezvous: Rendezvous) -> str:
         return _within(2 * WAIT_S, save, else_="it has not ended in time")
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"
+
+
+def _answers(rendezvous: Rendezvous, mine: str, world: int) -> list[str | None]:
+    """Whether each rank is ready, as `Rendezvous.answers`."""
+    nobody: list[str | None] = [None] * world
+    try:  # a rank may wait for its disk as long
+        return _within(WAIT_S + _REACHED_S, lambda: rendezvous.answers(mine, WAIT_S), nobody)
+    except RuntimeError:
+        return nobody
 
 
 def _within(seconds: float, action: Callable[[], Any], else_: Any = None) -> Any:

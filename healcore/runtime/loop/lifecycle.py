@@ -28,6 +28,7 @@ from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_facts import run_end
 from healcore.runtime.loop.run_lines import end_line, start_line
 from healcore.runtime.loop.termination import (
+    EndRequested,
     Interrupted,
     LastStateNotSaved,
     RunStopped,
@@ -229,6 +230,8 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
         return Ending.SIGNAL
     if isinstance(error, KeyboardInterrupt):
         return Ending.INTERRUPTED
+    if isinstance(error, EndRequested):
+        return Ending.REQUESTED
     return Ending.EXCEPTION
 
 
@@ -260,17 +263,21 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     completed = ending == Ending.COMPLETED
     saved, together = True, completed or loop.ends_together or loop.ranks.world == 1
     ends: RanksEnd | None = None
-    if loop.rendezvous is not None and (not together or loop.rendezvous.posted()):
-        ends = end_of_ranks(loop, loop.rendezvous, _report(loop, ending, error, fault), error)
+    unequal = loop.unequal.found() if completed and loop.unequal is not None else ""
+    if loop.rendezvous is not None and (not together or unequal or loop.rendezvous.posted()):
+        mine = _report(loop, ending, error, fault)
+        if unequal:
+            mine = mine._replace(ending=Ending.STOPPED, why=unequal, asks=True)
+        ends = end_of_ranks(loop, loop.rendezvous, mine, error)
         together, fault = False, None
         problems += ends.problems
         if ends.first.fault is not None:
-            what = f"the loop raised on rank {ends.rank}: {ends.first.why:.600}"
+            what = ends.killed or f"the loop raised on rank {ends.rank}: {ends.first.why:.600}"
             loop.faults.report(ends.first.fault, what, answer="save" if ends.saved else None)
     if completed and together:
         attempt("the last steps could not be read", loop.read_remaining)
     instead: BaseException | None = None
-    if together and isinstance(error, Terminated | Interrupted):
+    if together and isinstance(error, Terminated | Interrupted | EndRequested):
         try:  # what the last steps order is not ordered again after a restart from a later state
             attempt("the last steps could not be read", loop.act_on_last_steps)
         except RunStopped as stop:
@@ -285,7 +292,8 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         save = partial(loop.last_state.save, loop.step, waiting, completed=completed)
         saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", loop.checkpoints.wait)
-    if completed and (ends is not None or _lost_on_any(loop, saved, problems)):
+    stopped = ends is not None and ends.first.ending == Ending.STOPPED
+    if completed and not stopped and (ends is not None or _lost_on_any(loop, saved, problems)):
         # The journal must not have "completed": the program started again resumes and saves it.
         error = instead = LastStateNotSaved(_not_saved(loop, problems))
         ending = Ending.EXCEPTION
@@ -303,12 +311,16 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         ending, fault = ends.first.ending, ends.first.fault
         if ends.first.signal is not None and not isinstance(error, Terminated | Interrupted):
             instead = exit_for(ends.first.signal)
+        if stopped and not isinstance(error, RunStopped):
+            instead = error = _stopped(loop, ends)
     cause = Cause(0) if fault is None else fault.cause
     _write_end(loop, ending, error, cause, ends)
     for end in (
         loop.guard.close,
+        lambda: loop.unequal and loop.unequal.close(),
         lambda: loop.probe and loop.probe.close(),
         loop.termination.stop,
+        loop.stop_file.close,
         loop.checkpoints.close,
         loop.driver.close,
         partial(release, loop),
@@ -320,6 +332,14 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         with contextlib.suppress(Exception):
             end()
     return instead
+
+
+def _stopped(loop: Loop, ends: RanksEnd) -> RunStopped:
+    """What ends a rank because another one was stopped, or has no more batches."""
+    try:
+        loop.stop(f"rank {ends.rank}: {ends.first.why}")
+    except RunStopped as stop:
+        return stop
 
 
 def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
@@ -351,7 +371,7 @@ def _report(
     if error is not None:
         what = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
-    by_signal = ending in (Ending.SIGNAL, Ending.INTERRUPTED)
+    by_signal = ending in (Ending.SIGNAL, Ending.INTERRUPTED, Ending.REQUESTED)
     # The state is whole between two steps, when the loader has raised.
     saves = loop.between_steps or "save" in loop.policy.answers(cause)
     asks = by_signal or (ending == Ending.EXCEPTION and saves)
@@ -443,6 +463,6 @@ def _write_end(
 def _why(error: BaseException | None) -> str:
     if isinstance(error, Terminated):
         return f"signal {error.number}"
-    if isinstance(error, RunStopped):
+    if isinstance(error, RunStopped | EndRequested):
         return error.why
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,8 +30,10 @@ from healcore.runtime.loop.last_state import LastState
 from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.run_facts import run_end, run_facts
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
-from healcore.runtime.loop.termination import TerminationWatch, exit_for
-from healcore.runtime.loop.votes import Severity, Votes
+from healcore.runtime.loop.stop_file import StopFile
+from healcore.runtime.loop.termination import EndRequested, TerminationWatch, exit_for
+from healcore.runtime.loop.unequal_batches import Progress, UnequalBatches
+from healcore.runtime.loop.votes import Proposal, Severity, Votes
 from healcore.runtime.rollback.host_state import HostParts
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
@@ -65,6 +66,7 @@ class Loop:
     metrics: Metrics
     rerun: bool
     loss_fn: Callable[..., Any] | None
+    stop_file: StopFile
     claim: Claim | None
     """On the store's directory."""
     rendezvous: Rendezvous | None
@@ -75,8 +77,12 @@ class Loop:
         self.guard = HangGuard()
         self.probe: HealthProbe | None = None
         """Of several ranks."""
+        self.unequal: UnequalBatches | None = None
+        """Of several ranks that can meet at their end."""
         self.votes = Votes(driver, ranks, self.reader.lag, self.log)
         self.termination = TerminationWatch(self.votes.propose_end if self.votes.possible else None)
+        self._proposed_end = False
+        """This rank has seen the stop file."""
         self.ends_together = False
         """The ranks have agreed to end after this step."""
         self.finalizer: weakref.finalize[..., Loop] | None = None
@@ -249,6 +255,11 @@ class Loop:
         may_end = self.between_steps or self._batches_since_step >= _MAX_WITHOUT_STEP
         if may_end and (pending is None or not self.votes.possible):  # a step brings the vote
             self.termination.raise_if_alone()
+            if self.stop_file.found and not self.votes.possible:
+                raise EndRequested(self.stop_file.why)
+        if self.stop_file.found and self.votes.possible and not self._proposed_end:
+            self._proposed_end = True
+            self.votes.propose(Proposal(Severity.END, self.stop_file.why))
         return False
 
     def _vote(self) -> None:
@@ -260,7 +271,9 @@ class Loop:
         if outcome.severity is Severity.STOP:
             self.executor.stop(self.step, outcome.why)
         if outcome.severity is Severity.END:
-            raise exit_for(outcome.signal or signal.SIGTERM)
+            if outcome.signal is None:
+                raise EndRequested(outcome.why)
+            raise exit_for(outcome.signal)
         if outcome.severity is Severity.SAVE:
             self.save("requested")
 
@@ -280,6 +293,13 @@ class Loop:
     def unused(self) -> tuple[BatchId, ...]:
         """See `Healer.unused`."""
         return tuple(self._ids.get(self._current, ()))
+
+    def progress(self) -> Progress:
+        """How far this rank has come. An evaluation's loader does not count."""
+        batches = (
+            0 if self.loaders.current is None else len(self._ids.get(self.loaders.current, ()))
+        )
+        return Progress(self.step, batches, self.ranks.rank)
 
     @property
     def _batches_since_step(self) -> int:

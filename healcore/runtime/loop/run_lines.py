@@ -17,6 +17,7 @@ _ENDINGS = {
     Ending.EXCEPTION: "ended by an exception",
     Ending.INTERRUPTED: "interrupted",
     Ending.SIGNAL: "ended by a signal",
+    Ending.REQUESTED: "ended by the stop file",
 }
 
 

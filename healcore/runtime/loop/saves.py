@@ -71,6 +71,13 @@ class SaveSchedule:
         if self.restart_due(step):
             self._newest = step  # also if it is left out: the next one is due later
             self.checkpoints.save_for_restart(step, *self.rollbacks.contents(step))
+            self._update_journal(step)
+
+    def _update_journal(self, step: int) -> None:
+        """Brings the journal up to date after a save."""
+        if self.rollbacks.journal_outdated:
+            self.rollbacks.write_journal(step)
+        self.rollbacks.record_first_checkpoint(step)
 
     def alarm_free(self, step: int) -> bool:
         """Whether the last steps had no alarm, which may be the first of an incident.
@@ -90,8 +97,7 @@ class SaveSchedule:
         """Saves a checkpoint of this step."""
         self._overdue, self._saved, self._newest = 0, step, step
         self.checkpoints.save(step, *self.rollbacks.contents(step), why)
-        if self.rollbacks.journal_outdated:
-            self.rollbacks.write_journal(step)
+        self._update_journal(step)
 
     def emergency_obstacle(self, step: int) -> str:
         """Why not to save before an exception ends the run; "": nothing speaks against it.

@@ -31,7 +31,9 @@ from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.lifecycle import begin, describe
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.termination import AlreadyCompleted, TerminationWatch
+from healcore.runtime.loop.stop_file import StopFile
+from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, TerminationWatch
+from healcore.runtime.loop.unequal_batches import UnequalBatches
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.rollback.host_state import HostState
 from healcore.runtime.rollback.journal import NAME, Journal
@@ -77,6 +79,7 @@ class Options(NamedTuple):
     loss_fn: Callable[..., Any] | None
     trust: bool
     trackers: tuple[Selection, ...] = ()
+    stop_file: str | os.PathLike[str] | None = None
 
     def checked(self) -> Options:
         """Returns itself; raises ValueError if a number or a choice is out of range."""
@@ -113,7 +116,7 @@ def open_run(options: Options) -> Loop:
         _check_same(options, ranks)
         own_claim, warning = _claim(options.store, ranks)
         loop = _start(options, driver, ranks, own_claim, warning)
-        held = (driver, loop.termination, loop.guard, loop.log)
+        held = (driver, loop.termination, loop.guard, loop.stop_file, loop.log)
         loop.finalizer = weakref.finalize(loop, _clean_up, *held)
         loop.finalizer.atexit = False
         _loops.add(loop)
@@ -153,10 +156,23 @@ def _check_same(options: Options, ranks: Ranks) -> None:
             )
 
 
-def _clean_up(driver: Driver, termination: TerminationWatch, guard: HangGuard, log: RunLog) -> None:
+def _clean_up(
+    driver: Driver,
+    termination: TerminationWatch,
+    guard: HangGuard,
+    stop_file: StopFile,
+    log: RunLog,
+) -> None:
     """Cleans up for a Healer deleted within its block; the claim has its own finalizer."""
     console, trackers = log.detach_console, log.trackers.leave
-    for end in (termination.stop, guard.close, driver.close, console, trackers):
+    for end in (
+        termination.stop,
+        guard.close,
+        stop_file.close,
+        driver.close,
+        console,
+        trackers,
+    ):
         with contextlib.suppress(Exception):
             end()
 
@@ -198,6 +214,7 @@ def _start(
     log, policy, store = loop.log, loop.policy, loop.checkpoints.store
     events = log.events.path
     died = postmortem.of_killed(events) if events is not None and ranks.rank == 0 else None
+    _refuse_to_start(loop.stop_file, ranks, log)
     loop.journal.read()
     saves = loop.rollbacks.saves()
     try:
@@ -254,6 +271,9 @@ def _start(
     heartbeats = driver.rank_heartbeats() if ranks.world > 1 and policy.hang.probe_every_s else None
     if heartbeats is not None:
         loop.probe = HealthProbe(policy.hang, ranks, heartbeats, partial(log.problem, None))
+    loop.stop_file.start()
+    if loop.rendezvous is not None:
+        loop.unequal = UnequalBatches(loop.rendezvous, loop.progress)
     return loop
 
 
@@ -309,6 +329,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         metrics=_metrics(options.metrics, events, ranks, tracked=len(log.trackers) > 0),
         rerun=options.rerun,
         loss_fn=options.loss_fn,
+        stop_file=StopFile(options.stop_file),
         claim=own_claim,
         rendezvous=driver.rendezvous() if ranks.world > 1 and options.ranks is None else None,
     )
@@ -389,6 +410,16 @@ def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
     if path is not None:
         _refuse_link(path, "metrics")
     return Metrics(path, run=log.run, thinned=True, follow_links=False, tracked=tracked)
+
+
+def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
+    """Raises EndRequested on all ranks if one of them finds the stop file."""
+    if not any(ranks.gather(stop_file.there())):
+        return
+    log.attach_console()
+    log.info(f"nothing was done: {stop_file.why} is there; remove it to train")
+    log.detach_console()
+    raise EndRequested(stop_file.why)
 
 
 def _check_resume(

@@ -66,6 +66,23 @@ class AlreadyCompleted(HealcoreError, SystemExit):
         return self.line
 
 
+class EndRequested(HealcoreError, SystemExit):
+    """A stop file has ended the run, or is there when the program starts.
+
+    Uncaught, the process ends with status 0, so that torchrun and schedulers do not start it again.
+
+    Attributes:
+        why: what has asked for the end.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(0)
+        self.why = why
+
+    def __str__(self) -> str:
+        return self.why
+
+
 class LastStateNotSaved(HealcoreError, SystemExit):
     """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
 

@@ -1,1 +1,1 @@
-"""Why a run ended, for a person: the facts, the diagnosis, the file."""
+"""Explains to a person why a run ended: the facts, the diagnosis, and the file with both."""

@@ -1,4 +1,4 @@
-"""Why a run ended: what was seen, what was tried, what a person should look at.
+"""Writes why a run ended: what was seen, what was tried, what a person should look at.
 
 The text depends on the `RunEnd` alone, so every rank has the same.
 """
@@ -20,7 +20,7 @@ _WIDTH = 96
 _SHOWN = 5
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN
-"""Of an exception: no rollback follows from them."""
+"""Causes of exceptions, which are not answered by a rollback."""
 
 _TRANSIENT = (
     "A fault that does not come again on the same data is not the model's: check the device (ECC "
@@ -31,17 +31,15 @@ _REPRODUCIBLE = (
     "that one batch from the last known-good checkpoint under a debugger."
 )
 _REPEATED = {
-    (True, True): "Going back did not help, with other data and a lower learning rate: the trouble "
-    "is in the model, its precision or its optimizer's settings, or older than the checkpoints.",
+    (True, True): "Going back did not help, without those batches and with a lower learning rate: "
+    "more of the data than was left out is like them, or the trouble is in the model, its "
+    "precision or its optimizer's settings, or older than the checkpoints.",
     (True, False): "Going back without those batches did not help, at the same learning rate: more "
     "of the data than was left out is like them, or the learning rate is too high.",
     (False, True): "Going back with a lower learning rate did not help, on the same data: the data "
     "of those steps, then the model's precision and its optimizer's settings.",
-    (
-        False,
-        False,
-    ): "Going back did not help, on the same data and at the same learning rate: leave "
-    "the data of those steps out, or lower the learning rate.",
+    (False, False): "Going back did not help, on the same data and at the same learning rate: "
+    "leave the data of those steps out, or lower the learning rate.",
 }
 """After several rollbacks, by whether any left batches out and any lowered the learning rate."""
 
@@ -102,27 +100,27 @@ class RunEnd(NamedTuple):
     why: str = ""
     """The reason of a stop, or the signal."""
     cause: Cause = Cause(0)
-    """Of the last incident; 0: there was none."""
+    """Cause of the last incident; 0: there was none."""
     onset: int | None = None
     open: bool | None = None
     """Whether the last incident was still open; None: unknown."""
     incidents: int = 0
-    """Of the whole run, with those in steps that a rollback has undone."""
+    """Incidents of the whole run, also those in steps that a rollback has undone."""
     undone_incidents: int = 0
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
     batches: tuple[Batch, ...] = ()
-    """Of the last incident's first steps."""
+    """Batches of the last incident's first steps."""
     skips: int = 0
     """Steps skipped in the whole run, with those that a rollback has undone."""
     undone_skips: int = 0
     clips: int = 0
-    """Of the whole run too, as `lr_cuts`."""
+    """Steps clipped in the whole run."""
     lr_cuts: int = 0
     rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
     verdict: str = ""
-    """Of a re-run of the step: `transient`, `reproducible`, or "" without one."""
+    """What a re-run of the step showed: `transient`, `reproducible`, or "" without one."""
     damaged: tuple[int, ...] = ()
     """Steps of checkpoints found damaged on disk."""
     damaged_in_memory: tuple[int, ...] = ()
@@ -141,7 +139,7 @@ class RunEnd(NamedTuple):
     """Directory of the checkpoint `last_good`."""
     exception: str | None = None
     fault: Cause = Cause(0)
-    """Of that exception; 0: there was none."""
+    """Cause of that exception; 0: there was none."""
 
 
 def explain(end: RunEnd) -> str:
@@ -169,7 +167,7 @@ def _headline(end: RunEnd) -> str:
         case Ending.EXCEPTION:
             raised = f": {end.exception}" if end.exception else ""
             return _wrapped(f"The training loop raised an exception {at}{raised}")
-        case Ending.SIGNAL:
+        case Ending.SIGNAL | Ending.REQUESTED:
             return f"The run was ended from outside {at}{because}."
         case Ending.INTERRUPTED:
             return f"The run was interrupted from the keyboard {at}{because}."
@@ -193,9 +191,11 @@ def _seen(end: RunEnd) -> Iterator[str]:
     if end.readings is not None:
         sentences.append(_numbers(end.readings))
     if end.evidence:
-        sentences.append(f"Gradients that stood out: {_listed(end.evidence)}.")
+        norms = _first([f"{each.name} ({each.grad_norm:.3g})" for each in end.evidence])
+        sentences.append(f"Gradients that stood out: {norms}.")
     if end.batches:
-        sentences.append(f"Its data: {_batches(end.batches)}.")
+        batches = _first([f"epoch {epoch} batch {index}" for epoch, index in end.batches])
+        sentences.append(f"Its data: {batches}.")
     if end.verdict == RerunVerdict.TRANSIENT:
         sentences.append("The same step, taken again from a snapshot, was fine: a transient fault.")
     elif end.verdict == RerunVerdict.REPRODUCIBLE:
@@ -306,15 +306,9 @@ def _numbers(numbers: Readings) -> str:
     return f"Last finite loss {numbers.loss:.4g}, last finite norm {numbers.grad_norm:.3g}{limit}."
 
 
-def _listed(evidence: Sequence[Evidence]) -> str:
-    shown = ", ".join(f"{each.name} ({each.grad_norm:.3g})" for each in evidence[:_SHOWN])
-    more = len(evidence) - _SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _batches(batches: Sequence[Batch]) -> str:
-    shown = ", ".join(f"epoch {epoch} batch {index}" for epoch, index in batches[:_SHOWN])
-    more = len(batches) - _SHOWN
+def _first(items: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    shown, more = ", ".join(items[:_SHOWN]), len(items) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 

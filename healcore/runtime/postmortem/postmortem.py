@@ -1,4 +1,4 @@
-"""One JSON file about how a run ended."""
+"""Writes and reads the postmortem, a JSON file about how a run ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankStacks(NamedTuple):
     """The Python stacks of a process that hung."""
 
     ranks: tuple[int, ...]
-    """Those whose training threads stood at the same place; the stacks are of the first."""
+    """Ranks whose training threads stood at the same place; the stacks are of the first."""
     stacks: str
 
 
@@ -61,7 +61,7 @@ class Postmortem(NamedTuple):
     certain: bool = True
     """False: it ran on another host, and is assumed to be gone as a new process began."""
     stacks: tuple[RankStacks, ...] = ()
-    """Of a run that hung, of all ranks that gave any."""
+    """The stacks of a run that hung, of all ranks that have sent theirs."""
 
 
 def of(
@@ -161,11 +161,8 @@ def _killed(path: Path) -> Postmortem | None:
         end_of_killed(run, events, why=why),
         run=last.id,
         ended=last.last.time or "" if last.last else "",
-        seconds=None if last.seconds is None else round(last.seconds, 6),
-        lost_events=run.lost,
-        process=process,
-        environment=(last.start and last.start.environment) or {},
         certain=bool(gone),
+        **_by_events(run),
     )
 
 
@@ -180,19 +177,24 @@ def write_hung(end: RunEnd, events: Log, stacks: Sequence[RankStacks]) -> str | 
     """Writes the postmortem of a run that hangs, from another process; returns errors."""
     assert events.path is not None
     run = last_process(log.read(events.path).events) or Run()
-    last = run.processes[-1] if run.processes else None
     found = _postmortem(
-        end,
-        run=events.run,
-        ended=log.now(),
-        seconds=None if last is None or last.seconds is None else round(last.seconds, 6),
-        lost_events=run.lost,
-        process=None if last is None else last.process(),
-        environment=(last and last.start and last.start.environment) or {},
-        stacks=tuple(stacks),
+        end, run=events.run, ended=log.now(), stacks=tuple(stacks), **_by_events(run)
     )
     found = found._replace(cause=(*found.cause, Cause.HANG.name))
     return write(path_for(events.path, events.run), found)
+
+
+def _by_events(run: Run) -> dict[str, Any]:
+    """What the events say about the last process of a run that does not run here."""
+    if not run.processes:
+        return {"lost_events": run.lost}
+    last = run.processes[-1]
+    return {
+        "lost_events": run.lost,
+        "seconds": None if last.seconds is None else round(last.seconds, 6),
+        "process": last.process(),
+        "environment": (last.start and last.start.environment) or {},
+    }
 
 
 def last_process(events: Sequence[Event]) -> Run | None:

@@ -9,7 +9,8 @@ restart from the checkpoint alone would refund the attempt and restore the old l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +107,8 @@ class Journal:
     def __init__(self, path: Path | None, *, writes: bool = True) -> None:
         self.path = path
         self._writes = writes
+        self._changing = threading.Lock()
+        self._written = 0
         self.state = JournalState()
 
     def read(self) -> JournalState:
@@ -136,9 +139,23 @@ class Journal:
 
     def write(self) -> None:
         """Writes the journal to disk, durably; an OSError leaves the old file there."""
-        if self.path is not None and self._writes:
-            content = {**asdict(self.state), "schema": SCHEMA}
-            files.replace(self.path, checksummed_json.dumps(content))
+        self.prepared_write()()
+
+    def prepared_write(self) -> Callable[[], None]:
+        """`write` of the present state, for another thread; a later one makes it do nothing."""
+        path = self.path
+        if path is None or not self._writes:
+            return lambda: None
+        content = checksummed_json.dumps({**asdict(self.state), "schema": SCHEMA})
+        self._written += 1
+        number = self._written
+
+        def write() -> None:
+            with self._changing:
+                if number == self._written:
+                    files.replace(path, content)
+
+        return write
 
 
 def _completed(plan: dict[str, Any], **rest: Any) -> CompletedRollback:
@@ -172,9 +189,9 @@ def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> No
         raise no_usable_checkpoint(journal, [], damaged)
     if journal.state.newest_on_disk is not None:
         raise NoGoodCheckpoint(
-            f"{journal.path} is of a run that had saved step {journal.state.newest_on_disk}, and "
-            "none of its checkpoints exists: restore them; to begin a new run in this directory, "
-            "delete it"
+            f"{journal.path} is of a run that had saved step {journal.state.newest_on_disk}, or "
+            "later ones too, and none of its checkpoints exists: restore them; to begin a new run "
+            "in this directory, delete it"
         )
 
 

@@ -52,6 +52,7 @@ from healcore.runtime.store import (
     StoreError,
     restore_first_intact,
 )
+from healcore.runtime.store.background import Background
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.ranks import Ranks, agreed
 
@@ -122,6 +123,7 @@ class RollbackManager:
     """Errors of the checkpoints that this process has found damaged."""
     journal_outdated: bool = field(default=False, init=False)
     """The journal could not be written; the next save tries again."""
+    _behind: Background = field(default_factory=lambda: Background("healcore-journal"), init=False)
 
     # -- the content of a checkpoint --------------------------------------------------------------
 
@@ -403,6 +405,28 @@ class RollbackManager:
             self.journal_outdated = True
         else:
             self.journal_outdated = False
+
+    def record_first_checkpoint(self, now: int) -> None:
+        """Writes into the journal, in the background, that something is on disk, once it is.
+
+        Without that, a start that finds no checkpoint would take their loss for a new run.
+        """
+        journal = self.journal
+        if journal.path is None or journal.state.newest_on_disk is not None:
+            return
+        with suppress(OSError, StoreError):  # the next save tries again
+            update_from_disk(journal, self.checkpoints.store.steps())
+        if journal.state.newest_on_disk is None:
+            return
+        write = journal.prepared_write()
+
+        def job() -> None:
+            try:
+                write()
+            except OSError:
+                self.journal_outdated = True  # the next save writes and reports it
+
+        self._behind.submit(now, "while writing the journal", job)
 
 
 def _ledger_in(result: RestoreResult) -> Ledger | None:

@@ -1,4 +1,4 @@
-"""Trackers: metrics and events of a run, sent to clients that people have already.
+"""Sends the metrics and events of a run to trackers, such as wandb, mlflow or TensorBoard.
 
 docs/trackers.md is the description for users.
 """

@@ -19,7 +19,7 @@ MAX_WAIT = 10.0
 MOST = 10_000
 """Records that wait for a tracker; more are dropped."""
 _EVENTS = 1_000
-"""More places in the queue for events alone: metrics must not push them out."""
+"""Further places in the queue that only events may take, so that metrics cannot fill all of it."""
 _SECONDS = 0.5
 """Between two deliveries: a thread that wakes at every step would take the GIL at every step."""
 
@@ -104,13 +104,13 @@ class Trackers:
         return found
 
     def _seconds_left(self) -> float:
-        """Of `MAX_WAIT`, which begins with the first call."""
+        """What is left of `MAX_WAIT`, which begins with the first call."""
         if self._waits_until is None:
             self._waits_until = time.monotonic() + MAX_WAIT
         return max(0.0, self._waits_until - time.monotonic())
 
     def forked(self) -> None:
-        """In a child: the threads, and the run, are the parent's."""
+        """Called in a forked child: the threads and the run are the parent's."""
         self._deliveries = []
 
 

@@ -1,4 +1,4 @@
-"""A run's events as rows, for trackers that show tables."""
+"""Collects the events of a run as rows, for trackers that show tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow: metrics in batches, the policy as a tag, and the newest event of each kind as tags."""
+"""Logs to MLflow: metrics in batches; the policy and the newest event of each kind as tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trackers `Healer(trackers=...)` means: names, live objects of their libraries, or own ones.
+"""Finds the trackers of `Healer(trackers=...)`: names, runs of a library, or own objects.
 
 A name is checked when the Healer is made, without an import of its library. The client itself is
 made in the Healer's block, in the thread of the loop: active runs of mlflow and trackio belong to a
@@ -8,7 +8,7 @@ thread.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import pkgutil
 from typing import Any, NamedTuple
 
 from healcore.extras import MissingExtraError
@@ -16,49 +16,19 @@ from healcore.runtime.trackers.tracker import Tracker
 
 
 class _Client(NamedTuple):
-    open: Callable[[str | None, Any], Tracker]
-    """Makes it; its library is imported only now."""
+    module: str
+    """The module here with its class `Client`; importing it imports the library."""
     library: str | None
     about: str
     """What `where` is in "name:where"."""
 
 
-def _wandb(where: str | None, own: Any) -> Tracker:
-    from healcore.runtime.trackers.wandb_run import Client
-
-    return Client(where, own)
-
-
-def _trackio(where: str | None, own: Any) -> Tracker:
-    from healcore.runtime.trackers.trackio_run import Client
-
-    return Client(where, own)
-
-
-def _mlflow(where: str | None, own: Any) -> Tracker:
-    from healcore.runtime.trackers.mlflow_run import Client
-
-    return Client(where, own)
-
-
-def _tensorboard(where: str | None, own: Any) -> Tracker:
-    from healcore.runtime.trackers.tensorboard_files import Client
-
-    return Client(where, own)
-
-
-def _stdout(where: str | None, own: Any) -> Tracker:
-    from healcore.runtime.trackers.stdout import Client
-
-    return Client(where, own)
-
-
 _CLIENTS = {
-    "wandb": _Client(_wandb, "wandb", "project"),
-    "trackio": _Client(_trackio, "trackio", "project"),
-    "mlflow": _Client(_mlflow, "mlflow", "experiment"),
-    "tensorboard": _Client(_tensorboard, "tensorboard", "directory"),
-    "stdout": _Client(_stdout, None, ""),
+    "wandb": _Client("wandb_run", "wandb", "project"),
+    "trackio": _Client("trackio_run", "trackio", "project"),
+    "mlflow": _Client("mlflow_run", "mlflow", "experiment"),
+    "tensorboard": _Client("tensorboard_files", "tensorboard", "directory"),
+    "stdout": _Client("stdout", None, ""),
 }
 _NAMES = ", ".join(
     f'"{name}" or "{name}:{each.about.upper()}"' if each.about else f'"{name}"'
@@ -71,7 +41,7 @@ class Selection(NamedTuple):
 
     name: str
     where: str | None
-    """What follows the colon of a name."""
+    """The part of a name after its colon: a project, an experiment or a directory."""
     given: Any
     """The user's own object, which healcore does not end; None: found by its name."""
 
@@ -79,7 +49,8 @@ class Selection(NamedTuple):
         """The tracker; its library is imported now."""
         if isinstance(self.given, Tracker):
             return self.given
-        return _CLIENTS[self.name].open(self.where, self.given)
+        module = f"healcore.runtime.trackers.{_CLIENTS[self.name].module}"
+        return pkgutil.resolve_name(f"{module}:Client")(self.where, self.given)
 
 
 def select(trackers: Any) -> tuple[Selection, ...]:

@@ -1,4 +1,4 @@
-"""JSON lines on standard output, which collectors of container logs read."""
+"""Writes JSON Lines to standard output, where collectors of container logs read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, and events as text, in event files of its own or by a SummaryWriter."""
+"""Writes scalars and events for TensorBoard, to own event files or by a SummaryWriter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Tracker`: what receives the metrics and events of a run, and the text of an event."""
+"""Defines `Tracker`, which receives metrics and events of a run, and the text of an event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TrackedRun(NamedTuple):
     """The run that a tracker is about."""
 
     id: str
-    """The same in every process of a run that is resumed from its store."""
+    """An id that all processes of a run share, also after a resume from its store."""
     config: dict[str, Any]
     """The fields of the event `start`: the policy, its text and mode, the framework, ..."""
 

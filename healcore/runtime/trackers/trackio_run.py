@@ -1,4 +1,4 @@
-"""Trackio: metrics, alerts, and a table of the events."""
+"""Logs to Trackio: metrics, alerts, and a table of the events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import trackio
 from trackio import context_vars
 
-from healcore.runtime.events.schema import GRAVE
+from healcore.runtime.events.schema import SEVERE
 from healcore.runtime.trackers.event_table import EventTable
 from healcore.runtime.trackers.tracker import TrackedRun, text_of
 
@@ -38,7 +38,7 @@ class Client:
     def event(self, event: Mapping[str, Any]) -> None:
         """Adds it to the table, and alerts if a person should know."""
         self._events.add(event)
-        if event["kind"] in GRAVE:
+        if event["kind"] in SEVERE:
             stopped = event["kind"] == "stop"
             level = trackio.AlertLevel.ERROR if stopped else trackio.AlertLevel.WARN
             self._run.alert(f"healcore: {event['kind']}", text_of(event), level, event["step"])

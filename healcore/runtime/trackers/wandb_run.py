@@ -1,4 +1,4 @@
-"""Weights & Biases: rows over `heal/step`, alerts, and a table of the events."""
+"""Logs to Weights & Biases: rows over `heal/step`, alerts, and a table of the events."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import wandb
 
-from healcore.runtime.events.schema import GRAVE
+from healcore.runtime.events.schema import SEVERE
 from healcore.runtime.trackers.event_table import EventTable
 from healcore.runtime.trackers.tracker import TrackedRun, text_of
 
 _SETTINGS: Any = {"console": "off"}
-"""Of a run of its own: it leaves the program's standard output alone."""
+"""Settings of a run of its own, which does not record the program's standard output."""
 
 
 class Client:
@@ -53,7 +53,7 @@ class Client:
     def event(self, event: Mapping[str, Any]) -> None:
         """Adds it to the table, and alerts if a person should know."""
         self._events.add(event)
-        if event["kind"] in GRAVE:
+        if event["kind"] in SEVERE:
             level = "ERROR" if event["kind"] == "stop" else "WARN"
             self._run.alert(f"healcore: {event['kind']}", text_of(event), level=level)
 

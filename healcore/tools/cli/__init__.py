@@ -1,7 +1,7 @@
-"""The command `healcore`. Its policy commands need neither JAX nor torch.
+"""The command `healcore`: it collects the subcommands and prepares standard output for them.
 
-The exit status carries a verdict (`probe` reports WARN with 1), so a standard output that is
-closed, full or ASCII-only must not change it; click alone exits with 1 when a pipe's reader ends.
+The exit status carries a result (`probe` reports WARN with 1), so a standard output that is closed,
+full or ASCII-only must not change it; click alone exits with 1 when a pipe's reader ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`healcore demo`. Exit status: 0 every claim holds, 1 one is broken, 2 the demo could not run."""
+"""`healcore demo`. Exit status: 0 all claims hold, 1 some do not, 2 the demo could not run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Framework(enum.StrEnum):
 
 def demo(
     framework: Annotated[
-        _Framework, typer.Option(help="In which framework the runs are trained.")
+        _Framework, typer.Option(help="The framework in which the runs are trained.")
     ] = _Framework.BOTH,
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="A preset or a TOML file.")
@@ -31,17 +31,18 @@ def demo(
         int | None,
         typer.Option(
             show_default=f"{STEPS}",
-            help=f"Of each run. Below {QUICK_STEPS} detectors have little to learn from.",
+            help=f"Steps of each run. Fewer than {QUICK_STEPS} teach the detectors little.",
         ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps, and no run with a fixed clip.")
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(min=0, show_default="0", help="Of weights and data.")
+        int | None, typer.Option(min=0, show_default="0", help="Seed of weights and data.")
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="The seeds 0 to N - 1, one by one.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Train with each of the seeds 0 to N - 1."),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for the picture and the healed runs.")
@@ -53,7 +54,7 @@ def demo(
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError
 
-    # By name, because the demo imports the tools, not the other way round.
+    # By name, because the layer of the demo may import the tools, and not the other way round.
     scenario = importlib.import_module("healcore.demo.scenario")
     comparison = importlib.import_module("healcore.demo.comparison")
     arms = ("unprotected", "healed") if quick else ("unprotected", "fixed clip", "healed")

@@ -27,7 +27,7 @@ app = typer.Typer(no_args_is_help=True, help="Look at the events of a run.")
 @app.command("schema")
 def schema_(
     metrics: Annotated[
-        bool, typer.Option("--metrics", help="Of a metrics file instead of an events file.")
+        bool, typer.Option("--metrics", help="The schema of a metrics file instead.")
     ] = False,
 ) -> None:
     """The JSON Schema of one line of an events file."""
@@ -82,16 +82,16 @@ def watch(
             metavar="EVENTS", help="The events file of a run; it need not be there yet."
         ),
     ],
-    once: Annotated[bool, typer.Option("--once", help="Print how it stands, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the present state and exit.")] = False,
     forever: Annotated[
-        bool, typer.Option("--forever", help="On after the end: the run may be started again.")
+        bool, typer.Option("--forever", help="Go on after the run's end; it may be started again.")
     ] = False,
     policy: Annotated[
         str | None,
-        typer.Option("--policy", "-p", help="The run's policy file, if no preset: for its budget."),
+        typer.Option("--policy", "-p", help="The run's policy file, unless it used a preset."),
     ] = None,
 ) -> None:
-    """Follows a run in the terminal: how it stands, and incidents as they happen."""
+    """Follows a run in the terminal: its state, and incidents as they happen."""
     from healcore.policy import PolicyError, load
     from healcore.tools.report.runs import ReportError
     from healcore.tools.watch.follow import WatchError, follow, print_once

@@ -1,4 +1,4 @@
-"""`healcore policy list | show | check | diff`.
+"""The commands `healcore policy list | show | check | diff`.
 
 Exit status: 0 success (`diff`: no difference), 1 a policy is wrong (`diff`: they differ), 2 a file
 could not be read, there is no such preset, or the command line is wrong. `diff` and `show` exit

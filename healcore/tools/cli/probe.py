@@ -1,4 +1,4 @@
-"""`healcore probe loss | optimizer | checkpoint`.
+"""The commands `healcore probe loss | optimizer | checkpoint`.
 
 Exit status: 0 pass, 1 warn, 2 fail, 3 no verdict (too short, nothing to judge, unreadable, or the
 command line is wrong). Of several results the first of FAIL, ERROR, WARN, SKIP, PASS decides.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
 
@@ -41,13 +41,17 @@ def _no_verdict() -> Iterator[None]:
         raise
 
 
-class Command(TyperCommand):
-    """The command of one probe."""
+class _Parsed:
+    """A mixin of typer's classes: a wrong command line exits with 3."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Parses the command line."""
+        """Parses the command line, or for a group the part before the name of the command."""
         with _no_verdict():
-            return super().make_context(*args, **kwargs)
+            return super().make_context(*args, **kwargs)  # type: ignore[misc]
+
+
+class Command(_Parsed, TyperCommand):
+    """The command of one probe."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the probe; an unexpected error exits with 3, as Python's own status 1 is WARN."""
@@ -62,13 +66,8 @@ class Command(TyperCommand):
             _unusable(f"it could not be judged: {type(error).__name__}: {lines[0][:200]}")
 
 
-class Group(TyperGroup):
+class Group(_Parsed, TyperGroup):
     """The group of all probes."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Parses the command line before the name of the probe."""
-        with _no_verdict():
-            return super().make_context(*args, **kwargs)
 
     def resolve_command(self, *args: Any, **kwargs: Any) -> Any:
         """Finds the probe."""
@@ -143,22 +142,14 @@ def loss(
 ) -> None:
     """The loss curve: does it fall, does it hold, does it end well?"""
     from healcore.tools.probe.loss import probe_loss
-    from healcore.tools.probe.result import ProbeError, unforeseen, unreadable
     from healcore.tools.traces import TraceError, open_traces
 
     try:
         opened, failed = open_traces(traces, columns=columns_of(column), join=join)
     except TraceError as error:
         _unusable(str(error))
-    results = _no_traces(failed, traces)
-    for trace in opened:
-        try:
-            results.append(probe_loss(trace, inputs))
-        except (ProbeError, TraceError, OSError) as error:
-            results.append(unreadable("loss", trace.name, error))
-        except Exception as error:
-            results.append(unforeseen("loss", trace.name, error))
-    _finish(results, inputs, as_json)
+    results = probe_each("loss", opened, probe_loss, inputs, name=lambda trace: trace.name)
+    _finish([*_no_traces(failed, traces), *results], inputs, as_json)
 
 
 @_with_options(OptimizerInputs)
@@ -199,25 +190,27 @@ def checkpoint(
 
 def probe_each(
     probe: str,
-    paths: Sequence[Path],
-    judge: Callable[[Path, Any], ProbeResult],
+    subjects: Iterable[Any],
+    judge: Callable[[Any, Any], ProbeResult],
     inputs: BaseModel,
+    name: Callable[[Any], str] = str,
 ) -> list[ProbeResult]:
-    """Probes each path; one that cannot be read gives a result too."""
+    """Probes each path or trace; one that cannot be read gives a result too."""
     from healcore.extras import MissingExtraError
-    from healcore.tools.probe.result import ProbeError, unforeseen, unreadable
+    from healcore.tools.probe.result import ProbeError, unexpected, unreadable
+    from healcore.tools.traces import TraceError
 
     results = []
-    for path in paths:
+    for each in subjects:
         try:
-            results.append(judge(path, inputs))
-        except (ProbeError, MissingExtraError) as error:
-            results.append(unreadable(probe, str(path), error))
+            results.append(judge(each, inputs))
+        except (ProbeError, TraceError, MissingExtraError) as error:
+            results.append(unreadable(probe, name(each), error))
         except OSError as error:
-            problem = ProbeError(f"{path} cannot be read: {error.strerror or error}")
-            results.append(unreadable(probe, str(path), problem))
+            problem = ProbeError(f"{name(each)} cannot be read: {error.strerror or error}")
+            results.append(unreadable(probe, name(each), problem))
         except Exception as error:
-            results.append(unforeseen(probe, str(path), error))
+            results.append(unexpected(probe, name(each), error))
     return results
 
 

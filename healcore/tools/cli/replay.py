@@ -1,4 +1,4 @@
-"""`healcore replay TRACE... --policy NAME|FILE`.
+"""The command `healcore replay TRACE... --policy NAME|FILE`.
 
 Exit status: 0 everything was replayed, 1 some trace could not be read or judged, 2 there is no such
 policy, nothing could be replayed, an output cannot be written, or the command line is wrong.
@@ -51,7 +51,7 @@ def replay(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="numpy, jax or torch; all give the same. Left out: numpy for little, jax for much."
+            help="numpy, jax or torch; the results are equal. Default: jax for long traces."
         ),
     ] = None,
     jsonl: Annotated[

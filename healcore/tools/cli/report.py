@@ -1,4 +1,4 @@
-"""`healcore report run.events.jsonl`.
+"""The command `healcore report run.events.jsonl`.
 
 Exit status: 0 the page is written, 1 it is written without metrics or runs that could not be read,
 2 there is nothing to report on, an output cannot be written, or the command line is wrong.
@@ -36,24 +36,22 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Metrics of the run, or any log of it that replay reads. Left out: the "
+            help="Metrics of the run, or any log of it that replay reads. Default: the "
             "run.metrics.jsonl next to run.events.jsonl, if there is one.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="OUT.html", help="Left out: run.report.html next to the events."
+            "--out", "-o", metavar="OUT.html", help="Default: run.report.html next to the events."
         ),
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(metavar="OUT.png", help="A picture besides the page.")
+        Path | None, typer.Option(metavar="OUT.png", help="Also write a picture.")
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(
-            "--policy", "-p", help="The run's policy, where it is not a preset: a TOML file."
-        ),
+        typer.Option("--policy", "-p", help="The run's policy file, unless it used a preset."),
     ] = None,
 ) -> None:
     """One HTML page of a run: curves to zoom into, incidents, policy. It needs no network."""

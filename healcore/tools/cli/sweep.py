@@ -1,4 +1,4 @@
-"""`healcore sweep TRACE... --policy NAME|FILE --vary KEY=LOW..HIGH`.
+"""The command `healcore sweep TRACE... --policy NAME|FILE --vary KEY=LOW..HIGH`.
 
 Exit status: 0 everything was swept, 1 some trace could not be read, 2 there is no such policy or
 key, nothing could be swept, the output cannot be written, or the command line is wrong.
@@ -51,14 +51,14 @@ def sweep(
         typer.Option(
             metavar="KEY=LOW..HIGH",
             help="A number to vary, as in detect.divergence.rise=5..12 (:log or :linear after it) "
-            "or max_skips=5,10,20. Repeat it. Left out: the thresholds behind the rollback rules.",
+            "or max_skips=5,10,20. Repeat it. Default: the thresholds behind the rollback rules.",
         ),
     ] = None,
     variants: Annotated[int, typer.Option(min=2, help="Settings to try.")] = 2000,
     labels: Annotated[
         Path | None,
         typer.Option(
-            metavar="LABELS.json", help="Known events. Left out: spikes as seen in hindsight."
+            metavar="LABELS.json", help="Known events. Default: spikes found in hindsight."
         ),
     ] = None,
     objective: Annotated[
@@ -70,7 +70,7 @@ def sweep(
     price: Annotated[
         float,
         typer.Option(
-            min=0.0, help="Recall that one false recovery per 10,000 steps costs, for balance."
+            min=0.0, help="For balance: the recall that a false recovery per 10,000 steps costs."
         ),
     ] = 0.1,
     recovery: Annotated[
@@ -79,21 +79,23 @@ def sweep(
             "--recovery-steps",
             min=0,
             max=1_000_000_000,
-            help="Steps that a recovery costs, for lost.",
+            help="For lost: the steps that a recovery costs.",
         ),
     ] = 100,
     holdout: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="Share of the families to hold out; 0 for none.")
     ] = 0.3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw of what is held out.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of held-out runs.")] = 0,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="OUT.toml", help="The policy to take.")
     ] = Path("swept.toml"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="OUT.toml may be there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT.toml if it exists.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
     backend: Annotated[
         str | None,
-        typer.Option(help="numpy or jax; both give the same. Left out: jax for much work."),
+        typer.Option(help="numpy or jax; the results are equal. Default: jax for much work."),
     ] = None,
     column: Column = None,
     join: Join = False,
@@ -163,7 +165,7 @@ def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:
     except OutputError as error:
         fail(f"--output {error}")
     if output.exists() and not overwrite:
-        fail(f"--output {output} is there already: add --overwrite, or name another file with -o")
+        fail(f"--output {output} exists already: add --overwrite, or name another file with -o")
 
 
 def _text(found: Sweep, policy: str) -> str:

@@ -1,1 +1,1 @@
-"""Probes: is this curve, this optimizer state, this checkpoint healthy?"""
+"""Judges whether a loss curve, an optimizer state or a checkpoint is healthy."""

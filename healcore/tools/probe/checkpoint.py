@@ -248,7 +248,7 @@ def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -
         which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
         message = "every file is what was written"
         if any(each.pickled for each in probed):
-            # Somebody who replaces a pickle can replace its digest too.
+            # An attacker who replaces a pickle can replace its digest too.
             message = "every digest holds, which shows damage, not malice"
         return Check("digests", PASS, f"{which}: {message}", 0, 0)
     # The run itself has already noticed damage in a quarantined checkpoint.
@@ -279,10 +279,10 @@ def _finite(probed: list[ProbedCheckpoint]) -> Check:
         message += "; it was marked good, so meant then: pass --nonfinite-ok NAME"
     if len(bad) > 1:
         message += f"; and in {len(bad) - 1} more checkpoints"
-    spared = any(each.restorable for each in probed) or all(
+    usable = any(each.restorable for each in probed) or all(
         each.saved.status == "good" for each in bad
     )
-    return Check("finite", WARN if spared else FAIL, message, len(bad), 0)
+    return Check("finite", WARN if usable else FAIL, message, len(bad), 0)
 
 
 def _known_good(probed: list[ProbedCheckpoint], inputs: CheckpointInputs) -> Check:

@@ -1,4 +1,4 @@
-"""The thresholds of each probe. The commands make one option of each field and its description."""
+"""The thresholds of each probe; `healcore probe` makes an option of each field."""
 
 from __future__ import annotations
 
@@ -17,49 +17,52 @@ class LossInputs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     signal: Literal["loss", "eval_loss", "grad_norm", "update_norm"] = Field(
-        default="loss", description="loss, eval_loss, grad_norm or update_norm; loss if left out."
+        default="loss",
+        description="loss, eval_loss, grad_norm or update_norm; the default is loss.",
     )
     goal: Literal["down", "up"] = Field(
-        default="down", description="down, or up for a reward or an accuracy; down if left out."
+        default="down", description="down, or up for a reward or an accuracy; the default is down."
     )
-    min_steps: int = Field(
-        default=10, ge=4, description="Fewer finite values are too few to judge."
-    )
+    min_steps: int = Field(default=10, ge=4, description="Fewer finite values are not judged.")
     # An end has at least 3 values; its median is taken.
     ends: float = Field(
-        default=0.05, gt=0, le=0.5, description="Part of the curve that one end is."
+        default=0.05,
+        gt=0,
+        le=0.5,
+        description="Fraction of the curve that its start and its end each are.",
     )
     # With goal `up`, FAIL below.
     max_final_loss: float | None = Field(
-        default=None, description="FAIL beyond; no bound if left out."
+        default=None, description="FAIL if the end is beyond it; no bound by default."
     )
     # Checked only for losses above 0.
     max_convergence_ratio: float = Field(
-        default=1.0, gt=0, description="WARN if end / start is above."
+        default=1.0, gt=0, description="WARN if end / start is larger."
     )
     # A curve that alternates between two values has -3.
     min_smoothness: float = Field(
-        default=-2.0, le=1, description="WARN below; noise around a level has -1."
+        default=-2.0, le=1, description="WARN if the smoothness is lower; pure noise has -1."
     )
-    trend_sigmas: float = Field(
-        default=3.0, gt=0, description="A rise or a fall counts from here on."
-    )
+    trend_sigmas: float = Field(default=3.0, gt=0, description="A larger rise or fall is a trend.")
     warn_regret: float = Field(
-        default=0.1, ge=0, description="WARN if so much of the way is lost again."
+        default=0.1, ge=0, description="WARN if this fraction of the improvement is lost again."
     )
-    fail_regret: float = Field(default=0.5, ge=0, description="FAIL if so much is.")
+    fail_regret: float = Field(default=0.5, ge=0, description="FAIL if this fraction is.")
     event_sigmas: float = Field(
-        default=EVENT_SIGMAS, gt=0, description="Height of an instability event."
+        default=EVENT_SIGMAS, gt=0, description="Least height of an instability event."
     )
     # Fewer high values are a jump, which is reported but not counted as an event.
     event_points: int = Field(
-        default=EVENT_POINTS, ge=1, description="Of 5 values so many are that high."
+        default=EVENT_POINTS, ge=1, description="How many of 5 values are that high."
     )
-    max_events: int = Field(default=0, ge=0, description="WARN if there are more.")
+    max_events: int = Field(default=0, ge=0, description="WARN if there are more events.")
     # A curve that ends in NaN or Inf fails whatever the value.
     max_nonfinite: int = Field(default=0, ge=0, description="WARN if more values are NaN or Inf.")
     curve_points: int = Field(
-        default=512, ge=8, le=100_000, description="Of the curve in the JSON, extremes kept."
+        default=512,
+        ge=8,
+        le=100_000,
+        description="Points of the curve in the JSON; extremes are kept.",
     )
 
     @model_validator(mode="after")
@@ -84,31 +87,38 @@ class OptimizerInputs(BaseModel):
     step: int | None = Field(
         default=None,
         ge=0,
-        description="Which checkpoint of a store; the newest known-good one if left out.",
+        description="Which checkpoint of a store; by default the newest known-good one.",
     )
-    min_step: int = Field(default=50, ge=1, description="Before it moments cannot be judged.")
+    min_step: int = Field(default=50, ge=1, description="Moments of earlier steps are not judged.")
     global_step: int | None = Field(
-        default=None, ge=0, description="The step, where the state does not hold it."
+        default=None, ge=0, description="The step, if the state does not contain it."
     )
     # For the bias correction; optax does not store it in the state.
-    beta2: float = Field(default=0.999, ge=0, lt=1, description="Where the state does not hold it.")
+    beta2: float = Field(
+        default=0.999, ge=0, lt=1, description="Used if the state does not contain it."
+    )
     fail_nonfinite: int = Field(
-        default=2, ge=1, description="FAIL if so many parameters have NaN; fewer warn."
+        default=2, ge=1, description="FAIL if as many parameters have NaN; WARN if fewer."
     )
     # A parameter is dead if all its second moments are exactly 0.
     fail_dead: float = Field(
-        default=0.3, ge=0, le=1, description="FAIL if more of the layers are dead; fewer warn."
+        default=0.3,
+        ge=0,
+        le=1,
+        description="FAIL if a larger fraction of layers is dead; WARN if any.",
     )
     # In robust standard deviations of log v-hat.
     outlier_sigmas: float = Field(
-        default=5.0, gt=0, description="How far an outlier is from its like."
+        default=5.0, gt=0, description="Least distance of an outlier from similar parameters."
     )
     # First and last layers of healthy nets reach about 30.
-    outlier_ratio: float = Field(default=50.0, ge=1, description="And at least by this factor.")
-    fail_outliers: float = Field(
-        default=0.3, ge=0, le=1, description="FAIL if more of the layers are; fewer warn."
+    outlier_ratio: float = Field(
+        default=50.0, ge=1, description="Least factor between an outlier and similar parameters."
     )
-    top: int = Field(default=3, ge=1, description="How many layers are named.")
+    fail_outliers: float = Field(
+        default=0.3, ge=0, le=1, description="FAIL if a larger fraction of layers is; WARN if any."
+    )
+    top: int = Field(default=3, ge=1, description="How many layers are listed.")
 
 
 class CheckpointInputs(BaseModel):
@@ -116,13 +126,15 @@ class CheckpointInputs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    step: int | None = Field(default=None, ge=0, description="Only this one of a store.")
+    step: int | None = Field(default=None, ge=0, description="Only this checkpoint of a store.")
     # Patterns of array names, as in `model.*.mask`.
     nonfinite_ok: tuple[str, ...] = Field(
-        default=(), description="Arrays where NaN and Inf are meant; may be repeated."
+        default=(), description="Arrays that may hold NaN and Inf; may be repeated."
     )
     # Without a known-good checkpoint FAIL, or SKIP where it is not recorded.
     require_good: bool = Field(
-        default=False, description="Without a known-good one it does not pass."
+        default=False, description="Do not pass without a known-good checkpoint."
     )
-    deep: bool = Field(default=False, description="Look at every number, also where digests hold.")
+    deep: bool = Field(
+        default=False, description="Read every number, even if all digests are right."
+    )

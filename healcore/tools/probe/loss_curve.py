@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from healcore.tools.traces import Trace, lineage
 
 BLOCKS = 1024
-_MEDIAN = 1.4826
+OF_DEVIATION = 1.4826
 """Standard deviation of Gaussian noise over its median absolute deviation."""
 _OF_MEDIAN = 1.2533
 """Standard deviation of a median over that of the mean, for many values: sqrt(pi / 2)."""
@@ -224,7 +224,7 @@ def _deviation(curve: np.ndarray) -> float:
     if len(curve) < 4:
         return 0.0
     bends = np.abs(np.diff(curve, 2))
-    return _MEDIAN * float(np.median(bends)) / math.sqrt(6) * (1 + 4 / len(bends))
+    return OF_DEVIATION * float(np.median(bends)) / math.sqrt(6) * (1 + 4 / len(bends))
 
 
 def _trend(curve: np.ndarray) -> float:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from healcore.core import host, numerics
+from healcore.core import numerics
 from healcore.core.detectors import loss_spike
+from healcore.core.recorded import record
 from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
 from healcore.tools.probe.inputs import EVENT_POINTS, EVENT_SIGMAS
-from healcore.tools.probe.loss_curve import Blocks
+from healcore.tools.probe.loss_curve import OF_DEVIATION, Blocks
 
 _LEVEL = 16
 _SPREAD = 64
 _LEAST = 32
 """Values before the first judged one."""
-_MEDIAN, _UPPER = 1.4826, 1 / 1.2816
-"""Standard deviation of Gaussian noise over its median absolute deviation and 90 % quantile."""
+_OF_QUANTILE = 1 / 1.2816
+"""Standard deviation of Gaussian noise over its 90 % quantile."""
 _FLOOR = 1e-3
 """Lower bound of the unit relative to the level, for curves without noise."""
 _SUSTAINED = 5
@@ -128,8 +130,8 @@ class Events:
         over = (self._values[onset : onset + _LONGEST] - level) / unit
         # Where single values jump often, several in a row may be chance: the more jumps there
         # were, the longer the curve must stay high.
-        lately = slice(max(0, onset - _SPREAD), onset)
-        jumps = (self._values[lately] - self._levels[lately]) / unit > self._sigmas
+        recent = slice(max(0, onset - _SPREAD), onset)
+        jumps = (self._values[recent] - self._levels[recent]) / unit > self._sigmas
         needed = _SUSTAINED + 2 * int(np.count_nonzero(jumps))
         if np.count_nonzero(over[:needed] > self._sigmas) < self._points * needed / _SUSTAINED:
             self.jumps += 1
@@ -174,8 +176,8 @@ class Events:
             # The NaN variants are several times slower, so only where a window is not full yet.
             full = first >= _SPREAD + _LEVEL
             median, quantile = (np.median, np.quantile) if full else (np.nanmedian, np.nanquantile)
-            spread = _MEDIAN * median(np.abs(windows), axis=1)
-            units = np.maximum(spread, _UPPER * quantile(windows, 0.9, axis=1))
+            spread = OF_DEVIATION * median(np.abs(windows), axis=1)
+            units = np.maximum(spread, _OF_QUANTILE * quantile(windows, 0.9, axis=1))
         units = np.maximum(units, _FLOOR * np.abs(self._levels[first:until]))
         return np.where(units > 0, units, np.inf)
 
@@ -244,10 +246,13 @@ class Incidents:
         votes, heights = np.zeros(len(losses)), np.zeros(len(losses))
         sustained = np.zeros(len(losses), np.bool_)
         # Overflows and divisions by 0 are intended, as in the engine.
+        update = None
         with np.errstate(all="ignore"):
             for at, loss in enumerate(losses):
                 seen = Observed(loss, None, None, None, None, _NO, None, None, _YES, None, _NO)
-                state, reading = loss_spike.update(self._config, state, seen, xp=host)
+                if update is None:
+                    update = record(partial(loss_spike.update, self._config), state, seen)
+                state, reading = update(state, seen)
                 # An incident includes the steps in it that are back at the level.
                 votes[at], sustained[at] = state.votes, reading.sustained or state.incident > 0
                 heights[at] = reading.z / _SIGMA

@@ -17,25 +17,25 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.tools.probe.adam_states import AdamState
+from healcore.tools.probe.loss_curve import OF_DEVIATION
 from healcore.tools.probe.parameter_names import layer
 
-_ALIKE = 3
-_MEDIAN = 1.4826
+_FEWEST_SIMILAR = 3
 _LEAST = 0.1
 """Lower bound of the spread of log v-hat among similar parameters, which may hardly differ."""
 _LEAST_OF_ALL = 1.5
-"""The same among all parameters, which are of different kinds."""
+"""Lower bound of the spread among all parameters, which are of different kinds."""
 _ROUNDING = math.log(1e-10)
 """log v-hat of rounding errors relative to the largest of the layer: 1e-5 of the gradient."""
 _FEWEST = 4
 
 
 class Moments(NamedTuple):
-    """What was measured in the moments of one parameter."""
+    """What was measured of the moments of one parameter."""
 
     name: str
-    like: str
-    """The same for all parameters that it is compared with."""
+    kind: str
+    """A key that all parameters have with which it is compared."""
     size: int
     nonfinite: int
     """Number of NaN and Inf in all of its moments."""
@@ -62,7 +62,7 @@ class Moments(NamedTuple):
         return math.log(self.mean) - math.log(correction)
 
 
-def measured(state: AdamState, name: str, like: str, beta2: float, step: float | None) -> Moments:
+def measured(state: AdamState, name: str, kind: str, beta2: float, step: float | None) -> Moments:
     """Reads the moments of a parameter; `beta2` and `step` apply where the state has none."""
     size = nonfinite = negative = zeros = finite = 0
     total = 0.0
@@ -79,7 +79,7 @@ def measured(state: AdamState, name: str, like: str, beta2: float, step: float |
         total += float(values.sum(dtype=np.float64))
     return Moments(
         name=name,
-        like=like,
+        kind=kind,
         size=size,
         nonfinite=nonfinite
         + sum(
@@ -119,34 +119,36 @@ def rounding(moments: Iterable[Moments]) -> set[str]:
 def deviations(moments: Iterable[Moments]) -> list[Deviation]:
     """One for each parameter that is not dead; none if there are fewer than four."""
     logs: dict[str, float] = {}
-    likes: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     members: dict[str, list[float]] = {}
     for each in moments:
         log = each.log_v_hat
         if log is not None:
-            logs[each.name], likes[each.name] = log, each.like
-            members.setdefault(each.like, []).append(log)
+            logs[each.name], kinds[each.name] = log, each.kind
+            members.setdefault(each.kind, []).append(log)
     if len(logs) < _FEWEST:
         return []
     centre = float(np.median(list(logs.values())))
     among = _spread([log - centre for log in logs.values()], _LEAST_OF_ALL)
-    alike = {like: np.array(found) for like, found in members.items() if len(found) >= _ALIKE}
-    centres = {like: float(np.median(found)) for like, found in alike.items()}
-    residuals = [found - centres[like] for like, found in alike.items()]
+    by_kind = {
+        kind: np.array(found) for kind, found in members.items() if len(found) >= _FEWEST_SIMILAR
+    }
+    centres = {kind: float(np.median(found)) for kind, found in by_kind.items()}
+    residuals = [found - centres[kind] for kind, found in by_kind.items()]
     within = _spread(np.concatenate(residuals), _LEAST) if residuals else _LEAST
     # Some parameters vary more between layers than others (the first bias of a block).
-    spreads = {like: _spread(found - centres[like], within) for like, found in alike.items()}
+    spreads = {kind: _spread(found - centres[kind], within) for kind, found in by_kind.items()}
     found = []
     for name, log in logs.items():
-        like = likes[name]
-        away = log - centres.get(like, centre)
+        kind = kinds[name]
+        away = log - centres.get(kind, centre)
         found.append(
             Deviation(
-                name, math.exp(log / 2), math.exp(min(away, 700.0)), away / spreads.get(like, among)
+                name, math.exp(log / 2), math.exp(min(away, 700.0)), away / spreads.get(kind, among)
             )
         )
     return found
 
 
 def _spread(values: Sequence[float] | np.ndarray, least: float) -> float:
-    return max(_MEDIAN * float(np.median(np.abs(values))), least)
+    return max(OF_DEVIATION * float(np.median(np.abs(values))), least)

@@ -33,7 +33,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeR
     contents = open_contents(path, inputs.step)
     tree = Tree(contents)
     everything = adam_states(tree)
-    found = [state for state in everything if state.second.size and not _whole(state)]
+    found = [state for state in everything if state.second.size and not _is_integer(state)]
     why_not = unsupported_optimizer(
         tree, [array for state in found for array in (state.second, *state.others)]
     )
@@ -43,7 +43,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeR
     names = ParameterNames(tree, found)
     step = None if inputs.global_step is None else float(inputs.global_step)
     moments = [
-        measured(state, names.of(state), names.like(state), inputs.beta2, step) for state in found
+        measured(state, names.of(state), names.kind(state), inputs.beta2, step) for state in found
     ]
     age = _step(moments, inputs)
     checks = [age, _finite(moments, inputs)]
@@ -82,7 +82,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeR
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
 
 
-def _whole(state: AdamState) -> bool:
+def _is_integer(state: AdamState) -> bool:
     return state.second.dtype.startswith(("int", "uint", "bool"))
 
 
@@ -90,7 +90,7 @@ def _unjudged(left_out: Sequence[AdamState]) -> str | None:
     """Why none of the states can be judged; None if there are no states."""
     if not left_out:
         return None
-    kinds = sorted({state.second.dtype for state in left_out if _whole(state)})
+    kinds = sorted({state.second.dtype for state in left_out if _is_integer(state)})
     if not kinds:
         return "none of them has an element"
     return f"they are whole numbers ({', '.join(kinds)}): quantized, or no moments"
@@ -196,4 +196,4 @@ def _is_outlier(each: Deviation, inputs: OptimizerInputs) -> bool:
 
 def _compared(each: Deviation) -> str:
     times = f"{each.ratio:.3g} times" if each.ratio >= 1 else f"1/{1 / each.ratio:.3g} of"
-    return f"{times} the second moment of its like ({each.sigmas:+.1f} sigma)"
+    return f"{times} the second moment of similar parameters ({each.sigmas:+.1f} sigma)"

@@ -1,4 +1,4 @@
-"""Names for parameters that torch only numbers, and the layer of a name.
+"""Finds names for parameters that torch only numbers, and the layer of a name.
 
 The state of a torch optimizer numbers its parameters, in the order in which the program passed
 them. A name is used only where it is certain: a wrong name sends people to the wrong layer.
@@ -61,7 +61,7 @@ class ParameterNames:
             name = f"group {state.group or 0}, parameter {dotted(state.parameter)}"
         return f"{dotted(state.optimizer)}: {name}" if self._several else name
 
-    def like(self, state: AdamState) -> str:
+    def kind(self, state: AdamState) -> str:
         """What similar parameters in other layers share: the name without numbers, the shape."""
         name = self._name(state)
         return f"{'' if name is None else _NUMBER.sub('*', name)} {state.second.shape}"

@@ -34,7 +34,7 @@ class ProbeVerdict(enum.Enum):
 
 
 PASS, WARN, FAIL, SKIP, ERROR = ProbeVerdict
-_MILDEST_FIRST = (PASS, SKIP, WARN, ERROR, FAIL)
+_LEAST_SEVERE_FIRST = (PASS, SKIP, WARN, ERROR, FAIL)
 """FAIL outweighs everything; ERROR outweighs WARN because unreadable data may hide a failure."""
 
 
@@ -74,7 +74,7 @@ class NothingToProbe(ProbeError):
 
 def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
     """The overall verdict of several; SKIP for none."""
-    return max(verdicts, key=_MILDEST_FIRST.index, default=SKIP)
+    return max(verdicts, key=_LEAST_SEVERE_FIRST.index, default=SKIP)
 
 
 def unreadable(probe: str, subject: str, error: Exception) -> ProbeResult:
@@ -84,7 +84,7 @@ def unreadable(probe: str, subject: str, error: Exception) -> ProbeResult:
     return ProbeResult(probe, subject, (Check("readable", verdict, str(error)),))
 
 
-def unforeseen(probe: str, subject: str, error: Exception) -> ProbeResult:
+def unexpected(probe: str, subject: str, error: Exception) -> ProbeResult:
     """The result for a path whose reading raised an unexpected exception.
 
     Damaged files can raise anything, and a traceback would exit with 1, the status of WARN.

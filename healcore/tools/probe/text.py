@@ -1,4 +1,4 @@
-"""Prints results in a terminal."""
+"""Prints the results of probes in a terminal."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _tables(facts: Mapping[str, Any]) -> list[Table]:
             )
             for each in facts["top"]
         ]
-        titles = ("layer", "farthest parameter", "gradient rms", "v-hat / its like's", "sigma")
+        titles = ("layer", "farthest parameter", "gradient rms", "v-hat / similar", "sigma")
         tables.append(_table(titles, rows))
     if facts.get("checkpoints"):
         rows = [

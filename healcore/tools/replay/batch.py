@@ -1,4 +1,4 @@
-"""Replays several policies over many traces: the work behind the command."""
+"""Replays several policies over many traces, for the command `healcore replay`."""
 
 from __future__ import annotations
 

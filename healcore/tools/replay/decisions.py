@@ -1,4 +1,4 @@
-"""Decisions about single rows, and which of them a live run would have reached."""
+"""Holds the decisions about rows, and marks those that a live run would have reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Decided(NamedTuple):
 
     index: int
     step: float
-    """As recorded; NaN if it could not be read."""
+    """The recorded step; NaN if it could not be read."""
     attempt: int
     cause: Cause
     action: Action
@@ -123,19 +123,19 @@ class RepeatMarker:
     """Remembers the last incident in which a rollback was due."""
 
     def __init__(self) -> None:
-        self._asked = (-1, -1)
+        self._ordered = (-1, -1)
         self._denied = (-1, -1)
 
     def mark(self, judged: JudgedRows) -> JudgedRows:
         """Sets `again` and `ends` of the next rows; keeps one denied rollback per incident."""
         record = judged.record
         again = np.zeros(len(judged.index), bool)
-        if judged.attempt == self._asked[0]:
-            again = record.incident == self._asked[1]
+        if judged.attempt == self._ordered[0]:
+            again = record.incident == self._ordered[1]
         for row in np.flatnonzero(judged.due):
             incident = (judged.attempt, int(record.incident[row]))
-            if incident != self._asked:
-                self._asked = incident
+            if incident != self._ordered:
+                self._ordered = incident
                 again[row + 1 :] = record.incident[row + 1 :] == incident[1]
         # The engine orders STOP when it denies a due rollback; a rule may order STOP itself.
         ends = (record.action & int(Action.STOP) != 0) & ~(again & judged.due)

@@ -1,4 +1,4 @@
-"""Where the results of the command go: the terminal, lines of JSON, a page, a picture."""
+"""Writes the results of `healcore replay`: tables, JSON Lines, a page, a picture."""
 
 from __future__ import annotations
 

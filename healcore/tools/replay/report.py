@@ -56,6 +56,9 @@ class ReplayReport:
         """The report of the finished replay `result` of `policy`, with `notes` for the reader."""
         index, curves = self._envelope.kept()
         self._thin(index)
+        threshold = curves.get("threshold")
+        if threshold is not None and np.isnan(threshold).all():
+            threshold = None
         summary = result.summary
         firsts, incidents = summary.rollbacks - summary.repeats, result.incidents
         return RunReport(
@@ -68,7 +71,7 @@ class ReplayReport:
                 step=self._step,
                 loss=curves.get("loss", np.full(len(index), np.nan, np.float32)),
                 grad_norm=curves.get("grad_norm"),
-                threshold=_unless_empty(curves.get("threshold")),
+                threshold=threshold,
                 lr_scale=curves.get("lr_scale"),
                 index=index,
                 attempt=self._attempt,
@@ -81,7 +84,7 @@ class ReplayReport:
                 rollbacks=firsts,
                 repeats=summary.repeats,
                 denied=summary.spent,
-                stops=sum("STOP" in case.action for case in incidents),
+                stops=sum("STOP" in incident.action for incident in incidents),
                 skips=summary.skips,
                 clips=summary.clips,
                 alarms=summary.alarms,
@@ -89,7 +92,9 @@ class ReplayReport:
             facts=facts(summary, result.backend),
             notes=(*result.resting, *notes),
             attempts=_attempts(summary),
-            marks=_marks(summary),
+            marks=()
+            if summary.stopped_step is None
+            else (Mark(summary.stopped_step, MarkKind.STOP),),
         )
 
     def _thin(self, index: np.ndarray) -> None:
@@ -136,10 +141,6 @@ def survey_notes(trace: Trace) -> tuple[str, ...]:
     return (*lines, *([f"and {more:,} more"] if more else []))
 
 
-def _unless_empty(curve: np.ndarray | None) -> np.ndarray | None:
-    return None if curve is None or np.isnan(curve).all() else curve
-
-
 def _attempts(summary: Summary) -> tuple[RunAttempt, ...]:
     if len(summary.attempts) < 2:
         return ()
@@ -147,9 +148,3 @@ def _attempts(summary: Summary) -> tuple[RunAttempt, ...]:
         RunAttempt(each.number, each.first_step, AttemptOrigin.RECORDED, each.source)
         for each in summary.attempts
     )
-
-
-def _marks(summary: Summary) -> tuple[Mark, ...]:
-    if summary.stopped_step is None:
-        return ()
-    return (Mark(summary.stopped_step, MarkKind.STOP),)

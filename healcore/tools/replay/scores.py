@@ -23,7 +23,6 @@ from healcore.tools.traces import Rows
 
 EARLY, LATE, START, FEWEST, IN_TIME = 5, 40, 64, 200, 10
 
-
 ROLLBACKS, STOPS, SKIPS, ALARMS = "rollbacks", "stops", "skips", "alarms"
 
 
@@ -39,7 +38,7 @@ class Zone(NamedTuple):
 
     @property
     def widened(self) -> tuple[int, int]:
-        """With the margins, the end excluded."""
+        """First and last row with the margins; the last one is excluded."""
         return max(0, self.onset - EARLY), self.end + LATE + 1
 
 
@@ -79,13 +78,8 @@ class Score(NamedTuple):
 
     def plus(self, other: Score) -> Score:
         """The sum of both."""
-        return Score(
-            self.traces + other.traces,
-            self.rows + other.rows,
-            self.events + other.events,
-            self.latencies + other.latencies,
-            self.false + other.false,
-        )
+        pairs: Any = zip(self, other, strict=True)
+        return Score(*(mine + theirs for mine, theirs in pairs))
 
 
 class ScoreCollector:
@@ -111,13 +105,7 @@ class ScoreCollector:
             return None
         orders = np.concatenate(self._orders) if self._orders else np.zeros(0, np.int64)
         bad = np.concatenate(self._bad) if self._bad else np.zeros(0, np.int64)
-        excused = orders < START
-        for start, stop in (each.widened for each in (*label.ambiguous, *label.spikes)):
-            excused |= (start <= orders) & (orders < stop)
-        last = np.searchsorted(bad, orders, side="right") - 1  # the last bad row up to the order
-        after_bad = np.zeros(len(orders), bool)
-        after_bad[last >= 0] = (orders[last >= 0] - bad[last[last >= 0]]) <= LATE
-        false = orders[~excused & ~after_bad]
+        false = orders[~neutral(orders, bad, label)]
         latencies = []
         for spike in label.spikes:
             start, stop = spike.widened
@@ -126,6 +114,19 @@ class ScoreCollector:
                 latencies.append(max(0, int(met[0]) - spike.onset))
         incidents = int(false.size > 0) + int(np.count_nonzero(np.diff(false) > LATE))
         return Score(1, self.rows, len(label.spikes), tuple(latencies), incidents)
+
+
+def neutral(rows: np.ndarray, bad: np.ndarray, label: Label) -> np.ndarray:
+    """Flags (n,): an order at this row (n,) is not a false one.
+
+    `bad` (m,) are the rows without a finite loss; both are row numbers, increasing.
+    """
+    found = rows < START
+    for start, stop in (each.widened for each in (*label.ambiguous, *label.spikes)):
+        found |= (start <= rows) & (rows < stop)
+    last = np.searchsorted(bad, rows, side="right") - 1  # the last bad row up to this one
+    found[last >= 0] |= (rows[last >= 0] - bad[last[last >= 0]]) <= LATE
+    return found
 
 
 def answer_of(config: EngineConfig) -> str:

@@ -14,6 +14,9 @@ from healcore.core.verdict import Action, Cause, names
 from healcore.history import Incident, Mode
 from healcore.tools.replay.decisions import Decided, JudgedRows, shortest
 
+MOST_KEPT = 1000
+"""Incidents of one replay that are kept for the report; all are counted."""
+
 
 class AttemptSummary(NamedTuple):
     """One attempt of a resumed run; rows that a later attempt replaced count too."""
@@ -51,9 +54,9 @@ class Summary(NamedTuple):
     rollbacks: int
     """Rows at which one was due, repeats and denied ones included."""
     repeats: int
-    """Those after the first of their incident. They occur live only if the first did not help."""
+    """Rollbacks after the first of an incident; live they occur only if the first did not help."""
     spent: int
-    """Those that the budget denied, at most one per incident."""
+    """Rollbacks that the budget denied, at most one per incident."""
     first_incident: float | None
     last_incident: float | None
     first_rollback: float | None
@@ -63,7 +66,7 @@ class Summary(NamedTuple):
     lowest_lr: float
     """The smallest learning-rate multiplier."""
     lowest_lr_first: float
-    """The same without repeat cuts."""
+    """The smallest multiplier without repeat cuts."""
     stopped_at: int | None
     """Row index of a live run's end: a rule stops it, or an incident's first rollback is denied."""
     stopped_step: float | None
@@ -74,7 +77,7 @@ class Summary(NamedTuple):
 
 
 class SummaryCounter:
-    """Counts chunk by chunk."""
+    """Counts chunk by chunk. The attributes are those of a `Summary`."""
 
     def __init__(self) -> None:
         self.causes: Counter[str] = Counter()
@@ -118,11 +121,17 @@ class SummaryCounter:
             self.stopped_step = float(judged.step[stops[0]])
         return back.size, repeats
 
+    def fields(self) -> dict[str, Any]:
+        """The counts by their names in a `Summary`."""
+        return vars(self) | {
+            "causes": _in_order(self.causes, Cause),
+            "actions": _in_order(self.actions, Action),
+        }
 
-def in_order(counts: Counter[str], kind: type[Cause] | type[Action]) -> dict[str, int]:
+
+def _in_order(counts: Counter[str], kind: type[Cause] | type[Action]) -> dict[str, int]:
     """Lowest flag first, without those that never occurred."""
-    named = (str(each.name) for each in kind)
-    return {name: counts[name] for name in named if counts[name]}
+    return {str(each.name): counts[str(each.name)] for each in kind if counts[str(each.name)]}
 
 
 def _count(flags: np.ndarray, kind: type[Cause] | type[Action]) -> Counter[str]:
@@ -131,11 +140,9 @@ def _count(flags: np.ndarray, kind: type[Cause] | type[Action]) -> Counter[str]:
     return Counter({str(each.name): int(np.count_nonzero(flags & int(each))) for each in kind})
 
 
-MOST_KEPT = 1000
-"""Incidents of one replay that are kept for the report; all are counted."""
-
-
 class _OpenIncident:
+    """An incident while its rows are read; the attributes are those of an `Incident`."""
+
     def __init__(self, judged: JudgedRows, row: int, lr_before: float) -> None:
         self.attempt = judged.attempt
         self.onset, self.onset_step = int(judged.index[row]), float(judged.step[row])
@@ -186,7 +193,7 @@ class ReplayIncidents:
 
     def begin_attempt(self, *, goes_on: bool) -> None:
         """Ends the open incident; `goes_on`: the engine's incident count and LR multiplier stay."""
-        self._close()
+        self.close()
         if not goes_on:
             self._number, self._lr = 0, 1.0
 
@@ -198,7 +205,7 @@ class ReplayIncidents:
         alarmed = (record.incident_open | record.skip) & (record.cause != 0)
         for row in np.flatnonzero(opened | alarmed).tolist():
             if opened[row]:
-                self._close()
+                self.close()
                 before = self._lr if row == 0 else shortest(record.lr_scale[row - 1])
                 self._open = _OpenIncident(judged, row, before)
             if self._open is not None:
@@ -207,43 +214,24 @@ class ReplayIncidents:
         self._lr = shortest(record.lr_scale[-1])
 
     def close(self) -> None:
-        """Ends the open incident at the trace's end."""
-        self._close()
-
-    def _close(self) -> None:
-        case, self._open = self._open, None
-        if case is None:
+        """Ends the open incident, if any."""
+        incident, self._open = self._open, None
+        if incident is None:
             return
         self.count += 1
-        self.first = case.onset_step if self.first is None else self.first
-        self.last = case.onset_step
-        self.by_attempt[case.attempt] += 1
+        self.first = incident.onset_step if self.first is None else self.first
+        self.last = incident.onset_step
+        self.by_attempt[incident.attempt] += 1
         if len(self.kept) == MOST_KEPT:
             return
-        cut = bool(case.action & Action.CUT_LR)
-        self.kept.append(
-            Incident(
-                number=self.count,
-                attempt=case.attempt,
-                onset=case.onset,
-                index=case.index,
-                onset_step=case.onset_step,
-                step=case.step,
-                cause=tuple(names(case.cause)),
-                action=tuple(names(case.action)),
-                skipped=case.skipped,
-                mode=Mode.REPLAY,
-                clipped=case.clipped,
-                repeats=case.repeats,
-                denied=case.denied,
-                repeat_denied=case.repeat_denied,
-                lr_path=(case.lr_before, case.lr_after) if cut else (),
-                stop=case.stop,
-                stop_step=case.stop_step,
-                last=case.last,
-                last_step=case.last_step,
-            )
-        )
+        cut = bool(incident.action & Action.CUT_LR)
+        fields = vars(incident) | {
+            "cause": tuple(names(incident.cause)),
+            "action": tuple(names(incident.action)),
+            "lr_path": (incident.lr_before, incident.lr_after) if cut else (),
+        }
+        del fields["lr_before"], fields["lr_after"]
+        self.kept.append(Incident(number=self.count, mode=Mode.REPLAY, **fields))
 
 
 def decided_line(trace: str, policy: str, row: Decided) -> str:

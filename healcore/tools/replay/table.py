@@ -1,4 +1,4 @@
-"""The tables of `healcore replay`, and the text below them."""
+"""Makes the tables of `healcore replay`, and the text below them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,27 @@ from rich.text import Text
 from healcore.tools.replay.batch import ReplayResult
 from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Score
 from healcore.tools.replay.summary import Summary
+from healcore.tools.report.descriptions import listed
 
 LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
 """Columns that a narrow terminal does not show, in the order in which they are dropped."""
 
 _SHORTEST_NAME = 16
-
+"""Characters that the name of a trace gets at least."""
 _MANY = 5
+"""Policies from which on they are counted in the title instead of named."""
+
+SCORED = (
+    f"found: labelled events met by such orders (in time: within {IN_TIME} rows). "
+    "false: orders elsewhere, those within 40 rows as one. latency: median."
+)
+
+_MOST_ATTEMPTS = 8
+"""Attempts whose counts are printed."""
+_IN_NO_LOG = {
+    "group_norms": "in any log (AdaGC reads every tensor's)",
+    "update": "in any log (its norm without the learning-rate multiplier)",
+}
 
 
 def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:
@@ -207,11 +221,6 @@ def _step(step: float | None) -> str:
     return "-" if step is None else f"{step:.15g}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """One, two and three."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
 def _common(traces: Sequence[str]) -> str:
     """The folder that all are in, with its slash; empty if there is none."""
     folders = [os.path.dirname(trace) for trace in set(traces)]
@@ -227,14 +236,6 @@ def _middle(name: str, room: int) -> str:
         return name
     head = (room - 1) // 3
     return f"{name[:head]}…{name[len(name) - (room - 1 - head) :]}"
-
-
-SCORED = (
-    f"found: labelled events met by such orders (in time: within {IN_TIME} rows). "
-    "false: orders elsewhere, those within 40 rows as one. latency: median."
-)
-
-_MOST_ATTEMPTS = 8
 
 
 def legend(results: Sequence[ReplayResult]) -> str:
@@ -266,12 +267,6 @@ def notes(results: Sequence[ReplayResult]) -> list[str]:
         rows = "1 row" if unjudged == 1 else f"{unjudged:,} rows"
         lines.append(f"{rows} without a loss and a gradient norm: not judged")
     return lines
-
-
-_IN_NO_LOG = {
-    "group_norms": "in any log (AdaGC reads every tensor's)",
-    "update": "in any log (its norm without the learning-rate multiplier)",
-}
 
 
 def _inactive(results: Sequence[ReplayResult]) -> list[str]:

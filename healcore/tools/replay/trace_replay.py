@@ -18,7 +18,6 @@ from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Action, Cause
 from healcore.history import Incident
 from healcore.plugins.rows import (
     MOST_ROWS,
@@ -37,8 +36,8 @@ from healcore.tools.replay.summary import (
     ReplayIncidents,
     Summary,
     SummaryCounter,
-    in_order,
 )
+from healcore.tools.report.descriptions import listed
 from healcore.tools.traces import Attempt, Rows, Trace
 
 OnChunk = Callable[[Rows, JudgedRows], None]
@@ -99,13 +98,13 @@ class Replay:
         )
         """Inactive parts of the policy, by the signal that the trace does not log."""
         self.resting = tuple(sentence(*each) for each in self.missing.items())
-        """The same as sentences."""
+        """A sentence for each entry of `missing`."""
         self.backend = backend or backends.choose_backend(
             [(self._survey.rows, len(self._layout.combinations))]
         )
         self._runner = backends.row_runner(self.engine, self._layout, self.backend)
         self._on_chunk = on_chunk
-        self._counter, self._cases = SummaryCounter(), ReplayIncidents()
+        self._counter, self._incidents = SummaryCounter(), ReplayIncidents()
         self._rows: Counter[int] = Counter()
         self._rollbacks: Counter[int] = Counter()
         self._repeats: Counter[int] = Counter()
@@ -126,13 +125,13 @@ class Replay:
     def incidents(self) -> tuple[Incident, ...]:
         """The first `MOST_KEPT` incidents, in order. RuntimeError before the replay's end."""
         self._needs_end()
-        return tuple(self._cases.kept)
+        return tuple(self._incidents.kept)
 
     @property
     def summary(self) -> Summary:
         """The counts of the whole replay. RuntimeError before its end."""
         self._needs_end()
-        survey, counter = self._survey, self._counter
+        survey = self._survey
         rows = sum(self._rows.values())
         return Summary(
             trace=self.trace.name,
@@ -148,32 +147,18 @@ class Replay:
                     each.source,
                     each.first_step,
                     self._rows[each.number],
-                    self._cases.by_attempt[each.number],
+                    self._incidents.by_attempt[each.number],
                     self._rollbacks[each.number],
                     self._repeats[each.number],
                 )
                 for each in survey.attempts
             ),
-            alarms=counter.alarms,
-            causes=in_order(counter.causes, Cause),
-            actions=in_order(counter.actions, Action),
-            skips=counter.skips,
-            clips=counter.clips,
-            incidents=self._cases.count,
-            rollbacks=counter.rollbacks,
-            repeats=counter.repeats,
-            spent=counter.spent,
-            first_incident=self._cases.first,
-            last_incident=self._cases.last,
-            first_rollback=counter.first_rollback,
-            last_rollback=counter.last_rollback,
-            repeat_cuts=counter.repeat_cuts,
-            lowest_lr=counter.lowest_lr,
-            lowest_lr_first=counter.lowest_lr_first,
-            stopped_at=counter.stopped_at,
-            stopped_step=counter.stopped_step,
+            incidents=self._incidents.count,
+            first_incident=self._incidents.first,
+            last_incident=self._incidents.last,
             resting=self.resting,
             problems=survey.problem_count,
+            **self._counter.fields(),
         )
 
     def _needs_end(self) -> None:
@@ -189,7 +174,7 @@ class Replay:
         for rows in self.trace.rows():
             if rows.attempt != attempt:
                 attempt = rows.attempt
-                self._cases.begin_attempt(goes_on=lineage.enter(attempt))
+                self._incidents.begin_attempt(goes_on=lineage.enter(attempt))
             judged = marker.mark(self._judge(rows, lineage))
             self._rows[attempt] += len(rows.index)
             if len(judged.index):
@@ -197,11 +182,11 @@ class Replay:
                 rollbacks, repeats = self._counter.add(judged)
                 self._rollbacks[attempt] += rollbacks
                 self._repeats[attempt] += repeats
-                self._cases.add(judged)
+                self._incidents.add(judged)
             if self._on_chunk is not None:
                 self._on_chunk(rows, judged)
             yield judged
-        self._cases.close()
+        self._incidents.close()
         self._finished = True
 
     def _judge(self, rows: Rows, lineage: Lineage) -> JudgedRows:
@@ -336,5 +321,4 @@ def sentence(signal: str, parts: Sequence[str]) -> str:
             "update_clip is not replayed: it judges the optimizer's update without the "
             "learning-rate multiplier, whose norm no log has"
         )
-    listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-    return f"{listed} {verb} inactive: no {signal} was logged"
+    return f"{listed(parts)} {verb} inactive: no {signal} was logged"

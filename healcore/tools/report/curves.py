@@ -37,7 +37,7 @@ class RunCurves(NamedTuple):
 
     curves: Curves
     incidents: tuple[Incident, ...]
-    """With the rows in which they are."""
+    """Each with the rows of the curves in which it is."""
     attempts: tuple[RunAttempt, ...]
     notes: tuple[str, ...]
     counted: MetricCounts | None = None
@@ -108,7 +108,7 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
     problems = [str(problem) for problem in survey.problems]
     notes = first_lines(f"{path.name}: damaged", problems, survey.problem_count)
 
-    begins = np.array([case.onset_step for case in run.incidents])
+    begins = np.array([incident.onset_step for incident in run.incidents])
     steps: set[float] = set()
 
     def chunks() -> Iterator[MetricRows]:
@@ -122,7 +122,7 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
             yield MetricRows(rows.step, np.full(len(rows.index), rows.attempt), values, bad)
 
     curves, incidents, _ = gather(chunks(), run.incidents)
-    wanted = {case.onset_step for case in incidents}
+    wanted = {incident.onset_step for incident in incidents}
     if wanted and not wanted & steps:
         notes.append(
             f"{path.name} has none of the steps at which an incident begins: it may be the log of "

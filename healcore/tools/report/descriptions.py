@@ -1,4 +1,4 @@
-"""Texts for incidents, events and counts of a run."""
+"""Describes incidents, events and counts of a run in words."""
 
 from __future__ import annotations
 
@@ -39,8 +39,13 @@ def fault_text(event: EventRecord) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """As in `1 step` and `2 steps`."""
+    """A number with a noun: `1 step`, `2 steps`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def listed(names: Sequence[str]) -> str:
+    """One, two and three."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def step_range(first: float, last: float) -> str:
@@ -51,31 +56,43 @@ def step_range(first: float, last: float) -> str:
 # -- incidents ------------------------------------------------------------------------------------
 
 
-def outcome(case: Incident) -> str:
+def outcome(incident: Incident) -> str:
     """The outcome of an incident."""
-    if case.mode is Mode.REPLAY:
-        return _replayed(case)
-    measures = [_measure(each) for each in case.measures]
-    if case.mode is Mode.OBSERVE:
-        return "; ".join([f"observed only: nothing was done{_would(case)}", *measures])
+    if incident.mode is Mode.REPLAY:
+        return _replayed(incident)
+    measures = [_measure(each) for each in incident.measures]
+    if incident.mode is Mode.OBSERVE:
+        return "; ".join([f"observed only: nothing was done{_would(incident)}", *measures])
     if measures:
         return "; ".join(measures)
     return (
-        f"skipped {_skipped(case)}, then training went on" if case.skipped else "training went on"
+        f"skipped {_skipped(incident)}, then training went on"
+        if incident.skipped
+        else "training went on"
     )
 
 
 def _measure(event: EventRecord) -> str:
     match event.kind:
-        case "rollback" if event.outcome == RollbackOutcome.TRIAL:
-            return f"replayed from step {event.checkpoint}, to see whether it happens again"
         case "rollback":
-            return _rollback(event)
+            return trial(event) or _rollback(event)
         case "hook":
             return _hook(event)
         case "verdict":
-            return f"the re-run showed it to be {event.outcome or '?'}"
+            return rerun_verdict(event)
     return f"stopped the run: {event.why or ''}"
+
+
+def trial(event: EventRecord) -> str:
+    """The text of a rollback that was only a trial; empty for any other."""
+    if event.outcome != RollbackOutcome.TRIAL:
+        return ""
+    return f"replayed from step {event.checkpoint}, to see whether it happens again"
+
+
+def rerun_verdict(event: EventRecord) -> str:
+    """What the re-run of a step showed."""
+    return f"the re-run showed it to be {event.outcome or '?'}"
 
 
 def _rollback(event: EventRecord) -> str:
@@ -95,41 +112,42 @@ def _hook(event: EventRecord) -> str:
     return f"the hook {event.hook or ''} changed {flag_names(event.ordered or ())} to {then}"
 
 
-def _skipped(case: Incident) -> str:
-    return f"{counted(case.skipped, 'step')}{' or more' if case.capped else ''}"
+def _skipped(incident: Incident) -> str:
+    return f"{counted(incident.skipped, 'step')}{' or more' if incident.capped else ''}"
 
 
-def _would(case: Incident) -> str:
-    parts = [f"skipped {_skipped(case)}"] if case.skipped else []
-    if "ROLLBACK" in case.action:
-        times = "once" if case.repeats == 1 else f"{case.repeats} times"
-        more = f" ({times} more if that had not helped)" if case.repeats else ""
+def _would(incident: Incident) -> str:
+    parts = [f"skipped {_skipped(incident)}"] if incident.skipped else []
+    if "ROLLBACK" in incident.action:
+        times = "once" if incident.repeats == 1 else f"{incident.repeats} times"
+        more = f" ({times} more if that had not helped)" if incident.repeats else ""
         parts.append(f"rolled back{more}")
-    if case.stop_step is not None:
-        parts.append(f"stopped the run at step {case.stop_step:.0f}")
+    if incident.stop_step is not None:
+        parts.append(f"stopped the run at step {incident.stop_step:.0f}")
     return f"; it would have {', '.join(parts)}" if parts else ""
 
 
-def _replayed(case: Incident) -> str:
+def _replayed(incident: Incident) -> str:
     parts: list[str] = []
-    if case.denied:
+    if incident.denied:
         parts.append("a rollback was due and none was left: the run would stop")
-    elif "ROLLBACK" in case.action:
-        parts.append(f"would roll back{_more_rollbacks(case)}")
-    if "STOP" in case.action and not case.denied:
+    elif "ROLLBACK" in incident.action:
+        parts.append(f"would roll back{_more_rollbacks(incident)}")
+    if "STOP" in incident.action and not incident.denied:
         parts.append("would stop")
-    if case.skipped:
-        parts.append(f"{counted(case.skipped, 'step')} skipped")
-    if case.clipped:
-        parts.append(f"{case.clipped} clipped")
+    if incident.skipped:
+        parts.append(f"{counted(incident.skipped, 'step')} skipped")
+    if incident.clipped:
+        parts.append(f"{incident.clipped} clipped")
     return ", ".join(parts) or "alert only"
 
 
-def _more_rollbacks(case: Incident) -> str:
-    more = "once more" if case.repeats == 1 else f"{case.repeats} times more"
-    if not case.repeat_denied:
-        return f" ({more} if that had not helped)" if case.repeats else ""
-    return f" (if that had not helped: {f'{more}, and then ' if case.repeats else ''}it would stop)"
+def _more_rollbacks(incident: Incident) -> str:
+    more = "once more" if incident.repeats == 1 else f"{incident.repeats} times more"
+    if not incident.repeat_denied:
+        return f" ({more} if that had not helped)" if incident.repeats else ""
+    first = f"{more}, and then " if incident.repeats else ""
+    return f" (if that had not helped: {first}it would stop)"
 
 
 # -- the run --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Marks of incidents, the same on the page and in the picture, and never by colour alone."""
+"""Defines how incidents are marked in the page and the picture: by shape as well as by colour."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Marker(NamedTuple):
     outcome: IncidentOutcome
     done: str
     would: str
-    """The same if nothing was done (observed, replayed)."""
+    """What `done` is called if nothing was done (observed, replayed)."""
     plotly: str
     matplotlib: str
     colour: str
-    """On white, distinguishable by the colour-blind too. The page's colours are in its CSS."""
+    """For the picture; the colour-blind can tell them apart. The page's colours are in its CSS."""
 
     def label(self, would: bool) -> str:
         """The outcome; `would`: of a run in which nothing was done."""

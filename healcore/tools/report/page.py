@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file, with curves that can be zoomed."""
+"""Writes the page: one self-contained HTML file, with curves that can be zoomed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,13 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
         left_out=left_out,
         sections=[section(report) for report in reports],
         version=healcore.__version__,
-        data={"signs": _markers(), "runs": [plot_data(report) for report in reports]},
+        data={
+            "signs": {
+                each.outcome: {"done": each.done, "would": each.would, "symbol": each.plotly}
+                for each in MARKERS.values()
+            },
+            "runs": [plot_data(report) for report in reports],
+        },
         scripts=scripts,
     )
 
@@ -93,7 +99,7 @@ def plot_data(report: RunReport) -> dict[str, Any]:
     """The data of a run's plot, for JSON."""
     curves = report.curves
     step = curves.step
-    places = [case.onset_step for case in report.incidents]
+    places = [incident.onset_step for incident in report.incidents]
     room = max(float(np.ptp(step)) if len(step) else 1.0, 1.0) * 0.035
     rows = marker_rows(places, room, LANE)
     free = has_room(places, rows, room)
@@ -116,10 +122,10 @@ def plot_data(report: RunReport) -> dict[str, Any]:
         "labelled": len(report.incidents) <= LABELLED,
         "incidents": [
             {
-                **_incident(case, rows[place], report.stop_after_rollback(place)),
+                **_incident(incident, rows[place], report.stop_after_rollback(place)),
                 "label": free[place],
             }
-            for place, case in enumerate(report.incidents)
+            for place, incident in enumerate(report.incidents)
         ],
         "marks": [
             {"x": each.step, "kind": each.kind, "text": _label(mark(each))} for each in report.marks
@@ -127,25 +133,18 @@ def plot_data(report: RunReport) -> dict[str, Any]:
     }
 
 
-def _markers() -> dict[str, dict[str, str]]:
+def _incident(incident: Incident, row: int, stop: tuple[float, int] | None) -> dict[str, Any]:
+    step, index = incident.end
     return {
-        each.outcome: {"done": each.done, "would": each.would, "symbol": each.plotly}
-        for each in MARKERS.values()
-    }
-
-
-def _incident(case: Incident, row: int, stop: tuple[float, int] | None) -> dict[str, Any]:
-    step, index = case.end
-    return {
-        "n": case.number,
-        "kind": case.outcome,
-        "x": [case.onset_step, step],
-        "i": None if case.onset < 0 or index < 0 else [case.onset, index],
+        "n": incident.number,
+        "kind": incident.outcome,
+        "x": [incident.onset_step, step],
+        "i": None if incident.onset < 0 or index < 0 else [incident.onset, index],
         "stop": None if stop is None else [stop[0], None if stop[1] < 0 else stop[1]],
-        "to": case.checkpoint,
+        "to": incident.checkpoint,
         "row": row,
-        "text": f"<b>#{case.number}</b> step {step_range(case.onset_step, step)}: "
-        f"{_label(flag_names(case.cause))}<br>{_label(outcome(case))}",
+        "text": f"<b>#{incident.number}</b> step {step_range(incident.onset_step, step)}: "
+        f"{_label(flag_names(incident.cause))}<br>{_label(outcome(incident))}",
     }
 
 

@@ -1,4 +1,4 @@
-"""The report as a PNG: loss, gradient norm and learning rate of every run, incidents marked."""
+"""Draws the report as a PNG: loss, gradient norm and learning rate, with incidents marked."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _spans(axes: Sequence[Any], behind: Backdrop) -> None:
 
 
 def _logarithmic(axis: Any, values: np.ndarray) -> None:
-    """With full numbers, and ticks between the decades if there are few."""
+    """Sets a logarithmic axis with full numbers, and ticks between the decades if there are few."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_yscale("log")
@@ -212,7 +212,7 @@ def _bad(axis: Any, curves: Curves) -> None:
 
 
 def _rows(report: RunReport) -> list[int]:
-    return marker_rows([case.onset_step for case in report.incidents], _room(report), LANE)
+    return marker_rows([incident.onset_step for incident in report.incidents], _room(report), LANE)
 
 
 def _room(report: RunReport) -> float:
@@ -224,12 +224,12 @@ def _room(report: RunReport) -> float:
 def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence[int]) -> None:
     lane.set_ylim(-0.8, max(rows, default=0) + 0.8)
     lane.axis("off")
-    cases = report.incidents
-    free = has_room([case.onset_step for case in cases], rows, _room(report))
+    incidents = report.incidents
+    free = has_room([incident.onset_step for incident in incidents], rows, _room(report))
     drawn: set[tuple[float, float]] = set()  # overlapping bands would be darker
     used: set[IncidentOutcome] = set()
-    for place, (case, row) in enumerate(zip(cases, rows, strict=True)):
-        marker, at = MARKERS[case.outcome], (case.onset_step, case.end[0])
+    for place, (incident, row) in enumerate(zip(incidents, rows, strict=True)):
+        marker, at = MARKERS[incident.outcome], (incident.onset_step, incident.end[0])
         for axis in axes if at not in drawn else ():
             axis.axvspan(*at, color=marker.colour, alpha=0.13, lw=0)
             axis.axvline(at[0], color=marker.colour, lw=1.0, alpha=0.8)
@@ -242,13 +242,13 @@ def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence
             label = None if mark.outcome in used else mark.label(report.would)
             used.add(mark.outcome)
             lane.plot(step, y, mark.matplotlib, color=mark.colour, ms=6, label=label, ls="none")
-        if len(cases) <= LABELLED and free[place]:
+        if len(incidents) <= LABELLED and free[place]:
             offset = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
             lane.annotate(
-                f"#{case.number}", (at[0], row), color=marker.colour, fontsize=7.5, **offset
+                f"#{incident.number}", (at[0], row), color=marker.colour, fontsize=7.5, **offset
             )
-        if case.checkpoint is not None:
-            lane.plot([case.checkpoint, at[0]], [row, row], ":", color=marker.colour, lw=1)
+        if incident.checkpoint is not None:
+            lane.plot([incident.checkpoint, at[0]], [row, row], ":", color=marker.colour, lw=1)
 
 
 def _ending(report: RunReport) -> str:

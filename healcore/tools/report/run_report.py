@@ -44,7 +44,7 @@ class RunReport(NamedTuple):
     attempts: tuple[RunAttempt, ...] = ()
     marks: tuple[Mark, ...] = ()
     diagnosis: str = ""
-    """Of the postmortem; may have several lines."""
+    """The text of the postmortem; may have several lines."""
 
     @property
     def would(self) -> bool:
@@ -59,7 +59,7 @@ class RunReport(NamedTuple):
 
     def attempt_text(self, attempt: RunAttempt) -> str:
         """Where an attempt begins, and how many incidents it has."""
-        number = sum(case.attempt == attempt.number for case in self.incidents)
+        number = sum(incident.attempt == attempt.number for incident in self.incidents)
         incidents = counted(number, "incident") if number else "no incident"
         origin = _ORIGINS.get(attempt.origin) or attempt.source or attempt.number
         return f"from step {attempt.first_step:.0f} ({origin}): {incidents}"
@@ -90,7 +90,9 @@ class RunReport(NamedTuple):
     def outcomes(self) -> list[str]:
         """How many incidents had which outcome; one with a rollback and a stop counts in both."""
         counts = self.counts
-        found = {one: sum(case.outcome is one for case in self.incidents) for one in MARKERS}
+        found = {
+            one: sum(incident.outcome is one for incident in self.incidents) for one in MARKERS
+        }
         found |= {IncidentOutcome.STOP: counts.stops, IncidentOutcome.ROLLBACK: counts.rollbacks}
         again = repeats(counts, would=self.would)
         return [
@@ -102,15 +104,15 @@ class RunReport(NamedTuple):
 
     def stop_after_rollback(self, place: int) -> tuple[float, int] | None:
         """Step and index (-1: not known) of the stop after the rollback in incident `place`."""
-        case = self.incidents[place]
-        if case.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in case.action:
+        incident = self.incidents[place]
+        if incident.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in incident.action:
             return None
-        if case.stop_step is not None:
-            return case.stop_step, case.stop
+        if incident.stop_step is not None:
+            return incident.stop_step, incident.stop
         after = self.incidents[place + 1 : place + 2]
-        end = after[0].onset_step if after and after[0].attempt == case.attempt else np.inf
+        end = after[0].onset_step if after and after[0].attempt == incident.attempt else np.inf
         stops = (mark.step for mark in self.marks if mark.kind is MarkKind.STOP)
-        at = next((step for step in stops if case.onset_step <= step < end), None)
+        at = next((step for step in stops if incident.onset_step <= step < end), None)
         return None if at is None else (at, -1)
 
 

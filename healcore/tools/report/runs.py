@@ -23,13 +23,12 @@ from healcore.tools.report.curves import MetricsError, curves_of, first_lines
 from healcore.tools.report.descriptions import STATES, fault_text
 from healcore.tools.report.run_report import RunReport
 
+_FAULTS = 20
+"""Most faults that are named."""
+
 
 class ReportError(HealcoreError, ValueError):
     """A file that no report can be made of; the message has the file, the rule and the remedy."""
-
-
-_FAULTS = 20
-"""Most faults that are named."""
 
 
 class Reports(NamedTuple):
@@ -121,7 +120,7 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
         f"event {each.seq} ({each.kind}): {', '.join(each.fields)} not as specified"
         for each in run.malformed
     ]
-    found, trouble = _postmortem_of(path, run.processes[-1].id)
+    found, problem = _postmortem_of(path, run.processes[-1].id)
     diagnosis = (found or {}).get("diagnosis")
     drawn = curves_of(run, metrics)
     counted = drawn.counted
@@ -145,7 +144,7 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
         state=_state_of(run, found),
         notes=(
             *first_lines("fields left out, not in their shape", malformed),
-            *filter(None, (trouble, *drawn.notes, ran.note)),
+            *filter(None, (problem, *drawn.notes, ran.note)),
             *_missing(run, counted=counted is not None),
         ),
         attempts=drawn.attempts,
@@ -212,7 +211,7 @@ def policy_text(name: str, fingerprint: str, written: str) -> str:
 
 
 def _state_of(run: Run, found: dict[str, Any] | None) -> RunState:
-    """By the events, else by the postmortem: the process after a killed one writes that."""
+    """The state by the events, or else by the postmortem, which the next process writes."""
     if run.end is not None or found is None:
         return run.state
     ending = found.get("ending")
@@ -272,7 +271,7 @@ def _time_of(event: EventRecord | None) -> str | None:
 
 
 def _duration(run: Run) -> str | None:
-    """Of all processes together, each by its own monotonic clock."""
+    """The duration of all processes together, each by its own monotonic clock."""
 
     def text(seconds: float) -> str:
         in_range = 60 <= seconds < 1e9

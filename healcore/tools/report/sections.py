@@ -1,4 +1,4 @@
-"""The text of a page, as plain data for the templates, which escape every text."""
+"""Makes the text of a page, as plain data for the templates, which escape every text."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _facts(report: RunReport) -> dict[str, str]:
 
 def _incident_table(incidents: Sequence[Incident], *, would: bool) -> dict[str, Any]:
     """The table; a row is linked to the plot by its place. Empty columns are left out."""
-    rows = [_cells(case) for case in incidents[:_INCIDENTS]]
+    rows = [_cells(incident) for incident in incidents[:_INCIDENTS]]
     shown = [i for i in range(len(_COLUMNS) - 1) if any(row[i] != (_NOTHING,) for row in rows)]
     first, *others = _COLUMNS.items()
     columns = [(_WOULD.get(name, name) if would else name, kind) for name, kind in others]
@@ -196,57 +196,57 @@ def _incident_table(incidents: Sequence[Incident], *, would: bool) -> dict[str, 
         "columns": [first, *(columns[i] for i in shown)],
         "rows": [
             {
-                "number": case.number,
-                "outcome": case.outcome,
-                "text": _outcome_label(case, would),
+                "number": incident.number,
+                "outcome": incident.outcome,
+                "text": _outcome_label(incident, would),
                 "cells": [row[i] for i in shown],
             }
-            for case, row in zip(incidents, rows, strict=False)
+            for incident, row in zip(incidents, rows, strict=False)
         ],
         "more": max(len(incidents) - _INCIDENTS, 0),
     }
 
 
-def _outcome_label(case: Incident, would: bool) -> str:
-    text = MARKERS[case.outcome].label(would)
-    if case.outcome is IncidentOutcome.ROLLBACK and "STOP" in case.action:
+def _outcome_label(incident: Incident, would: bool) -> str:
+    text = MARKERS[incident.outcome].label(would)
+    if incident.outcome is IncidentOutcome.ROLLBACK and "STOP" in incident.action:
         text += f", then {'stopped' if would else MARKERS[IncidentOutcome.STOP].done}"
     return text
 
 
-def _cells(case: Incident) -> list[tuple[str, ...]]:
-    """In the order of the columns, without the first; each cell has its lines."""
+def _cells(incident: Incident) -> list[tuple[str, ...]]:
+    """The cells of a row, without the first; each cell is a tuple of its lines."""
     cells = (
-        step_range(case.onset_step, case.end[0]),
-        flag_names(case.cause),
-        ", ".join(flag_names([name]) for name in case.action),
-        outcome(case),
-        str(case.skipped),
-        _rate(case),
-        "" if case.checkpoint is None else str(case.checkpoint),
-        _batches(case),
+        step_range(incident.onset_step, incident.end[0]),
+        flag_names(incident.cause),
+        ", ".join(flag_names([name]) for name in incident.action),
+        outcome(incident),
+        str(incident.skipped),
+        _rate(incident),
+        "" if incident.checkpoint is None else str(incident.checkpoint),
+        _batches(incident),
     )
-    evidence = tuple(f"{each.name} ({each.grad_norm:.3g})" for each in case.evidence)
+    evidence = tuple(f"{each.name} ({each.grad_norm:.3g})" for each in incident.evidence)
     return [*((cell or _NOTHING,) for cell in cells), evidence or (_NOTHING,)]
 
 
-def _rate(case: Incident) -> str:
-    if case.lr_after == case.lr_before:
+def _rate(incident: Incident) -> str:
+    if incident.lr_after == incident.lr_before:
         return ""
-    path = [f"{rate:.4g}" for rate in case.lr_path]
+    path = [f"{rate:.4g}" for rate in incident.lr_path]
     if len(path) > _RATES:
         path[_RATES - 2 : -1] = ["…"]
     return " → ".join(path)
 
 
-def _batches(case: Incident) -> str:
-    ranges = list(_ranges(case.batches))
+def _batches(incident: Incident) -> str:
+    ranges = list(_ranges(incident.batches))
     text = "; ".join(
         f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_BATCHES]
     )
     more = len(ranges) - _BATCHES
     text += f"; and {more} more ranges" if more > 0 else ""
-    return f"{text} (left out)" if text and case.left_out else text
+    return f"{text} (left out)" if text and incident.left_out else text
 
 
 def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -16,7 +16,14 @@ import numpy as np
 
 from healcore.tools.sweep.scores import OrderCounts, Rates, rates, score
 
-_OFTEN = 0.25  # of the splits in which a setting may do worse than the base policy
+_MOST_WORSE = 0.25  # largest fraction of splits in which the choice may do worse than the base
+_NEIGHBOURS = 8  # the setting itself included
+_CLOSE = 0.1  # width of the plateau, as a fraction of best score minus median score
+_BLOCK = 256  # settings whose distances are computed at a time
+_NUMBERED = re.compile(r"[0-9A-Za-z]*\d[0-9A-Za-z]*")
+
+SPLITS = 8
+"""Number of splits; means over them are reported."""
 
 
 class Standing(NamedTuple):
@@ -60,7 +67,7 @@ class SweepChoice(NamedTuple):
 
 
 def choose_policy(
-    tallies: Sequence[OrderCounts],
+    counts: Sequence[OrderCounts],
     units: np.ndarray,
     splits: Splits,
     objective: str,
@@ -70,27 +77,27 @@ def choose_policy(
 ) -> SweepChoice:
     """Chooses on all runs, and validates the choice on the splits.
 
-    `tallies` has one entry per series; `wanted` is False if the user asked to hold out nothing.
+    `counts` has one entry per series; `wanted` is False if the user asked to hold out nothing.
     """
 
     def scored(part: Sequence[Any]) -> np.ndarray:
         return score(rates(part), objective, price)
 
-    whole = rates(tallies)
+    whole = rates(counts)
     scores = score(whole, objective, price)
     choice = choose(units, scores)
     validation = None
     if splits.held:
         rows, worse = [], 0
         for held in splits.held:
-            train = scored([t for t, out in zip(tallies, held, strict=True) if not out])
-            test = scored([t for t, out in zip(tallies, held, strict=True) if out])
+            train = scored([c for c, out in zip(counts, held, strict=True) if not out])
+            test = scored([c for c, out in zip(counts, held, strict=True) if out])
             picked = choose(units, train)
             rows.append([(s[0], s[picked.index], s[picked.best]) for s in (train, test)])
             worse += bool(test[picked.index] < test[0])
         mean = np.mean(rows, axis=0)
         base, chosen, best = (Standing(float(a), float(b)) for a, b in mean.T)
-        events = np.array([t.events for t in tallies])
+        events = np.array([c.events for c in counts])
         each = tuple(int(events[held].sum()) for held in splits.held)
         ever = int(events[np.any(splits.held, axis=0)].sum())
         validation = Validation(base, chosen, best, worse, len(splits.held), each, ever)
@@ -124,7 +131,7 @@ def _decided(
             "keep the base policy: settings chosen on some runs did no better than it on the runs "
             "held out"
         )
-    if validation.worse > _OFTEN * validation.splits:
+    if validation.worse > _MOST_WORSE * validation.splits:
         return 0, (
             f"keep the base policy: in {validation.worse} of {validation.splits} splits the "
             "setting chosen did worse than it on the runs held out"
@@ -143,11 +150,6 @@ def _unchecked(validation: Validation | None, objective: str, *, wanted: bool) -
         "no event was ever held out: cannot be checked. Give traces of more runs, two with events "
         "at least"
     )
-
-
-_NEIGHBOURS = 8  # the setting itself included
-_CLOSE = 0.1  # of the way from the median setting to the best one
-_BLOCK = 256
 
 
 class Choice(NamedTuple):
@@ -200,12 +202,6 @@ def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return ((a[:, None, :] - b[None, :, :]) ** 2).sum(axis=-1)
 
 
-_NUMBERED = re.compile(r"[0-9A-Za-z]*\d[0-9A-Za-z]*")
-
-SPLITS = 8
-"""Number of splits; means over them are reported."""
-
-
 class Splits(NamedTuple):
     """Which series are held out in each split."""
 
@@ -240,8 +236,8 @@ def split(runs: Sequence[str], has_events: Sequence[bool], share: float, seed: i
     apart = eventful if len(eventful) == 1 else set(families) if count == 1 else set()
     by = "run" if apart else "family"
     keys = [run if each in apart else each for run, each in zip(runs, families, strict=True)]
-    lively = {key for key, has in zip(keys, has_events, strict=True) if has}
-    groups = [sorted(lively), sorted(set(keys) - lively)]
+    with_events = {key for key, has in zip(keys, has_events, strict=True) if has}
+    groups = [sorted(with_events), sorted(set(keys) - with_events)]
     if share <= 0 or all(len(group) < 2 for group in groups):
         return Splits((), "", count)
     random = np.random.default_rng(seed)
@@ -254,6 +250,6 @@ def split(runs: Sequence[str], has_events: Sequence[bool], share: float, seed: i
                 out |= set(random.choice(group, size, replace=False).tolist())
         held.append(np.array([key in out for key in keys]))
     alone = ""
-    if count > 1 and len(lively) >= 2 and by == "run":
+    if count > 1 and len(with_events) >= 2 and by == "run":
         alone = next(run for run, each in zip(runs, families, strict=True) if each in apart)
     return Splits(tuple(held), by, count, alone)

@@ -1,4 +1,4 @@
-"""A sweep as text and tables, and as strict JSON."""
+"""Writes a sweep as text and tables, and as strict JSON."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from healcore.tools.sweep.series import counted
 
 _EDGE = 0.02  # of an axis
 _LEGEND = "latency: rows from onset to order, median of the events found"
+
+SCHEMA = 1
+
+_SHOWN = 20  # settings of the ranking
 
 
 def shown(found: Sweep) -> RenderableType:
@@ -119,7 +123,7 @@ def _scores(found: Sweep) -> Table:
         table.add_column(f"{name} / {PER:,}", justify="right")
     choice = found.verdict.choice
     for name, i in (("base", 0), ("plateau's middle", choice.index), ("single best", choice.best)):
-        rates = rates_of(found.verdict.rates, found.tallies, i)
+        rates = rates_of(found.verdict.rates, found.counts, i)
         table.add_row(
             name,
             *((f"{found.verdict.scores[i]:.4f}",) if scored else ()),
@@ -169,11 +173,6 @@ def _or_none(rate: float | None, form: str) -> str:
     return "-" if rate is None else format(rate, form)
 
 
-SCHEMA = 1
-
-_SHOWN = 20  # settings of the ranking
-
-
 def to_json(found: Sweep) -> dict[str, Any]:
     """The sweep as JSON-safe data: a number that is not finite becomes null."""
     verdict, choice = found.verdict, found.verdict.choice
@@ -220,14 +219,9 @@ def to_json(found: Sweep) -> dict[str, Any]:
             "worse_than_base": checked.worse,
             "events": list(checked.events),
             "events_in_some_split": checked.ever,
-            **{
-                name: {**each._asdict(), "gap": each.gap}
-                for name, each in zip(
-                    ("base", "chosen", "best"),
-                    (checked.base, checked.chosen, checked.best),
-                    strict=True,
-                )
-            },
+            "base": {**checked.base._asdict(), "gap": checked.base.gap},
+            "chosen": {**checked.chosen._asdict(), "gap": checked.chosen.gap},
+            "best": {**checked.best._asdict(), "gap": checked.best.gap},
         },
         "notes": notes(found),
         "left_out": [each._asdict() for each in found.left_out],
@@ -240,9 +234,9 @@ def _setting(found: Sweep, i: int) -> dict[str, Any]:
         axis.key: round(v) if axis.whole else v
         for axis, v in zip(found.variants.axes, found.variants.values[i].tolist(), strict=True)
     }
-    scores = {"score": found.verdict.scores[i], "smooth": found.verdict.choice.smooth[i]}
     return {
         "values": values,
-        **{k: float(v) for k, v in scores.items()},
-        **rates_of(found.verdict.rates, found.tallies, i),
+        "score": float(found.verdict.scores[i]),
+        "smooth": float(found.verdict.choice.smooth[i]),
+        **rates_of(found.verdict.rates, found.counts, i),
     }

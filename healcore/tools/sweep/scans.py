@@ -96,13 +96,13 @@ def run(
     scan: SweepScan,
     variants: Variants,
     series: Sequence[Series],
-    grounds: Sequence[SeriesEvents],
+    events: Sequence[SeriesEvents],
     costs: Costs,
     *,
     backend: str,
     advance: Callable[[int], None],
 ) -> list[OrderCounts]:
-    """Counts the orders of every variant on every series; `grounds` has each series' events.
+    """Counts the orders of every variant on every series; `events` has each series' events.
 
     `advance` is called with the policy-steps just done.
     """
@@ -124,24 +124,19 @@ def run(
         found = unpack(series, packed, *words)
         counted = []
         for i, orders in zip(packed.which, found, strict=True):
-            counted.append(count_orders(series[i], grounds[i], orders.first(real), costs))
+            counted.append(count_orders(series[i], events[i], orders.first(real), costs))
             advance(real * series[i].length)
         return counted
 
     tasks = [(start, packed) for start in starts for packed in batches]
-    with ThreadPoolExecutor(_threads() if backend == "jax" else 1) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(cores if backend == "jax" else 1) as pool:
         done = list(pool.map(one, tasks))
     parts: list[list[OrderCounts]] = [[] for _ in series]
     for (_, packed), counted in zip(tasks, done, strict=True):
         for i, each in zip(packed.which, counted, strict=True):
             parts[i].append(each)
     return [_side_by_side(each) for each in parts]
-
-
-def _threads() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _side_by_side(parts: Sequence[OrderCounts]) -> OrderCounts:

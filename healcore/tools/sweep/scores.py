@@ -11,8 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.replay.scores import IN_TIME, LATE, START, Label
+from healcore.tools.replay.scores import IN_TIME, LATE, Label, neutral
 from healcore.tools.sweep.series import RecoveryOrders, Series
+
+PER = 10_000
+"""Rows that a rate is given for."""
+
+OBJECTIVES = {
+    "balance": "recall within N steps, less `price` for each false recovery per 10,000 steps",
+    "recall": "recall within N steps; between equals, fewer false recoveries",
+    "false": "fewest false recoveries per 10,000 steps; between equals, higher recall",
+    "lost": "fewest steps lost: recoveries, skipped steps, and what a spike lasts until the order",
+}
+
+LOWER = ("false", "lost")
+"""Objectives to minimize: the score is the negative rate."""
+
+_TIE = 1e-6  # weight of the second criterion: less than one event in any sweep
 
 
 class Costs(NamedTuple):
@@ -59,28 +74,25 @@ def series_events(series: Series, label: Label) -> SeriesEvents:
     index = series.index
     own = index[series.own :]
     spikes = [zone for zone in label.spikes if own[0] <= zone.onset <= own[-1]]
-    neutral = index < START
-    for start, stop in (zone.widened for zone in (*label.ambiguous, *label.spikes)):
-        neutral |= (index >= start) & (index < stop)
-    if "loss" in series.rows.values:
-        for row in index[~np.isfinite(series.rows.values["loss"])]:
-            neutral |= (index >= row) & (index <= row + LATE)
+    loss = series.rows.values.get("loss")
+    bad = index[:0] if loss is None else index[~np.isfinite(loss)]
     ends = [(zone.onset, zone.end, *zone.widened) for zone in spikes]
-    return SeriesEvents(np.array(ends, np.int64).reshape(-1, 4), neutral, len(own))
+    ends = np.array(ends, np.int64).reshape(-1, 4)
+    return SeriesEvents(ends, neutral(index, bad, label), len(own))
 
 
 def count_orders(
-    series: Series, ground: SeriesEvents, orders: RecoveryOrders, costs: Costs
+    series: Series, events: SeriesEvents, orders: RecoveryOrders, costs: Costs
 ) -> OrderCounts:
-    """Counts one series' orders; `ground` is from `series_events`."""
+    """Counts one series' orders; `events` is from `series_events`."""
     variants = len(orders.skipped)
     at = series.index[orders.row]
     zero = np.zeros(variants, np.int64)
     in_time, found = zero, zero.copy()
-    delays = np.full((variants, len(ground.spikes)), -1, np.int32)
+    delays = np.full((variants, len(events.spikes)), -1, np.int32)
     lost = orders.skipped.astype(np.int64)
     lost += costs.recovery * orders.recovered.astype(np.int64)
-    for event, (onset, end, start, stop) in enumerate(ground.spikes):
+    for event, (onset, end, start, stop) in enumerate(events.spikes):
         here = (at >= start) & (at < stop)
         who, first = np.unique(orders.variant[here], return_index=True)
         delay = np.maximum(at[here][first] - onset, 0)
@@ -91,28 +103,12 @@ def count_orders(
         until = np.full(variants, length)
         until[who] = np.minimum(delay, length)
         lost += until
-    wrong = ~ground.neutral[orders.row]
+    wrong = ~events.neutral[orders.row]
     who, where = orders.variant[wrong], at[wrong]
     first = np.ones(len(who), bool)
     first[1:] = (who[1:] != who[:-1]) | (where[1:] - where[:-1] > LATE)
     false = np.bincount(who[first], minlength=variants)
-    return OrderCounts(len(ground.spikes), ground.rows, in_time, found, delays, false, lost)
-
-
-PER = 10_000
-"""Rows that a rate is given for."""
-
-OBJECTIVES = {
-    "balance": "recall within N steps, less `price` for each false recovery per 10,000 steps",
-    "recall": "recall within N steps; between equals, fewer false recoveries",
-    "false": "fewest false recoveries per 10,000 steps; between equals, higher recall",
-    "lost": "fewest steps lost: recoveries, skipped steps, and what a spike lasts until the order",
-}
-
-LOWER = ("false", "lost")
-"""Objectives to minimize: the score is the negative rate."""
-
-_TIE = 1e-6  # weight of the second criterion: less than one event in any sweep
+    return OrderCounts(len(events.spikes), events.rows, in_time, found, delays, false, lost)
 
 
 class Rates(NamedTuple):
@@ -127,33 +123,33 @@ class Rates(NamedTuple):
     lost: np.ndarray
 
 
-def rates(tallies: Sequence[OrderCounts]) -> Rates:
+def rates(counts: Sequence[OrderCounts]) -> Rates:
     """The rates over all the traces together."""
-    events, rows = sum(t.events for t in tallies), sum(t.rows for t in tallies)
-    in_time = np.sum([t.in_time for t in tallies], axis=0)
-    found = np.sum([t.found for t in tallies], axis=0)
+    events, rows = sum(c.events for c in counts), sum(c.rows for c in counts)
+    in_time = np.sum([c.in_time for c in counts], axis=0)
+    found = np.sum([c.found for c in counts], axis=0)
     share = PER / max(rows, 1)
     return Rates(
         events=events,
         rows=rows,
         recall=in_time / events if events else np.full(len(found), np.nan),
         found=found / events if events else np.full(len(found), np.nan),
-        false=share * np.sum([t.false for t in tallies], axis=0),
-        lost=share * np.sum([t.lost for t in tallies], axis=0),
+        false=share * np.sum([c.false for c in counts], axis=0),
+        lost=share * np.sum([c.lost for c in counts], axis=0),
     )
 
 
-def latency(tallies: Sequence[OrderCounts], variant: int) -> float:
+def latency(counts: Sequence[OrderCounts], variant: int) -> float:
     """Median rows from onset to order of the events that a variant found; NaN without one."""
-    delays = np.concatenate([t.delay[variant] for t in tallies])
+    delays = np.concatenate([c.delay[variant] for c in counts])
     found = delays[delays >= 0]
     return float(np.median(found)) if len(found) else math.nan
 
 
-def rates_of(rates: Rates, tallies: Sequence[OrderCounts], variant: int) -> dict[str, float | None]:
+def rates_of(rates: Rates, counts: Sequence[OrderCounts], variant: int) -> dict[str, float | None]:
     """One setting's rates and latency by name; None where there is no event."""
     found = {name: float(getattr(rates, name)[variant]) for name in Rates._fields[2:]}
-    found["latency_rows"] = latency(tallies, variant)
+    found["latency_rows"] = latency(counts, variant)
     return {name: None if math.isnan(rate) else rate for name, rate in found.items()}
 
 

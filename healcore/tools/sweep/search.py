@@ -43,7 +43,7 @@ class Sweep(NamedTuple):
     plan: Plan
     variants: space.Variants
     series: tuple[Series, ...]
-    tallies: tuple[scores.OrderCounts, ...]
+    counts: tuple[scores.OrderCounts, ...]
     splits: choice.Splits
     verdict: choice.SweepChoice
     policy: Policy
@@ -107,7 +107,7 @@ def sweep(
         raise SweepError(f"--vary names a key twice: {', '.join(keys)}")
     series, left_out, failed = _read(traces, base)
     seen = [_events(each, labels) for each in series]
-    grounds = [scores.series_events(each, its) for each, (its, _) in zip(series, seen, strict=True)]
+    events = [scores.series_events(each, its) for each, (its, _) in zip(series, seen, strict=True)]
     variants = space.draw(base, axes, plan.variants)
 
     steps = len(variants.values) * sum(each.length for each in series)
@@ -115,19 +115,17 @@ def sweep(
     scan = scans.scan_of(base.config(), tuple(axis.place for axis in axes), backend)
     started(steps)
     began = time.perf_counter()
-    tallies = scans.run(
-        scan, variants, series, grounds, plan.costs, backend=backend, advance=advance
-    )
+    counts = scans.run(scan, variants, series, events, plan.costs, backend=backend, advance=advance)
     seconds = time.perf_counter() - began
 
     splits = choice.split(
         [each.trace for each in series],
-        [len(ground.spikes) > 0 for ground in grounds],
+        [len(each.spikes) > 0 for each in events],
         plan.holdout,
         plan.seed,
     )
     verdict = choice.choose_policy(
-        tallies,
+        counts,
         variants.units,
         splits,
         plan.objective,
@@ -139,7 +137,7 @@ def sweep(
         plan=plan,
         variants=variants,
         series=tuple(series),
-        tallies=tuple(tallies),
+        counts=tuple(counts),
         splits=splits,
         verdict=verdict,
         policy=_taken(base, variants, verdict, len({each.trace for each in series})),

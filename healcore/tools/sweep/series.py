@@ -1,4 +1,4 @@
-"""Traces in the form of a sweep: a series for each attempt, packed to run many in one call."""
+"""Turns traces into series, one for each attempt, and packs series to run many in one call."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def unpack(
         bits = (words[start:end][group, variant][:, None] >> np.arange(WORD, dtype=np.uint32)) & 1
         order, bit = np.nonzero(bits)
         row, variant = group[order] * WORD + bit, variant[order]
-        counts = row >= series[which].own
-        row, variant = row[counts], variant[counts]
+        own = row >= series[which].own
+        row, variant = row[own], variant[own]
         by_variant = np.lexsort((row, variant))
         found.append(
             RecoveryOrders(
@@ -166,5 +166,5 @@ def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
 
 
 def counted(count: int, noun: str) -> str:
-    """As in "1 run" and "2,000 runs"."""
+    """A number with a noun: "1 run", "2,000 runs"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

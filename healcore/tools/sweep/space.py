@@ -1,4 +1,4 @@
-"""The search space: a range per key, and the variants drawn from it."""
+"""Defines the search space, a range per key, and draws the variants from it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ from healcore.policy import Policy, PolicyError, from_dict, to_dict
 _DIGITS = 4  # of a drawn number, so that it is readable in a file
 _LOG_FROM = 10.0  # a range with this factor between its ends is logarithmic
 _DEFAULT = (0.6, 1.6)  # of the base value, without --vary
+
+_PART = re.compile(r"([A-Za-z_]\w*)((?:\[\d+\])*)")
+"""One part of a key, with its indices: `respond[3]`."""
+_LEARNING_KEYS = ("warmup", "escape", "first_", "min_rel_std")
+"""Prefixes of numbers that control how a baseline is learnt, not when an alarm is raised."""
+
+_NOT_IN_CURVES = ("clip", "update_clip", "rollback", "lr", "budget", "grace_steps")
+"""Keys that change neither an order nor a skip, which are all that a recorded curve can show."""
 
 
 class Axis(NamedTuple):
@@ -125,7 +133,7 @@ def default_axes(policy: Policy) -> tuple[Axis, ...]:
             axes.append(Axis(key, place_of(policy, key), whole, ends[0], ends[1], False))
     if not axes:
         raise SweepError(
-            f"no detector of policy {policy.name} that a rollback rule listens to has a number: "
+            f"no detector of policy {policy.name} behind its rollback rules has a number: "
             "say what to vary, for example --vary respond[1].when.consecutive=3..20"
         )
     return tuple(axes)
@@ -203,12 +211,6 @@ def _check(policy: Policy, key: str, value: float | int) -> None:
         raise SweepError(str(error)) from None
 
 
-_PART = re.compile(r"([A-Za-z_]\w*)((?:\[\d+\])*)")
-_SETTLED = ("warmup", "escape", "first_", "min_rel_std")
-"""Prefixes of numbers that control how a baseline is learnt, not when an alarm is raised."""
-_BLIND = ("clip", "update_clip", "rollback", "lr", "budget", "grace_steps")
-
-
 class SweepError(HealcoreError, ValueError):
     """A sweep that is not possible; the message has the received value and a valid one."""
 
@@ -261,7 +263,7 @@ def place_of(policy: Policy, key: str) -> Place:
             f"{key} = {value!r} is no number: a sweep varies numbers. Compare policies that "
             "differ in words or tables with: healcore replay --policy A --policy B"
         )
-    if way[0] in _BLIND:
+    if way[0] in _NOT_IN_CURVES:
         raise SweepError(
             f"{key} changes neither where a recovery is ordered nor which step is skipped, and a "
             "recorded curve shows nothing else: vary numbers of detect.*, incident.*, "
@@ -299,13 +301,13 @@ def _varies(key: str, config: type, field: str) -> None:
 
 def thresholds(policy: Policy) -> list[str]:
     """Keys of the numbers that decide when a rollback is ordered, without warm-ups."""
-    heard = 0
+    causes = 0
     for rule in policy.config().rules:
         if rule.action & Action.ROLLBACK:
-            heard |= rule.causes
+            causes |= rule.causes
     keys = []
     for name, table in to_dict(policy)["detect"].items():
-        if int(CAUSES[name]) & heard:
+        if int(CAUSES[name]) & causes:
             config = dict(policy.config().detectors)[name]
             hints = get_type_hints(type(config))
             keys += [
@@ -314,6 +316,6 @@ def thresholds(policy: Policy) -> list[str]:
                 if isinstance(value, int | float)
                 and not isinstance(value, bool)
                 and hints.get(field) is not int
-                and not field.startswith(_SETTLED)
+                and not field.startswith(_LEARNING_KEYS)
             ]
     return keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TextIO
 
 import numpy as np
@@ -20,10 +21,11 @@ LONGEST = 1 << 20
 _DELIMITERS = ",;\t"
 _MOST_COLUMNS = 1 << 16
 _MOST_RUNS = 4096
-"""Of one export, since each takes a pass over the file."""
+"""Most runs of one export, since each takes a pass over the file."""
+# Columns of a W&B export that all runs share, besides the step.
 _OF_ALL_RUNS = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 _CHUNK_CHARACTERS = 1 << 25
-"""At about ten bytes each in memory."""
+"""Characters read at a time; each takes about ten bytes of memory."""
 _TALLEST = 16
 """Most lines of one row. A quote that is never closed would take in the rest of the file."""
 
@@ -80,7 +82,8 @@ def runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
     for place, name in enumerate(names):
         run, dash, metric = name.rpartition(" - ")
         if not dash:
-            if not _may_be_common(name):
+            plain = normalized(name)
+            if not (is_step(name) or plain in _OF_ALL_RUNS or plain.endswith("epoch")):
                 return None
             common[name] = place
         elif not metric.endswith(("__MIN", "__MAX")) and metric not in ("_step", "_timestamp"):
@@ -90,11 +93,6 @@ def runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
     if len(runs) > _MOST_RUNS or len(runs) * len(common) > 1 << 20:
         raise TraceError(f"it has {len(runs):,} runs. At most {_MOST_RUNS:,} are read")
     return {run: {**common, **own} for run, own in runs.items()} if runs else None
-
-
-def _may_be_common(name: str) -> bool:
-    plain = normalized(name)
-    return is_step(name) or plain in _OF_ALL_RUNS or plain.endswith("epoch")
 
 
 def _is_number(cell: str) -> bool:
@@ -107,27 +105,23 @@ def _is_number(cell: str) -> bool:
 # -- rows ------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class TableReader:
     """One table, or one run of a table of several; `columns` is signal (or "step") -> place.
 
     `sparse` leaves out rows without a signal, which are other runs' rows.
     """
 
-    def __init__(
-        self, path: str, header: TableHeader, columns: Mapping[str, int], *, sparse: bool
-    ) -> None:
-        self.path = path
-        self._header = header
-        self._columns = dict(columns)
-        self._sparse = sparse
-        labels = {name: f"column '{header.names[place]}'" for name, place in columns.items()}
-        self._parser = CellParser(path, labels, _plain_column, self._number)
+    path: str
+    header: TableHeader
+    columns: Mapping[str, int]
+    sparse: bool
 
     def chunks(self, findings: Findings) -> Iterator[FileRows]:
         """See `LogReader`."""
         row = 0
         with open_text(self.path) as file:
-            line = self._header.line
+            line = self.header.line
             for _ in range(line):
                 file.readline(LONGEST)
             broken = False
@@ -140,8 +134,9 @@ class TableReader:
                     broken = True
                 if not lines:
                     return
-                numbers = _all_numbers(lines, self._header.delimiter, len(self._header.names))
-                if numbers is not None and self._has_steps(numbers):
+                numbers = _all_numbers(lines, self.header.delimiter, len(self.header.names))
+                step = self.columns.get(STEP)
+                if numbers is not None and (step is None or np.isfinite(numbers[:, step]).all()):
                     chunk = self._of_numbers(numbers, line, row)
                     line, row = line + len(lines), chunk.end
                 else:
@@ -167,15 +162,11 @@ class TableReader:
             if room < 0:
                 return
 
-    def _has_steps(self, numbers: np.ndarray) -> bool:
-        place = self._columns.get(STEP)
-        return place is None or bool(np.isfinite(numbers[:, place]).all())
-
     def _of_numbers(self, numbers: np.ndarray, line: int, row: int) -> FileRows:
         count = len(numbers)
         given = np.ones(count, bool)
         return FileRows.of(
-            {name: (numbers[:, place], given) for name, place in self._columns.items()},
+            {name: (numbers[:, place], given) for name, place in self.columns.items()},
             slice(None),
             line=np.arange(line + 1, line + 1 + count),
             row=np.arange(row, row + count),
@@ -186,7 +177,7 @@ class TableReader:
         self, lines: list[str], file: TextIO, line: int, row: int, findings: Findings
     ) -> tuple[FileRows, int]:
         """Rows with as many cells as the header, and the number of the last line."""
-        rows = _one_per_line(lines, self._header.delimiter, len(self._header.names))
+        rows = _one_per_line(lines, self.header.delimiter, len(self.header.names))
         if rows is not None:
             places = [(line + 1 + at, row + at) for at in range(len(rows))]
             line, row = line + len(rows), row + len(rows)
@@ -204,15 +195,16 @@ class TableReader:
                         places.append((here, row))
                         rows.append(cells)
                     row += 1
-        columns = {name: [cells[at] for cells in rows] for name, at in self._columns.items()}
-        chunk = self._parser.rows(
+        columns = {name: [cells[at] for cells in rows] for name, at in self.columns.items()}
+        labels = {name: f"column '{self.header.names[at]}'" for name, at in self.columns.items()}
+        chunk = CellParser(self.path, labels, _plain_column, self._number).rows(
             columns,
             np.ones(len(rows), bool),
             findings,
             line=[number for number, _ in places],
             row=[number for _, number in places],
             end=row,
-            sparse=self._sparse,
+            sparse=self.sparse,
         )
         return chunk, line
 
@@ -221,7 +213,7 @@ class TableReader:
     ) -> tuple[list[str] | None, int]:
         """The cells of a row (None: it cannot be read), and how many lines it has."""
         record = [pending.popleft()]
-        cells = _cells(record, self._header.delimiter)
+        cells = _cells(record, self.header.delimiter)
         # A quoted cell may continue in the next lines.
         while cells is None and len(record) < _TALLEST:
             try:
@@ -232,8 +224,8 @@ class TableReader:
             if not more:
                 break
             record.append(more)
-            cells = _cells(record, self._header.delimiter)
-        if cells is None or (len(record) > 1 and len(cells) != len(self._header.names)):
+            cells = _cells(record, self.header.delimiter)
+        if cells is None or (len(record) > 1 and len(cells) != len(self.header.names)):
             pending.extendleft(reversed(record[1:]))
             text = "a quote that is not closed: the row is left out"
             findings.problem(self.path, line, text)
@@ -241,7 +233,7 @@ class TableReader:
         return cells, len(record)
 
     def _fits(self, cells: list[str], line: int, findings: Findings) -> bool:
-        width = len(self._header.names)
+        width = len(self.header.names)
         if len(cells) == width or (len(cells) > width and not any(cells[width:])):
             return True
         count = f"{len(cells)} cell{'s' if len(cells) > 1 else ''}"
@@ -250,7 +242,7 @@ class TableReader:
         return False
 
     def _number(self, cell: str) -> float | None:
-        if self._header.delimiter != "," and cell.count(",") == 1 and "." not in cell:
+        if self.header.delimiter != "," and cell.count(",") == 1 and "." not in cell:
             cell = cell.replace(",", ".")  # 3,14: where commas are decimal, ";" separates cells
         return number_in_text(cell)
 

@@ -1,8 +1,9 @@
-"""Rows of one file before the merge: the output of the readers, and the input of `merge_rows`."""
+"""Defines the rows of one file, which readers make and `merge_rows` takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -63,6 +64,7 @@ class LogReader(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class CellParser:
     """Parses cells into numbers, and reports those that are not numbers.
 
@@ -71,17 +73,10 @@ class CellParser:
     raises ValueError.
     """
 
-    def __init__(
-        self,
-        path: str,
-        labels: Mapping[str, str],
-        fast: Callable[[Sequence[Any]], Column],
-        parse: Callable[[Any], float | None],
-    ) -> None:
-        self._path = path
-        self._labels = labels
-        self._fast = fast
-        self._parse = parse
+    path: str
+    labels: Mapping[str, str]
+    fast: Callable[[Sequence[Any]], Column]
+    parse: Callable[[Any], float | None]
 
     def rows(
         self,
@@ -121,16 +116,16 @@ class CellParser:
         lost = "the row is left out" if name == STEP else f"the row is read without {name}"
 
         def report(at: int, why: object) -> None:
-            findings.problem(self._path, lines[at], f"{self._labels[name]}: {why}: {lost}")
+            findings.problem(self.path, lines[at], f"{self.labels[name]}: {why}: {lost}")
 
         no_numbers: set[int] = set()
         try:
-            found, given = self._fast(cells)
+            found, given = self.fast(cells)
         except (ValueError, OverflowError):
             found, given = np.full(len(cells), np.nan), np.zeros(len(cells), bool)
             for at in np.flatnonzero(logs).tolist():
                 try:
-                    number = self._parse(cells[at])
+                    number = self.parse(cells[at])
                 except ValueError as error:
                     report(at, error)
                     no_numbers.add(at)

@@ -74,9 +74,7 @@ RECORD_FORMATS = {each.name: each for each in (EVENTS, METRICS, TYPED, PLAIN, DO
 TENSORBOARD = "TensorBoard events"
 TABLE = "CSV"
 
-PREFERRED = (
-    *(METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, EVENTS.name),
-)
+PREFERRED = (METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, EVENTS.name)
 """If a directory has a run's log in several formats, the first of these is read."""
 
 KNOWN = (

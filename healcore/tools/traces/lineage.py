@@ -1,9 +1,8 @@
-"""The first pass over a trace, and the rows that remain part of a resumed run."""
+"""Surveys a trace in a first pass, and selects the rows that remain part of a resumed run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from healcore.tools.traces.trace import (
     Survey,
     Trace,
     TraceFinding,
+    by_signals,
     select_rows,
 )
 
@@ -71,27 +71,19 @@ def _replaces(rows: Rows, earlier: Rows) -> bool:
 def survey(begin: MergedPass, opening: Findings) -> Survey:
     """Reads everything once, and a second time if the run was resumed; raises as `Trace.rows`."""
     findings = Findings(opening)
-    count = repeated = 0
+    count = 0
     combinations: set[frozenset[str]] = set()
     attempts: list[Attempt] = []
     first_step = last_step = np.nan
-    for rows, source, repeats in begin(findings):
+    for rows, source in begin(findings):
         if not count:
             first_step = float(rows.step[0])
         if not attempts or rows.attempt != attempts[-1].number:
-            start = Attempt(rows.attempt, source, rows.start, float(rows.step[0]), None)
-            attempts.append(start)
+            first = float(rows.step[0])
+            attempts.append(Attempt(rows.attempt, source, rows.start, first, None))
         count += len(rows.index)
-        repeated += repeats
         last_step = float(rows.step[-1])
-        names = [name for name in SIGNALS if name in rows.given]
-        # At most eight combinations occur in practice, so each chunk's bits are looked up once.
-        bits = np.zeros(len(rows.index), np.int64)
-        for place, name in enumerate(names):
-            bits |= rows.given[name].astype(np.int64) << place
-        for kind in np.unique(bits):
-            logged = compress(names, (kind >> place & 1 for place in range(len(names))))
-            combinations.add(frozenset(logged))
+        combinations |= {logged for logged, _ in by_signals(rows.given, SIGNALS)}
     stale = 0
     if len(attempts) > 1:
         attempts, stale = _with_ancestors(begin, attempts)
@@ -107,7 +99,6 @@ def survey(begin: MergedPass, opening: Findings) -> Survey:
         problem_count=findings.problem_count,
         notes=_in_order(findings.notes),
         note_count=findings.note_count,
-        repeated=repeated,
         stale=stale,
     )
 
@@ -126,7 +117,7 @@ def _note_fresh_files(attempts: Sequence[Attempt], findings: Findings) -> None:
 
 
 def _in_order(findings: Sequence[TraceFinding]) -> tuple[TraceFinding, ...]:
-    """By line within each file, since a chunk is read column by column."""
+    """Sorts by line within each file, since a chunk is read column by column."""
     files = {each.source: place for place, each in reversed(list(enumerate(findings)))}
     return tuple(sorted(findings, key=lambda each: (files[each.source], each.line or 0)))
 
@@ -141,7 +132,7 @@ def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[lis
     first = np.array([attempt.first_step for attempt in attempts])
     found = list(attempts)
     stale, number, limits, top = 0, -1, first[:0], -np.inf
-    for rows, _, _ in begin(Findings()):
+    for rows, _ in begin(Findings()):
         if rows.attempt != number:
             number, top = rows.attempt, -np.inf
             limits = np.minimum.accumulate(first[number + 1 :])

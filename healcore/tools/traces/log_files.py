@@ -1,7 +1,8 @@
-"""From the paths on a command line to traces: which files are a run's log, and in which order."""
+"""Opens paths as traces: finds the files that are the log of one run, and their order."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -42,7 +43,6 @@ def open_traces(
     *,
     columns: Mapping[str, str] | None = None,
     join: bool = False,
-    extras: Sequence[str] = (),
 ) -> tuple[list[Trace], list[Unreadable]]:
     """Opens the logs of runs.
 
@@ -52,8 +52,6 @@ def open_traces(
             directories stands for all of them.
         columns: signal (or "step") -> its name in the files, if that is not a known one.
         join: all paths are attempts of one run, in this order.
-        extras: columns or keys that are read besides the signals, by their own names, into
-            `Rows.values` ("threshold" of a healcore metrics file), if the file has them.
 
     Returns:
         The traces in the order of the paths, and the paths that gave none.
@@ -61,7 +59,7 @@ def open_traces(
     Raises:
         TraceError: `columns` names something that is not a signal.
     """
-    opener = _Opener(columns or {}, extras)
+    opener = _Opener(columns or {})
     check_columns(opener.columns)
     traces: list[Trace] = []
     parts: list[LogReader] = []
@@ -120,9 +118,8 @@ class _Log(NamedTuple):
 class _Opener:
     """Opens paths with the options of one `open_traces`, and keeps those that failed."""
 
-    def __init__(self, columns: Mapping[str, str], extras: Sequence[str]) -> None:
+    def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = columns
-        self.extras = tuple(extras)
         self.failed: list[Unreadable] = []
         self._seen: set[tuple[int, int]] = set()
 
@@ -268,7 +265,10 @@ class _Opener:
             records = lambda findings: formats.steps(read(path, findings), form, path, findings)  # noqa: E731
         engines = _engines(path) if kind == METRICS.name else []
         if len(engines) > 1:
-            return [self._log(path, _of_engine(records, each), run=each) for each in engines]
+            return [
+                self._log(path, functools.partial(_of_engine, records, each), run=each)
+                for each in engines
+            ]
         return [self._log(path, records, note=note, tags=kind == TENSORBOARD)]
 
     def _log(
@@ -280,7 +280,7 @@ class _Opener:
         note: str = "",
         tags: bool = False,
     ) -> _Log:
-        reader = RecordReader(path, records, self.columns, self.extras, tags=tags)
+        reader = RecordReader(path, records, self.columns, tags=tags)
         return _Log(run, reader, [*reader.notes, *([note] if note else [])])
 
     def _tables(self, path: str) -> list[_Log]:
@@ -291,7 +291,7 @@ class _Opener:
                 f"its first line is '{header.names[0][:60]}'. It is not {formats.KNOWN}"
             )
         if runs is None:
-            picks, notes = resolve(header.names, self.columns, self.extras)
+            picks, notes = resolve(header.names, self.columns)
             places = {name: header.names.index(column) for name, column in picks.items()}
             return [_Log(None, TableReader(path, header, places, sparse=False), notes)]
         logs: list[_Log] = []
@@ -301,7 +301,7 @@ class _Opener:
             # --column may give the metric, or the whole title of one run's column.
             own = {s: name.removeprefix(f"{run} - ") for s, name in self.columns.items()}
             try:
-                picks, notes = resolve(list(metrics), own, self.extras)
+                picks, notes = resolve(list(metrics), own)
             except TraceError as error:
                 reasons.append(f"run '{run}': {error}")
                 continue
@@ -320,12 +320,10 @@ def _engines(path: str) -> list[str]:
     return list(dict.fromkeys(str(each["engine"]) for _, each in records if "engine" in each))
 
 
-def _of_engine(records: Records, engine: str) -> Records:
-
-    def own(findings: Findings) -> Iterator[tuple[int, formats.Fields]]:
-        return (each for each in records(findings) if each[1].get("engine") == engine)
-
-    return own
+def _of_engine(
+    records: Records, engine: str, findings: Findings
+) -> Iterator[tuple[int, formats.Fields]]:
+    return (each for each in records(findings) if each[1].get("engine") == engine)
 
 
 def _check_usable(reader: LogReader) -> None:

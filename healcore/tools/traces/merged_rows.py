@@ -37,8 +37,6 @@ class MergedRows(NamedTuple):
 
     rows: Rows
     source: str
-    repeated: int
-    """Rows that log a step and a signal which an earlier row of the attempt has logged."""
 
 
 def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[MergedRows]:
@@ -101,13 +99,13 @@ class _Merger:
         self.next = 0  # index of the next row
         self.attempt = 0
         self.top = -np.inf  # largest step of this attempt
-        self.clock: dict[str, float] = {}
-        self.fresh = True  # no row of this file has been merged
-        self.quiet = False  # a repeated step of this file has been reported
+        self.last_steps: dict[str, float] = {}
+        self.first_row = True  # no row of this file has been merged
+        self.repeat_reported = False  # a repeated step of this file has been reported
 
     def begin(self, path: str) -> None:
         self.path, self.base = path, self.next
-        self.fresh, self.quiet = True, False
+        self.first_row, self.repeat_reported = True, False
 
     def numbered(self, chunk: FileRows) -> FileRows:
         """Adds the rows' index and step if they do not depend on the merge."""
@@ -127,52 +125,50 @@ class _Merger:
         if step is None or not len(step):
             return
         if step[0] > self.top and bool((step[1:] > step[:-1]).all()):
-            place, starts, repeated = np.arange(len(step)), [], 0
+            place, starts = np.arange(len(step)), []
             self.top = float(step[-1])
             for name, given in chunk.given.items():
                 if given.any():
-                    self.clock[name] = float(step[np.flatnonzero(given)[-1]])
-            self.fresh = False
+                    self.last_steps[name] = float(step[np.flatnonzero(given)[-1]])
+            self.first_row = False
         else:
-            place, starts, repeated = self._place(chunk, step.tolist())
+            place, starts = self._place(chunk, step.tolist())
         whole = self._merged(chunk, step, place)
         for number, (low, high) in enumerate(pairwise([0, *starts, len(whole.index)])):
             attempt = whole._replace(attempt=self.attempt - len(starts) + number)
             for at in range(low, high, CHUNK):
                 rows = select_rows(attempt, slice(at, min(at + CHUNK, high)))
-                yield MergedRows(rows, self.path, repeated)
-                repeated = 0
+                yield MergedRows(rows, self.path)
 
-    def _place(self, chunk: FileRows, steps: list[float]) -> tuple[np.ndarray, list[int], int]:
-        """Row by row: the merged row of each, the starts of attempts, and the number of repeats."""
+    def _place(self, chunk: FileRows, steps: list[float]) -> tuple[np.ndarray, list[int]]:
+        """Row by row: the merged row of each, and the starts of attempts."""
         logs = [
             [name for name, given in chunk.given.items() if given[at]] for at in range(len(steps))
         ]
         place = np.empty(len(steps), np.int64)
         starts: list[int] = []
-        repeated = count = 0
+        count = 0
         rows: dict[float, tuple[int, set[str]]] = {}  # of this attempt, by step
         for at, (step, names) in enumerate(zip(steps, logs, strict=True)):
             trains = JUDGED.intersection(names)
-            last = max((self.clock.get(name, -np.inf) for name in trains), default=-np.inf)
-            if step < last or (self.fresh and step == last):
+            last = max((self.last_steps.get(name, -np.inf) for name in trains), default=-np.inf)
+            if step < last or (self.first_row and step == last):
                 self._restart(int(chunk.line[at]), step)
                 if count:
                     starts.append(count)
                 rows.clear()
             elif step == last:
-                repeated += 1
                 self._report_repeat(int(chunk.line[at]), step)
-            self.fresh = self.fresh and not trains
+            self.first_row = self.first_row and not trains
             self.top = max(self.top, step)
-            self.clock.update(dict.fromkeys(names, step))
+            self.last_steps.update(dict.fromkeys(names, step))
             row, merged = rows.get(step, (count, set()))
             if merged.intersection(names) or (row < count and not names):
                 row, merged = count, set()
             rows[step] = (row, merged.union(names))
             place[at] = row
             count = max(count, row + 1)
-        return place, starts, repeated
+        return place, starts
 
     def _restart(self, line: int, step: float) -> None:
         self.attempt += 1
@@ -189,17 +185,17 @@ class _Merger:
             f"{self.attempt} begins",
         )
         self.top = -np.inf
-        self.clock.clear()
+        self.last_steps.clear()
 
     def _report_repeat(self, line: int, step: float) -> None:
-        if not self.quiet:
+        if not self.repeat_reported:
             self.findings.note(
                 self.path,
                 line,
                 f"step {step:.15g} is logged again. Both rows are read, the later one counts "
-                "in the curve; further repeats in this file are only counted",
+                "in the curve; further repeats in this file are not reported",
             )
-        self.quiet = True
+        self.repeat_reported = True
 
     def _merged(self, chunk: FileRows, step: np.ndarray, place: np.ndarray) -> Rows:
         count = int(place.max()) + 1

@@ -1,4 +1,4 @@
-"""The names that trainers and trackers give to the signals.
+"""Knows the names that trainers and trackers give to the signals.
 
 A name of an earlier tier is taken before one of a later tier. Names are compared in lower case,
 with every run of other characters as one "_": "train/loss" is "train_loss".
@@ -93,14 +93,12 @@ def is_step(name: str) -> bool:
     return (STEP, normalized(name)) in _TIER
 
 
-def resolve(
-    names: Sequence[str], columns: Mapping[str, str], extras: Sequence[str] = ()
-) -> tuple[dict[str, str], list[str]]:
+def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Finds which `names` (columns, tags or keys of a file) are the step and the signals.
 
-    `columns` is the user's choice: signal (or "step") -> name. `extras` are read unchanged. Returns
-    signal (or "step") -> name, and remarks about names that were not used. Raises TraceError if a
-    name of `columns` is absent, two names fit equally well, or nothing fits.
+    `columns` is the user's choice: signal (or "step") -> name. Returns the same for all that were
+    found, and remarks about names that were not used. Raises TraceError if a name of `columns` is
+    absent, two names fit equally well, or nothing fits.
     """
     found: dict[str, str] = {}
     notes: list[str] = []
@@ -127,9 +125,6 @@ def resolve(
         others = [name for _, name in sorted(tiers) if name != found[signal]]
         if others:
             notes.append(f"{signal} is read from '{found[signal]}', not from {quoted(others)}")
-    for name in extras:
-        if name in names:
-            found.setdefault(name, name)
     if "loss" not in found and "grad_norm" not in found:
         raise TraceError(
             f"nothing in it has the name of a loss or a gradient norm. It has {quoted(names)}. "

@@ -195,13 +195,11 @@ class RecordReader:
         path: str,
         records: Records,
         columns: Mapping[str, str],
-        extras: Sequence[str],
         *,
         tags: bool = False,
     ) -> None:
         self.path = path
         self._records = records
-        self._extras = extras
         self._tags = tags
         self._keys, (self._picks, self.notes) = self._look(columns)
 
@@ -216,13 +214,13 @@ class RecordReader:
             keys.update(dict.fromkeys(fields))
             if seen == PROBED or (seen > PROBED and fresh):
                 try:
-                    return set(keys), resolve(list(keys), columns, self._extras)
+                    return set(keys), resolve(list(keys), columns)
                 except TraceError:
                     continue  # a later record may be the first with a loss
         if not seen:
             first = f": {findings.problems[0]}" if findings.problems else ""
             raise TraceError(f"it has no record that could be read{first}")
-        return set(keys), resolve(list(keys), columns, self._extras)
+        return set(keys), resolve(list(keys), columns)
 
     def chunks(self, findings: Findings) -> Iterator[FileRows]:
         """See `LogReader`."""
@@ -274,7 +272,7 @@ class RecordReader:
         known.update(new)
         try:
             # "loss" lets `resolve` accept a single new key; its own key is already chosen.
-            found, _ = resolve([*new, "loss"], {}, self._extras)
+            found, _ = resolve([*new, "loss"], {})
         except TraceError:
             return
         for name, key in found.items():

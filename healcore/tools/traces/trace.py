@@ -1,4 +1,4 @@
-"""The common form of all trace readers: the recorded rows of one run, in chunks."""
+"""Defines the common form of all trace readers: the recorded rows of one run, in chunks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     given: Mapping[str, np.ndarray]
     """bool (n,), same keys: logged in this row. An empty cell is not; the texts nan and inf are."""
     attempt: int
-    """From 0; increases where the recorded run was resumed from an earlier step."""
+    """Counts from 0, and increases where the recorded run was resumed from an earlier step."""
 
     @property
     def start(self) -> int:
@@ -67,7 +67,7 @@ class TraceFinding(NamedTuple):
 
     source: str
     line: int | None
-    """From 1; None if the format has no lines."""
+    """Counts from 1; None if the format has no lines."""
     text: str
 
     def __str__(self) -> str:
@@ -85,13 +85,13 @@ class Findings:
         self.note_count = earlier.note_count if earlier else 0
 
     def problem(self, source: str, line: int | None, text: str) -> None:
-        """Adds something that could not be used. A line of 0 is none."""
+        """Adds something that could not be used; line 0 means that the format has no lines."""
         self.problem_count += 1
         if len(self.problems) < _KEPT:
             self.problems.append(TraceFinding(source, line or None, text))
 
     def note(self, source: str, line: int | None, text: str) -> None:
-        """Adds a remark about something that was used. A line of 0 is none."""
+        """Adds a remark about something that was used; `line` as for `problem`."""
         self.note_count += 1
         if len(self.notes) < _KEPT:
             self.notes.append(TraceFinding(source, line or None, text))
@@ -114,8 +114,6 @@ class Survey(NamedTuple):
     notes: tuple[TraceFinding, ...]
     """The first 100 remarks: a resume, a repeated step, a column that was not used."""
     note_count: int
-    repeated: int
-    """Rows that log a signal of a step which an earlier row has already logged."""
     stale: int
     """Rows that a later attempt replaced."""
 
@@ -204,6 +202,21 @@ def join_columns(
         )
         for name in names
     }
+
+
+def by_signals(
+    given: Mapping[str, np.ndarray], names: Sequence[str]
+) -> Iterator[tuple[frozenset[str], np.ndarray]]:
+    """Every set of signals that rows log together, with those rows, bool (n,).
+
+    `given` is that of `Rows`; of the signals, only `names` count.
+    """
+    names = [name for name in names if name in given]
+    bits = np.zeros(len(next(iter(given.values()), ())), np.int64)
+    for place, name in enumerate(names):
+        bits |= given[name].astype(np.int64) << place
+    for code in np.unique(bits):
+        yield frozenset(n for place, n in enumerate(names) if code >> place & 1), bits == code
 
 
 _Chunk = TypeVar("_Chunk", bound=tuple)

@@ -14,7 +14,7 @@ from healcore.core.errors import HealcoreError
 from healcore.policy import Policy
 from healcore.runtime.events.metrics import path_next_to
 from healcore.runtime.events.models import EventRecord
-from healcore.runtime.events.schema import GRAVE
+from healcore.runtime.events.schema import SEVERE
 from healcore.tools.watch.lines import event_line, one_line, state_lines
 from healcore.tools.watch.live_run import LiveRun
 
@@ -55,22 +55,22 @@ class Tail:
     """Reads a file that grows. It may not exist yet, and may be rotated or emptied.
 
     A line without its end is held back until it is complete. `last` limits the first read to so
-    many bytes at the file's end. After a look, `there` is whether the file exists, and `trouble`
+    many bytes at the file's end. After a look, `there` is whether the file exists, and `error_text`
     why it could not be read.
     """
 
     def __init__(self, path: Path, *, last: int | None = None) -> None:
         self.path = path
         self.there = False
-        self.trouble = ""
+        self.error_text = ""
         self._last = last
         self._identity: tuple[int, int] | None = None
         self._place = 0
         self._rest = b""
 
     def look(self) -> NewLines:
-        """The new lines. Errors are not raised: see `there` and `trouble`."""
-        self.trouble = ""
+        """The new lines. Errors are not raised: see `there` and `error_text`."""
+        self.error_text = ""
         try:
             with self.path.open("rb") as file:
                 self.there = True
@@ -78,7 +78,7 @@ class Tail:
         except FileNotFoundError:
             self.there = False
         except OSError as error:
-            self.trouble = f"{self.path}: {error.strerror or error}"
+            self.error_text = f"{self.path}: {error.strerror or error}"
         return NewLines([], False, False)
 
     def _read(self, file: BinaryIO, stat: os.stat_result) -> NewLines:
@@ -171,7 +171,7 @@ class RunWatcher:
         for event in self._new_events():
             line = event_line(event)
             if line is not None:
-                yield line, event.kind in GRAVE
+                yield line, event.kind in SEVERE
         more = True
         while more:
             lines, _, more = self._metrics.look()
@@ -191,8 +191,8 @@ class RunWatcher:
                 event = self.live.add_event(line)
                 if event is not None:
                     yield event
-            if self._events.trouble:
-                raise WatchError(self._events.trouble)
+            if self._events.error_text:
+                raise WatchError(self._events.error_text)
             seen, damaged = self.live.seen, self.live.damaged
             if damaged == seen >= _FOREIGN:
                 raise WatchError(

@@ -1,12 +1,12 @@
-"""The output for a live run: a line for each event, and three lines for its state."""
+"""Writes a line for each event of a live run, and three lines for its state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from healcore.runtime.events.models import EventRecord, RollbackOutcome
+from healcore.runtime.events.models import EventRecord
 from healcore.runtime.postmortem.diagnosis import RollbackRecord, why_none_is_good
-from healcore.tools.report.descriptions import counted, flag_names
+from healcore.tools.report.descriptions import counted, flag_names, rerun_verdict, trial
 from healcore.tools.terminal import clean
 from healcore.tools.watch.live_run import LiveRun
 
@@ -40,13 +40,10 @@ def _order(event: EventRecord) -> str:
 
 
 def _rollback(event: EventRecord) -> str:
-    target = _or(event.checkpoint)
-    if event.outcome == RollbackOutcome.TRIAL:
-        return f"replayed from step {target}, to see whether it happens again"
     rate = RollbackRecord.of(event).lr_text
     rate = f", {rate}" if rate else ""
     left = f", {len(event.batches)} batches left out" if event.batches else ""
-    return f"back to the checkpoint of step {target}{rate}{left}"
+    return trial(event) or f"back to the checkpoint of step {_or(event.checkpoint)}{rate}{left}"
 
 
 def _lr(event: EventRecord) -> str:
@@ -77,7 +74,7 @@ _TEXTS: dict[str, Callable[[EventRecord], str]] = {
     "order": _order,
     "rollback": _rollback,
     "lr": _lr,
-    "verdict": lambda event: f"the re-run showed it to be {_or(event.outcome)}",
+    "verdict": rerun_verdict,
     "grow": lambda event: (
         f"tries {_or(event.size)} samples at a time again, not {_or(event.size_before)}"
     ),

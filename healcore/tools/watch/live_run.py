@@ -1,4 +1,4 @@
-"""The state of a live run, from its events and its metrics as they come."""
+"""Follows the state of a live run by its events and its metrics."""
 
 from __future__ import annotations
 

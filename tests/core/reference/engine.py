@@ -129,6 +129,10 @@ class Multiplier:
         """The rate that the last cut left; None before the first."""
         self.broken = 0.0
         """The rate that was in force at the last cut, and what health has raised it to."""
+        self.peak = 0.0
+        """The schedule's highest rate since the last cut, or since it fell by half in one step."""
+        self.rate = 0.0
+        """The schedule's rate at the last step."""
         self.hold = self.ramp = 0
 
     def see(
@@ -136,6 +140,8 @@ class Multiplier:
     ) -> float:
         c = self.config
         rate = schedule if schedule is not None and 0 < schedule < 1e12 else 1.0
+        self.peak = rate if cut or rate < self.rate / 2 else max(rate, self.peak)
+        self.rate = rate
         if refund:
             self.broken = min(self.broken / c.factor, 1e12)
         if cut:
@@ -144,7 +150,7 @@ class Multiplier:
             self.low = self.scale * rate
             self.hold, self.ramp = c.hold_steps, c.ramp_steps
         elif self.low is not None:
-            top = min(1.0, c.ceiling * self.broken / rate) if c.ceiling > 0 else 1.0
+            top = min(1.0, c.ceiling * self.broken / self.peak) if c.ceiling > 0 else 1.0
             bottom = min(top, self.low / rate)
             if incident:
                 self.scale = min(self.scale, top)

@@ -54,7 +54,15 @@ def moved(driver: JaxDriver, run: Any, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrap"), [*((name, protect) for name in OPTIMIZERS), ("injected schedule", chained)]
+    ("name", "wrap"),
+    [
+        *((name, protect) for name in ("plain", "injected", "reduce on plateau")),
+        ("injected schedule", chained),
+        *(
+            pytest.param(name, protect, marks=pytest.mark.stress)
+            for name in ("warm-up and cosine", "one cycle", "injected schedule")
+        ),
+    ],
 )
 def test_the_parameters_move_by_the_cut_rate(name, wrap):
     run = plain(OPTIMIZERS[name], wrap=wrap)

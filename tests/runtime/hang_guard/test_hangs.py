@@ -65,13 +65,16 @@ def kill_with_guard(pid: int) -> bool:
 
 
 def guards_of(pid: int) -> list[int]:
-    """The guards among the children of a process."""
+    """The guards of a process, whose handle they hold; they are not among its children."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"hang_guard.guard" in (stat.parent / "cmdline").read_bytes():
-                found.append(int(stat.parent.name))
+            if b"hang_guard.guard" not in (process / "cmdline").read_bytes():
+                continue
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            files = [each.read_text() for each in (process / "fdinfo").iterdir()]
+            if parent != pid and any(f"Pid:\t{pid}\n" in each for each in files):
+                found.append(int(process.name))
         except OSError:  # it has ended
             continue
     return found

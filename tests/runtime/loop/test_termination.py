@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ from healcore.runtime.loop.termination import (
     Terminated,
     TerminationWatch,
 )
+from tests import forked_programs
+from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 
@@ -29,15 +30,8 @@ from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 @contextmanager
 def started(folder: Path, how: str = "") -> Iterator[subprocess.Popen[str]]:
     """The program, waiting in its step 7."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.runtime.loop.interrupted_run", folder, how],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "PYTHONPATH": "."},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = ForkedProgram("-m", "tests.runtime.loop.interrupted_run", folder, how, **pipes)
     assert process.stdout is not None
     assert any(line == "7\n" for line in process.stdout), process.stderr and process.stderr.read()
     try:
@@ -101,14 +95,7 @@ def test_a_second_one_while_the_run_is_being_saved(tmp_path):
 
 
 def test_in_a_notebook_the_second_one_leaves_the_kernel_alive(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.loop.interrupted_twice", tmp_path],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = forked_programs.run("-m", "tests.runtime.loop.interrupted_twice", tmp_path)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 

@@ -101,6 +101,7 @@ def test_the_advice_follows_from_what_was_tried(left_out, limit):
     assert ("same data" in hint) is not bool(left_out)
     assert ("same learning rate" in hint) is (limit is None)
     assert ("the trouble is in the model" in hint) is bool(left_out and limit)
+    assert ("more of the data than was left out" in hint) is bool(left_out)  # all of it may be bad
 
 
 def test_a_completed_run_gets_no_lecture():

@@ -12,8 +12,7 @@ from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 
 def hold(root: str, at: float) -> None:
     """Claims it at a point in time, prints the result, and holds it until stdin ends."""
-    while time.time() < at:
-        pass
+    time.sleep(max(0.0, at - time.time()))
     try:
         held = claim(root)
         print("held" if held.warning is None else held.warning, flush=True)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.forked_programs import ROOT, ForkedProgram
 
 
 def start(
     module: str, *arguments: object, new_session: bool = False, **environment: str
 ) -> subprocess.Popen[str]:
     """Starts `python -m module`, with pipes to and from it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=ROOT,
+    return ForkedProgram(
+        "-m",
+        module,
+        *arguments,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=new_session,
     )
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from healcore.runtime.store import StoreError, checksummed_json, files
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.manifest import problems
 from healcore.torch.store import DCPStore
+from tests.forked_programs import ROOT
 from tests.runtime.store.programs import finish, start
 
 PROGRAM = "tests.runtime.store.claim_program"
@@ -47,7 +49,9 @@ def left_behind(root: Path) -> None:
 
 
 def test_a_living_process_holds_it_and_a_killed_one_does_not(tmp_path):
-    holder = hold(tmp_path)
+    command = [sys.executable, "-m", PROGRAM, "hold", tmp_path, "0"]  # a child of this process
+    pipe = subprocess.PIPE
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
     assert printed(holder) == "held"
     with pytest.raises(StoreInUse, match=f"process {holder.pid} on") as raised:
         claim(tmp_path)
@@ -69,7 +73,7 @@ def test_one_of_several_that_start_at_once_wins(tmp_path, stale):
         root.mkdir()
         if stale:
             left_behind(root)
-        several = [hold(root, at=time.time() + 2.0) for _ in range(5)]
+        several = [hold(root, at=time.time() + 1.0) for _ in range(5)]
         answers = [printed(each) for each in several]
         winner = several[answers.index("held")]
         assert sorted(answers) == sorted(["held", *[str(winner.pid)] * 4])

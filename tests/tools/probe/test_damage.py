@@ -53,13 +53,14 @@ def orbax(folder: Path) -> Path:
     return folder / "orbax"
 
 
+@pytest.mark.parametrize("times", [15, pytest.param(200, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("make", [torch_file, old_torch_file, dcp, orbax])
-def test_damage_of_every_kind(tmp_path, make):
+def test_damage_of_every_kind(tmp_path, make, times):
     path = make(tmp_path)
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     files = [each for each in files if each.stat().st_size]
     rng = random.Random(20261120)
-    for _ in range(40):
+    for _ in range(times):
         file = rng.choice(files)
         whole = file.read_bytes()
         spoilt, at = bytearray(whole), rng.randrange(len(whole))
@@ -95,7 +96,7 @@ def test_a_flipped_bit_of_a_tensor_in_a_torch_file_is_found(tmp_path):
     assert "CRC-32" in next(check for check in result.checks if check.name == "digests").message
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(st.floats(width=32), max_size=120), st.sampled_from(["down", "up"]))
 def test_any_curve_has_an_answer(tmp_path_factory, values, goal):
     if not values:

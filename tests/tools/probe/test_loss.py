@@ -216,7 +216,7 @@ def test_wrong_inputs_are_refused():
 
 def test_memory_does_not_grow_with_the_log(tmp_path):
     peaks = []
-    for steps in (17_000, 34_000):
+    for steps in (6_000, 12_000):
         path = write(tmp_path, falling(steps, 0.05))
         (trace,), _ = open_traces([str(path)])
         trace.survey()

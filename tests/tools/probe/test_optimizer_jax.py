@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as legacy
 import pytest
@@ -27,9 +28,9 @@ STEPS, LAYERS = 60, 6
 
 
 def params() -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), LAYERS)
+    kernels = np.random.default_rng(0).normal(size=(LAYERS, 4, 4))
     return {
-        f"layer_{i}": {"kernel": jax.random.normal(keys[i], (4, 4)), "bias": jnp.zeros(4)}
+        f"layer_{i}": {"kernel": jnp.asarray(kernels[i], jnp.float32), "bias": jnp.zeros(4)}
         for i in range(LAYERS)
     }
 
@@ -43,14 +44,18 @@ def trained(tx: Any, **extra: Any) -> tuple[Any, Any]:
     weights = params()
 
     @jax.jit
-    def step(carry: Any, key: Any) -> Any:
-        weights, state = carry
-        grads = jax.tree.map(lambda leaf: 1e-3 * jax.random.normal(key, leaf.shape), weights)
-        updates, state = tx.update(grads, state, weights, **extra)
-        return (optax.apply_updates(weights, updates), state), None
+    def run(weights: Any, every: Any) -> Any:
+        def step(carry: Any, noise: Any) -> Any:
+            weights, state = carry
+            updates, state = tx.update(noise, state, weights, **extra)
+            return (optax.apply_updates(weights, updates), state), None
 
-    keys = jax.random.split(jax.random.key(1), STEPS)
-    return jax.lax.scan(step, (weights, tx.init(weights)), keys)[0]
+        return jax.lax.scan(step, (weights, tx.init(weights)), every)[0]
+
+    random = np.random.default_rng(1)
+    return run(
+        weights, jax.tree.map(lambda x: 1e-3 * random.normal(size=(STEPS, *x.shape)), weights)
+    )
 
 
 def spoilt(state: Any, factor: float = 1e6) -> Any:

@@ -74,7 +74,8 @@ def test_one_combination_only(tmp_path):
     run = logs.eventful(ROWS)
     run["loss"] = [x or 3.5 for x in run["loss"]]
     del run["grad_norm"]
-    output = check(logs.trace(logs.write(tmp_path / "a.csv", run)), "pretraining")
+    trace = logs.trace(logs.write(tmp_path / "a.csv", run))
+    output = check(trace, "pretraining", backends=("jax",))
     assert '"ROLLBACK"' in "".join(output)
 
 
@@ -84,22 +85,25 @@ def test_a_resumed_run(tmp_path):
     first = logs.write(tmp_path / "1.csv", logs.part(run, 0, 220))
     second = logs.write(tmp_path / "2.csv", logs.part(run, 140, 330), range(140, 330))
     third = logs.write(tmp_path / "3.csv", logs.part(run, 250, ROWS), range(250, ROWS))
-    output = check(logs.trace(first, second, third), "pretraining")
+    output = check(logs.trace(first, second, third), loads(ADAGC), backends=("torch",))
     assert [f'"attempt": {n}' in "".join(output[:-1]) for n in range(3)] == [True] * 3
 
 
 def test_observing_orders_the_same(tmp_path):
-    """Observe mode reports what the same policy does in heal mode."""
+    """Observe mode reports what the same policy does in heal mode.
+
+    In NumPy: any policy has the same bits elsewhere (tests/parity/test_random_policies).
+    """
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
     healing = load("pretraining").model_copy(update={"mode": "heal", "name": "same"})
     watching = healing.model_copy(update={"mode": "observe"})
-    watched = check(trace, watching)
+    watched = lines(trace, watching, "numpy")
     assert watched[:-1] == lines(trace, healing, "numpy")[:-1]
 
 
 def test_adagc_without_norms_of_tensors(tmp_path):
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
-    output = check(trace, loads(ADAGC))
+    output = check(trace, loads(ADAGC), backends=("torch",))
     assert '"clips": 0' in output[-1]
     assert "gradient norm of every tensor" in output[-1]
     assert '"ROLLBACK"' in "".join(output)
@@ -112,18 +116,19 @@ def test_evaluations_and_updates(tmp_path):
     run["update_norm"] = [
         (90.0 if row % 101 == 100 else 0.1) if row % 7 else "" for row in range(ROWS)
     ]
-    output = "".join(check(logs.trace(logs.write(tmp_path / "a.csv", run)), loads(OVERFIT)))
+    trace = logs.trace(logs.write(tmp_path / "a.csv", run))
+    output = "".join(check(trace, loads(OVERFIT), backends=("torch",)))
     assert "OVERFIT" in output
     assert "UPDATE_SPIKE" in output
 
 
 def test_longer_than_a_chunk(tmp_path):
     """Rows on both sides of the edges of chunks, and a resume in the middle of one."""
-    run = logs.eventful(9000)
+    run = logs.eventful(5000)
     run["grad_norm"][4090:4102] = [5.0] * 12
-    first = logs.write(tmp_path / "1.csv", logs.part(run, 0, 8500))
-    second = logs.write(tmp_path / "2.csv", logs.part(run, 4200, 9000), range(4200, 9000))
-    output = check(logs.trace(first, second), "pretraining", backends=("jax",))
+    first = logs.write(tmp_path / "1.csv", logs.part(run, 0, 4700))
+    second = logs.write(tmp_path / "2.csv", logs.part(run, 3900, 5000), range(3900, 5000))
+    output = check(logs.trace(first, second), "zclip", backends=("jax",))
     assert all(f'"index": {index},' in "".join(output) for index in (4095, 4096, 4097))
 
 
@@ -132,6 +137,6 @@ def test_cutting_it_elsewhere_changes_nothing(tmp_path, monkeypatch, backend):
     from healcore.tools.replay import trace_replay
 
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
-    whole = lines(trace, "pretraining", backend)
+    whole = lines(trace, loads(ADAGC), backend)
     monkeypatch.setattr(trace_replay, "MOST_ROWS", 33)
-    assert lines(trace, "pretraining", backend) == whole
+    assert lines(trace, loads(ADAGC), backend) == whole

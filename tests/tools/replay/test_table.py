@@ -145,10 +145,10 @@ def test_the_legend_covers_what_is_there(results):
 def test_the_backend_is_that_which_is_done_first():
     """From measurements: benchmarks, and `backends.A_LOOP`."""
     pytest.importorskip("jax")
-    assert choose_backend([(7_912, 1)], 4) == "numpy"
-    assert choose_backend([(35_136, 1)]) == "jax"
-    assert choose_backend([(12_000, 1)]) == "numpy"
-    assert choose_backend([(12_000, 1)], 4) == "jax", "JAX starts once"
-    assert choose_backend([(15_000, 3)], 4) == "numpy", "three combinations take longer to compile"
-    assert choose_backend([(40_000, 1), (500, 1)]) == "jax"
+    assert choose_backend([(71_000, 1)], 4) == "numpy"
+    assert choose_backend([(316_000, 1)]) == "jax"
+    assert choose_backend([(108_000, 1)]) == "numpy"
+    assert choose_backend([(108_000, 1)], 4) == "jax", "JAX starts once"
+    assert choose_backend([(135_000, 3)], 4) == "numpy", "three combinations take longer to compile"
+    assert choose_backend([(360_000, 1), (500, 1)]) == "jax"
     assert choose_backend([(1_000, 1)] * 100) == "numpy"

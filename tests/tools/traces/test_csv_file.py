@@ -124,13 +124,6 @@ def test_a_column_can_be_named(tmp_path):
     assert "it has 't', 'a', 'b'" in refusal(path, columns={"loss": "c"})
 
 
-def test_extras_are_read_in_addition_to_the_signals(tmp_path):
-    path = write(tmp_path / "run.csv", "step,loss,threshold\n1,2,7\n2,1,\n")
-    trace = open_one(path, extras=["threshold", "absent"])
-    assert column(load(trace).values["threshold"]) == [7, "nan"]
-    assert trace.survey().signals == {"loss"}
-
-
 def test_whole_numbers_of_a_step_are_exact(tmp_path):
     table = load(open_one(write(tmp_path / "run.csv", "step,loss\n9007199254740991,1e39\n")))
     assert table.step[0] == 9007199254740991

@@ -73,7 +73,7 @@ def test_unreadable_rows_of_a_file_count_in_the_next(tmp_path):
 def test_a_repeated_step_is_reported_and_the_later_row_stays(tmp_path):
     trace = open_one(write(tmp_path / "run.csv", csv([1, 2, 2, 2, 3, 3])))
     survey = trace.survey()
-    assert (survey.rows, survey.repeated, survey.note_count) == (6, 3, 1)
+    assert (survey.rows, survey.note_count) == (6, 1)
     assert len(survey.attempts) == 1
     assert survey.notes[0].line == 4
     assert lineage_of(trace) == [0, 3, 5]
@@ -87,7 +87,7 @@ def test_rows_of_one_step_with_different_signals_are_one_row(tmp_path):
     assert table.values["loss"].tolist() == [5, 4, 3]
     assert table.values["eval_loss"][:2].tolist() == [4, 3]
     assert table.index.tolist() == [0, 3, 4]  # the row with the loss gives the number
-    assert trace.survey().repeated == 0
+    assert not trace.survey().notes
 
 
 def test_an_evaluation_that_is_written_late_is_no_resume(tmp_path):

@@ -36,10 +36,9 @@ def test_metrics_of_a_healed_run(tmp_path):
         step(2, 2.25, grad_norm=1.5, threshold="inf", lr=None, cause=[], skip=False),
         step(1, 2.0, grad_norm=1.0, threshold=4.0, lr=None, cause=[], skip=False),
     )
-    trace = open_one(write(tmp_path / "run.metrics.jsonl", text), extras=["threshold"])
+    trace = open_one(write(tmp_path / "run.metrics.jsonl", text))
     table = load(trace)
     assert column(table.values["loss"]) == [2.5, "nan", 2.25, 2.0]
-    assert table.values["threshold"].tolist() == [3, 3.5, np.inf, 4]
     assert table.attempt.tolist() == [0, 0, 0, 1]
     assert trace.survey().signals == {"loss", "grad_norm"}  # a null is not logged
     assert lineage_of(trace) == [0, 3]
@@ -142,7 +141,7 @@ def test_each_of_several_optimizers_is_a_trace(tmp_path):
     assert [trace.name for trace in traces] == [f"{path}#gen", f"{path}#disc"]
     for trace, loss in zip(traces, (2.0, 0.5), strict=True):
         assert load(trace).values["loss"].tolist() == [loss] * 3
-        assert trace.survey().repeated == 0
+        assert not trace.survey().notes
 
 
 # -- documents: trainer_state.json and lists of records --------------------------------------------

@@ -94,7 +94,7 @@ def test_all_of_a_large_file_a_piece_at_a_time(tmp_path):
 def test_a_file_that_cannot_be_read(tmp_path):
     tail = Tail(tmp_path)
     assert tail.look().lines == []
-    assert "directory" in tail.trouble
+    assert "directory" in tail.error_text
 
 
 # -- the run -----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import pytest
@@ -14,15 +13,6 @@ from tests.torch.bit_comparison import bits
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
 
 HALF = BATCH // 2
-
-
-@pytest.fixture(autouse=True)
-def small_heap():
-    """Collecting garbage takes half a second with all frameworks imported, and every redo does."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(

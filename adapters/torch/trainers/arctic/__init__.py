@@ -1,3 +1,3 @@
-"""ArcticTraining: heals its trainers by callbacks, and saves checkpoints that can be resumed."""
+"""Heals the trainers of ArcticTraining by callbacks, and saves checkpoints to resume from."""
 
 from __future__ import annotations

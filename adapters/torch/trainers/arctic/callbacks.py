@@ -1,4 +1,4 @@
-"""`arctic_callbacks`: heals an ArcticTraining trainer through its own callbacks.
+"""Defines `arctic_callbacks`, which heals an ArcticTraining trainer through its own callbacks.
 
 They use pre-events only: a callback before an event is valid whatever the method is annotated with,
 one after it is not. ArcticTraining requires that their first argument is called `self`.
@@ -74,7 +74,7 @@ class HealedRun:
         self._epoch_start = 0
         self._skip = 0
         self.cursor = {"epoch": trainer.epoch_idx, "batches": 0, "micro_steps": 0}
-        self._stop_alone: Callable[[], bool] = trainer.need_early_exit
+        self._own_early_exit: Callable[[], bool] = trainer.need_early_exit
         trainer.need_early_exit = self._need_early_exit
 
     @property
@@ -111,12 +111,8 @@ class HealedRun:
         trainer.global_step = step
         trainer.global_step_this_run = step - trainer.global_step_at_start_this_run
         if self.between_steps and micro_steps != self.cursor["micro_steps"]:
-            batches = trainer.train_batch_idx - self._epoch_start
-            self.cursor = {
-                "epoch": trainer.epoch_idx,
-                "batches": batches,
-                "micro_steps": micro_steps,
-            }
+            batches, epoch = trainer.train_batch_idx - self._epoch_start, trainer.epoch_idx
+            self.cursor = {"epoch": epoch, "batches": batches, "micro_steps": micro_steps}
 
     def is_healthy(self) -> bool:
         """Whether on every rank all weights are finite and no incident is open. A sync."""
@@ -131,12 +127,12 @@ class HealedRun:
         trainer = self._trainer
         if not self.between_steps:
             return False  # the micro-batches of this step would be lost
-        wants = self._stop_alone()
+        stop = self._own_early_exit()
         decision = self.heal.last_decision()
-        if not wants and decision is not None and decision.action & Action.STOP:
-            trainer.early_stop_reason, wants = "stopped by healcore's policy", True
-        agreed = self._any_rank(wants)
-        if agreed and not wants:
+        if not stop and decision is not None and decision.action & Action.STOP:
+            trainer.early_stop_reason, stop = "stopped by healcore's policy", True
+        agreed = self._any_rank(stop)
+        if agreed and not stop:
             trainer.early_stop_reason = "another rank has a reason to stop"
         return agreed
 

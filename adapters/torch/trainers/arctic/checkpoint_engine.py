@@ -1,4 +1,4 @@
-"""`ArcticCheckpointEngine`: ArcticTraining's DeepSpeed checkpoints, made so that a resume is exact.
+"""Defines `ArcticCheckpointEngine`, whose DeepSpeed checkpoints can be resumed from exactly.
 
 With the engine that comes with ArcticTraining 0.8 the label of a checkpoint is one step behind its
 weights, a checkpoint may be taken within an accumulation, the position in the data is guessed from
@@ -41,11 +41,8 @@ class ArcticCheckpointEngine(DSCheckpointEngine):
     def do_checkpoint(self) -> bool:
         """Whether one is due now, and the run is healthy on every rank."""
         trainer, config, run = self.trainer, self.config, self.trainer.healcore
-        step, every, epochs = (
-            trainer.global_step,
-            config.save_every_n_steps,
-            config.save_every_n_epochs,
-        )
+        step = trainer.global_step
+        every, epochs = config.save_every_n_steps, config.save_every_n_epochs
         due = bool(every) and run.between_steps and step % every == 0
         due = due or (bool(epochs) and self.epoch_finished and trainer.epoch_idx % epochs == 0)
         due = due or (config.save_end_of_training and self.training_finished)
@@ -61,7 +58,7 @@ class ArcticCheckpointEngine(DSCheckpointEngine):
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """That of ArcticTraining, with the position in the data and the policy's state."""
+        """ArcticTraining's own state, with the position in the data and the policy's state."""
         record = self.trainer.healcore.record()
         epoch = record["cursor"]["epoch"]
         return {**super().client_state, "end_of_epoch": epoch, "healcore": record}

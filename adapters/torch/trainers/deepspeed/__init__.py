@@ -1,4 +1,4 @@
-"""DeepSpeed: heals the engine that `deepspeed.initialize` returns, with ZeRO stage 0, 1 or 2."""
+"""Heals the engine that `deepspeed.initialize` returns, with ZeRO stage 0, 1 or 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`heal_engine`: heals a DeepSpeed engine."""
+"""Defines `heal_engine`, which heals a DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def heal_basic_optimizer(
     if takes_over:
         hooks.limit = limit
         _set_clipping(engine, 0.0)
-    give_back = _observe_backward(engine, healing)
+    restore_backward = _observe_backward(engine, healing)
 
     def undo() -> None:
-        give_back()
+        restore_backward()
         if takes_over:
             _set_clipping(engine, limit)
 

@@ -1,4 +1,4 @@
-"""The step hooks of an optimizer that DeepSpeed steps.
+"""Defines the step hooks of an optimizer that DeepSpeed steps.
 
 The engine steps the optimizer that was passed to it, its basic optimizer, within `engine.step()`.
 With ZeRO-1 and ZeRO-2 the basic optimizer has one flat piece of each parameter group, this rank's,

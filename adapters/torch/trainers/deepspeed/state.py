@@ -1,4 +1,4 @@
-"""`engine_state`: what a Healer saves and restores of a DeepSpeed engine.
+"""Defines `engine_state`, which a Healer saves and restores of a DeepSpeed engine.
 
 DeepSpeed's own `load_checkpoint` reads from disk and rebuilds parts. A rollback writes into the
 live tensors instead, because ZeRO's flat buffers are views of each other.
@@ -74,19 +74,17 @@ class BasicOptimizer(Optimizer):
 
     def heal(self, core: Engine, **options: Any) -> Healing:
         """Heals the engine, as the driver would heal an optimizer."""
+        group = options.pop("process_group", "auto")
         unknown = sorted(name for name, value in options.items() if value is not None)
-        unknown = [name for name in unknown if name != "process_group"]
         if unknown:
             raise AttachError(
                 f"a DeepSpeed engine takes no attach={{{unknown[0]!r}: ...}}: where it decides and "
                 "how it skips follows from DeepSpeed's config; leave it out"
             )
-        return heal_basic_optimizer(
-            self._engine, lambda: core, options.get("process_group", "auto")
-        )
+        return heal_basic_optimizer(self._engine, lambda: core, group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the basic optimizer."""
+        """The state of the basic optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -101,7 +99,7 @@ class BasicOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the basic optimizer."""
+        """The parameter groups of the basic optimizer."""
         return self.optimizer.param_groups
 
 
@@ -158,7 +156,7 @@ class EngineParts:
         return getattr(optimizer, "loss_scaler", None) if config is None else config
 
     def _drop_gradients(self) -> None:
-        """As DeepSpeed does after an overflow."""
+        """Drops the gradients as DeepSpeed does after an overflow."""
         engine, optimizer = self._engine, self._engine.optimizer
         engine.module.zero_grad()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Which DeepSpeed engines can be healed, and in words why another cannot."""
+"""Checks whether a DeepSpeed engine can be healed, and says why if it cannot."""
 
 from __future__ import annotations
 
@@ -8,22 +8,9 @@ from healcore.core.engine import Engine
 from healcore.torch.errors import AttachError
 
 
-def is_engine(thing: Any) -> bool:
-    """Whether it is an engine of DeepSpeed, which need not be installed."""
-    return any(
-        kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.")
-        for kind in type(thing).__mro__
-    )
-
-
 def is_sharded(engine: Any) -> bool:
     """Whether each rank's optimizer has flat pieces of all parameters (ZeRO-1, ZeRO-2, BF16)."""
     return hasattr(engine.optimizer, "partition_count")
-
-
-def is_flat(engine: Any) -> bool:
-    """Whether the optimizer steps flattened groups instead of the model's tensors."""
-    return is_sharded(engine) or hasattr(engine.optimizer, "fp32_groups_flat")
 
 
 def dynamic_scale(engine: Any) -> bool:
@@ -35,7 +22,11 @@ def dynamic_scale(engine: Any) -> bool:
 
 def check(engine: Any) -> None:
     """Raises AttachError unless this engine can be healed."""
-    if not is_engine(engine):
+    # By name: DeepSpeed need not be installed.
+    if not any(
+        kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.")
+        for kind in type(engine).__mro__
+    ):
         raise AttachError(
             f"heal_engine takes the engine, got {type(engine).__name__}: pass what "
             "deepspeed.initialize returns first, or use attach(optimizer) without DeepSpeed"
@@ -47,7 +38,8 @@ def check(engine: Any) -> None:
 
 def check_policy(engine: Any, core: Engine) -> None:
     """Raises AttachError if the policy needs what this engine does not have."""
-    if core.per_tensor and is_flat(engine):
+    flattened = is_sharded(engine) or hasattr(engine.optimizer, "fp32_groups_flat")
+    if core.per_tensor and flattened:
         raise AttachError(
             "this policy clips each tensor by its own history, and this DeepSpeed engine steps "
             'flattened groups: use clip={"kind": "zclip"}, or ZeRO stage 0'

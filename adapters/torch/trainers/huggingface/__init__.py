@@ -1,4 +1,4 @@
-"""Hugging Face: transformers.Trainer, and the trainers of TRL, which are Trainers."""
+"""Heals transformers.Trainer, and the trainers of TRL, which are Trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`HealingCallback`: one object in `callbacks=[...]` heals any transformers or TRL Trainer."""
+"""Defines `HealingCallback`: in `callbacks=[...]` it heals any transformers or TRL Trainer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from healcore.extras import require
 
 require("huggingface", "transformers", "accelerate")
 
-from transformers import (  # noqa: E402
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback  # noqa: E402
+from transformers import TrainerControl as Control  # noqa: E402
+from transformers import TrainerState as State  # noqa: E402
+from transformers import TrainingArguments as Args  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from healcore.policy import Overrides, Policy, PolicySource, from_dict, load, to_dict  # noqa: E402
@@ -29,7 +27,7 @@ from healcore.torch.healing import Healing  # noqa: E402
 from healcore.torch.store.gloo import GlooRanks, initialized  # noqa: E402
 from healcore.torch.trainers.huggingface import checkpoints  # noqa: E402
 from healcore.torch.trainers.huggingface.report import HealingReport  # noqa: E402
-from healcore.torch.trainers.huggingface.run import Options, TrainingRun  # noqa: E402
+from healcore.torch.trainers.huggingface.run import TrainingRun  # noqa: E402
 
 _log = logging.getLogger("healcore")
 
@@ -70,7 +68,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         if isinstance(policy, Mapping):
             policy = from_dict(policy)
         self.policy: Policy = load(policy, **overrides)
-        self._options = Options(events=events, engine=engine)
+        self._events, self._engine = events, engine
         self._run: TrainingRun | None = None
         self._last: HealingReport | None = None
 
@@ -87,38 +85,25 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes to trainer_state.json: how to make this object, and its state."""
-        events = self._options.events
         return {
             "args": {
                 "policy": to_dict(self.policy),
-                "events": None if events is None else os.fspath(events),
-                "engine": self._options.engine,
+                "events": None if self._events is None else os.fspath(self._events),
+                "engine": self._engine,
             },
             "attributes": {"saved": None if self._run is None else self._run.exported()},
         }
 
     # -- events of the Trainer ------------------------------------------------------------------
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_init_end(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
         """Guards the Trainer's `train()`, see `_guard`."""
         trainer = _trainer_of(self)
         if trainer is not None:
             _check_only_one(trainer)
             _guard(trainer)
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
         """Attaches the policy; the Trainer has restored its own state by now."""
         if self._run is not None:  # auto_find_batch_size begins again; or it raised, unguarded
             self.close(RuntimeError("train() was begun again"))
@@ -134,16 +119,10 @@ class HealingCallback(TrainerCallback, ExportableState):
         # transformers 5.23 raises KeyError at the next save if the checkpoint did not have it.
         exported: Any = state.stateful_callbacks
         exported.setdefault(type(self).__name__, self.state())
-        self._run = TrainingRun(trainer, self.policy, self._options)
+        self._run = TrainingRun(trainer, self.policy, events=self._events, engine=self._engine)
         self._run.start(saved)
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl:
+    def on_step_end(self, args: Args, state: State, control: Control, **kwargs: object) -> Control:
         """Reads the decisions, and carries out what a callback can."""
         run = self._run
         if run is None:
@@ -154,47 +133,23 @@ class HealingCallback(TrainerCallback, ExportableState):
             control.should_save, run.wants_save = True, False
         return self._checked(control)
 
-    def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> TrainerControl:
+    def on_epoch_end(self, args: Args, state: State, control: Control, **kwargs: object) -> Control:
         """Checks a checkpoint of the end of an epoch before it is saved."""
         return self._checked(control)
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_evaluate(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
         """Reports the evaluation's loss to policies that read it."""
         metrics = kwargs.get("metrics")
         loss = metrics.get("eval_loss") if isinstance(metrics, dict) else None
         if self._run is not None and loss is not None:
             self._run.driver.observe_eval(loss)
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_save(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
         """Records the checkpoint that was written."""
         if self._run is not None:
             self._run.saved()
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
+    def on_train_end(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
         """Detaches everything."""
         self.close(None)
 
@@ -207,13 +162,13 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _checked(self, control: TrainerControl) -> TrainerControl:
+    def _checked(self, control: Control) -> Control:
         if self._run is not None and control.should_save:
             control.should_save = self._run.may_save()
         return control
 
 
-def _saved_in(state: TrainerState, name: str) -> Any:
+def _saved_in(state: State, name: str) -> Any:
     """The callback's state in the checkpoint that the Trainer has resumed from, if any.
 
     Not the attribute `saved`, which the Trainer sets only if an option says so

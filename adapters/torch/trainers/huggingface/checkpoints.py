@@ -1,4 +1,4 @@
-"""What healcore knows about the `checkpoint-N` folders of a transformers Trainer.
+"""Records which `checkpoint-N` folders of a transformers Trainer are good, and moves bad ones.
 
 A checkpoint is a candidate until `probation` healthy steps have followed it; then it is known-good.
 One that turns out bad before is moved out of the Trainer's sight into the folder `_healcore`, where
@@ -23,10 +23,10 @@ from healcore.runtime.checkpoints.catalog import probation_passed
 from healcore.runtime.store import Saved, files
 
 FOLDER = "_healcore"
-"""In the Trainer's output_dir; an upload to the hub leaves out names that begin with `_`."""
+"""A folder in output_dir; an upload to the hub leaves out names that begin with `_`."""
 
 RECORD = "healcore.json"
-"""In each checkpoint folder."""
+"""Name of the file with healcore's record in each checkpoint folder."""
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"

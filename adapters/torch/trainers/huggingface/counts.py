@@ -1,4 +1,4 @@
-"""What a Trainer counts with each micro-batch, and what it was before the first one of a step."""
+"""Copies what a Trainer counts with each micro-batch, to restore it when a step is done again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 COUNTERS = ("current_flos", "_step", "_total_train_tokens")
-"""Of Trainer, of GRPO and RLOO, of SFT and DPO; an attribute that is not there is left out."""
+"""Attributes of Trainer, of GRPO and RLOO, of SFT and DPO; missing ones are left out."""
 
 
 class LossCounts:

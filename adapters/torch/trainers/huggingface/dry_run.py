@@ -1,4 +1,4 @@
-"""A few steps on a copy of a trainer, to see what a policy would do before it does anything."""
+"""Trains a copy of a trainer for a few steps, to see what a policy would do."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class DryRun(NamedTuple):
     """What a dry run has found."""
 
     losses: tuple[float, ...]
-    """Of each step."""
+    """The loss of each step."""
     grad_norms: tuple[float, ...]
-    """Of each step, before clipping."""
+    """The gradient norm of each step, before clipping."""
     finite: bool
     """Whether all of them are finite."""
     would: tuple[tuple[str, ...], ...]

@@ -1,4 +1,4 @@
-"""Trainer's loop over the epochs, which goes back into an earlier one after a rollback.
+"""Runs Trainer's epochs so that a rollback can lead back into an earlier one.
 
 `Trainer._run_epoch` counts batches in local variables. So a rollback leaves it by an exception, and
 it is called again for the rest of the epoch that the run has gone back to.
@@ -171,15 +171,11 @@ def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], ca
             if feed.has_batch():
                 rest = feed.remaining()
                 feed.length = None if rest is None else feed.count + rest
-                more = (
-                    {}
-                    if rest is None
-                    else {
-                        "steps_in_epoch": rest,
-                        "num_update_steps_per_epoch": math.ceil(rest / per_step),
-                    }
-                )
-                run_epoch(**{**call, **more, "epoch": feed.epoch, "train_dataloader": feed})
+                own = call | {"epoch": feed.epoch, "train_dataloader": feed}
+                if rest is not None:
+                    steps = math.ceil(rest / per_step)
+                    own |= {"steps_in_epoch": rest, "num_update_steps_per_epoch": steps}
+                run_epoch(**own)
                 control = trainer.control
             if feed.exhausted and not control.should_training_stop:
                 _log.warning(

@@ -1,4 +1,4 @@
-"""The trainer's own `compute_loss` as the Healer's `loss_fn`."""
+"""Makes the Healer's `loss_fn` of the trainer's own `compute_loss`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An accumulation window of a Trainer done again in smaller parts when memory runs out.
+"""Repeats an accumulation window of a Trainer in smaller parts when memory runs out.
 
 The effective batch stays exactly what it was: no batch size and no number of accumulation steps is
 changed, and no sample is lost. A loss that is divided by the items of the whole window (tokens of

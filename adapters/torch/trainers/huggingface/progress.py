@@ -1,9 +1,10 @@
-"""What a `transformers.Trainer` counts in Python, saved and restored together with the weights."""
+"""Saves and restores what a `transformers.Trainer` counts in Python together with the weights."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from healcore.torch.trainers.huggingface.counts import COUNTERS
@@ -26,32 +27,30 @@ _STATE = (
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
 
 
+@dataclass(eq=False)
 class Progress:
     """An item of the Healer's state: without it global_step would go on while weights go back.
 
     One JSON text, because TrainerState holds None, text and dictionaries. Within a step it is what
     was counted after the step before, because the batches of this one come again.
-
-    Attributes:
-        training: whether Trainer's loop has begun. Before, it sets its sums of the loss itself.
-        max_steps: of the run that was loaded; None: nothing was.
     """
 
-    def __init__(self, trainer: Any, feed: EpochFeed, split: SplitSteps) -> None:
-        self._trainer = trainer
-        self._feed = feed
-        self._split = split
-        self.training = False
-        self.max_steps: int | None = None
+    trainer: Any
+    feed: EpochFeed
+    split: SplitSteps
+    training: bool = False
+    """Whether Trainer's loop has begun. Before, it sets its sums of the loss itself."""
+    max_steps: int | None = None
+    """`max_steps` of the run that was loaded; None: nothing was."""
 
     def state_dict(self) -> dict[str, str]:
         """The present counters. Reads one scalar from the device."""
-        trainer, state = self._trainer, self._trainer.state
+        trainer, state = self.trainer, self.trainer.state
         counters = {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)}
         fields = {name: getattr(state, name) for name in _STATE}
         loss = trainer._tr_loss if self.training else 0.0
-        before = self._split.before
-        if self._feed.received and before is not None and before.step == state.global_step:
+        before = self.split.before
+        if self.feed.received and before is not None and before.step == state.global_step:
             counters, loss = before.counters, before.tr_loss
             fields["num_input_tokens_seen"] = before.tokens_seen
         saved = {
@@ -61,14 +60,14 @@ class Progress:
             "logging": {name: getattr(trainer, name) for name in _LOGGING if self.training},
             "tr_loss": float(loss),
             "callbacks": [[type(each).__name__, each.state()] for each in self._stateful()],
-            "data": self._feed.position(),
-            "microbatches": self._split.sizes.to_dict(),
+            "data": self.feed.position(),
+            "microbatches": self.split.sizes.to_dict(),
         }
         return {"json": json.dumps(saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the counters; what the callbacks have counted too."""
-        trainer, saved = self._trainer, json.loads(state["json"])
+        trainer, saved = self.trainer, json.loads(state["json"])
         self.max_steps = saved.get("max_steps")
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
@@ -81,12 +80,12 @@ class Progress:
             trainer._tr_loss.fill_(saved["tr_loss"])
             self._hide_undone()
         else:  # a rollback does not give memory back
-            self._split.sizes.load(saved["microbatches"])
+            self.split.sizes.load(saved["microbatches"])
         for callback, (name, own) in zip(self._stateful(), saved["callbacks"], strict=False):
             if type(callback).__name__ == name:
                 for key, value in own["attributes"].items():
                     setattr(callback, key, value)
-        self._feed.go_to(*saved["data"])
+        self.feed.go_to(*saved["data"])
         # The steps that asked to stop, to save or to evaluate are taken back.
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
@@ -98,19 +97,19 @@ class Progress:
 
     def _hide_undone(self) -> None:
         """Lets TensorBoard hide what Trainer has logged of the steps that are taken again."""
-        for callback in self._trainer.callback_handler.callbacks:
+        for callback in self.trainer.callback_handler.callbacks:
             writer: Any = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
             # Not tensorboardX's, which may be there without TensorBoard itself.
             if type(writer).__module__.startswith("torch.") and writer.file_writer is not None:
                 from healcore.runtime.trackers.tensorboard_files import hide_undone
 
-                hide_undone(writer, self._trainer.state.global_step + 1)  # the next that it logs
+                hide_undone(writer, self.trainer.state.global_step + 1)  # the next that it logs
 
     def _stateful(self) -> list[Any]:
         """Callbacks that count, such as EarlyStoppingCallback."""
         from transformers.trainer_callback import ExportableState
 
-        callbacks = self._trainer.callback_handler.callbacks
+        callbacks = self.trainer.callback_handler.callbacks
         return [each for each in callbacks if isinstance(each, ExportableState)]
 
 

@@ -1,4 +1,4 @@
-"""`HealingReport`: what healcore saw and did in a run of a transformers Trainer."""
+"""Defines `HealingReport`: what healcore saw and did in a run of a transformers Trainer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HealingReport:
     history: tuple[IncidentRecord, ...]
     """The incidents, oldest first."""
     rollbacks: tuple[RollbackRecord, ...]
-    """Those of this process."""
+    """The rollbacks of this process."""
     counts: dict[str, int]
     """Name of a cause -> incidents with it; and `skips` and `clips` (steps), `undone_skips` (those
     that a rollback has undone), `lr_cuts`, `shrinks` of the micro-batch, and orders of a rollback

@@ -1,15 +1,14 @@
-"""`TrainingRun`: one `train()` call of a transformers Trainer, healed between its steps."""
+"""Defines `TrainingRun`: one `train()` call of a transformers Trainer, healed between its steps."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -44,22 +43,20 @@ _log = logging.getLogger("healcore")
 LAG = 1
 """Steps after which a step's decision is read on the host: by then it has arrived."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `HealingCallback` was given, besides the policy."""
-
-    events: str | os.PathLike[str] | Literal["auto"] | None = "auto"
-    engine: Literal["auto", "host", "device"] = "auto"
+_ELSEWHERE = (
+    "a callback cannot go back within train(): healcore.torch.heal(trainer, policy) does, or "
+    "resume from the last known-good checkpoint"
+)
 
 
 class TrainingRun:
     """One `train()` call, from `on_train_begin` on; `close` ends it.
 
-    Raises AttachError for a Trainer that it cannot heal. Nothing has changed then.
+    `events` and `engine` are those of `HealingCallback`. Raises AttachError for a Trainer that it
+    cannot heal. Nothing has changed then.
     """
 
-    def __init__(self, trainer: Any, policy: Policy, options: Options) -> None:
+    def __init__(self, trainer: Any, policy: Policy, *, events: Any, engine: str) -> None:
         _check(trainer)
         self._trainer = trainer
         limit = signals.max_grad_norm(trainer)
@@ -78,20 +75,19 @@ class TrainingRun:
             state = {"model": trainer.model, "optimizer": optimizer}
             if trainer.lr_scheduler is not None:
                 state["scheduler"] = trainer.lr_scheduler
-            self.driver = TorchDriver(
-                state,
-                policy,
-                {"engine": options.engine, "scaler": _scaler(trainer)},
-            )
+            attach = {"engine": engine, "scaler": _scaler(trainer)}
+            self.driver = TorchDriver(state, policy, attach)
             stack.callback(self.driver.close)
             stack.enter_context(signals.unclipped(trainer))
             if limit is not None and not signals.keeps_limit(policy):
                 stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
             stack.enter_context(signals.observed_losses(trainer, self.driver.observe))
-            stack.enter_context(signals.extended_log(trainer, self._metrics))
+            stack.enter_context(
+                signals.extended_log(trainer, lambda: self.monitor.metrics.values())
+            )
             ranks = self.driver.ranks()
             self.log = RunLog(
-                Log(None if ranks.rank else _events(options.events, trainer)),
+                Log(None if ranks.rank else _events(events, trainer)),
                 console=ranks.rank == 0,
             )
             stack.callback(self.log.events.close)
@@ -130,9 +126,9 @@ class TrainingRun:
     def start(self, saved: Any) -> None:
         """Logs the start; `saved` is what `exported` gave when the checkpoint was written."""
         policy, ranks = self.policy, self.driver.ranks()
-        events = self.log.events
-        if events.path is not None:
-            postmortem.of_killed(events.path)
+        where = f"checkpoints of the Trainer in {self._trainer.args.output_dir}"
+        if self.log.events.path is not None:
+            postmortem.of_killed(self.log.events.path)
         self.log.event(
             "start",
             step=None,
@@ -144,15 +140,14 @@ class TrainingRun:
             rank=ranks.rank,
             world=ranks.world,
             lag=LAG,
-            store=f"checkpoints of the Trainer in {self._trainer.args.output_dir}",
+            store=where,
             resumes=self.step > 0,
         )
         if self.step:
             self.log.event("resume", step=self.step, checkpoint=self.step)
             self._load(saved)
-        where = f"checkpoints of the Trainer in {self._trainer.args.output_dir}"
-        line = start_line(policy, self.step, where, resumed=self.step > 0, goes_back=False)
-        self.log.info(line)
+        resumed = self.step > 0
+        self.log.info(start_line(policy, self.step, where, resumed=resumed, goes_back=False))
 
     def exported(self) -> dict[str, Any]:
         """What travels in the Trainer's checkpoints, JSON-safe. A sync on an accelerator."""
@@ -294,7 +289,7 @@ class TrainingRun:
             self._reader.count_correction()
             request = self.monitor.process(result)
             if request is not None and carry_out:
-                self._carry_out(request)
+                self.wants_save |= self._executor.execute(request, self.step).save
             elif request is not None:
                 self.log.problem(
                     result.index,
@@ -304,13 +299,7 @@ class TrainingRun:
             for step in self.checkpoints.mark_good(self.ledger.unhealthy, self.ledger.next_step):
                 self.log.event("good", step=step)
 
-    def _carry_out(self, request: ActionRequest) -> None:
-        self.wants_save |= self._executor.execute(request, self.step).save
-
     # -- reports --------------------------------------------------------------------------------
-
-    def _metrics(self) -> dict[str, float]:
-        return self.monitor.metrics.values()
 
     def report(self) -> HealingReport:
         """What was seen and done so far."""
@@ -338,12 +327,6 @@ class TrainingRun:
             path=None if good is None else str(self.checkpoints.path(good)),
             exception=exception,
         )
-
-
-_ELSEWHERE = (
-    "a callback cannot go back within train(): healcore.torch.heal(trainer, policy) does, or "
-    "resume from the last known-good checkpoint"
-)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""`heal(trainer)`: rollback inside a running `Trainer.train()`."""
+"""Defines `heal(trainer)`, which rolls back inside a running `Trainer.train()`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
 
 _METHODS = ("_prepare_for_training", "_run_epoch", "_evaluate")
-"""Of the Trainer, replaced while it trains. They are private: later versions may differ."""
+"""Methods of the Trainer that are replaced while it trains. They are private and may change."""
 
 Store = str | os.PathLike[str] | CheckpointStore | None
 
@@ -297,7 +297,8 @@ class _Run:
         self._replace("training_step", healed._split.training_step)
         self._replace("_push_from_checkpoint", self._repeating)
         stack.enter_context(signals.unclipped(trainer))
-        stack.enter_context(signals.observed_losses(trainer, self._observe))
+        observe: Callable[[Any], None] = lambda loss: self._healer().observe(loss)  # noqa: E731
+        stack.enter_context(signals.observed_losses(trainer, observe))
         stack.enter_context(signals.extended_log(trainer, self._metrics))
 
     def _replace(self, name: str, replacement: Callable[..., Any]) -> None:
@@ -320,14 +321,12 @@ class _Run:
             "progress": self._progress,
         }
         state = {name: each for name, each in state.items() if each is not None}
-        healer = self._healed._open(state, self._stack)
+        healer = healed._open(state, self._stack)
         same = self._progress.max_steps == trainer.state.max_steps
         self._feed.open(healer, nothing_to_do=healer.had_completed and same)
-        if self._healed._limit is not None:  # the policy's clipping does not hold it
-            optimizer = unwrapped(trainer.optimizer)
-            self._stack.enter_context(
-                signals.clipped_after(trainer, optimizer, self._healed._limit)
-            )
+        if healed._limit is not None:  # the policy's clipping does not hold it
+            clipped = signals.clipped_after(trainer, unwrapped(trainer.optimizer), healed._limit)
+            self._stack.enter_context(clipped)
         callbacks = trainer.callback_handler.callbacks
         fraction = EpochFraction(self._feed)
         callbacks.insert(0, fraction)
@@ -344,9 +343,6 @@ class _Run:
     def _healer(self) -> Healer[Any]:
         assert self._healed.healer is not None
         return self._healed.healer
-
-    def _observe(self, loss: Any) -> None:
-        self._healer().observe(loss)
 
     def _metrics(self) -> dict[str, float]:
         healer = self._healed.healer

@@ -1,4 +1,4 @@
-"""What a policy has to see of a transformers Trainer: unclipped norms and the true loss of a step.
+"""Lets a policy see a Trainer's unclipped gradient norms and the true loss of each step.
 
 Each function changes one Trainer for the duration of a `with` block, and nothing in its arguments:
 those are saved with every checkpoint and read by the trackers.

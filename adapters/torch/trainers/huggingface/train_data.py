@@ -1,4 +1,4 @@
-"""The train dataloader of a `transformers.Trainer`, begun again at any batch of any epoch."""
+"""Rewinds the train dataloader of a `transformers.Trainer` to any batch of any epoch."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class RewindableBatches:
         raise DataError(problem)
 
     def _set_epoch(self, epoch: int | None = None) -> None:
-        """As `Trainer._run_epoch` does it."""
+        """Calls `set_epoch` as `Trainer._run_epoch` does it."""
         inner = getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)
         for each in (self._loader, inner):
             set_epoch = getattr(each, "set_epoch", None)
@@ -162,7 +162,7 @@ class RewindableBatches:
 
 
 def _digest(batch: Any) -> str:
-    """Of the values of a batch. A sync if they are on an accelerator."""
+    """A digest of the values of a batch. A sync if they are on an accelerator."""
     found = hashlib.blake2b(digest_size=16)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):

@@ -1,1 +1,1 @@
-"""Lightning: a callback that heals `trainer.fit`."""
+"""Heals `trainer.fit` of Lightning by a callback."""

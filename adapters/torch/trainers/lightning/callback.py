@@ -1,11 +1,12 @@
-"""`LightningHealingCallback`: one object in `Trainer(callbacks=[...])` heals `trainer.fit`."""
+"""Defines `LightningHealingCallback`: in `callbacks=[...]` it heals `trainer.fit`."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,13 +15,14 @@ from healcore.extras import require
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import resolve
 from healcore.runtime.healer import Healer
-from healcore.runtime.store import CheckpointStore
+from healcore.runtime.incidents.hooks import Hook
+from healcore.runtime.store import CheckpointStore, Keep
+from healcore.runtime.store.ranks import Ranks
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.trainers.lightning.clipping import ClipValue, with_limit_of
+from healcore.torch.trainers.lightning.clipping import with_limit_of
 from healcore.torch.trainers.lightning.in_step import InStep
 from healcore.torch.trainers.lightning.losses import Losses
-from healcore.torch.trainers.lightning.options import FitOptions
 from healcore.torch.trainers.lightning.whole_run import WholeRun
 
 if TYPE_CHECKING:
@@ -34,6 +36,25 @@ else:
 
 _OVERRIDES = frozenset(Overrides.__annotations__)
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+
+
+class FitOptions(Overrides, total=False):
+    """Arguments of `healcore.Healer`, by their names there, and values to replace in the policy."""
+
+    events: str | os.PathLike[str] | None
+    metrics: str | os.PathLike[str] | None
+    save_every: int | None
+    restart_every: int | None
+    lag: int
+    keep: Keep | None
+    on_incident: Hook | Iterable[Hook]
+    rerun: bool
+    resume: bool | Literal["auto"]
+    nonfinite_ok: Iterable[str]
+    ranks: Ranks | None
+    attach: Mapping[str, object] | None
+    trust: bool
+    stop_file: str | os.PathLike[str] | None
 
 
 class LightningHealingCallback(Callback):
@@ -92,7 +113,7 @@ class LightningHealingCallback(Callback):
                     f"in_step_only=True has no Healer to give {', '.join(sorted(unknown))} to: "
                     "leave it out; values of the policy and attach={...} are taken"
                 )
-            resolve(policy, self._overrides())
+            resolve(policy, _overrides(self._options))
         else:
             self._options = {"store": store, **options}
             if options.get("resume", "auto") == "auto":
@@ -104,7 +125,7 @@ class LightningHealingCallback(Callback):
         self._run: InStep | WholeRun | None = None
         self._last_run: InStep | WholeRun | None = None
         self._losses: Losses | None = None
-        self._clip_value: ClipValue | None = None
+        self._restore_clip_value: Callable[[], None] | None = None
         self._fit_options: dict[str, Any] = {}
         self._engines: Mapping[str, Any] = {}
 
@@ -127,24 +148,26 @@ class LightningHealingCallback(Callback):
         """Checks what can be known before the fit, and takes its gradient clipping over."""
         if stage != "fit":
             return
-        self._restore_clip_value()  # of a fit that has raised before it began
+        self._put_clipping_back()  # of a fit that has raised before it began
         strategy = type(trainer.strategy)
         if not any(each.__name__ in _STRATEGIES for each in strategy.__mro__):
             raise AttachError(
                 f"Trainer(strategy={strategy.__name__}) shards or replaces the optimizer in a way "
                 f"that healcore does not know: use one of {', '.join(_STRATEGIES)}"
             )
-        overrides = self._overrides()
+        overrides = _overrides(self._options)
         limited = with_limit_of(trainer, self._policy, overrides)
         self._fit_options = {**self._options, **limited}
         if limited is not overrides:
-            self._clip_value = ClipValue(trainer)
+            limit = trainer.gradient_clip_val
+            self._restore_clip_value = partial(setattr, trainer, "gradient_clip_val", limit)
+            trainer.gradient_clip_val = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attaches, or puts the Healer between Lightning and its dataloaders."""
         if self._in_step_only or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            overrides = {n: v for n, v in self._fit_options.items() if n in _OVERRIDES}
-            options = {**(self._fit_options.get("attach") or {}), **overrides}
+            attach = self._fit_options.get("attach") or {}
+            options = {**attach, **_overrides(self._fit_options)}
             self._run = InStep(trainer, self._policy, options, self._engines)
         else:
             self._run = WholeRun(
@@ -201,12 +224,12 @@ class LightningHealingCallback(Callback):
     ) -> None:
         """Ends the run in the Healer's way: a postmortem, and a journal for the next start."""
         self._close(exception)
-        self._restore_clip_value()  # Lightning calls no teardown then
+        self._put_clipping_back()  # Lightning calls no teardown then
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Puts the Trainer's options back."""
         self._close(None)
-        self._restore_clip_value()
+        self._put_clipping_back()
 
     def state_dict(self) -> dict[str, Any]:
         """The engines, for Lightning's checkpoints. A sync on an accelerator."""
@@ -219,16 +242,18 @@ class LightningHealingCallback(Callback):
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _overrides(self) -> dict[str, Any]:
-        return {n: v for n, v in self._options.items() if n in _OVERRIDES}
-
-    def _restore_clip_value(self) -> None:
-        if self._clip_value is not None:
-            self._clip_value.restore()
-            self._clip_value = None
+    def _put_clipping_back(self) -> None:
+        if self._restore_clip_value is not None:
+            self._restore_clip_value()
+            self._restore_clip_value = None
 
     def _close(self, error: BaseException | None) -> None:
         run, self._run, self._losses = self._run, None, None
         if run is not None:
             self._engines = {}
             run.close(error)
+
+
+def _overrides(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are values to replace in the policy."""
+    return {name: value for name, value in options.items() if name in _OVERRIDES}

@@ -1,4 +1,4 @@
-"""Takes `Trainer(gradient_clip_val=...)` over as the policy's own limit.
+"""Takes over `Trainer(gradient_clip_val=...)` as the policy's own limit.
 
 Lightning clips before the policy measures the norm: a spike of 700 would be seen as 1.
 """
@@ -47,16 +47,3 @@ def with_limit_of(trainer: Any, policy: PolicyLike, overrides: dict[str, Any]) -
     if found.clip.kind == "none":
         clip["kind"] = "fixed"
     return {**overrides, "clip": clip}
-
-
-class ClipValue:
-    """The Trainer's `gradient_clip_val`, which is put back after the fit."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._value = trainer.gradient_clip_val
-        trainer.gradient_clip_val = None
-
-    def restore(self) -> None:
-        """Puts it back."""
-        self._trainer.gradient_clip_val = self._value

@@ -1,4 +1,4 @@
-"""What Lightning's training loop takes its batches from while a Healer is at work."""
+"""Feeds the batches of a Healer to Lightning's training loop."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ class Feed:
         self._progress = progress
         self._open = open_healer
         length = trainer.fit_loop.max_batches
-        length = None if length == float("inf") else int(length)
+        self.length = None if length == float("inf") else int(length)
         self._loop = trainer.fit_loop.epoch_loop
         self.loader: TrainLoader | None = None
-        self.length = length
         self.fetched = 0
         self.done = False
         self.nothing_to_do = False
         self._healer: Healer | None = None
         self._batches: Iterator[TrainBatch] | None = None
-        self._start_profiler: Callable[[], None] = _nothing
-        self._stop_profiler: Callable[[], None] = _nothing
+        self._start_profiler: Callable[[], None] = lambda: None
+        self._stop_profiler: Callable[[], None] = lambda: None
 
     @property
     def combined_loader(self) -> Any:
@@ -99,14 +98,10 @@ class Feed:
         return batch.fetched
 
     def reset(self) -> None:
-        """As of a data fetcher."""
+        """Begins to count again, as Lightning's data fetcher does."""
         self.fetched, self.done = 0, False
 
     def teardown(self) -> None:
         """Shuts the workers of the dataloaders down."""
         self._batches = None
         self._fetcher.teardown()
-
-
-def _nothing() -> None:
-    pass

@@ -1,4 +1,4 @@
-"""Clip and skip within `optimizer.step()`, and nothing else."""
+"""Clips and skips within `optimizer.step()` of Lightning's optimizers, and does nothing else."""
 
 from __future__ import annotations
 

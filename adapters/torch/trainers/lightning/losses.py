@@ -1,4 +1,4 @@
-"""The loss of a training step, from what Lightning passes to `on_before_backward`."""
+"""Recovers the loss of a training step from what Lightning passes to `on_before_backward`."""
 
 from __future__ import annotations
 
@@ -47,12 +47,9 @@ class Losses:
         Lightning has divided it by `accumulate_grad_batches` (only in automatic optimization), and
         multiplied it by the scale of a GradScaler, which stays on the device here.
         """
-        scaler, parts = _scaler(self._trainer), self._trainer.accumulate_grad_batches
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        parts = self._trainer.accumulate_grad_batches
         if scaler is not None:
             passed = passed.detach()
             passed = passed / scaler.scale(torch.ones((), device=passed.device))
         return passed if parts == 1 else passed.detach() * parts
-
-
-def _scaler(trainer: Any) -> torch.amp.GradScaler | None:
-    return getattr(trainer.precision_plugin, "scaler", None)

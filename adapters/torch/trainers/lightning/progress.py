@@ -1,4 +1,4 @@
-"""Lightning's counters of a fit, saved and restored with the weights."""
+"""Saves and restores Lightning's counters of a fit together with the weights."""
 
 from __future__ import annotations
 

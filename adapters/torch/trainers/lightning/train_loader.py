@@ -1,4 +1,4 @@
-"""Lightning's train dataloaders as one loader that a Healer can read and rewind."""
+"""Makes one loader of Lightning's train dataloaders, which a Healer can read and rewind."""
 
 from __future__ import annotations
 

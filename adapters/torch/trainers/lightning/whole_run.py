@@ -1,8 +1,9 @@
-"""A Healer within `trainer.fit`: checkpoints, rollbacks, the data, the end of the run."""
+"""Runs a Healer within `trainer.fit`: checkpoints, rollbacks, the data, the end of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from healcore.torch.trainers.lightning.in_step import load_engines, named_optimi
 from healcore.torch.trainers.lightning.progress import Progress
 
 
+@dataclass(eq=False)
 class WholeRun:
     """Puts a Healer into the running fit loop, between Lightning and its dataloaders.
 
@@ -24,23 +26,17 @@ class WholeRun:
     of the same moment of the loop, whose counters can be exchanged.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        module: Any,
-        policy: Any,
-        options: dict[str, Any],
-        loss_fn: Callable[[Any], Any] | None,
-        engines: Mapping[str, Any],
-    ) -> None:
+    trainer: Any
+    module: Any
+    policy: Any
+    options: dict[str, Any]
+    loss_fn: Callable[[Any], Any] | None
+    engines: Mapping[str, Any]
+    """States of the engines in a Lightning checkpoint, by optimizer."""
+
+    def __post_init__(self) -> None:
         self.healer: Healer[Any] | None = None
-        self._trainer = trainer
-        self._module = module
-        self._policy = policy
-        self._options = options
-        self._loss_fn = loss_fn
-        self._engines = engines
-        self._progress = Progress(trainer)
+        self._progress = Progress(self.trainer)
         self._read_at_the_end()
         self._end_at_once_if_complete()
 
@@ -51,7 +47,7 @@ class WholeRun:
 
     def feed(self) -> None:
         """Puts a `Feed` in front of the dataloaders, which Lightning may have reloaded."""
-        fit = self._trainer.fit_loop
+        fit = self.trainer.fit_loop
         if isinstance(fit._data_fetcher, Feed):
             return
         if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fit._data_fetcher).__mro__):
@@ -60,7 +56,7 @@ class WholeRun:
                 "lead it back: write training_step(self, batch, batch_idx), or pass "
                 "in_step_only=True to the callback"
             )
-        fit._data_fetcher = Feed(self._trainer, fit._data_fetcher, self._progress, self._open)
+        fit._data_fetcher = Feed(self.trainer, fit._data_fetcher, self._progress, self._open)
 
     def observe(self, loss: Tensor, optimizer: Optimizer | None) -> None:
         """Reports a loss to one optimizer, or to the only one."""
@@ -78,7 +74,7 @@ class WholeRun:
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the Healer's block, with the exception that ends the fit, if any."""
-        for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop):
+        for loop in (self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop):
             vars(loop).pop("on_advance_end", None)
         if self.healer is None:
             return
@@ -96,12 +92,12 @@ class WholeRun:
         """The Healer, opened once; a run that is in its store is resumed now."""
         assert feed.loader is not None
         if self.healer is None:
-            ckpt_path = self._trainer.ckpt_path
-            options = {"restart_every": self._saves_every(), **self._options}
+            ckpt_path = self.trainer.ckpt_path
+            options = {"restart_every": self._saves_every(), **self.options}
             if ckpt_path is not None:
                 options["resume"] = False
-            loss_fn = None if self._loss_fn is None else self._loss_of
-            healer = Healer(self._policy, state=self._state(), loss_fn=loss_fn, **options)
+            loss_fn = None if self.loss_fn is None else self._loss_of
+            healer = Healer(self.policy, state=self._state(), loss_fn=loss_fn, **options)
             self._progress.data_goes_back = True
             try:
                 self.healer = healer.__enter__()
@@ -115,16 +111,16 @@ class WholeRun:
                 ) from error
             self._progress.within_step = lambda: bool(healer.unused)
             if ckpt_path is not None:
-                load_engines(self.healings, self._engines)
+                load_engines(self.healings, self.engines)
         self._progress.data_goes_back = feed.loader.why_not is None
         return self.healer
 
     def _state(self) -> dict[str, Any]:
-        trainer = self._trainer
+        trainer = self.trainer
         configs = trainer.lr_scheduler_configs
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         return {
-            "model": self._module,
+            "model": self.module,
             **named_optimizers(trainer),
             **{f"scheduler{i}": each.scheduler for i, each in enumerate(configs)},
             **({} if scaler is None else {"scaler": scaler}),
@@ -133,17 +129,17 @@ class WholeRun:
 
     def _saves_every(self) -> int | None:
         """Steps after which a ModelCheckpoint saves; None: after epochs, or a time, or none."""
-        callbacks = self._trainer.checkpoint_callbacks
+        callbacks = self.trainer.checkpoint_callbacks
         steps = [getattr(each, "_every_n_train_steps", 0) for each in callbacks]
         return min(filter(None, steps), default=None)
 
     def _loss_of(self, batch: Any) -> Any:
-        assert self._loss_fn is not None
-        return self._loss_fn(self._trainer.strategy.batch_to_device(batch.fetched[0]))
+        assert self.loss_fn is not None
+        return self.loss_fn(self.trainer.strategy.batch_to_device(batch.fetched[0]))
 
     def _end_at_once_if_complete(self) -> None:
         """Lets `fit` return without an epoch's end, which would be one without any batch."""
-        fit = self._trainer.fit_loop
+        fit = self.trainer.fit_loop
         original = fit.on_advance_end
 
         def on_advance_end() -> None:
@@ -159,7 +155,7 @@ class WholeRun:
         Lightning asks for no batch after the last one, and its hooks of that moment come before
         the loop's counters are complete, or after the loop has been left.
         """
-        loop = self._trainer.fit_loop.epoch_loop
+        loop = self.trainer.fit_loop.epoch_loop
         original = loop.on_advance_end
 
         def on_advance_end(data_fetcher: Any) -> None:

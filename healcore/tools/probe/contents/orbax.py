@@ -125,7 +125,7 @@ class _Process:
             for name in names
         )
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._asked = {
+        self._options = {
             "item": str(item),
             "ocdbt": ocdbt,
             "zarr3": zarr3,
@@ -166,7 +166,7 @@ class _Process:
             self._starts += 1
             # -P: nothing is imported from the folder of the script.
             self._running = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT), json.dumps(self._asked)],
+                [sys.executable, "-P", str(_SCRIPT), json.dumps(self._options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -91,14 +91,14 @@ def serve(item: str, *, ocdbt: bool, zarr3: bool, requests: BinaryIO, out: Binar
 
 def main() -> None:
     """Sets the limits of the process and answers requests."""
-    asked = json.loads(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_DATA, (asked["memory"], asked["memory"]))
-    resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"]))
+    options = json.loads(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (options["memory"], options["memory"]))
+    resource.setrlimit(resource.RLIMIT_CPU, (options["seconds"], options["seconds"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     serve(
-        asked["item"],
-        ocdbt=asked["ocdbt"],
-        zarr3=asked["zarr3"],
+        options["item"],
+        ocdbt=options["ocdbt"],
+        zarr3=options["zarr3"],
         requests=sys.stdin.buffer,
         out=sys.stdout.buffer,
     )

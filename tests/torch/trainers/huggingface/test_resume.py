@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +12,17 @@ import torch
 from transformers import TrainerCallback
 
 from healcore.torch import HealingCallback
+from tests import forked_programs
+from tests.forked_programs import TRANSFORMERS
 from tests.torch.trainers.huggingface.killed_run import POLICY, main
 from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
 
-ROOT = Path(__file__).parents[4]
 SAVES = {"save_strategy": "steps", "save_steps": 10}
 
 
 def started(folder: Path, step: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.torch.trainers.huggingface.killed_run", folder, str(step)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    module = "tests.torch.trainers.huggingface.killed_run"
+    return forked_programs.run("-m", module, folder, step, imports=TRANSFORMERS)
 
 
 def test_kill_9_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,10 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback, heal
+from tests import forked_programs
+from tests.forked_programs import TRANSFORMERS
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
-ROOT = Path(__file__).parents[4]
 DIVERGES = {
     "optim": "sgd",
     "learning_rate": 30.0,
@@ -220,6 +218,8 @@ SCRIPT = """
 import os, sys, torch
 from pathlib import Path
 from healcore.torch import heal
+from tests import forked_programs
+from tests.forked_programs import TRANSFORMERS
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 def run(folder, kill_at):
@@ -246,9 +246,8 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
     """After kill -9 the same command ends with the weights of a run without interruption."""
 
     def run(kill_at: int) -> int:
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path), kind, str(kill_at)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
+        command = ["-c", SCRIPT, tmp_path, kind, kill_at]
+        return forked_programs.run(*command, imports=TRANSFORMERS).returncode
 
     assert run(19) == -signal.SIGKILL
     assert run(-1) == 0

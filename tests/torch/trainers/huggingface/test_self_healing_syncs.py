@@ -33,7 +33,9 @@ def test_no_sync_is_added(tmp_path: Path):
         steps = CountSteps()
         trainer.add_callback(steps)
         if healed:
-            own: Any = heal(trainer, store=None, save_every=1000, attach={"engine": "device"})
+            own: Any = heal(
+                trainer, "fixed-clip", store=None, save_every=1000, attach={"engine": "device"}
+            )
             own.train()
             (healing,) = own.healer.driver.healings.values()
             assert healing.report().engine == "device"
