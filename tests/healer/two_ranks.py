@@ -225,7 +225,7 @@ def interrupted_exchange() -> Any:
     def handler(number: int, frame: Any) -> None:
         raise InterruptedError
 
-    def told(*args: Any, **options: Any) -> Any:  # the first of the exchange's two collectives
+    def signalled(*args: Any, **options: Any) -> Any:  # the first of the exchange's two collectives
         distributed_c10d.all_gather = all_gather
         found = all_gather(*args, **options)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -233,7 +233,7 @@ def interrupted_exchange() -> Any:
 
     before = signal.signal(signal.SIGUSR1, handler)
     if ranks.rank:
-        distributed_c10d.all_gather = told
+        distributed_c10d.all_gather = signalled
     try:
         ranks.gather("x" * 1000 * ranks.rank)
     except InterruptedError:

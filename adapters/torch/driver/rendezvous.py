@@ -22,15 +22,15 @@ from healcore.runtime import tcp_connections
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.store.gloo import GlooRanks
 
-_LINGER_S = 5.0
+_READ_S = 5.0
 """Seconds for which rank 0, whose process may hold the store, waits until the others have read."""
 _LOOK_S = (0.005, 0.1)
 """Seconds between two looks at the store, at first and at most. A wait within the store would hold
 up all its other uses in this process."""
 _BEAT_S = 0.5
-"""Seconds between the signs of life of a rank that has posted ..."""
+"""Seconds between the heartbeats of a rank that has posted ..."""
 _SILENT_S = 10.0
-"""... and without one, until it has gone for the others: it was killed."""
+"""... and without one, until the others take it for killed."""
 
 
 class StoreRendezvous:
@@ -128,7 +128,7 @@ class StoreRendezvous:
                 each.renew(seconds)
 
     def close(self) -> None:
-        """Leaves word that this rank has gone."""
+        """Lets the others see that this rank has gone."""
         self._closed.set()
         self._store.set(self._key("gone", self._ranks.rank), "1")
 
@@ -142,20 +142,20 @@ class StoreRendezvous:
         until = time.monotonic() + seconds
         found = [self._get(what, rank, until) for rank in range(self._ranks.world)]
         if None not in found:
-            self._linger(f"{what} read")
+            self._wait_for_readers(f"{what} read")
         return [None if each is None else pickle.loads(each) for each in found]
 
     def _get(self, what: str, rank: int, until: float) -> bytes | None:
         """What a rank has set, by then; None: it has not, or this rank cannot see it any more."""
         key, pause = self._key(what, rank), _LOOK_S[0]
-        beat, heard = 0, time.monotonic()
+        beat, changed = 0, time.monotonic()
         try:
             while not self._store.check([key]):
                 now = time.monotonic()
                 number = self._beats(rank)
                 if number != beat:
-                    beat, heard = number, now
-                gone = number and (now - heard > _SILENT_S)
+                    beat, changed = number, now
+                gone = number and (now - changed > _SILENT_S)
                 if now >= until or gone or self._store.check([self._key("gone", rank)]):
                     return None
                 time.sleep(min(pause, until - now))
@@ -165,12 +165,12 @@ class StoreRendezvous:
             return None
 
     def _beats(self, rank: int) -> int:
-        """How often a rank has given a sign of life since it has posted; 0: it has not posted."""
+        """Heartbeats of a rank since it has posted; 0: it has not posted."""
         key = self._key("beats", rank)
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _beat(self) -> None:
-        """Gives a sign of life until this rank has gone, in a thread."""
+        """Counts heartbeats in the store until this rank has gone, in a thread."""
         number = 0
         try:
             while not self._closed.is_set():
@@ -180,14 +180,14 @@ class StoreRendezvous:
         except RuntimeError:
             return
 
-    def _linger(self, what: str) -> None:
+    def _wait_for_readers(self, what: str) -> None:
         """Rank 0, whose process may hold the store, waits until the others have read."""
         try:
             self._store.set(self._key(what, self._ranks.rank), pickle.dumps(True))
         except RuntimeError:
             return
         if self._ranks.rank == 0:
-            until = time.monotonic() + _LINGER_S
+            until = time.monotonic() + _READ_S
             for rank in range(self._ranks.world):
                 self._get(what, rank, until)
 

@@ -48,32 +48,38 @@ class Installed(NamedTuple):
 
 
 def install() -> Installed:
-    """Installs both handlers, once per process.
+    """Installs both handlers, where they are not there any more or not yet.
 
     A signal that something else in this process uses, also in C, is left to it: without `END` the
     process is ended by SIGKILL.
     """
-    return _install(os.getpid())
+    stacks, used = _stacks_file(os.getpid()), _used()
+    # Lightning's Trainer sets back every signal at the end of a fit, and knows nothing of handlers
+    # in C; faulthandler installs only what it takes for not installed.
+    for number in _own - used:
+        faulthandler.unregister(number)
+        _own.remove(number)
+    used -= _own
+    dump = next((number for number in DUMPS if number not in used), 0)
+    if dump:
+        faulthandler.register(dump, file=stacks, all_threads=True, chain=False)
+        _own.add(dump)
+    if END not in used | _own:
+        _own.add(END)
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        libc.signal(END, ctypes.cast(libc._exit, ctypes.c_void_p))
+    return Installed(stacks, dump)
 
 
 _own: set[int] = set()
 """Signals that this module has installed; a forked child has them too."""
 
 
-@functools.cache  # a forked child has a descriptor, and needs one of its own
-def _install(pid: int) -> Installed:
-    del pid
-    stacks, used = os.memfd_create("healcore-stacks"), _used() - _own
-    dump = next((number for number in DUMPS if number not in used), 0)
-    if dump:
-        faulthandler.register(dump, file=stacks, all_threads=True, chain=False)
-        _own.add(dump)
-    if END not in used:
-        _own.add(END)
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-        libc.signal(END, ctypes.cast(libc._exit, ctypes.c_void_p))
-    return Installed(stacks, dump)
+@functools.cache
+def _stacks_file(pid: int) -> int:
+    del pid  # a forked child needs one of its own
+    return os.memfd_create("healcore-stacks")
 
 
 def _used() -> set[int]:

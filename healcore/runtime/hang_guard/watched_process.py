@@ -50,18 +50,27 @@ class WatchedProcess:
 
     def traced(self) -> bool:
         """Whether a debugger is attached to it."""
-        lines = self._read("status").splitlines()
-        return any(each.split() != ["TracerPid:", "0"] for each in lines if "TracerPid" in each)
+        return self._status("TracerPid") not in ("", "0")
 
     def transferred(self) -> int:
         """Bytes that it has read and written so far, by files and pipes; 0: not known."""
         lines = dict(line.split(": ") for line in self._read("io").splitlines())
         return int(lines.get("rchar", 0)) + int(lines.get("wchar", 0))
 
+    def _catches(self, number: int) -> bool:
+        """Whether it has a handler for this signal, which would end it otherwise."""
+        return bool(number) and bool(int(self._status("SigCgt") or "0", 16) >> (number - 1) & 1)
+
+    def _status(self, field: str) -> str:
+        lines = (line.partition(":") for line in self._read("status").splitlines())
+        return next((value.strip() for name, _, value in lines if name == field), "")
+
     def in_kernel(self) -> str:
         """Where the kernel says that it is, for a process that gives no stacks."""
-        found = [line for line in self._read("status").splitlines() if line.startswith("State:")]
-        found += [f"wchan: {self._read('wchan') or 'not readable'}"]
+        found = [
+            f"State:\t{self._status('State')}",
+            f"wchan: {self._read('wchan') or 'not readable'}",
+        ]
         return "\n".join([*found, self._read("stack")]).strip()
 
     def _read(self, name: str) -> str:
@@ -79,7 +88,7 @@ class WatchedProcess:
         """
         stopped = self.stopped()
         start = os.fstat(self._stacks).st_size
-        if self._dump:
+        if self._catches(self._dump):
             self._signal(self._dump)
         if stopped:
             self._signal(signal.SIGCONT)
