@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Generator, Sequence
@@ -202,7 +203,7 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
         padding=0,
     )
     table.add_column("")
-    for name in ("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks", "LR ×"):
+    for name in ("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks", "LR at\nmost"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(" ", no_wrap=True)
     for run in runs:
@@ -217,7 +218,7 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
             str(skips),
             str(clips),
             "\n".join(f"{back['onset']} → {back['checkpoint']}" for back in run.rollbacks),
-            "\n".join(f"{back['lr_scale']:g}" for back in run.rollbacks),
+            "\n".join(f"{back.get('lr_limit') or math.inf:.3g}" for back in run.rollbacks),
             f" [{_STYLES[found]}]{found.value}[/]",
             end_section=run.arm == "healed",
         )

@@ -168,6 +168,6 @@ def _rollback_claims(plain: DemoRun, healed: DemoRun, scenario: Scenario) -> Ite
         where = ", where it had started" if back["initial"] else ""
         text = f"{healed}: goes back to a known-good checkpoint: step {back['checkpoint']}{where}"
         yield DemoClaim(text, not back["initial"])
-        was, now = back["lr_scale_before"], back["lr_scale"]
-        text = f"{healed}: goes on with a lower learning rate: × {now:g}, it was × {was:g}"
-        yield DemoClaim(text, now < was)
+        lr, limit = back.get("lr") or 0.0, back.get("lr_limit") or math.inf
+        text = f"{healed}: goes on with a lower learning rate: at most {limit:.3g}, not {lr:.3g}"
+        yield DemoClaim(text, limit < lr)

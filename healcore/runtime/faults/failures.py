@@ -172,7 +172,7 @@ FAILURES: dict[Cause, Failure] = {
     Cause.UNKNOWN: Failure(
         "unknown",
         Severity.ERROR,
-        "Something that healcore does not know: the message and the traceback of the exception.",
+        "An exception that healcore does not classify: its message and its traceback.",
         ("save",),
         (_TABLE,),
     ),

@@ -19,6 +19,7 @@ from healcore.runtime.driver import Rendezvous
 from healcore.runtime.events.models import Ending
 from healcore.runtime.faults import Fault
 from healcore.runtime.loop.loop import Loop
+from healcore.runtime.postmortem.diagnosis import AFTER_A_KILL
 from healcore.runtime.store.memory import SnapshotStore
 
 WAIT_S = 30.0
@@ -110,15 +111,16 @@ def end_of_ranks(
         {"rank": rank, "outcome": str(end.ending), "why": f"step {end.step}: {end.why:.300}"}
         for rank, end in ends.items()
     ]
-    shown = sorted(ends, key=lambda rank: (rank != first, rank))[:_MOST_SHOWN]
-    traces = "\n".join(f"rank {rank}:\n{ends[rank].trace}" for rank in shown if ends[rank].trace)
+    by_interest = sorted(ends, key=lambda rank: (rank != first, rank))[:_MOST_SHOWN]
+    traced = [f"rank {rank}:\n{ends[rank].trace}" for rank in by_interest if ends[rank].trace]
     raised = of_first.ending == Ending.EXCEPTION
     gone = _killed(ends, loop.ranks.world)
     killed = f"rank {gone} was killed: its connection to rank {first} broke" if gone else ""
-    exception = (killed or f"rank {first}: {of_first.why}") if raised else None
+    exception = f"{killed}; {AFTER_A_KILL}" if killed else f"rank {first}: {of_first.why}"
     saved = of_first.asks and not problems
-    traced = traces if raised else None
-    return RanksEnd(of_first, first, killed, saved, exception, traced, of_ranks, problems)
+    traces = "\n".join(traced)
+    exception, traces = (exception, traces) if raised else (None, None)
+    return RanksEnd(of_first, first, killed, saved, exception, traces, of_ranks, problems)
 
 
 def _reached(action: Callable[[], bool], seconds: float = 0.0, *, else_: bool) -> bool:

@@ -308,11 +308,13 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     attempt("trackers", loop.log.trackers.drain)
     loop.log.report_trackers(loop.step)
     if ends is not None:  # what has ended the run is what the first of the ranks says
-        ending, fault = ends.first.ending, ends.first.fault
+        ending, fault = ends.first.ending, None if ends.killed else ends.first.fault
         if ends.first.signal is not None and not isinstance(error, Terminated | Interrupted):
             instead = exit_for(ends.first.signal)
         if stopped and not isinstance(error, RunStopped):
             instead = error = _stopped(loop, ends)
+    if isinstance(error, RunStopped) and loop.ranks.rank:
+        error.code = f"healcore stopped the run: {error.why} (rank 0 has the diagnosis)"
     cause = Cause(0) if fault is None else fault.cause
     _write_end(loop, ending, error, cause, ends)
     for end in (

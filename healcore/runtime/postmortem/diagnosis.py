@@ -22,6 +22,12 @@ _SHOWN = 5
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN
 """Causes of exceptions, which are not answered by a rollback."""
 
+AFTER_A_KILL = (
+    "look for the out-of-memory killer (dmesg), the scheduler's time limit or preemption, and the "
+    "machine's own log"
+)
+"""What to do about a process that was killed."""
+
 _TRANSIENT = (
     "A fault that does not come again on the same data is not the model's: check the device (ECC "
     "errors, temperature, a self-test) before it is trusted with this run again."
@@ -174,8 +180,7 @@ def _headline(end: RunEnd) -> str:
         case Ending.KILLED:
             return _wrapped(
                 f"The process was killed without notice; its last event is {at}{because}. It could "
-                "not record why: look for the out-of-memory killer (dmesg), the scheduler's time "
-                "limit or preemption, and the machine's own log."
+                f"not record why: {AFTER_A_KILL}."
             )
     raise ValueError(f"ending is one of {', '.join(Ending)}, not {end.ending!r}")
 
