@@ -25,10 +25,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
+from healcore.runtime.loop import setup
 from healcore.runtime.loop import stop_file as stop_files
-from healcore.runtime.loop.termination import EndRequested, Interrupted, RunStopped, Terminated
+from healcore.runtime.loop.termination import (
+    EndRequested,
+    Interrupted,
+    LastStateNotSaved,
+    RunStopped,
+    Terminated,
+)
 from healcore.runtime.loop.votes import Proposal, Severity
-from healcore.runtime.store import Keep
+from healcore.runtime.store import Keep, StoreError
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
@@ -218,6 +225,38 @@ def refusal(root: Path) -> str:
         return str(error)
 
 
+def store_of_each(root: Path) -> str:
+    """What a Healer says whose store is another directory on each rank."""
+    net = torch.nn.Linear(4, 1)
+    state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+    setup._VISIBLE_S = 0.2
+    try:
+        with Healer(rules(), state=state, store=root / f"of {dist.get_rank()}"):
+            return ""
+    except StoreError as error:
+        return str(error)
+
+
+def destroyed_group(root: Path) -> str:
+    """What a Healer says whose process group the program destroys before the block's end."""
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = {"model": net, "optimizer": optimizer}
+    setup._SILENT_S = 0.2
+    time.sleep(dist.get_rank())  # rank 0 has to wait for it
+    try:
+        with Healer(rules(), state=state, store=root / "destroyed") as healer:
+            for _ in healer.batches(range(3)):
+                loss = net(torch.ones(1, 4)).sum()
+                healer.observe(loss)
+                loss.backward()
+                optimizer.step()
+            dist.destroy_process_group()  # which the program should do after the block
+    except LastStateNotSaved as error:
+        return str(error)
+    return ""
+
+
 def interrupted_exchange() -> Any:
     """The exchange after one in which a handler of a signal has raised on rank 1."""
     ranks, all_gather, raised = GlooRanks(), distributed_c10d.all_gather, False
@@ -253,7 +292,8 @@ def main(rank: int, root: Path, scenarios: list[str]) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     print(json.dumps(interrupted_exchange()), flush=True)
     print(json.dumps(refusal(root)), flush=True)
-    dist.destroy_process_group()
+    print(json.dumps(store_of_each(root)), flush=True)
+    print(json.dumps(destroyed_group(root)), flush=True)
 
 
 if __name__ == "__main__":

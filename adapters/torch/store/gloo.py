@@ -47,9 +47,14 @@ class GlooRanks:
 
     @property
     def group(self) -> Any:
-        """The group; RuntimeError from `leave` to `renew`."""
+        """The group; RuntimeError from `leave` to `renew`, and if the program has destroyed it."""
         if self._group is None:
             raise RuntimeError("this rank has left the exchanges with the other ranks")
+        if self._group not in dist.distributed_c10d._world.pg_map:
+            raise RuntimeError(
+                "the program has called destroy_process_group() within the Healer's block: call it "
+                "after the block, because the last state is saved at its end"
+            )
         return self._group
 
     def leave(self) -> None:

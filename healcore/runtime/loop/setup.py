@@ -6,9 +6,12 @@ import contextlib
 import gc
 import logging
 import os
+import secrets
+import threading
+import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +50,11 @@ from healcore.runtime.store.snapshot import fits
 from healcore.runtime.trackers import Selection, Trackers
 
 _logger = logging.getLogger("healcore")
+
+_SILENT_S = 30.0
+"""A rank that waits as long for the others at the start says so."""
+_VISIBLE_S = 5.0
+"""How long a new file may take to be seen by the other ranks, on a network disk."""
 
 _loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 """Runs of this process; ended ones too while they are referenced."""
@@ -112,9 +120,11 @@ def open_run(options: Options) -> Loop:
     own_claim: Claim | None = None
     try:
         _check_moments(options.policy, driver)
-        ranks = options.ranks or driver.ranks()
-        _check_same(options, ranks)
+        with _waiting_for_ranks():
+            ranks = options.ranks or driver.ranks()
+            _check_same(options, ranks)
         own_claim, warning = _claim(options.store, ranks)
+        _check_one_directory(options.store, ranks)
         loop = _start(options, driver, ranks, own_claim, warning)
         held = (driver, loop.termination, loop.guard, loop.stop_file, loop.log)
         loop.finalizer = weakref.finalize(loop, _clean_up, *held)
@@ -156,6 +166,55 @@ def _check_same(options: Options, ranks: Ranks) -> None:
             )
 
 
+@contextlib.contextmanager
+def _waiting_for_ranks() -> Iterator[None]:
+    """Says so if the other ranks do not come: a program may have a Healer on rank 0 only."""
+    line = (
+        "the Healer of this rank has waited %g s for those of the other ranks: every rank makes "
+        "one, with the same arguments (docs/ranks.md)"
+    )
+    timer = threading.Timer(_SILENT_S, _logger.warning, (line, _SILENT_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _check_one_directory(given: Any, ranks: Ranks) -> None:
+    """Raises StoreError on all ranks if one does not see the directory in which rank 0 writes.
+
+    Otherwise that is found at the first restart only, when nothing can be restored.
+    """
+    folder = _given_folder(given)
+    if folder is None or ranks.world == 1:
+        return
+    name = f".tmp-healcore-{os.getpid()}-{secrets.token_hex(8)}"
+
+    def leave() -> str | None:
+        try:
+            (folder / name).touch()
+        except OSError:  # the store raises a better message
+            return None
+        return name
+
+    left = on_first(ranks, leave)
+    until = time.monotonic() + _VISIBLE_S
+    while not (seen := left is None or (folder / left).exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    found = ranks.gather((seen, str(folder.absolute())))
+    if ranks.rank == 0 and left is not None:
+        (folder / left).unlink(missing_ok=True)
+    blind = [rank for rank, (sees, _) in enumerate(found) if not sees]
+    if blind:
+        raise StoreError(
+            f"rank {blind[0]} does not see in {found[blind[0]][1]} what rank 0 writes to "
+            f"{found[0][1]}: all ranks need one directory (a name with the time or the rank in it "
+            "is another one on each; broadcast it from rank 0)"
+        )
+
+
 def _clean_up(
     driver: Driver,
     termination: TerminationWatch,
@@ -183,10 +242,7 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     Returns the claim and a warning for the log; both None without a directory. Raises StoreInUse if
     another run is using it.
     """
-    if isinstance(given, str | os.PathLike):
-        folder = Path(given)
-    else:
-        folder = None if given is None else _folder(given)
+    folder = _given_folder(given)
     if folder is None:
         return None, None
     own_claim: Claim | None = None
@@ -372,6 +428,13 @@ def _fitting(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
         "%s do not fit into half of the free host memory: checkpoints go to disk", needed
     )
     return store.disk
+
+
+def _given_folder(given: Any) -> Path | None:
+    """The directory of the argument `store`, which may be one itself."""
+    if isinstance(given, str | os.PathLike):
+        return Path(given)
+    return None if given is None else _folder(given)
 
 
 def _folder(store: CheckpointStore) -> Path | None:
