@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 from healcore import adapter_registry
@@ -64,6 +65,10 @@ class Rendezvous(Protocol):
 
     def connected(self) -> bool:
         """Whether no connection to another rank has broken; False: one may have been killed."""
+        ...
+
+    def in_collective(self, frame: FrameType) -> bool:
+        """Whether a thread that stands in this innermost frame may wait for the other ranks."""
         ...
 
     def post(self, item: Any) -> None:

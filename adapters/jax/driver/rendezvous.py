@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import jax
@@ -73,6 +74,10 @@ class CoordinatedRendezvous:
     def connected(self) -> bool:
         """True: JAX itself ends the processes when one of them has gone."""
         return True
+
+    def in_collective(self, frame: FrameType) -> bool:
+        """False: a dispatch does not wait, so a process that goes on is a step ahead."""
+        return False
 
     def post(self, item: Any) -> None:
         """Leaves this process's item for the others, numbered in the order of all their calls."""

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,8 @@ _BEAT_S = 0.5
 """Seconds between the heartbeats of a rank that has posted ..."""
 _SILENT_S = 10.0
 """... and without one, until the others take it for killed."""
+_COLLECTIVES = ("distributed_c10d.py", "nn/parallel/distributed.py", "torch/autograd/graph.py")
+"""Files of torch with the innermost frame of a rank that waits for another one."""
 
 
 class StoreRendezvous:
@@ -81,6 +84,10 @@ class StoreRendezvous:
             not known or any(now.get(each) == end for each, end in known.items())
             for known in self._of_rank.values()
         )
+
+    def in_collective(self, frame: FrameType) -> bool:
+        """Whether it is of a collective, or of a backward pass, in which DDP has some."""
+        return frame.f_code.co_filename.endswith(_COLLECTIVES)
 
     def post(self, item: Any) -> None:
         """Leaves this rank's item for the others; numbered in the order of all ranks' calls."""

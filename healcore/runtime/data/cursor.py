@@ -149,6 +149,12 @@ class Cursor:
             self._skipped.append(which)
         raise StopIteration
 
+    @property
+    def ended(self) -> BatchId | None:
+        """The id after the last one of the epoch that has ended just now; None: none has."""
+        ended, following = self._reader.ended, self._reader.next_id
+        return None if ended is None or following != BatchId(ended.epoch + 1, 0) else ended
+
     def is_last(self, length: int) -> bool:
         """Whether no batch of this epoch, which has `length` batches, is to come.
 

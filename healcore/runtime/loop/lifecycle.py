@@ -235,6 +235,11 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     return Ending.EXCEPTION
 
 
+_AGAIN = (
+    ". If you have changed that since the last start, the ranks are in different epochs in this "
+    "checkpoint: begin in an empty directory"
+)
+
 _OF_FAULTS = (Ending.EXCEPTION, Ending.STOPPED)
 """Endings that an exception may have brought about."""
 
@@ -267,6 +272,9 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     if loop.rendezvous is not None and (not together or unequal or loop.rendezvous.posted()):
         mine = _report(loop, ending, error, fault)
         if unequal:
+            loop.ended_early = True
+            if loop.resumed_here:
+                unequal += _AGAIN
             mine = mine._replace(ending=Ending.STOPPED, why=unequal, asks=True)
         ends = end_of_ranks(loop, loop.rendezvous, mine, error)
         together, fault = False, None

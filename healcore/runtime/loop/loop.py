@@ -175,6 +175,10 @@ class Loop:
         """Number of the loader that yielded the last batch."""
         self._generators: HostParts | None = None
         self._resumed_at: int | None = None
+        self._open: set[int | None] = set()
+        """Numbers of the loaders whose loop has a batch in hand."""
+        self.ended_early = False
+        """Whether this rank's loop has ended although others go on."""
 
     # -- the start, see `lifecycle` -------------------------------------------------------------
 
@@ -224,11 +228,14 @@ class Loop:
             self._generators = None
             self._batch = batch
             self.guard.watch()
+            self._open.add(number)
             try:
                 yield batch
             except GeneratorExit:  # the loop was left by `break`
                 self.guard.pause()
                 raise
+            finally:
+                self._open.discard(number)
             self.after_step()
             if number == self.loaders.current and self._batches_since_step == _MAX_WITHOUT_STEP:
                 self._warn_no_step()
@@ -299,7 +306,7 @@ class Loop:
         batches = (
             0 if self.loaders.current is None else len(self._ids.get(self.loaders.current, ()))
         )
-        return Progress(self.step, batches, self.ranks.rank)
+        return Progress(self.step, batches, self.ranks.rank, self.loaders.current in self._open)
 
     @property
     def _batches_since_step(self) -> int:
@@ -411,8 +418,17 @@ class Loop:
         return self.reader.any_unread(lambda records: any(each.cause for each in records))
 
     def waiting_batches(self) -> dict[int, BatchId]:
-        """Number of a loader -> its first batch since the last step, which waits for the next."""
-        return {number: ids[0] for number, ids in self._ids.items() if ids}
+        """Number of a loader -> its first batch since the last step, which waits for the next.
+
+        A loader that has ended early waits at its end: it may have more batches after a restart.
+        """
+        ended = self.loaders.end_of_current() if self.ended_early else {}
+        return {**ended, **{number: ids[0] for number, ids in self._ids.items() if ids}}
+
+    @property
+    def resumed_here(self) -> bool:
+        """Whether this process has resumed and not taken a step since."""
+        return self.step == self._resumed_at
 
     def _save_when_due(self) -> bool:
         """A save, if one is due; whether the run has gone back instead."""

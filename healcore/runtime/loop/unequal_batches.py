@@ -2,8 +2,9 @@
 
 A rank without another batch leaves its loop, and nothing that is sent in a step reaches it any
 more. So each rank has a thread that looks every few seconds whether another one has completed. If
-this rank has taken a batch more, and its training thread waits in one call, it says so. Then the
-rank that has completed ends the run as a rank that raises does, see `end_of_ranks`.
+this rank has taken a batch more, or waits for the others within its step, and its training thread
+stands in one call, it says so. Then the rank that has completed ends the run as a rank that raises
+does, see `end_of_ranks`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Progress(NamedTuple):
     batches: int
     """From the loader in use, since the last step."""
     rank: int
+    in_step: bool = False
+    """Whether the loop has a batch in hand: it has not ended."""
 
 
 class UnequalBatches:
@@ -78,8 +81,9 @@ class UnequalBatches:
                 waits: Progress | None = rendezvous.last(_WAITS)
                 if waits is not None:
                     return (
-                        f"no more batches after step {mine.steps}, and rank {waits.rank} has: give "
-                        "every rank as many (torch's DistributedSampler does, or itertools.islice)"
+                        f"its loop has ended, and rank {waits.rank} has begun another step: give "
+                        "every rank as many batches (torch's DistributedSampler does, or "
+                        "itertools.islice), and leave the loop at the same step on all"
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
@@ -100,6 +104,9 @@ class UnequalBatches:
                 # In JAX steps are dispatched before the others have taken part in them.
                 ahead = mine.steps > completed.steps + completed.batches
                 ahead |= mine.batches > 0 and mine[:2] > completed[:2]
+                # The other one may have left its loop within the step that this one is in.
+                here = mine.in_step and mine.batches > 0 and mine[:2] >= completed[:2]
+                ahead |= here and frame is not None and self._rendezvous.in_collective(frame)
                 now = (mine, id(frame), frame.f_lasti) if ahead and frame is not None else None
                 looks = looks + 1 if now is not None and now == before else 1
                 before = now
