@@ -113,9 +113,10 @@ class FaultAnswers:
         if "skip_batch" not in self.policy.answers(Cause.DATA):
             return False
         if self._in_a_row >= limits.consecutive or len(self._unreadable) >= limits.count:
+            done = "left out" if self.ranks.world == 1 else "replaced by the one before"
             error.add_note(
                 f"healcore: {self._in_a_row} unreadable batches in a row and "
-                f"{len(self._unreadable)} within {limits.within} were left out before, which is "
+                f"{len(self._unreadable)} within {limits.within} were {done}, which is "
                 "the limit of [skip_batch]"
             )
             return False

@@ -115,9 +115,18 @@ def test_a_completed_run_gets_no_lecture():
         none.split()
     )
     assert 'rollback={"probation": 20}' in none
-    stopped = explain(RunEnd("stopped", 400, probation=100))
+    stopped = explain(RunEnd("stopped", 400, incidents=1, probation=100))
     assert "resume from the start" in stopped
     assert "the run has had" not in stopped
+
+
+@pytest.mark.parametrize("ending", ["exception", "killed", "stopped", "signal"])
+def test_the_newest_checkpoint_is_not_doubted_without_an_incident(ending):
+    """A start takes it anyway."""
+    text = " ".join(explain(RunEnd(ending, 400, probation=100)).split())
+    assert "no incident: the next start resumes from the newest checkpoint on disk." in text
+    assert "resume from the start" not in text
+    assert "from the newest" not in explain(RunEnd(ending, 9, not_finite=((5, ("model.w",)),)))
 
 
 def test_what_a_rollback_has_undone_is_said():
