@@ -29,8 +29,8 @@ def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def loss_fn(params: dict[str, Any], inputs: Any, targets: Any) -> jax.Array:
-    hidden = jax.nn.relu(inputs @ params["w1"] + params["b1"])
-    hidden = jax.nn.relu(hidden @ params["w2"] + params["b2"])
+    hidden = jnp.tanh(inputs @ params["w1"] + params["b1"])
+    hidden = jnp.tanh(hidden @ params["w2"] + params["b2"])
     return jnp.mean((hidden @ params["w3"] + params["b3"] - targets) ** 2)
 
 
@@ -64,9 +64,9 @@ def main() -> None:
             healer.update(state)
             rows.append(row)
     table = [(int(step), float(a), float(b), float(c)) for step, a, b, c in rows]
+    cut = next((index for index, row in enumerate(table) if row[2] < 1.0), STEPS)
     for index, (step, schedule, multiplier, rate) in enumerate(table):
-        near_cut = any(row[2] < 1.0 for row in table[index : index + 3]) and multiplier == 1.0
-        if step % 20 == 0 or near_cut or step == STEPS - 1:
+        if step % 20 == 0 or abs(index - cut) <= 2 or step == STEPS - 1:
             print(
                 f"step {step} schedule {schedule:.4f} multiplier {multiplier:.4f} rate {rate:.4f}"
             )
