@@ -91,7 +91,8 @@ class JournalState:
     first_step: int | None = None
     """Step of the snapshot that this run began with."""
     newest_on_disk: int | None = None
-    """Step of the newest checkpoint on disk when the journal was written."""
+    """Step of the newest checkpoint on disk when the journal was written; a quarantined one only if
+    there is no other."""
     microbatches: dict[str, Any] | None = None
     """`MicrobatchSizes.to_dict`; None: every batch has fitted into memory."""
     quarantined: list[str] = field(default_factory=list)
@@ -231,9 +232,11 @@ def update_from_disk(journal: Journal, saves: Sequence[Saved]) -> None:
     if journal.path is None:
         return
     state, folder = journal.state, journal.path.parent
+    abandoned = [s.step for s in saves if s.status == "quarantined"]
     on_disk = [s.step for s in saves if s.path is not None]
-    state.newest_on_disk = max(on_disk, default=state.newest_on_disk)
-    quarantined = directories(saves, [s.step for s in saves if s.status == "quarantined"])
+    usable = [step for step in on_disk if step not in abandoned]
+    state.newest_on_disk = max(usable or on_disk, default=state.newest_on_disk)
+    quarantined = directories(saves, abandoned)
     names = sorted({*state.quarantined, *quarantined})
     state.quarantined = [
         name

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.rollback.journal import Journal, JournalError
+from healcore.runtime.rollback.journal import Journal, JournalError, update_from_disk
 from healcore.runtime.rollback.manager import RollbackManager
-from healcore.runtime.store import NoGoodCheckpoint, StoreError, checksummed_json
+from healcore.runtime.store import NoGoodCheckpoint, Saved, StoreError, checksummed_json
 from tests.healer.crashes import crash
 from tests.healer.killed_runs import (
     after_rollback,
@@ -42,6 +42,18 @@ def test_a_checkpoint_that_was_never_verified_is_not_restored(framework, tmp_pat
     assert not is_poisoned(loop)
     assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [0]
     assert facts["rollbacks"] == 1
+
+
+def test_the_newest_checkpoint_is_not_one_of_an_abandoned_branch(tmp_path):
+    """A run that ends soon after it has gone back far has quarantined ones of later steps."""
+    journal = Journal(tmp_path / "healcore.json")
+    steps: dict[int, Any] = {20: "good", 23: "candidate", 60: "quarantined"}
+    saves = [Saved(n, of, True, 1, 0.0, True, str(tmp_path / str(n))) for n, of in steps.items()]
+    update_from_disk(journal, saves)
+    assert journal.state.newest_on_disk == 23
+    lost = Journal(tmp_path / "other.json")
+    update_from_disk(lost, saves[2:])
+    assert lost.state.newest_on_disk == 60, "something was saved"
 
 
 # -- a stale journal ----------------------------------------------------------------------------
