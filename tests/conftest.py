@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,27 @@ def small_heap() -> None:
     """Collecting garbage takes a second with all frameworks imported, and Trainers often do it."""
     gc.collect()
     gc.freeze()
+
+
+OPTIMIZED = (
+    "tests.parity",
+    "tests.core",
+    "tests.tools.replay",
+    "tests.tools.sweep",
+    "tests.jax.test_bad_updates",
+    "tests.jax.test_commit",
+    "tests.jax.test_fixed_cost",
+    "tests.jax.test_skip_exact",
+)
+"""About what XLA makes of a step: that its optimizations change no decision."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_optimizations(request: pytest.FixtureRequest, small_heap: None) -> Iterator[None]:
+    """Elsewhere most of the time in JAX goes into compiling: a third less of it."""
+    few = not request.module.__name__.startswith(OPTIMIZED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(few)))  # also for other processes
+        if "jax" in sys.modules:
+            sys.modules["jax"].config.update("jax_disable_most_optimizations", few)
+        yield
