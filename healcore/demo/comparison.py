@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,7 +202,7 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
         padding=0,
     )
     table.add_column("")
-    for name in ("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks", "LR at\nmost"):
+    for name in ("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks", "LR\nafter"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(" ", no_wrap=True)
     for run in runs:
@@ -218,11 +217,17 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
             str(skips),
             str(clips),
             "\n".join(f"{back['onset']} → {back['checkpoint']}" for back in run.rollbacks),
-            "\n".join(f"{back.get('lr_limit') or math.inf:.3g}" for back in run.rollbacks),
+            "\n".join(_lr_after(back) for back in run.rollbacks),
             f" [{_STYLES[found]}]{found.value}[/]",
             end_section=run.arm == "healed",
         )
     return table
+
+
+def _lr_after(back: Mapping[str, Any]) -> str:
+    """What a rollback has done to the learning rate: its limit, or the multiplier."""
+    limit = back.get("lr_limit")
+    return f"× {back['lr_scale']:g}" if limit is None else f"≤ {limit:.3g}"
 
 
 def _backdrop(healed: DemoRun, runs: Sequence[DemoRun], scenario: Scenario) -> picture.Backdrop:

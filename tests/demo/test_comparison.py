@@ -213,11 +213,8 @@ def test_a_rollback_goes_to_what_is_known_good_and_leaves_the_batch_out(gone_bac
 def test_a_rollback_is_printed_while_it_happens_and_in_the_table(gone_back, framework):
     lines = gone_back.printed.splitlines()
     assert any(line.startswith(f"{framework}: step 48: nonfinite loss") for line in lines)
-    (back,) = gone_back.run(framework, "healed").rollbacks
-    assert back["lr_limit"] == pytest.approx(back["lr"] / 2)
     rows = [" ".join(line.split()) for line in lines]
-    wanted = f"48 → 20 {back['lr_limit']:.3g}"
-    assert any(row.startswith(f"{framework} healed") and wanted in row for row in rows)
+    assert any(row.startswith(f"{framework} healed") and "48 → 20 × 0.5" in row for row in rows)
 
 
 def test_a_policy_that_stops_the_run_is_reported(tmp_path):
