@@ -278,7 +278,10 @@ def _last_good(end: RunEnd) -> str:
         return f"Last known-good: the checkpoint of step {end.last_good}{where}."
     text = "none" + why_none_is_good(end.step, end.probation)
     if end.ending != Ending.COMPLETED and not (end.incidents or end.not_finite):
-        text += "; there was no incident: the next start resumes from the newest checkpoint on disk"
+        text += (
+            "; there was no incident: the next start resumes from the newest checkpoint on disk,"
+        )
+        text += " if there is one"
     elif end.ending != Ending.COMPLETED:
         text += "; resume from the start, or check one by hand"
     return _section("Last known-good", f"{text}.")
