@@ -51,7 +51,8 @@ class ForkedProgram(subprocess.Popen[str]):
     # The methods of Popen that start a process and wait for it; the others call these.
 
     def _execute_child(self, *args: Any) -> None:
-        given = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments
+        popen: Any = subprocess.Popen  # its private methods are in no stub
+        given = inspect.signature(popen._execute_child).bind(self, *args).arguments
         env = given["env"]
         request = {
             "command": given["args"],
@@ -70,7 +71,7 @@ class ForkedProgram(subprocess.Popen[str]):
         os.close(status)
         self._child_created = True
         (self.pid,) = struct.unpack("i", os.read(self._status, 4))
-        self._close_pipe_fds(*(given[name] for name in pipes))
+        popen._close_pipe_fds(self, *(given[name] for name in pipes))
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if wait_flags == os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
@@ -83,7 +84,8 @@ class ForkedProgram(subprocess.Popen[str]):
         if self.returncode is None:
             pid, status = self._try_wait(os.WNOHANG)
             if pid == self.pid:
-                self._handle_exitstatus(status)
+                popen: Any = subprocess.Popen
+                popen._handle_exitstatus(self, status)
         return self.returncode
 
 

@@ -21,8 +21,8 @@ print("on stderr", file=sys.stderr)
 """
 
 
-def both(code: str, *arguments: str, **options: object) -> list[subprocess.CompletedProcess[str]]:
-    """The same with a new interpreter and forked."""
+def both(code: str, *arguments: str, **options: object) -> list[tuple[int, str, str]]:
+    """Status, output and errors with a new interpreter and forked."""
     given = {"env": {**os.environ, "ONE": "1"}, "start_new_session": True, **options}
     command = ["-c", code, *arguments]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
