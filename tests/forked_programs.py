@@ -33,6 +33,9 @@ TORCH_AND_JAX = (
 TRANSFORMERS = ("torch", "healcore.torch.trainers.huggingface", "transformers.trainer", "trl")
 
 
+_Popen: Any = subprocess.Popen  # its private methods are in no stub
+
+
 class ForkedProgram(subprocess.Popen[str]):
     """`subprocess.Popen` of `python COMMAND`, forked by a server.
 
@@ -51,8 +54,7 @@ class ForkedProgram(subprocess.Popen[str]):
     # The methods of Popen that start a process and wait for it; the others call these.
 
     def _execute_child(self, *args: Any) -> None:
-        popen: Any = subprocess.Popen  # its private methods are in no stub
-        given = inspect.signature(popen._execute_child).bind(self, *args).arguments
+        given = inspect.signature(_Popen._execute_child).bind(self, *args).arguments
         env = given["env"]
         request = {
             "command": given["args"],
@@ -71,7 +73,7 @@ class ForkedProgram(subprocess.Popen[str]):
         os.close(status)
         self._child_created = True
         (self.pid,) = struct.unpack("i", os.read(self._status, 4))
-        popen._close_pipe_fds(self, *(given[name] for name in pipes))
+        _Popen._close_pipe_fds(self, *(given[name] for name in pipes))
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if wait_flags == os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
@@ -84,8 +86,7 @@ class ForkedProgram(subprocess.Popen[str]):
         if self.returncode is None:
             pid, status = self._try_wait(os.WNOHANG)
             if pid == self.pid:
-                popen: Any = subprocess.Popen
-                popen._handle_exitstatus(self, status)
+                _Popen._handle_exitstatus(self, status)
         return self.returncode
 
 

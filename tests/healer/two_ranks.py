@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop import setup
+from healcore.runtime.loop import start_of_ranks
 from healcore.runtime.loop import stop_file as stop_files
 from healcore.runtime.loop.termination import (
     EndRequested,
@@ -229,7 +229,7 @@ def store_of_each(root: Path) -> str:
     """What a Healer says whose store is another directory on each rank."""
     net = torch.nn.Linear(4, 1)
     state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
-    setup._VISIBLE_S = 0.2
+    start_of_ranks._VISIBLE_S = 0.2
     try:
         with Healer(rules(), state=state, store=root / f"of {dist.get_rank()}"):
             return ""
@@ -242,7 +242,7 @@ def destroyed_group(root: Path) -> str:
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     state = {"model": net, "optimizer": optimizer}
-    setup._SILENT_S = 0.2
+    start_of_ranks._SILENT_S = 0.2
     time.sleep(dist.get_rank())  # rank 0 has to wait for it
     try:
         with Healer(rules(), state=state, store=root / "destroyed") as healer:

@@ -1,4 +1,4 @@
-"""Classifies exceptions, tells what each kind of failure means, and retries network calls."""
+"""Classifies exceptions, describes each kind of failure, and retries network calls."""
 
 from healcore.runtime.faults.classify import classify
 from healcore.runtime.faults.failures import FAILURES, Failure, Fault, Severity

@@ -6,12 +6,9 @@ import contextlib
 import gc
 import logging
 import os
-import secrets
-import threading
-import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +29,7 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.ledger import Ledger
+from healcore.runtime.loop import start_of_ranks
 from healcore.runtime.loop.lifecycle import begin, describe
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.stop_file import StopFile
@@ -50,11 +48,6 @@ from healcore.runtime.store.snapshot import fits
 from healcore.runtime.trackers import Selection, Trackers
 
 _logger = logging.getLogger("healcore")
-
-_SILENT_S = 30.0
-"""A rank that waits as long for the others at the start says so."""
-_VISIBLE_S = 5.0
-"""How long a new file may take to be seen by the other ranks, on a network disk."""
 
 _loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 """Runs of this process; ended ones too while they are referenced."""
@@ -120,11 +113,11 @@ def open_run(options: Options) -> Loop:
     own_claim: Claim | None = None
     try:
         _check_moments(options.policy, driver)
-        with _waiting_for_ranks():
+        with start_of_ranks.warning_if_late():
             ranks = options.ranks or driver.ranks()
-            _check_same(options, ranks)
+            start_of_ranks.check_same(_shared_options(options), ranks)
         own_claim, warning = _claim(options.store, ranks)
-        _check_one_directory(options.store, ranks)
+        start_of_ranks.check_one_directory(_given_folder(options.store), ranks)
         loop = _start(options, driver, ranks, own_claim, warning)
         held = (driver, loop.termination, loop.guard, loop.stop_file, loop.log)
         loop.finalizer = weakref.finalize(loop, _clean_up, *held)
@@ -147,72 +140,16 @@ def _check_moments(policy: HostPolicy, driver: Driver) -> None:
         raise PolicyError(policy.name, (problem,))
 
 
-def _check_same(options: Options, ranks: Ranks) -> None:
-    """Raises ValueError on all ranks if they have other options: they would wait for each other."""
+def _shared_options(options: Options) -> dict[str, Any]:
+    """What is the same on every rank."""
     policy = options.policy
-    mine = {
+    return {
         "policy": policy.text or policy.fingerprint or policy.name,
         "lag": options.lag,
         "save_every": options.save_every,
         "restart_every": options.restart_every,
         "store": options.store is not None,
     }
-    for rank, theirs in enumerate(ranks.gather(mine)):
-        differ = [name for name, value in mine.items() if theirs[name] != value]
-        if differ:
-            raise ValueError(
-                f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
-                "same to Healer(...) on every rank"
-            )
-
-
-@contextlib.contextmanager
-def _waiting_for_ranks() -> Iterator[None]:
-    """Says so if the other ranks do not come: a program may have a Healer on rank 0 only."""
-    line = (
-        "the Healer of this rank has waited %g s for those of the other ranks: every rank makes "
-        "one, with the same arguments (docs/ranks.md)"
-    )
-    timer = threading.Timer(_SILENT_S, _logger.warning, (line, _SILENT_S))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _check_one_directory(given: Any, ranks: Ranks) -> None:
-    """Raises StoreError on all ranks if one does not see the directory in which rank 0 writes.
-
-    Otherwise that is found at the first restart only, when nothing can be restored.
-    """
-    folder = _given_folder(given)
-    if folder is None or ranks.world == 1:
-        return
-    name = f".tmp-healcore-{os.getpid()}-{secrets.token_hex(8)}"
-
-    def leave() -> str | None:
-        try:
-            (folder / name).touch()
-        except OSError:  # the store raises a better message
-            return None
-        return name
-
-    left = on_first(ranks, leave)
-    until = time.monotonic() + _VISIBLE_S
-    while not (seen := left is None or (folder / left).exists()) and time.monotonic() < until:
-        time.sleep(0.1)
-    found = ranks.gather((seen, str(folder.absolute())))
-    if ranks.rank == 0 and left is not None:
-        (folder / left).unlink(missing_ok=True)
-    blind = [rank for rank, (sees, _) in enumerate(found) if not sees]
-    if blind:
-        raise StoreError(
-            f"rank {blind[0]} does not see in {found[blind[0]][1]} what rank 0 writes to "
-            f"{found[0][1]}: all ranks need one directory (a name with the time or the rank in it "
-            "is another one on each; broadcast it from rank 0)"
-        )
 
 
 def _clean_up(

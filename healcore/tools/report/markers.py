@@ -25,7 +25,7 @@ class Marker(NamedTuple):
     plotly: str
     matplotlib: str
     colour: str
-    """For the picture; the colour-blind can tell them apart. The page's colours are in its CSS."""
+    """For the picture; they differ for the colour-blind too. The page's colours are in its CSS."""
 
     def label(self, would: bool) -> str:
         """The outcome; `would`: of a run in which nothing was done."""
