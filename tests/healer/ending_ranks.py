@@ -50,7 +50,7 @@ CASES = (
 
 
 GOES = ("leaves", "killed at the end")
-"""Rank 2 has posted how it ends, and goes before it is asked to save; "leaves" says that it goes."""
+"""Rank 2 has posted how it ends, and goes before it is asked to save; "leaves" says so."""
 
 SAVES = load(rules(), respond=[*to_dict(rules())["respond"], {"to": ["unknown"], "do": ["save"]}])
 
