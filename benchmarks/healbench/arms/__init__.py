@@ -24,6 +24,9 @@ PRESETS = (
 )
 """Presets of healcore that are attached: one arm `attach_<name>` each."""
 
+CLIPPED = healcore.policy.load("default", clip={"max_norm": FixedClip.max_norm})
+"""`default` for a run that had a fixed clip before: to be compared with the arm `fixed_clip`."""
+
 RESETS = healcore.policy.load("default", rollback={"reset_moments": True})
 """`default`, whose rollbacks reset the moments too: to be compared with the arm `healer`."""
 
@@ -40,6 +43,9 @@ ARMS: dict[str, Callable[[Problem], Training]] = {
     **{f"attach_{name}": functools.partial(Attached, policy=name) for name in PRESETS},
     "healer": Healed,
     "healer_ask": functools.partial(Healed, ask=True),
+    "attach_clip": functools.partial(Attached, policy=CLIPPED),
+    "healer_clip": functools.partial(Healed, policy=CLIPPED),
+    "healer_ask_clip": functools.partial(Healed, policy=CLIPPED, ask=True),
     "llmc_soft_step": functools.partial(Attached, policy="llmc-soft-step"),
     "levanter_clip_update": functools.partial(Attached, policy="levanter-clip-update"),
     "healer_reset": functools.partial(Healed, policy=RESETS),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import healcore
-from benchmarks.healbench.arms import PRESETS
+from benchmarks.healbench.arms import CLIPPED, PRESETS
 from benchmarks.healbench.arms.common import silent
 from benchmarks.healbench.jax_tasks.models import Arrays
 from benchmarks.healbench.jax_tasks.problem import Problem, State, running
@@ -213,5 +213,8 @@ ARMS: dict[str, Callable[[Problem], Training]] = {
     **{f"attach_{name}": functools.partial(Attached, policy=name) for name in PRESETS},
     "healer": Healed,
     "healer_ask": functools.partial(Healed, ask=True),
+    "attach_clip": functools.partial(Attached, policy=CLIPPED),
+    "healer_clip": functools.partial(Healed, policy=CLIPPED),
+    "healer_ask_clip": functools.partial(Healed, policy=CLIPPED, ask=True),
 }
 """An arm of a problem, by the names of the torch side, in the order of the table."""
