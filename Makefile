@@ -1,6 +1,7 @@
 # Needs Python >= 3.11 with pip, and make. Each target sets up what it needs in .venv, once.
 #   make demo                 watch one policy heal a run in torch and in JAX
 #   make test                 the tests            (ARGS="-k zclip" for some of them)
+#   make test-slow            those that take longer
 #   make demo PYTHON=python3.12
 # Every package is installed by its hash (requirements/hashed), torch by its version: which of its
 # files is meant depends on the machine.
@@ -10,7 +11,7 @@
 PYTHON ?= python3
 HASHES ?= yes
 TORCH_INDEX ?=
-JOBS   ?= 2
+JOBS   ?= 3
 ARGS   ?=
 
 VENV := .venv
@@ -33,12 +34,12 @@ TORCH := $(PIP) install -c $(LOCK) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX
 # Without isolation: it would download a setuptools that nothing pins.
 HEALCORE := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help setup demo test lint bench docs lock clean
+.PHONY: help setup demo test test-slow lint bench docs lock clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "targets: setup demo test lint bench docs lock clean"
+	@echo "targets: setup demo test test-slow lint bench docs lock clean"
 
 # --- environment: a stamp says what is already installed, and is stale when its inputs change ------
 
@@ -85,9 +86,15 @@ setup: $(VENV)/.test
 demo: $(VENV)/.demo
 	@$(BIN)/healcore demo $(ARGS)
 
-# One thread per worker: two pytest workers with a thread pool each would fight over the cores.
+# One thread per worker: pytest workers with a thread pool each would fight over the cores. There is
+# one worker more than cores on a small machine, because many tests wait for other processes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
 test: $(VENV)/.test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+test-slow: $(VENV)/.test
+	@$(PYTEST) -m slow $(ARGS)
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check .

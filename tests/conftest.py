@@ -41,6 +41,67 @@ def small_heap() -> None:
     gc.freeze()
 
 
+SLOW = (
+    # Several processes; the ranks of `tests/healer/test_ranks.py` are in `make test`.
+    "tests/healer/test_cut_link.py",
+    "tests/healer/test_elastic.py::test_a_rank_is_killed_again_and_again",
+    "tests/healer/test_ending_ranks.py",
+    "tests/healer/test_failing_rank.py",
+    "tests/healer/test_killed.py",
+    "tests/jax/test_several_processes.py",
+    "tests/jax/test_signals.py::test_inside_shard_map_on_four_devices",
+    "tests/packaging/test_trainers_ranks.py",
+    "tests/torch/driver/test_out_of_memory_on_ranks.py",
+    "tests/torch/driver/test_rollback_of_two_ranks.py",
+    "tests/torch/driver/test_sharded_restart.py",
+    "tests/torch/test_four_ranks.py",
+    "tests/torch/test_signal_allreduce.py",
+    # The same bits once more: `tests/parity/test_fuzz.py` and `test_safety.py` are in `make test`.
+    "tests/parity/test_compiled.py",
+    "tests/parity/test_moving.py",
+    "tests/parity/test_random_policies.py",
+    "tests/parity/test_recorded_runs.py",
+    "tests/parity/test_scalars.py",
+    "tests/parity/test_vmapped_policies.py",
+    "tests/tools/replay/test_backends.py",
+    "tests/tools/replay/test_recorded.py",
+    "tests/tools/sweep/test_same_decisions.py::test_jax_equals_numpy_on_fuzzed_runs",
+    "tests/tools/sweep/test_same_decisions.py::test_recorded_runs_in_jax",
+    # Published policies beside their originals: each policy is loaded, replayed and attached.
+    "tests/catalogue/skip/",
+    "tests/catalogue/watch/",
+    "tests/catalogue/test_every_policy.py::test_it_protects_in_jax_as_in_torch",
+    # About our own oracles, benchmarks, examples and limits.
+    "tests/benchmarks/test_healbench_jax.py",
+    "tests/core/test_escape.py::test_clipping_is_back_at_its_usual_amount",
+    "tests/core/test_planted_errors.py",
+    "tests/demo/test_comparison.py::test_forty_tiny_steps_are_not_called_trained_nor_saved",
+    "tests/examples/test_jax_data_and_rates.py",
+    "tests/examples/test_jax_healers.py",
+    "tests/hostile/test_logs.py::test_zeros_in_a_gz",
+    "tests/tools/probe/test_loss.py::test_memory_does_not_grow_with_the_log",
+    "tests/tools/probe/test_recorded_runs.py",
+    # The other framework, store or optimizer for what `make test` shows with one.
+    "tests/healer/test_crashes.py::test_every_point_of_a_rollback[jax]",
+    "tests/healer/test_drift.py::test_it_is_left_behind[jax]",
+    "tests/healer/test_slow_disks.py::test_the_rollback_target_depends_only_on_the_steps",
+    "tests/jax/test_skip_exact.py::test_eager_steps_are_as_exact",
+    "tests/tools/probe/test_optimizer_jax.py::test_wherever_the_moments_are",
+    "tests/tools/sweep/test_command.py",
+    "tests/torch/test_compile.py::test_a_compiled_step_clips_and_skips_as_an_eager_one",
+)
+"""What begins like one of these has the marker `slow`, unless it has `stress`. More than a third of
+the time is for these tests."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the slow tests."""
+    for item in items:
+        if item.nodeid.startswith(SLOW) and not item.get_closest_marker("stress"):
+            item.add_marker(pytest.mark.slow)
+
+
 OPTIMIZED = (
     "tests.parity",
     "tests.core",

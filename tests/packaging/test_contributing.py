@@ -1,10 +1,12 @@
-"""Every `file.py:name` in CONTRIBUTING exists."""
+"""Every `file.py:name` in CONTRIBUTING exists, and every test that is said to be slow."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+
+from tests.conftest import SLOW
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,3 +29,10 @@ def test_the_walks_name_what_is_there():
     assert len(named) > 20
     missing = [f"{file}:{name}" for file, name in named if name not in defined(ROOT / file)]
     assert not missing
+
+
+def test_the_slow_tests_are_there():
+    for each in SLOW:
+        file, _, name = each.partition("::")
+        assert (ROOT / file).exists(), each
+        assert not name or name.partition("[")[0] in defined(ROOT / file), each
