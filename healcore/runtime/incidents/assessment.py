@@ -46,8 +46,10 @@ _SHARE = 0.5
 # Damage: each of them has risen by this share of the step's rise (if only some have, the model has
 # forgotten one domain).
 _EACH = 0.25
-_FAR = 32.0  # noise units above the level from which no loss recovers
-_WAIT = 16  # steps after the first alarm; an oscillation at the edge of stability takes fewer
+# Noise units. A broken model is so far above the level that it may halve its loss and be lost.
+# Oscillations at the edge of stability come as high: they are told apart by how long they last.
+_FAR = 32.0
+_WAIT = 16  # steps after the first alarm; such an oscillation takes fewer
 _PATIENCE = 3  # orders for non-finite steps in a row with finite weights; then it is damage
 _ROW = 64  # steps without such an order that end the row
 _CLEAR = 2.0  # standard errors of the mean difference between present and earlier weights
@@ -80,8 +82,8 @@ class AssessmentResult(NamedTuple):
     of the latest batches with the present weights minus their loss with the earlier ones."""
     rise_remembered: float | None = None
     """Loss of the remembered batches with the present weights minus their loss before."""
-    far: bool = False
-    """The rise is so far beyond the loss's noise that it need not last to be damage."""
+    far_rise: float = math.inf
+    """A rise far beyond the loss's noise, in units of the loss."""
     data_ordinary: bool = False
     """The earlier weights find the data of the trouble like those before it."""
 
@@ -267,22 +269,21 @@ class Assessor:
             rise = next(iter(self._losses([batch])), loss) - usual
         mean = sum(rises) / len(rises)
         alike = _SHARE * rise <= mean <= rise / _SHARE and min(rises) >= _EACH * rise > 0
-        broken = not math.isfinite(mean)
-        far = broken or (z is not None and z * rise >= _FAR * then)
+        far_rise = _FAR * then / z if z else math.inf
         # A loss that is already falling, as in oscillations at the edge of stability, is no damage.
-        worse = alike and (far or rise >= _SHARE * then)
+        worse = alike and rise >= min(_SHARE * then, far_rise)
         unchanged = mean < _EACH * abs(then)
         verdict = DamageVerdict.DATA if unchanged else DamageVerdict.UNKNOWN
-        if worse or broken:
+        if worse or not math.isfinite(mean):
             verdict = DamageVerdict.DAMAGE
-        return AssessmentResult(verdict, "remembered_batches", rise, mean, far)
+        return AssessmentResult(verdict, "remembered_batches", rise, mean, far_rise)
 
     def _require_persistence(
         self, request: ActionRequest, result: AssessmentResult
     ) -> AssessmentResult:
-        """Damage that is not far beyond the noise has to last for some steps."""
+        """Damage has to last for some steps, unless a remembered batch is not finite."""
         then = result.rise_remembered
-        if result.verdict is not DamageVerdict.DAMAGE or then is None or result.far:
+        if result.verdict is not DamageVerdict.DAMAGE or then is None or not math.isfinite(then):
             return result
         if request.index - request.onset < _WAIT:
             return result._replace(verdict=DamageVerdict.OPEN)
@@ -290,7 +291,7 @@ class Assessor:
         if not rises:
             return result._replace(verdict=DamageVerdict.UNKNOWN)
         now = sum(rises) / len(rises)
-        lasts = not now < _SHARE * then  # true for NaN
+        lasts = not now < min(_SHARE * then, result.far_rise)  # true for NaN
         verdict = DamageVerdict.DAMAGE if lasts else DamageVerdict.OPEN
         return result._replace(verdict=verdict, rise_remembered=now)
 

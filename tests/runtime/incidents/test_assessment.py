@@ -47,7 +47,7 @@ def order(index: int) -> ActionRequest:
 
 
 def asked(now: dict[str, float], loss: float, z: float = 100.0) -> AssessmentResult:
-    return alarmed(now, loss, z)[1].assess(order(41))
+    return alarmed(now, loss, z)[1].assess(order(60))
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,19 @@ def test_a_loss_that_comes_back_by_itself_is_no_damage(now, verdict):
 
 
 @pytest.mark.parametrize(
-    ("later", "verdict"), [(5.1, "damage"), (4.9, "open"), (math.nan, "damage")]
+    ("z", "later", "verdict"),
+    [
+        (10.0, 5.1, "damage"),
+        (10.0, 4.9, "open"),
+        (10.0, math.nan, "damage"),
+        (100.0, 4.3, "damage"),  # less than half of the rise, and still 33 noise units
+        (100.0, 4.1, "open"),
+        (1e5, 1.1, "damage"),
+    ],
 )
-def test_a_rise_near_the_noise_must_last(later, verdict):
+def test_a_rise_must_last(z, later, verdict):
     """As swings at the edge of stability do not: asked once more with the weights of then."""
-    weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
+    weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=z)
     assert assessor.assess(order(41)).verdict.value == "open"
     weights.now = {"a": 1.0 + later - 1.0, "b": 3.0 + later - 1.0, "new": 12.0}
     found = assessor.assess(order(56))
@@ -105,6 +113,11 @@ def test_a_loss_that_has_come_back_may_go_up_again():
     for index, rise, verdict in ((60, 1.0, "open"), (80, 1.0, "open"), (100, 9.0, "damage")):
         weights.now = {"a": 1.0 + rise, "b": 3.0 + rise, "new": 12.0}
         assert assessor.assess(order(index)).verdict.value == verdict
+
+
+def test_batches_that_are_not_finite_need_not_last():
+    _, assessor = alarmed({"a": math.nan, "b": 3.0, "new": 12.0}, loss=12.0, z=10.0)
+    assert assessor.assess(order(41)).verdict.value == "damage"
 
 
 def test_a_batch_that_cannot_be_evaluated_again_gives_no_verdict():
