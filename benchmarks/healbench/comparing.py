@@ -291,9 +291,18 @@ def _wall_ratio(results: list[Result], plain: list[Result]) -> float:
 
 # -- what has to hold ------------------------------------------------------------------------------
 
-HELD = ("attach_default", "healer", "healer_ask")
-"""The arms that the rules are about: healcore as it comes."""
-ATTACHED = "attach_default"
+WITH_CLIP = {
+    "attach_default": "attach_clip",
+    "healer": "healer_clip",
+    "healer_ask": "healer_ask_clip",
+}
+"""healcore as it comes, and the same for a run that had a fixed clip before."""
+HELD = (*WITH_CLIP, *WITH_CLIP.values())
+"""The arms that the rules are about."""
+BEFORE = dict.fromkeys(WITH_CLIP, "nothing") | dict.fromkeys(WITH_CLIP.values(), "fixed_clip")
+"""The same run without healcore."""
+ATTACHED = {arm: "attach_clip" if "clip" in arm else "attach_default" for arm in HELD}
+"""The same policy without a Healer."""
 SKIPS_PER_10K = 1.0
 WELL = 10.0
 """Percent from the cure: an arm that comes so near shows that another had no need to stop."""
@@ -332,21 +341,46 @@ def rules(cells: Iterable[Cell]) -> list[Rule]:
         well = [c.arm for c in same if _completes_well(c)] if cell.totals["stopped"] else []
         return f"stopped, {well[0]} completes" if well else ""
 
-    def behind_attach(cell: Cell) -> str:
-        attached = there.get((cell.framework, cell.task, ATTACHED))
-        against = difference(cell.metrics, attached.metrics) if attached else Difference()
-        return percent(against.percent) if against.worse else ""
+    def other(cell: Cell, arm: str) -> Cell | None:
+        return there.get((cell.framework, cell.task, arm))
+
+    def behind(arms: Mapping[str, str]) -> Callable[[Cell], str]:
+        def wrong(cell: Cell) -> str:
+            than = other(cell, arms[cell.arm])
+            return _behind(difference(cell.metrics, than.metrics)) if than else ""
+
+        return wrong
+
+    def behind_reference(cell: Cell) -> str:
+        return _behind(cell.difference)
+
+    plain = [cell for cell in healthy if cell.arm in WITH_CLIP]
+    better = [
+        min((cell, other(cell, WITH_CLIP[cell.arm]) or cell), key=lambda each: each.mean)
+        for cell in plain
+    ]
 
     found = [
         _rule("every run ends with a result", ours, _no_result),
-        _rule("no healthy task worse than the better of nothing and fixed clip", healthy, _behind),
+        _rule("no healthy task worse than the same run without healcore", healthy, behind(BEFORE)),
+        _rule(
+            "no healthy task worse than the better of nothing and fixed clip, where healcore has "
+            "the better of both too",
+            better,
+            behind_reference,
+        ),
+        _rule(
+            "no healthy task worse than the better of nothing and fixed clip, as healcore comes",
+            plain,
+            behind_reference,
+        ),
         _rule("no rollback, LR cut or stop on a healthy task", healthy, _drastic),
         Rule(
             f"at most {SKIPS_PER_10K:g} finite skip in 10,000 steps of the healthy tasks",
             tuple(_too_many_skips(healthy)),
             len(healthy),
         ),
-        _rule("no sick task worse than clip + skip NaN", sick, _behind),
+        _rule("no sick task worse than clip + skip NaN", sick, behind_reference),
         _rule("no stop where another arm completes well", sick, needless),
     ]
     for names, limit in GAPS.items():
@@ -357,9 +391,9 @@ def rules(cells: Iterable[Cell]) -> list[Rule]:
         text = f"{listed(names)}: within {limit:g} % of the run without the fault"
         measured = [c for c in sick if fits(c.task, names) and not math.isnan(c.gap)]
         found.append(_rule(text, measured, too_far))
-    rates = [c for c in sick if fits(c.task, HIGH_RATES) and c.arm != ATTACHED]
+    rates = [c for c in sick if fits(c.task, HIGH_RATES) and c.arm not in ATTACHED.values()]
     text = f"{listed(HIGH_RATES)}: the Healer not behind attach"
-    return [*found, _rule(text, rates, behind_attach)]
+    return [*found, _rule(text, rates, behind(ATTACHED))]
 
 
 def percent(value: float) -> str:
@@ -389,8 +423,7 @@ def _no_result(cell: Cell) -> str:
     return f"{lost} of {cell.totals['runs']} {cell.verdict}: {cell.notes[0]}" if lost else ""
 
 
-def _behind(cell: Cell) -> str:
-    against = cell.difference
+def _behind(against: Difference) -> str:
     if not against.worse:
         return ""
     test = "" if math.isnan(against.p_worse) else f"p = {against.p_worse:.2g}, "

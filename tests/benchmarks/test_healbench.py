@@ -323,10 +323,22 @@ def test_rules_hold_where_nothing_is_done():
 
 def test_each_rule_can_be_broken():
     plain = results_of({"nothing": [1.0, 1.1], "fixed_clip": [1.2, 1.3]})
+    than_before, with_the_better_clip, as_it_comes = (
+        "no healthy task worse than the same run without healcore",
+        "no healthy task worse than the better of nothing and fixed clip, where healcore has "
+        "the better of both too",
+        "no healthy task worse than the better of nothing and fixed clip, as healcore comes",
+    )
     worse = plain + results_of({"healer": [1.1, 1.2]})
-    assert list(broken(worse)) == [
-        "no healthy task worse than the better of nothing and fixed clip"
-    ]
+    assert list(broken(worse)) == [than_before, with_the_better_clip, as_it_comes]
+    # Worse than without a clip, as the run was before.
+    clipped = plain + results_of({"healer": [1.0, 1.1], "healer_clip": [1.2, 1.3]})
+    assert broken(clipped) == {}
+    (where,) = broken(clipped + results_of({"attach_clip": [1.3, 1.4]}))[than_before]
+    assert where.startswith("fine (jax) attach_clip: +8.0 %")
+    reached = results_of({"nothing": [1.2, 1.3], "fixed_clip": [1.0, 1.1]})
+    reached += results_of({"healer": [1.2, 1.3], "healer_clip": [1.0, 1.1]})
+    assert list(broken(reached)) == [as_it_comes]
     cutting = plain + results_of({"attach_default": [1.0, 1.1]}, lr_cuts=1)
     (where,) = broken(cutting)["no rollback, LR cut or stop on a healthy task"]
     assert where == "fine (jax) attach_default: lr_cuts 2"
@@ -363,7 +375,7 @@ def test_high_rates_are_measured_against_the_best_rate_and_the_healer_against_at
     within, behind = lr_rules.values()
     assert within.broken == ("lr_10x healer: +13 %",)
     assert (within.checked, behind.checked) == (2, 1)
-    assert behind.broken == ("lr_10x healer: +10 %",)
+    assert behind.broken == ("lr_10x healer: +10 % (p = 2.2e-16, 2 pairs)",)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -488,7 +500,7 @@ def test_the_command_runs_what_is_missing_and_writes_what_there_is(tmp_path, fak
     assert command.main(few) == 0
     out = capsys.readouterr().out
     assert "30 runs, 1 of them to do" in out
-    assert "rules: 6 hold, 0 do not, 3 not checked" in out.splitlines()[-1]
+    assert "rules: 8 hold, 0 do not, 3 not checked" in out.splitlines()[-1]
     page = (tmp_path / "healbench.md").read_text()
     assert page.startswith("# By hand\n")
     assert page.endswith("more\n")

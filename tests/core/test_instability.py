@@ -108,6 +108,19 @@ def test_data_that_are_different_at_once_never_alarm():
     assert not np.flatnonzero(run(losses, norms).any(0)).tolist(), "lanes"
 
 
+def test_a_loss_that_comes_down_from_a_jump_and_goes_up_again_alarms_only_above_it():
+    """A new task with large norms: on the way down its loss doubles and halves several times."""
+    rng, steps, start = np.random.default_rng(15), 100, 40
+    since = np.arange(steps)[:, None] - start
+    share = np.exp(np.clip(rng.normal(0.0, 0.4, (steps, MANY)).cumsum(0), -3, 0))
+    share = np.where(since < 2, 1.0, share)
+    losses = 2.0 + 0.01 * rng.normal(size=(steps, MANY)) + 60.0 * np.where(since < 0, 0.0, share)
+    norms = np.where(since < 0, 1.0, 20.0) * np.exp(0.2 * rng.normal(size=(steps, MANY)))
+    assert not np.flatnonzero(run(losses, norms).any(0)).tolist(), "lanes"
+    losses[80:] = 60 * growth(20, 5, 1.5)[:, None] + 30
+    assert run(losses, norms).any(0).all()
+
+
 def test_single_outliers_never_alarm():
     """Single bad steps never alarm, however large or many, if no two are in a row."""
     rng, steps = np.random.default_rng(11), 300

@@ -24,7 +24,7 @@ PRESETS = (
 )
 """Presets of healcore that are attached: one arm `attach_<name>` each."""
 
-CLIPPED = healcore.policy.load("default", clip={"max_norm": FixedClip.max_norm})
+CLIPPED = healcore.policy.load("default", clip={"kind": "fixed", "max_norm": FixedClip.max_norm})
 """`default` for a run that had a fixed clip before: to be compared with the arm `fixed_clip`."""
 
 RESETS = healcore.policy.load("default", rollback={"reset_moments": True})

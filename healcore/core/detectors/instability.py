@@ -6,7 +6,8 @@ by its own updates sets record after record, with a gradient norm many times its
 
 A record is a loss of two steps in a row (one bad batch is none) that is above the last record by
 the factor `growth`, both measured from the run's best level; one above it by `growth` squared
-counts twice. docs/detectors.md has the first record and the end of a growth.
+counts twice. Different data set one record, and may set a new one only above it until their loss is
+back. docs/detectors.md has the first record and the end of a growth.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class State(NamedTuple):
     last: Any  # float32: the last loss
     norm: Any  # float32: usual size of the gradient norm
     last_norm: Any  # float32: the last gradient norm
-    record: Any  # float32: the last record, measured from `best`
+    record: Any  # float32: the last record, measured from `best`; 0 once the loss is back
     records: Any  # int32: records of the growth in progress
     since: Any  # int32: steps since the last record
 
@@ -82,6 +83,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     usual = xp.where(first, norm, state.norm)
     noise = xp.where(first, 0.0, state.noise)
     records = xp.where(first, 0, state.records)
+    last = xp.where(first, 0.0, state.record)
 
     lower = xp.where(first | (loss < state.last), loss, state.last)
     height = lower - best
@@ -89,9 +91,9 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     least = numerics.larger(least, _NOISE * noise, xp=xp)
     large = config.norm_ratio * usual
     grows = (norm > large) & (state.last_norm > large) & ~first
-    higher = xp.where(records > 0, numerics.product(config.growth, state.record, xp=xp), least)
+    higher = xp.where(last > 0, numerics.product(config.growth, last, xp=xp), least)
     record = learn & (count >= config.warmup_steps) & grows & (height > higher)
-    back = height < numerics.product(_BACK, state.record, xp=xp)
+    back = height < numerics.product(_BACK, last, xp=xp)
     over = ~record & (back | (state.since >= config.patience))
     high = height > least
     twice = record & (records > 0) & (height > numerics.product(config.growth, higher, xp=xp))
@@ -123,7 +125,8 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     top = top + numerics.product(_FORGET, level - top, xp=xp)
     top = xp.where(learns & (level > top), level, top)
 
-    floats = (level, best, top, noise, loss, usual, norm, xp.where(record, height, state.record))
+    last = xp.where(record, height, xp.where(high | (records > 0), last, 0.0))
+    floats = (level, best, top, noise, loss, usual, norm, last)
     after = State(
         xp.where(settled, 0, xp.where(count < _COUNTED, count + 1, count)),
         *(numerics.settle(each, xp=xp) for each in floats),

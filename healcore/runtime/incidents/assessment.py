@@ -192,15 +192,16 @@ class Assessor:
         before, latest = period.before, period.latest
         batches = [each.batch for each in (*before, *latest)]
         now, then = self._losses(batches), self._losses(batches, earlier)
-        if not now or not then:
+        if not now or not then or len(latest) < 2:  # of one there is no error of the mean
             return AssessmentResult(DamageVerdict.UNKNOWN, "nothing")
-        rises = np.subtract(now, then)
-        parts = rises[: len(before)], rises[len(before) :]
-        worse = all(
-            part.min() > 0 and part.mean() > _CLEAR * part.std(ddof=1) / math.sqrt(len(part))
-            for part in parts
-        )
-        remembered, rise = (float(part.mean()) for part in parts)
+        with np.errstate(invalid="ignore", over="ignore"):  # of losses that are not finite
+            rises = np.subtract(now, then)
+            parts = rises[: len(before)], rises[len(before) :]
+            worse = all(
+                part.min() > 0 and part.mean() > _CLEAR * part.std(ddof=1) / math.sqrt(len(part))
+                for part in parts
+            )
+            remembered, rise = (float(part.mean()) for part in parts)
         if not worse:
             return AssessmentResult(DamageVerdict.DATA, "earlier_weights", rise, remembered)
         found = AssessmentResult(DamageVerdict.DAMAGE, "earlier_weights", rise, remembered)

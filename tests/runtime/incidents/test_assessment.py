@@ -9,7 +9,12 @@ import pytest
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.incidents.assessment import AssessmentResult, Assessor
+from healcore.runtime.incidents.assessment import (
+    AssessmentResult,
+    Assessor,
+    HighLossPeriod,
+    TrainedBatch,
+)
 from healcore.runtime.incidents.monitor import ActionRequest
 from tests.healer.step_records import record
 
@@ -193,6 +198,15 @@ def test_a_skipped_batch_is_no_evidence_of_a_high_loss():
     period = assessor.high_loss_to_review()
     assert period is not None
     assert [each.index for each in period.latest] == [75, 77, 78, 79]
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_step_that_was_not_skipped_shows_nothing():
+    _, assessor = alarmed({"a": 1.0, "b": 3.0, "new": 12.0}, loss=12.0, z=10.0)
+    period = HighLossPeriod(40, [TrainedBatch(0, "a", 1.0), TrainedBatch(16, "b", 3.0)])
+    period.add(40, "new", 12.0, skipped=False)
+    found = assessor.review(period, {"a": 0.5, "b": 2.5, "new": 2.0})
+    assert found.verdict.value == "unknown"
 
 
 def test_a_loss_that_is_back_is_not_looked_at():
