@@ -11,7 +11,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from healcore.runtime.events import fork_safety
-from healcore.runtime.store import CheckpointDamaged, CheckpointStore, NotThere, StoreError
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    CheckpointStore,
+    NotFinite,
+    NotThere,
+    StoreError,
+)
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.memory import SnapshotStore
 
@@ -42,28 +48,32 @@ class BackgroundVerifier:
         store: CheckpointStore,
         step: int,
         *,
-        on_verified: Callable[[Any], None] | None = None,
+        then: Callable[[Any], None] = lambda tier: None,
         nearest_only: bool = False,
     ) -> None:
         """Queues a checkpoint to be verified and marked as known-good, in every tier that has it.
 
-        `on_verified` is called with each tier that marked it. `nearest_only`: no other tier has it.
+        `then` is called with each of these tiers afterwards, also if it is damaged or not finite
+        there. `nearest_only`: no other tier has it.
         """
         queues = self._queues(store)
 
         def job(tier: Any) -> None:
             try:
-                tier.verify(step)
-                tier.mark(step, "good")
-                self._results.append(VerifyResult(step, None))
-                if on_verified is not None:
-                    on_verified(tier)
+                try:
+                    tier.verify(step)
+                    tier.mark(step, "good")
+                    self._results.append(VerifyResult(step, None))
+                except CheckpointDamaged as error:
+                    self._results.append(VerifyResult(step, error))
+                    _remove_damaged(tier, step, only_tier=len(queues) == 1)
+                except NotFinite as error:
+                    self._results.append(VerifyResult(step, error))
+                then(tier)
             except NotThere:
                 return
             except Exception as error:
                 self._results.append(VerifyResult(step, error))
-                if isinstance(error, CheckpointDamaged):
-                    _remove_damaged(tier, step, only_tier=len(queues) == 1)
 
         for tier, queue in queues[:1] if nearest_only else queues:
             self._submit(queue, step, lambda tier=tier: job(tier))

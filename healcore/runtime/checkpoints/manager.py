@@ -27,7 +27,7 @@ from healcore.runtime.store import (
     UnsavableState,
 )
 from healcore.runtime.store.memory import WHERE
-from healcore.runtime.store.ranks import Ranks, agreed
+from healcore.runtime.store.ranks import Alone, Ranks, agreed
 
 MAX_WAIT = 2.0
 """Seconds that a run waits for a disk slower than its saves, over all saves, ..."""
@@ -233,24 +233,33 @@ class CheckpointManager:
         return sorted(set.intersection(*map(set, self._ranks.gather(steps))))
 
     def _verify(self, steps: Sequence[int], ledger: Ledger) -> None:
-        """Queues verifications, and the deletion of surplus checkpoints after the last of them."""
+        """Queues verifications, and after each of them the deletion of surplus checkpoints."""
         if not steps:
             return
         surplus = agreed(self._ranks, self.catalog.mark_good(steps, ledger))
-        for step in steps:
+        for at, step in enumerate(steps, 1):
+            to_delete = [each for each in surplus if each not in steps[at:]]
             self._verifier.verify(
                 self.store,
                 step,
-                on_verified=self._deletion(surplus) if step == steps[-1] else None,
+                then=self._deletion(to_delete, {*steps}.difference(surplus)),
                 nearest_only=step in self._in_memory_only,
             )
             self._in_memory_only.discard(step)
 
-    def _deletion(self, surplus: Sequence[int]) -> Callable[[Any], None]:
-        """Makes the job that deletes `surplus` in a tier. What a tier has to keep stays surplus."""
+    def _deletion(self, surplus: Sequence[int], new: set[int]) -> Callable[[Any], None]:
+        """Makes the job that deletes `surplus` in a tier. What a tier has to keep stays surplus.
+
+        It keeps one known-good checkpoint of `surplus` for each of `new` that is not known-good:
+        damaged, not finite, or not verified yet.
+        """
 
         def delete(tier: Any) -> None:
-            for step in surplus:
+            saves = tier.steps()
+            good = {saved.step for saved in saves if saved.status == "good"}
+            stay = sorted(good.intersection(surplus), reverse=True)[: len(new - good)]
+            there = [s.step for s in saves if s.step in surplus and s.step not in stay]
+            for step in agreed(getattr(tier, "processes", None) or Alone(), there):
                 with suppress(NotThere, LastGoodKept):
                     tier.delete(step)
             if tier is getattr(self.store, "disk", self.store):  # memory frees its own
