@@ -6,8 +6,7 @@ by its own updates sets record after record, with a gradient norm many times its
 
 A record is a loss of two steps in a row (one bad batch is none) that is above the last record by
 the factor `growth`, both measured from the run's best level; one above it by `growth` squared
-counts twice. Different data set one record, and may set a new one only above it until their loss is
-back. docs/detectors.md has the first record and the end of a growth.
+counts twice. docs/detectors.md has the first record and the end of a growth.
 """
 
 from __future__ import annotations
@@ -28,7 +27,11 @@ _WINSOR = 3.0  # a norm counts at most this many times the usual, a residual so 
 _NOISE = 4.0  # a rise below this many times the noise is none
 _SHARE = 0.5  # the same for this share of the level's size: a smooth loss has no noise
 _SETTLED = 4  # times the patience: a loss that has stayed high so long is the level
-_BACK = 0.25  # of the last record: below it the loss has come back
+_BACK = 0.25  # of the last record: below it the growth is over
+# Times `norm_ratio`, for more growth before the loss is at its level again: after a change of the
+# data norms are larger for a while. In healthy runs 1.5 was seen, in those with a rate that is too
+# high 3 and more.
+_AGAIN = 2.0
 _FORGET = 1.0 / 512.0  # rate at which best and highest level are forgotten: a level shift is learnt
 _COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
 
@@ -59,7 +62,7 @@ class State(NamedTuple):
     last: Any  # float32: the last loss
     norm: Any  # float32: usual size of the gradient norm
     last_norm: Any  # float32: the last gradient norm
-    record: Any  # float32: the last record, measured from `best`; 0 once the loss is back
+    record: Any  # float32: the last record, from `best`; 0 once the loss is at its level again
     records: Any  # int32: records of the growth in progress
     since: Any  # int32: steps since the last record
 
@@ -90,8 +93,9 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     least = numerics.larger(top - best, _SHARE * xp.abs(best), xp=xp)
     least = numerics.larger(least, _NOISE * noise, xp=xp)
     large = config.norm_ratio * usual
+    large = xp.where((last > 0) & (records == 0), _AGAIN * large, large)
     grows = (norm > large) & (state.last_norm > large) & ~first
-    higher = xp.where(last > 0, numerics.product(config.growth, last, xp=xp), least)
+    higher = xp.where(records > 0, numerics.product(config.growth, last, xp=xp), least)
     record = learn & (count >= config.warmup_steps) & grows & (height > higher)
     back = height < numerics.product(_BACK, last, xp=xp)
     over = ~record & (back | (state.since >= config.patience))

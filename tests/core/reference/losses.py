@@ -204,8 +204,8 @@ class Instability:
         self.learnt = 0
         self.row: list[float] = []
         """The records of the growth in progress, one that counts twice two times."""
-        self.highest = 0.0
-        """The last record since the loss was at its level; 0: none."""
+        self.raised = False
+        """Whether there was a record since the loss was last at its level."""
         self.since = 0
         """Steps since the last record, or of a loss that is high without one."""
         self.level = self.best = self.top = self.noise = self.usual = 0.0
@@ -218,7 +218,7 @@ class Instability:
         if not step.finite:
             return False, False, 0
         if not self.learnt:
-            self.row, self.highest, self.noise = [], 0.0, 0.0
+            self.row, self.raised, self.noise = [], False, 0.0
             self.level = self.best = self.top = x
             self.usual, self.last = step.norm, (x, 0.0)
             self.ties.forget()
@@ -229,7 +229,7 @@ class Instability:
         new = self._records(height, high, step.norm, sizes)
         if new:
             self.row += new
-            self.highest = height
+            self.raised = True
         elif self.row:
             # Back at a quarter of the last record, or nothing new for long: other growth begins.
             back = self.ties.above(self.row[-1] / 4, height, *sizes)
@@ -241,7 +241,7 @@ class Instability:
         settled = high and not new and self.since >= 4 * c.patience
         if not (high or self.row):
             self._learn(x, step.norm)
-            self.highest = 0.0
+            self.raised = False
         self._forget(quiet=not (high or self.row))
         self.last = x, step.norm
         self.learnt = 0 if settled else self.learnt + 1
@@ -254,15 +254,16 @@ class Instability:
         """The records that this step adds: none, its height once, or twice."""
         c, above = self.config, self.ties.above
         large = c.norm_ratio * self.usual
+        if self.raised and not self.row:  # more growth has to be clearer
+            large *= 2
         norms = above(norm, large) and above(self.last[1], large)
         if self.learnt < c.warmup_steps or not norms:
             return []
-        if not self.highest:
+        if not self.row:
             return [height] if high else []
-        if not above(height, c.growth * self.highest, *sizes):
+        if not above(height, c.growth * self.row[-1], *sizes):
             return []
-        twice = bool(self.row) and above(height, c.growth**2 * self.highest, *sizes)
-        return [height] * (1 + twice)
+        return [height] * (1 + above(height, c.growth**2 * self.row[-1], *sizes))
 
     def _learn(self, x: float, norm: float) -> None:
         """Learns a quiet step: a fall in full, a rise as far as the noise allows."""
