@@ -110,7 +110,7 @@ def test_data_that_are_different_at_once_never_alarm():
 
 @pytest.mark.parametrize(("norm", "found"), [(10.0, False), (30.0, True)])
 def test_after_a_jump_more_growth_needs_twice_the_norms(norm, found):
-    """A new task, whose norms are larger: on the way down its loss grows by half, again and again."""
+    """A new task with larger norms: on the way down its loss grows by half, again and again."""
     rng, steps, start = np.random.default_rng(15), 100, 40
     since = np.arange(steps)[:, None] - start
     down = np.where(since < 0, 0.0, 60 * np.exp(-np.clip(since, 0, 20) / 4))
