@@ -37,6 +37,7 @@ def hang(how: str, folder: str) -> None:
         lock(mutex)
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1000)  # the guard continues it for its stacks: it must not be elsewhere by then
     elif how == "slow":
         while '"fault"' not in (Path(folder) / "healcore.events.jsonl").read_text():
             time.sleep(0.05)
