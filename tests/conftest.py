@@ -67,7 +67,7 @@ SLOW = (
     "tests/tools/replay/test_recorded.py",
     "tests/tools/sweep/test_same_decisions.py::test_jax_equals_numpy_on_fuzzed_runs",
     "tests/tools/sweep/test_same_decisions.py::test_recorded_runs_in_jax",
-    # Published policies beside their originals: each policy is loaded, replayed and attached.
+    # Published policies against their originals: each policy is loaded, replayed and attached.
     "tests/catalogue/skip/",
     "tests/catalogue/watch/",
     "tests/catalogue/test_every_policy.py::test_it_protects_in_jax_as_in_torch",

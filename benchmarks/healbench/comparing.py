@@ -301,7 +301,8 @@ HELD = (*WITH_CLIP, *WITH_CLIP.values())
 """The arms that the rules are about."""
 BEFORE = dict.fromkeys(WITH_CLIP, "nothing") | dict.fromkeys(WITH_CLIP.values(), "fixed_clip")
 """The same run without healcore."""
-ATTACHED = {arm: "attach_clip" if "clip" in arm else "attach_default" for arm in HELD}
+ATTACHED = dict.fromkeys(WITH_CLIP, "attach_default")
+ATTACHED |= dict.fromkeys(WITH_CLIP.values(), "attach_clip")
 """The same policy without a Healer."""
 SKIPS_PER_10K = 1.0
 WELL = 10.0
@@ -364,8 +365,8 @@ def rules(cells: Iterable[Cell]) -> list[Rule]:
         _rule("every run ends with a result", ours, _no_result),
         _rule("no healthy task worse than the same run without healcore", healthy, behind(BEFORE)),
         _rule(
-            "no healthy task worse than the better of nothing and fixed clip, where healcore has "
-            "the better of both too",
+            "no healthy task worse than the better of nothing and fixed clip, with the better clip "
+            "on both sides",
             better,
             behind_reference,
         ),

@@ -325,8 +325,8 @@ def test_each_rule_can_be_broken():
     plain = results_of({"nothing": [1.0, 1.1], "fixed_clip": [1.2, 1.3]})
     than_before, with_the_better_clip, as_it_comes = (
         "no healthy task worse than the same run without healcore",
-        "no healthy task worse than the better of nothing and fixed clip, where healcore has "
-        "the better of both too",
+        "no healthy task worse than the better of nothing and fixed clip, with the better clip "
+        "on both sides",
         "no healthy task worse than the better of nothing and fixed clip, as healcore comes",
     )
     worse = plain + results_of({"healer": [1.1, 1.2]})

@@ -47,7 +47,7 @@ _SHARE = 0.5
 # forgotten one domain).
 _EACH = 0.25
 # Noise units. A broken model is so far above the level that it may halve its loss and be lost.
-# Oscillations at the edge of stability come as high: they are told apart by how long they last.
+# Oscillations at the edge of stability come as high; they do not last.
 _FAR = 32.0
 _WAIT = 16  # steps after the first alarm; such an oscillation takes fewer
 _PATIENCE = 3  # orders for non-finite steps in a row with finite weights; then it is damage
