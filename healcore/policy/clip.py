@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from healcore.policy.values import (
     Limit,
     NotNegative,
     Number,
+    OnOff,
     Positive,
     Ratio,
     Steps,
@@ -40,10 +41,21 @@ class Shift(Table):
     forgive: Annotated[int, Whole(least=0, most=1_000_000)] = _shift.forgive
 
 
-class ZClip(Table):
+class _Clip(Table):
+    """Base of the kinds of `[clip]`; `kind` names the rule in `healcore.core.clipping.RULES`."""
+
+    kind: str
+
+    def rule(self) -> tuple[str, Any] | None:
+        """Name and config of the core's rule; None: nothing is clipped."""
+        return self.kind, self.config()
+
+
+class ZClip(_Clip):
     """A norm that is unusually large for its own history is brought down (arXiv:2504.02507)."""
 
     core = ZClipConfig
+    host_only: ClassVar[frozenset[str]] = frozenset({"limit_alone"})
 
     kind: Literal["zclip"]
     z_threshold: Positive = _zclip.z_threshold
@@ -55,10 +67,17 @@ class ZClip(Table):
     lone_share: NotNegative = _zclip.lone_share
     lone_limit: Positive = _zclip.lone_limit
     min_rel_std: NotNegative = _zclip.min_rel_std
+    limit_alone: OnOff = False
     shift: Shift = Shift()
 
+    def rule(self) -> tuple[str, Any] | None:
+        """See the base: the fixed limit if there is one and it clips alone."""
+        if self.limit_alone and self.max_norm is not None:
+            return Fixed(kind="fixed", max_norm=self.max_norm).rule()
+        return self.kind, self.config()
 
-class Fixed(Table):
+
+class Fixed(_Clip):
     """One absolute limit, as in clip_grad_norm_ and clip_by_global_norm."""
 
     core = FixedConfig
@@ -67,7 +86,7 @@ class Fixed(Table):
     max_norm: Positive = FixedConfig().max_norm
 
 
-class AutoClip(Table):
+class AutoClip(_Clip):
     """A percentile of the recent norms is the limit (arXiv:2007.14469)."""
 
     core = AutoClipConfig
@@ -78,7 +97,7 @@ class AutoClip(Table):
     max_norm: Limit = _auto.max_norm
 
 
-class AdaGC(Table):
+class AdaGC(_Clip):
     """Each tensor is held near its own moving average (arXiv:2502.11034)."""
 
     core = AdaGCConfig
@@ -103,10 +122,13 @@ class UpdateClip(Table):
     shift: Shift = Shift()
 
 
-class NoClip(Table):
+class NoClip(_Clip):
     """Gradients pass as they are."""
 
     kind: Literal["none"] = "none"
+
+    def rule(self) -> None:
+        """See the base."""
 
 
 Clip = Annotated[ZClip | Fixed | AutoClip | AdaGC | NoClip, Field(discriminator="kind")]

@@ -100,11 +100,10 @@ class Policy(Table):
 
     def config(self) -> EngineConfig:
         """The core's config; every float is rounded to float32 once, for all backends."""
-        clip = self.clip
         watched = ((name, getattr(self.detect, name)) for name in DETECTORS)
         return EngineConfig(
             mode=self.mode,
-            clip=None if isinstance(clip, NoClip) else (clip.kind, clip.config()),
+            clip=self.clip.rule(),
             update_clip=None if self.update_clip is None else self.update_clip.config(),
             detectors=tuple((name, table.config()) for name, table in watched if table is not None),
             rules=tuple(rule.config() for rule in self.respond if not rule.for_faults),

@@ -293,6 +293,13 @@ class UnknownState(HealcoreError, TypeError):
     """A state that no driver supports; the message explains what to pass instead."""
 
 
+def trainer_limit(state: Any) -> float | None:
+    """The norm at which the trainer clips that owns an optimizer of the state; None: none does."""
+    parts = state.values() if isinstance(state, Mapping) else ()
+    limits = [getattr(part, "trainer_limit", None) for part in parts if hasattr(part, "heal")]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def framework_of(state: Any) -> str:
     """The name of the framework; raises UnknownState if there is nothing of torch or JAX."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")

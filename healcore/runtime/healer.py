@@ -11,7 +11,7 @@ from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
-from healcore.runtime.driver import Driver
+from healcore.runtime.driver import Driver, trainer_limit
 from healcore.runtime.events.log import Log
 from healcore.runtime.events.models import Ending
 from healcore.runtime.faults import classify
@@ -138,7 +138,7 @@ class Healer(Generic[State]):
         **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(
-            policy=HostPolicy.of(policy, overrides),
+            policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,
             store=store,
             events=events,

@@ -12,6 +12,7 @@ from healcore.policy import PolicyLike, dumps
 from healcore.policy.faults import Hang, Retry, SkipBatch
 from healcore.policy.loader import resolve
 from healcore.policy.recovery import Rollback
+from healcore.policy.trainer_limit import with_limit
 
 
 class HostPolicy(NamedTuple):
@@ -46,9 +47,14 @@ class HostPolicy(NamedTuple):
     """How often a micro-batch that does not fit into memory may be halved."""
 
     @classmethod
-    def of(cls, policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> HostPolicy:
-        """The host's part of a policy; an Engine gets defaults for keys only policy files have."""
-        found = resolve(policy, overrides)
+    def of(
+        cls, policy: PolicyLike, overrides: Mapping[str, Any] = {}, limit: float | None = None
+    ) -> HostPolicy:
+        """The host's part of a policy; an Engine gets defaults for keys only policy files have.
+
+        `limit` is at which norm the trainer clips that owns the optimizer.
+        """
+        found = with_limit(resolve(policy, overrides), limit)
         if isinstance(found, Engine):
             name, text, engine, host = "(engine)", None, found, Rollback()
             faults, retry, skip_batch, hang, shrinks = {}, Retry(), SkipBatch(), Hang(), 0

@@ -51,6 +51,15 @@ def test_none_takes_a_limit_a_detector_or_all_clipping_away():
     assert load("default", clip=None).clip.kind == "none"
 
 
+def test_a_limit_under_default_clips_alone(default):
+    limited = load(default, clip={"max_norm": 2.0}).config()
+    assert limited == load(default, clip={"kind": "fixed", "max_norm": 2.0}).config()
+    assert load("pretraining").config().clip[0] == "zclip"  # type: ignore[index]
+    both = load(default, clip={"max_norm": 2.0, "limit_alone": False}).config().clip
+    assert both is not None
+    assert (both[0], both[1].max_norm) == ("zclip", 2.0)
+
+
 def test_another_kind_of_clipping_begins_with_its_own_defaults():
     clip = load("default", clip={"kind": "fixed", "max_norm": 2.0}).clip
     assert (clip.kind, clip.max_norm) == ("fixed", 2.0)  # type: ignore[union-attr]

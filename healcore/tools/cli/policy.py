@@ -145,4 +145,6 @@ def _cell(value: Any) -> Text:
 
 def _clipping(policy: Policy) -> str:
     """What is clipped: the kind of `clip`, and the update where `[update_clip]` is there."""
-    return policy.clip.kind if policy.update_clip is None else f"{policy.clip.kind} + update"
+    rule = policy.clip.rule()
+    kind = rule[0] if rule else policy.clip.kind
+    return kind if policy.update_clip is None else f"{kind} + update"

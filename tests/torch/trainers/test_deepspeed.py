@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +94,27 @@ def test_the_policy_sees_the_norm_of_the_whole_step_before_clipping(kind: str):
     assert norms[0] == norms[1] > 1
     for theirs, ours in zip(ends[1], ends[2], strict=True):
         assert torch.allclose(theirs, ours, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["float32", "ZeRO-1"])
+@pytest.mark.parametrize("first", ["heal_engine", "Healer"])
+def test_under_default_deepspeeds_limit_clips_alone(first: str, kind: str):
+    ends = []
+    for healed in (False, True):
+        loop = Loop({**KINDS[kind], "gradient_clipping": 0.05})
+        with ExitStack() as stack:
+            if healed:
+                heal = heal_engine(loop.engine, "default") if first == "heal_engine" else None
+                healer = stack.enter_context(Healer("default", state=engine_state(loop.engine)))
+                heal = heal or healer.driver.healings["optimizer"]
+                kind_of_clip, config = heal.engine.config.clip
+                assert (kind_of_clip, config.max_norm) == ("fixed", np.float32(0.05))
+            for i in range(3):
+                loop.step(i)
+                assert not healed or healer.after_step() is False
+        ends.append(loop.weights)
+    for theirs, ours in zip(*ends, strict=True):
+        assert torch.allclose(theirs, ours, atol=1e-5)
 
 
 def test_detach_gives_the_engine_back():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import nn
 
 from healcore.core.engine import Engine
-from healcore.torch.attachment import heal_optimizer
+from healcore.torch.attachment import heal_optimizer, healing_of
 from healcore.torch.healing import Healing
 from healcore.torch.trainers.deepspeed import supported
 from healcore.torch.trainers.deepspeed.hooks import EngineHooks, EngineMeasurer
@@ -31,10 +31,11 @@ def heal_engine(
     the norm is that over all groups and ranks. For rollbacks pass `engine_state(engine)` to a
     `Healer`.
 
-    DeepSpeed's `gradient_clipping` is taken over: the policy sees the norm before it, and it stays
-    in force after the policy. A step that DeepSpeed skips itself is judged when the next loss is
-    observed, or by the Healer before: as a non-finite one, unless a dynamic loss scale is being
-    searched for.
+    DeepSpeed's `gradient_clipping` is taken over, because the policy has to see the norm before it:
+    it becomes the `max_norm` of the policy's clipping, or is enforced after it. Under "default" it
+    then clips alone, as without healcore. A step that DeepSpeed skips itself is judged when the
+    next loss is observed, or by the Healer before: as a non-finite one, unless a dynamic loss scale
+    is being searched for.
 
     Args:
         engine: what `deepspeed.initialize` returns first.
@@ -49,9 +50,15 @@ def heal_engine(
             `attach` does not take. Nothing has changed then.
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
-    from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
+    # Here: `import healcore.torch` loads no pydantic.
+    from healcore.policy import engine_of
+    from healcore.policy.loader import resolve
+    from healcore.policy.trainer_limit import with_limit
 
-    return heal_basic_optimizer(engine, lambda: engine_of(policy, overrides))
+    def core() -> Engine:
+        return engine_of(with_limit(resolve(policy, overrides), gradient_clipping(engine)))
+
+    return heal_basic_optimizer(engine, core)
 
 
 def heal_basic_optimizer(
@@ -61,10 +68,13 @@ def heal_basic_optimizer(
     supported.check(engine)
     core = core_of()
     supported.check_policy(engine, core)
-    basic, limit = engine.basic_optimizer, float(engine.gradient_clipping() or 0.0)
-    takes_over = limit > 0.0 and core.mode != "observe"
+    basic, limit = engine.basic_optimizer, gradient_clipping(engine)
+    taken_over = None if core.mode == "observe" else limit
+    enforced_after = taken_over if taken_over and not _has_limit(core, taken_over) else 0.0
     # What is enforced outside of one call of the optimizer has to be known on the host.
-    needs_host = takes_over or (supported.is_sharded(engine) and len(basic.param_groups) > 1)
+    needs_host = enforced_after > 0.0 or (
+        supported.is_sharded(engine) and len(basic.param_groups) > 1
+    )
     healing = heal_optimizer(
         basic,
         lambda: core,
@@ -75,18 +85,33 @@ def heal_basic_optimizer(
     )
     hooks = healing.hooks
     assert isinstance(hooks, EngineHooks)
-    if takes_over:
-        hooks.limit = limit
+    hooks.taken_over, hooks.limit = taken_over, enforced_after
+    if taken_over:
         _set_clipping(engine, 0.0)
     restore_backward = _observe_backward(engine, healing)
 
     def undo() -> None:
         restore_backward()
-        if takes_over:
-            _set_clipping(engine, limit)
+        if taken_over:
+            _set_clipping(engine, taken_over)
 
     hooks.undo = undo
     return healing
+
+
+def gradient_clipping(engine: Any) -> float | None:
+    """The norm that DeepSpeed clips at, also where it is taken over; None: it does not clip."""
+    healing = healing_of(engine.basic_optimizer)
+    if healing is not None and isinstance(healing.hooks, EngineHooks):
+        return healing.hooks.taken_over
+    return float(engine.gradient_clipping() or 0.0) or None
+
+
+def _has_limit(core: Engine, limit: float) -> bool:
+    """Whether the policy never clips less than at `limit`, but for rounding."""
+    rule, config = core.config.clip or ("none", None)
+    own = None if rule == "adagc" else getattr(config, "max_norm", None)  # adagc: in warm-up only
+    return own is not None and float(own) <= limit * (1 + 1e-6)
 
 
 def _set_clipping(engine: Any, limit: float) -> None:

@@ -62,7 +62,8 @@ class EngineHooks(StepHooks):
     """Judges once for each step of the engine, and enforces that in every group.
 
     Attributes:
-        limit: DeepSpeed's own `gradient_clipping`, enforced after the policy; 0: none.
+        taken_over: DeepSpeed's own `gradient_clipping`, switched off there; None: it is not.
+        limit: the same if it is enforced after the policy; 0: the policy's clipping holds it.
         undo: called when the hooks are removed.
     """
 
@@ -71,6 +72,7 @@ class EngineHooks(StepHooks):
         self._first = gradients.parameters(self.optimizer)[0]
         self._group_order: HostOrder | None = None
         self._sharded = is_sharded(deepspeed)
+        self.taken_over: float | None = None
         self.limit = 0.0
         self.undo = lambda: None
 

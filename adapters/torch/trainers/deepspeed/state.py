@@ -18,7 +18,7 @@ from healcore.torch import gradients
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.trainers.deepspeed import supported
-from healcore.torch.trainers.deepspeed.attachment import heal_basic_optimizer
+from healcore.torch.trainers.deepspeed.attachment import gradient_clipping, heal_basic_optimizer
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -64,6 +64,7 @@ class BasicOptimizer(Optimizer):
 
     Attributes:
         per_rank: whether each rank has other moments.
+        trainer_limit: the norm that DeepSpeed clips at (`gradient_clipping`); None: it does not.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -71,6 +72,7 @@ class BasicOptimizer(Optimizer):
         self._engine = engine
         self.optimizer = engine.basic_optimizer
         self.per_rank = supported.is_sharded(engine) and engine.dp_world_size > 1
+        self.trainer_limit = gradient_clipping(engine)
 
     def heal(self, core: Engine, **options: Any) -> Healing:
         """Heals the engine, as the driver would heal an optimizer."""

@@ -15,6 +15,7 @@ import torch
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import NONFINITE, Cause
 from healcore.policy import Policy
+from healcore.policy.trainer_limit import keeps_limit
 from healcore.runtime.events import Log
 from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
@@ -60,8 +61,7 @@ class TrainingRun:
         _check(trainer)
         self._trainer = trainer
         limit = signals.max_grad_norm(trainer)
-        policy = signals.with_limit(policy, limit)
-        self.policy = HostPolicy.of(policy)
+        self.policy = HostPolicy.of(policy, limit=limit)
         self.step = trainer.state.global_step
         self.ending = ""
         self._error: BaseException | None = None
@@ -76,10 +76,10 @@ class TrainingRun:
             if trainer.lr_scheduler is not None:
                 state["scheduler"] = trainer.lr_scheduler
             attach = {"engine": engine, "scaler": _scaler(trainer)}
-            self.driver = TorchDriver(state, policy, attach)
+            self.driver = TorchDriver(state, self.policy.engine, attach)
             stack.callback(self.driver.close)
             stack.enter_context(signals.unclipped(trainer))
-            if limit is not None and not signals.keeps_limit(policy):
+            if limit is not None and not keeps_limit(policy):
                 stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
             stack.enter_context(signals.observed_losses(trainer, self.driver.observe))
             stack.enter_context(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from healcore.core.engine import Engine
 from healcore.policy import Overrides, Policy, PolicyLike, load
 from healcore.policy.loader import resolve
+from healcore.policy.trainer_limit import keeps_limit, with_limit
 from healcore.runtime.events.models import Ending
 from healcore.runtime.healer import Healer
 from healcore.runtime.host_policy import HostPolicy
@@ -70,6 +71,7 @@ def heal(
 
     The policy clips, and has to see the norm before clipping: `max_grad_norm` of the
     TrainingArguments becomes the `max_norm` of the policy's clipping where that is higher.
+    Under "default" it then clips alone, as without healcore.
 
     Args:
         trainer: the Trainer, built as usual.
@@ -143,8 +145,8 @@ class SelfHealingTrainer:
         _check(trainer)
         self.trainer = trainer
         self._limit = signals.max_grad_norm(trainer)
-        if isinstance(policy, Policy) and signals.keeps_limit(policy):
-            policy, self._limit = signals.with_limit(policy, self._limit), None
+        if keeps_limit(policy):
+            policy, self._limit = with_limit(policy, self._limit), None
         self.healer: Healer[Any] | None = None
         if store == "auto":
             # Trainer.push_to_hub leaves out what begins with an underscore.

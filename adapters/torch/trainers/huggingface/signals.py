@@ -16,11 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.policy import Policy, load
-
-_WITH_LIMIT = ("zclip", "fixed", "autoclip")
-"""Kinds of clipping whose `max_norm` holds at every step."""
-
 
 def max_grad_norm(trainer: Any) -> float | None:
     """The limit that the Trainer clips at (TrainingArguments.max_grad_norm); None: it does not."""
@@ -33,7 +28,7 @@ def unclipped(trainer: Any) -> Iterator[None]:
     """The Trainer measures the norm of the gradients, for its log, and does not clip them.
 
     It clips before the optimizer's step hooks: a norm of 700 would be judged as its limit, 1.0. The
-    limit has to be kept otherwise, by `with_limit` or `clipped_after`.
+    limit has to be kept otherwise: by the policy, or by `clipped_after`.
     """
     active = True  # other code may wrap `measure_only` and keep it: it clips again afterwards
 
@@ -56,28 +51,6 @@ def unclipped(trainer: Any) -> Iterator[None]:
             yield
         finally:
             active = False
-
-
-def with_limit(policy: Policy, limit: float | None) -> Policy:
-    """The policy with the Trainer's limit as its own `max_norm`, unless that is lower already.
-
-    Unchanged if `keeps_limit` is False for it.
-    """
-    if limit is None or not keeps_limit(policy):
-        return policy
-    own = getattr(policy.clip, "max_norm", None)
-    if isinstance(own, int | float) and own <= limit:
-        return policy
-    return load(policy, clip={"max_norm": limit})
-
-
-def keeps_limit(policy: Policy) -> bool:
-    """Whether the policy's clipping can hold a fixed limit at every step.
-
-    Not without clipping, not in observe mode, where nothing is clipped, and not with AdaGC, whose
-    limit ends with its warm-up. There `clipped_after` has to.
-    """
-    return policy.mode == "heal" and policy.clip.kind in _WITH_LIMIT
 
 
 @contextmanager

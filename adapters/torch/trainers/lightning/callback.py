@@ -69,7 +69,8 @@ class LightningHealingCallback(Callback):
     the store. Works with `lightning` and with `pytorch_lightning`.
 
     `Trainer(gradient_clip_val=...)` is taken over during the fit as the policy's `clip.max_norm`,
-    because Lightning clips before a policy could see the norm.
+    because Lightning clips before a policy could see the norm. Under "default" it then clips alone,
+    as without healcore.
 
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.

@@ -6,12 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import TrainerCallback
 
 from healcore.policy import load
+from healcore.policy.trainer_limit import keeps_limit, with_limit
 from healcore.torch.trainers.huggingface import signals
 from tests.torch.trainers.huggingface import small_runs
 
@@ -115,15 +117,18 @@ def test_a_loss_that_is_nan_is_seen_although_the_log_hides_it(tmp_path: Path):
     ],
 )
 def test_the_lower_limit_holds(policy: str, overrides: Any, limit: Any, kept: Any):
-    found: Any = signals.with_limit(load(policy, **overrides), limit)
+    found: Any = with_limit(load(policy, **overrides), limit)
     assert found.clip.max_norm == kept
+    kind, config = found.config().clip
+    assert (kind == "fixed") == (kept is not None and policy in ("default", "fixed-clip"))
+    assert config.max_norm == (None if kept is None else np.float32(kept))
 
 
 @pytest.mark.parametrize("policy", ["adagc", "observe"])
 def test_a_policy_that_cannot_keep_a_limit_is_left_alone(policy: str):
     before = load(policy)
-    assert not signals.keeps_limit(before)
-    assert signals.with_limit(before, 0.3) is before
+    assert not keeps_limit(before)
+    assert with_limit(before, 0.3) is before
 
 
 def test_everything_is_put_back_when_training_raises(tmp_path: Path):
