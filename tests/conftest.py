@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -50,29 +51,48 @@ SLOW = (
     "tests/healer/test_killed.py",
     "tests/jax/test_several_processes.py",
     "tests/jax/test_signals.py::test_inside_shard_map_on_four_devices",
+    "tests/packaging/test_readme.py::test_torch_snippets_on_two_ranks",
     "tests/packaging/test_trainers_ranks.py",
+    "tests/runtime/hang_guard/test_hangs.py",
     "tests/torch/driver/test_out_of_memory_on_ranks.py",
     "tests/torch/driver/test_rollback_of_two_ranks.py",
     "tests/torch/driver/test_sharded_restart.py",
     "tests/torch/test_four_ranks.py",
     "tests/torch/test_signal_allreduce.py",
-    # The same bits once more: `tests/parity/test_fuzz.py` and `test_safety.py` are in `make test`.
+    # The same bits once more: `tests/parity/test_fuzz.py` is in `make test`.
+    "tests/catalogue/test_every_policy.py::test_it_replays_the_same_in_jax",
     "tests/parity/test_compiled.py",
+    "tests/parity/test_fuzz.py::test_the_detectors_of_the_catalogue_too",
     "tests/parity/test_moving.py",
     "tests/parity/test_random_policies.py",
     "tests/parity/test_recorded_runs.py",
+    "tests/parity/test_safety.py::test_a_thousand_steps_of_hundreds_of_runs",
     "tests/parity/test_scalars.py",
     "tests/parity/test_vmapped_policies.py",
     "tests/tools/replay/test_backends.py",
     "tests/tools/replay/test_recorded.py",
     "tests/tools/sweep/test_same_decisions.py::test_jax_equals_numpy_on_fuzzed_runs",
     "tests/tools/sweep/test_same_decisions.py::test_recorded_runs_in_jax",
+    # Many random cases, of what `make test` has examples of.
+    "tests/core/test_host_requests.py::test_the_core_goes_on_as_the_reference_does",
+    "tests/core/test_random_policies.py",
+    "tests/core/test_reference.py::test_every_clipping_rule_with_every_detector_and_rule",
+    "tests/hostile/test_fuzz.py",
+    "tests/hostile/test_resume.py::test_random_states_and_positions_of_a_checkpoint_run_no_code",
+    "tests/runtime/events/test_killed_writers.py",
+    "tests/runtime/events/test_real_runs.py",
+    "tests/runtime/rollback/test_random_histories.py",
+    "tests/tools/probe/test_damage.py",
+    "tests/tools/report/test_bad_input.py::test_any_value_in_any_field_is_a_page_or_a_message",
+    "tests/tools/report/test_curves.py::test_a_picture_of_anything",
+    "tests/tools/report/test_read_reports.py::test_every_incident_and_rollback_is_reported",
     # Published policies against their originals: each policy is loaded, replayed and attached.
     "tests/catalogue/skip/",
     "tests/catalogue/watch/",
     "tests/catalogue/test_every_policy.py::test_it_protects_in_jax_as_in_torch",
     # About our own oracles, benchmarks, examples and limits.
     "tests/benchmarks/test_healbench_jax.py",
+    "tests/benchmarks/test_labelled_runs.py",
     "tests/core/test_escape.py::test_clipping_is_back_at_its_usual_amount",
     "tests/core/test_planted_errors.py",
     "tests/demo/test_comparison.py",
@@ -80,28 +100,44 @@ SLOW = (
     "tests/examples/test_jax_data_and_rates.py",
     "tests/examples/test_jax_healers.py",
     "tests/examples/test_lightning.py",
+    "tests/examples/test_out_of_memory.py",
+    "tests/healer/test_failure_table.py::test_each_row_happens_and_its_recipe_is_carried_out",
     "tests/hostile/test_logs.py::test_zeros_in_a_gz",
     "tests/tools/probe/test_loss.py::test_memory_does_not_grow_with_the_log",
+    "tests/tools/cli/test_demo.py::test_a_broken_claim_exits_with_1",
     "tests/tools/probe/test_recorded_runs.py",
+    "tests/tools/traces/test_streaming.py",
+    "tests/torch/trainers/huggingface/test_known_failures.py",
+    "tests/torch/trainers/lightning/test_kills.py",
     # The other framework, store or optimizer for what `make test` shows with one.
-    "tests/healer/test_crashes.py::test_every_point_of_a_rollback[jax]",
-    "tests/healer/test_drift.py::test_it_is_left_behind[jax]",
-    "tests/healer/test_slow_disks.py::test_the_rollback_target_depends_only_on_the_steps",
+    "tests/healer/test_jax_loops.py",
+    "tests/healer/test_lost_disks.py",
+    "tests/healer/test_slow_disks.py",
+    "tests/jax/driver/test_checkpoint_layout.py::test_a_run_replays_bit_for_bit_and_is_not_compiled_again",
+    "tests/jax/driver/test_damage_or_data.py",
+    "tests/jax/driver/test_lr_survives.py",
+    "tests/jax/test_battery.py::test_converges_inside_scan",
+    "tests/jax/test_battery.py::test_multisteps_called_directly",
+    "tests/jax/test_policies_that_differ.py",
     "tests/jax/test_skip_exact.py::test_eager_steps_are_as_exact",
-    "tests/tools/probe/test_optimizer_jax.py::test_wherever_the_moments_are",
+    "tests/tools/probe/test_optimizer_jax.py",
     "tests/tools/sweep/test_command.py",
     "tests/tools/sweep/test_report.py",
     "tests/torch/test_compile.py",
 )
-"""What begins like one of these has the marker `slow`, unless it has `stress`. More than a third of
-the time is for these tests."""
+"""What begins like one of these has the marker `slow`, unless it has `stress`: more than half of
+the time of all tests."""
+
+SLOW_CASES = re.compile(r"tests/healer/.*\[(.*-)?(jax|optax|nnx|linen)\b")
+"""A Healer's tests in JAX, where torch has the same: `tests/jax/driver` is in `make test`."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the slow tests."""
     for item in items:
-        if item.nodeid.startswith(SLOW) and not item.get_closest_marker("stress"):
+        slow = item.nodeid.startswith(SLOW) or SLOW_CASES.match(item.nodeid)
+        if slow and not item.get_closest_marker("stress"):
             item.add_marker(pytest.mark.slow)
 
 
