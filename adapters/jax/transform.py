@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from healcore.core.engine import Engine
-from healcore.core.verdict import Decision
-from healcore.jax import gradients
+from healcore.core.verdict import Action, Decision
+from healcore.jax import gradients, moments
 from healcore.jax import state as heal_state
 from healcore.jax.commit import step_or_keep
 from healcore.jax.lr import injected_rates
@@ -277,6 +277,11 @@ def protect(
             updates, inner_state = step_or_keep(
                 inner_step, decision.skip, updates, state.inner_state, params
             )
+            if engine.resets_moments:  # after the step: the gradient of this one is of the trouble
+                cut = ((decision.action & Action.CUT_LR) != 0) & ~decision.skip
+                inner_state = moments.reset(
+                    inner_state, lambda leaf: jnp.where(cut, jnp.zeros_like(leaf), leaf)
+                )
             factor = decision.lr_scale
             norm = bad = None
             if engine.clips_updates:

@@ -25,7 +25,7 @@ from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 from healcore.core.tree import leaves, map_leaves
-from healcore.core.verdict import Decision
+from healcore.core.verdict import Action, Decision
 from healcore.torch import namespace
 from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
 
@@ -43,6 +43,8 @@ class HostOrder(NamedTuple):
     lr_scale: float
     group_scale: np.ndarray | None
     """(n,) float32 factors, or None."""
+    cut: bool = False
+    """This step has cut the learning rate."""
 
 
 class DeviceOrder(NamedTuple):
@@ -56,13 +58,15 @@ class DeviceOrder(NamedTuple):
     grad_scale: Tensor
     group_scale: Tensor | None
     """(n,) float32, or None."""
+    cut: Tensor
+    """1 if this step has cut the learning rate, else 0."""
 
     def on_host(self) -> HostOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
-        found_inf, scale, lr_scale, groups = read(
-            [self.found_inf, self.grad_scale, self.lr_scale, self.group_scale]
+        found_inf, scale, lr_scale, groups, cut = read(
+            [self.found_inf, self.grad_scale, self.lr_scale, self.group_scale, self.cut]
         )
-        return HostOrder(bool(found_inf > 0), float(scale), float(lr_scale), groups)
+        return HostOrder(bool(found_inf > 0), float(scale), float(lr_scale), groups, bool(cut))
 
 
 PendingRecord = Callable[[], StepRecord]
@@ -185,6 +189,7 @@ class HostEngine(LiveEngine):
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),
             group_scale=None if group_scale is None else np.asarray(group_scale),
+            cut=bool(decision.action & Action.CUT_LR),
         )
 
     def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> float:
@@ -315,6 +320,7 @@ class DeviceEngine(LiveEngine):
             lr_scale=decision.lr_scale,
             grad_scale=decision.grad_scale,
             group_scale=decision.group_scale,
+            cut=((decision.action & Action.CUT_LR) > 0).to(torch.float32),
         ), decision
 
     def pending_record(self) -> PendingRecord:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.torch import gradients
+from healcore.torch import gradients, moments
 from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine
 from healcore.torch.errors import ParametersChangedError
@@ -69,6 +69,15 @@ class StepHooks:
         self._changes = False
         self._order: HostOrder | None = None
         self._skipped: bool | Tensor | None = None
+        # L-BFGS keeps what it has read of its state before the closure.
+        self._resets_moments = (
+            self._engine.resets_moments
+            and not moments.obstacle(optimizer)
+            and not self._undo.reevaluates
+        )
+        self._cuts = moments.CutsOnDevice()
+        self._resets_next = False
+        """The next step begins with new moments. Not that of the cut: its gradient is broken."""
         self.incident_log = IncidentLog(type(optimizer).__name__, live_engine.engine)
         self.late_loss = LateLoss()
         self.last_norms: StepNorms | None = None
@@ -98,6 +107,7 @@ class StepHooks:
     def on_state_loaded(self) -> None:
         """Call it when the engine's state was replaced."""
         self.measurer.clear()
+        self._cuts, self._resets_next = moments.CutsOnDevice(), False
         if self._undo.reevaluates and self._engine.mode != "observe":
             # L-BFGS uses the multiplier of the step before, see `_before`.
             scale = float(self.live_engine.state.lr.scale)
@@ -241,10 +251,13 @@ class StepHooks:
         self._changes = True  # until here another rank may have left, and nothing has changed
         order = self.live_engine.step(measured)
         self._skipped = False
+        if self._resets_next:
+            moments.reset(self.optimizer)
         if self._engine.mode != "observe":
             if isinstance(order, DeviceOrder) and not self.enforcer.needs_host(params):
                 self.enforcer.enforce_on_device(everything, params, order)
                 self._skipped = order.found_inf
+                self._resets_next = self._resets_moments and self._cuts.add(order.cut)
             else:
                 order = order.on_host() if isinstance(order, DeviceOrder) else order
                 order = self.limited(order, measured)
@@ -252,6 +265,7 @@ class StepHooks:
                 if self._undo.reevaluates:  # too late for this step, see `_before`
                     order = order._replace(lr_scale=1.0)
                 self.enforcer.enforce(everything, order, measured.grad_divisor)
+                self._resets_next = self._resets_moments and order.cut and not order.skip
         if self.update_clip is not None:
             self._copy_parameters(params, order)
         norms = self.measurer.tensor_norms

@@ -52,6 +52,7 @@ class Lr(Table):
     ramp_steps: StepsOrZero = _lr.ramp_steps
     ceiling: Annotated[float, Number(least=0, most=1)] = _lr.ceiling
     soft_step: Fraction = _lr.soft_step
+    reset_moments: OnOff = _lr.reset_moments
 
 
 class Budget(Table):

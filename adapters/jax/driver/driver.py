@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.jax import state_layout
+from healcore.jax import moments, state_layout
 from healcore.jax.driver import engines as in_state
-from healcore.jax.driver import moments
-from healcore.jax.driver.checkpoint_layout import CheckpointLayout
+from healcore.jax.driver.checkpoint_layout import CheckpointLayout, as_live
 from healcore.jax.driver.gradient_window import GradientWindow
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
 from healcore.jax.driver.state_accessor import accessor_for, value
@@ -136,7 +135,11 @@ class JaxDriver:
 
     def reset_moments(self) -> None:
         """Sets moments and bias correction to zero; the counts of schedules stay."""
-        self._accessor.write(moments.reset(self._accessor.read()))
+
+        def zeroed(leaf: Any) -> Any:
+            return as_live(jnp.zeros_like(leaf), leaf)
+
+        self._accessor.write(moments.reset(self._accessor.read(), zeroed))
 
     def moments_obstacle(self) -> str:
         """Names an array of the optimizers whose first value is not known."""

@@ -15,10 +15,10 @@ from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import check_engines
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.torch import gradients
+from healcore.torch import gradients, moments
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
-from healcore.torch.driver import live_state, moments
+from healcore.torch.driver import live_state
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers

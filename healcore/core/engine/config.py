@@ -66,6 +66,8 @@ class LrConfig(NamedTuple):
     ramp ends at the full schedule, even if that rate broke the run."""
     soft_step: Any = 0.1
     """Fraction of the update that SOFT_STEP leaves of one step, in (0, 1)."""
+    reset_moments: bool = False
+    """A cut also sets the optimizer's moments back to the start, which the adapters do. Static."""
 
 
 class BudgetConfig(NamedTuple):

@@ -90,6 +90,11 @@ class Engine:
         return any(rule.action & int(Action.SOFT_STEP) for rule in self.config.rules)
 
     @property
+    def resets_moments(self) -> bool:
+        """Whether a cut of the learning rate sets the optimizer's moments back to the start."""
+        return self.config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
+
+    @property
     def scales_lr(self) -> bool:
         """Whether `Decision.lr_scale` of a step can be other than 1."""
         return self.cuts_lr or self.softens

@@ -12,8 +12,8 @@ import pytest
 from jax.tree_util import GetAttrKey, SequenceKey
 from optax import contrib
 
-from healcore.jax import heal, protect
-from healcore.jax.driver import JaxDriver, moments
+from healcore.jax import heal, moments, protect
+from healcore.jax.driver import JaxDriver
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 
 WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=6, decay_steps=40)
@@ -58,7 +58,7 @@ def test_it_goes_on_as_a_new_optimizer(name):
 
     _, used = go(tx.init(params), range(4))
     assert moments.obstacle((used,), [(SequenceKey(0), SequenceKey(0))]) == ""
-    ours, _ = go(moments.reset(used), range(10, 14))
+    ours, _ = go(moments.reset(used, jnp.zeros_like), range(10, 14))
     theirs, _ = go(tx.init(params), range(10, 14))
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(one, other)

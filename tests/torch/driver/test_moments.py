@@ -9,7 +9,7 @@ import torch
 from torch import optim
 from torch.nn import Parameter
 
-from healcore.torch.driver import moments
+from healcore.torch import moments
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),

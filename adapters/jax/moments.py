@@ -1,19 +1,18 @@
 """Resets the moments in optax states, as if no step had been taken, and leaves schedules alone.
 
-The driver has states and not the optimizer that made them, so it knows them by their type. In the
-table are those that begin at zero whatever the optimizer's arguments. The `count` next to moments
-drives the bias correction; that of a schedule is in a state of its own, which stays.
+States are known by their type: nothing says which optimizer has made them. In the table are those
+whose moments begin at zero whatever the optimizer's arguments. The `count` next to moments drives
+the bias correction; that of a schedule is in a state of its own, which stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from healcore.jax.driver.checkpoint_layout import as_live
 from healcore.jax.gradients import is_gradient
 from healcore.jax.lr import ScaleByHealLrState
 from healcore.jax.state import HealState, child
@@ -35,11 +34,16 @@ _MOMENTS = {
 _NO_MOMENTS = (HealState, ScaleByHealLrState)
 
 
-def reset(tree: Any) -> Any:
-    """The tree with the moments of every known state at zero."""
-    return jax.tree.map(
-        lambda node: _zeroed(node) if _has_moments(node) else node, tree, is_leaf=_has_moments
-    )
+def reset(tree: Any, zeroed: Callable[[Any], Any]) -> Any:
+    """The tree with `zeroed(leaf)` for each moment, and for each count next to moments."""
+
+    def of(node: Any) -> Any:
+        if not _has_moments(node):
+            return node
+        fields = {name: getattr(node, name) for name in _MOMENTS[type(node).__name__]}
+        return node._replace(**jax.tree.map(zeroed, fields))
+
+    return jax.tree.map(of, tree, is_leaf=_has_moments)
 
 
 def obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
@@ -58,12 +62,6 @@ def obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
                     f"{', '.join(_MOMENTS)})"
                 )
     return ""
-
-
-def _zeroed(state: Any) -> Any:
-    fields = {name: getattr(state, name) for name in _MOMENTS[type(state).__name__]}
-    zeros = jax.tree.map(lambda leaf: as_live(jnp.zeros_like(leaf), leaf), fields)
-    return state._replace(**zeros)
 
 
 def _has_moments(node: Any) -> bool:

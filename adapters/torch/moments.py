@@ -8,9 +8,14 @@ and schedulers are not in `state`.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
+from healcore.torch.measurement import AsyncCopy
 from healcore.torch.skipped_step import is_third_party
+
+EVERY = 10
+"""Steps between two reads of what the device has decided."""
 
 
 def obstacle(optimizer: Optimizer) -> str:
@@ -34,3 +39,26 @@ def reset(optimizer: Optimizer) -> None:
             state = optimizer.state[parameter]
             state["step"].zero_()
             state["sum"].fill_(group["initial_accumulator_value"])
+
+
+class CutsOnDevice:
+    """Whether the device has cut the learning rate, read late enough that nobody waits.
+
+    Read 10 to 19 steps after a cut. The step depends on the number of steps alone, not on what has
+    arrived: every rank has to reset its moments at the same one.
+    """
+
+    def __init__(self) -> None:
+        self._flags: list[Tensor] = []
+        self._pending: AsyncCopy | None = None
+
+    def add(self, cut: Tensor) -> bool:
+        """Takes a step's flag (0-d float32); whether the flags that are due have a cut."""
+        if cut.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # the replays of a CUDA graph run no hooks
+        self._flags.append(cut)
+        if len(self._flags) < EVERY:
+            return False
+        due, self._pending = self._pending, AsyncCopy(torch.stack(self._flags).amax())
+        self._flags = []
+        return due is not None and bool(due.read())

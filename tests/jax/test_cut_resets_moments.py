@@ -1,0 +1,64 @@
+"""`[lr] reset_moments`: the step after a cut of the learning rate begins with new moments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+from healcore.core.detectors import grad_spike
+from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
+from healcore.core.verdict import Action, Cause
+from healcore.jax import protect
+
+SPIKE, STEPS = 12, 20
+_RULE = RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR))
+CUTS = EngineConfig(
+    detectors=(("grad_spike", grad_spike.Config(warmup_steps=5)),),
+    rules=(_RULE,),
+    lr=LrConfig(factor=0.5, hold_steps=30, reset_moments=True),
+)
+KEEPS = CUTS._replace(lr=CUTS.lr._replace(reset_moments=False))
+OBSERVES = CUTS._replace(mode="observe")
+SKIPS_TOO = CUTS._replace(rules=(_RULE._replace(skip=True),))
+
+
+def run(policy: EngineConfig, inner: Any = optax.adamw(1e-2), *, jit: bool = True) -> Any:  # noqa: B008
+    """The state of an optimizer after steps of which one has a gradient 1,000 times as large."""
+    tx = protect(inner, policy)
+    params = {"w": jnp.zeros((2, 3))}
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jit else tx.update
+    for i in range(STEPS):
+        grad = jax.random.normal(jax.random.key(i), (2, 3)) * (1000.0 if i == SPIKE else 1.0)
+        _, state = update({"w": grad}, state, params, value=jnp.float32(1.0))
+    return state.inner_state
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_the_step_after_the_cut_is_the_first_of_new_moments(jit: bool):
+    state = run(CUTS, jit=jit)
+    assert int(optax.tree.get(state, "count")) == STEPS - SPIKE - 1
+    assert float(jnp.max(optax.tree.get(state, "nu")["w"])) < 100.0
+
+
+@pytest.mark.parametrize("policy", [KEEPS, OBSERVES, SKIPS_TOO], ids=["off", "observe", "skipped"])
+def test_otherwise_they_stay(policy: EngineConfig):
+    assert int(optax.tree.get(run(policy), "count")) == STEPS - (policy is SKIPS_TOO)
+
+
+def test_a_schedule_goes_on():
+    inner = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
+    counts = [int(n) for _, n in optax.tree.get_all_with_path(run(CUTS, inner), "count")]
+    assert sorted(counts) == [STEPS - SPIKE - 1, STEPS]
+
+
+def test_a_state_that_is_not_known_stays():
+    kept, reset = (run(policy, contrib.prodigy(1e-2)) for policy in (KEEPS, CUTS))
+    assert jax.tree.structure(kept) == jax.tree.structure(reset)
+    assert all(map(np.array_equal, jax.tree.leaves(kept), jax.tree.leaves(reset)))
