@@ -42,6 +42,8 @@ class IncidentLog:
         """False where another rank logs the same."""
         self.is_polled = False
         """Whether the loop reads the decisions, and so may carry out their orders."""
+        self.resets_moments = False
+        """Whether a cut of the learning rate resets the moments too."""
         self._steps = self._losses = 0
         self._incident = 0
         self._logged: set[str] = set()
@@ -107,7 +109,8 @@ class IncidentLog:
         observes = self._engine.mode == "observe"
         # Not whenever it falls: under the limit of a cut it follows a rising schedule step by step.
         if action & Action.CUT_LR and not observes and is_logged(record.incident):
-            self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}")
+            reset = ", moments reset" if self.resets_moments else ""
+            self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")
         if observes or self.is_polled:
             return
         for order in _ORDERS:

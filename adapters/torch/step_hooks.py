@@ -79,6 +79,7 @@ class StepHooks:
         self._resets_next = False
         """The next step begins with new moments. Not that of the cut: its gradient is broken."""
         self.incident_log = IncidentLog(type(optimizer).__name__, live_engine.engine)
+        self.incident_log.resets_moments = self._resets_moments
         self.late_loss = LateLoss()
         self.last_norms: StepNorms | None = None
         self.on_judged: Callable[[StepNorms], None] | None = None

@@ -72,7 +72,8 @@ class EngineHooks(StepHooks):
         self._first = gradients.parameters(self.optimizer)[0]
         self._group_order: HostOrder | None = None
         self._sharded = is_sharded(deepspeed)
-        self._resets_moments = False  # DeepSpeed keeps references to them
+        # DeepSpeed keeps references to them.
+        self._resets_moments = self.incident_log.resets_moments = False
         self.taken_over: float | None = None
         self.limit = 0.0
         self.undo = lambda: None
