@@ -186,6 +186,10 @@ def protect(
     Larger tensors are not checked, which would cost more than the step: there only the non-finite
     elements are left unchanged.
 
+    With ``[lr] reset_moments`` (`default` has it) a step that cuts the rate also sets the moments
+    of the optimizer, and the counts of their bias correction, to zero, in the states of optax whose
+    moments begin there. The next step is then the first one of new moments.
+
     In observe mode every step is judged and recorded in the state, and nothing is changed. A step
     with ``externally_skipped=True`` (an fp16 overflow, say) is skipped in every mode, neither
     learnt nor counted.

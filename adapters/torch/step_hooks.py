@@ -77,7 +77,8 @@ class StepHooks:
         )
         self._cuts = moments.CutsOnDevice()
         self._resets_next = False
-        """The next step begins with new moments. Not that of the cut: its gradient is broken."""
+        """The next step that is not skipped begins with new moments. Not that of the cut, whose
+        gradient is of the trouble."""
         self.incident_log = IncidentLog(type(optimizer).__name__, live_engine.engine)
         self.incident_log.resets_moments = self._resets_moments
         self.late_loss = LateLoss()
@@ -252,8 +253,9 @@ class StepHooks:
         self._changes = True  # until here another rank may have left, and nothing has changed
         order = self.live_engine.step(measured)
         self._skipped = False
-        if self._resets_next:
+        if self._resets_next and not (isinstance(order, HostOrder) and order.skip):
             moments.reset(self.optimizer)
+            self._resets_next = False
         if self._engine.mode != "observe":
             if isinstance(order, DeviceOrder) and not self.enforcer.needs_host(params):
                 self.enforcer.enforce_on_device(everything, params, order)
@@ -266,7 +268,7 @@ class StepHooks:
                 if self._undo.reevaluates:  # too late for this step, see `_before`
                     order = order._replace(lr_scale=1.0)
                 self.enforcer.enforce(everything, order, measured.grad_divisor)
-                self._resets_next = self._resets_moments and order.cut and not order.skip
+                self._resets_next |= self._resets_moments and order.cut and not order.skip
         if self.update_clip is not None:
             self._copy_parameters(params, order)
         norms = self.measurer.tensor_norms

@@ -14,7 +14,8 @@ from healcore.core.verdict import Action, Cause
 from healcore.torch import attach
 from healcore.torch.moments import EVERY
 from tests.torch import policies
-from tests.torch.optimizer_cases import Where, host_and_device
+from tests.torch.bit_comparison import assert_same, snapshot
+from tests.torch.optimizer_cases import NAN, Where, host_and_device
 
 SPIKE, STEPS = 12, 40
 CUTS = Engine(
@@ -96,6 +97,26 @@ def test_an_optimizer_that_is_not_known_keeps_its_state(where: Where):
 def test_others_go_on(kind: Any):
     optimizer = run(CUTS, kind=kind)
     assert all(bool(p.isfinite().all()) for p in optimizer.param_groups[0]["params"])
+
+
+def test_a_skip_between_the_cut_and_the_reset_changes_no_bit():
+    config = CUTS.config._replace(
+        rules=(*CUTS.config.rules, RuleConfig(policies.NONFINITE, skip=True)),
+    )
+    parameter = Parameter(torch.ones(3))
+    optimizer = AdamW([parameter], lr=1e-2)
+    attach(optimizer, Engine(config))
+    for i in range(SPIKE + 1):
+        parameter.grad = torch.full((3,), 1000.0 if i == SPIKE else 1.0 + i % 2)
+        optimizer.step()
+    before = snapshot(optimizer)
+    for _ in range(2):
+        parameter.grad = torch.full((3,), NAN)
+        optimizer.step()
+        assert_same(snapshot(optimizer), before)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert counted(optimizer) == 1
 
 
 def test_a_cut_that_was_not_carried_out_is_forgotten_with_a_loaded_state():
