@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,9 +67,17 @@ def ends_with_a_failure(case: StoreCase, root: Path) -> None:
     store.save(1, case.state(1))
 
 
-def deletes(case: StoreCase, root: Path) -> None:
-    """Deletes the checkpoint of step 2."""
-    case.make(root).delete(2)
+def killed_while_deleting(case: StoreCase, root: Path, files: int) -> None:
+    """Deletes the checkpoint of step 2, and kills itself before it removes so many files."""
+    removed = itertools.count(1)
+
+    def kill(event: str, arguments: Any) -> None:
+        if event == "os.remove" and next(removed) == files:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    store = case.make(root)
+    sys.addaudithook(kill)
+    store.delete(2)
 
 
 if __name__ == "__main__":
