@@ -32,7 +32,7 @@ def run(policy: EngineConfig, inner: Any = optax.adamw(1e-2), *, jit: bool = Tru
     """The state of an optimizer after steps of which one has a gradient 1,000 times as large."""
     tx = protect(inner, policy)
     params = {"w": jnp.zeros((2, 3))}
-    state = tx.init(params)
+    state: Any = tx.init(params)
     update = jax.jit(tx.update) if jit else tx.update
     for i in range(STEPS):
         grad = jax.random.normal(jax.random.key(i), (2, 3)) * (1000.0 if i == SPIKE else 1.0)

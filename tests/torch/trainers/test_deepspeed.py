@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from healcore.core.clipping.fixed import FixedConfig
 from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, attach, engine_state, heal_engine
 from tests.torch import policies
@@ -106,9 +107,9 @@ def test_under_default_deepspeeds_limit_clips_alone(first: str, kind: str):
             if healed:
                 heal = heal_engine(loop.engine, "default") if first == "heal_engine" else None
                 healer = stack.enter_context(Healer("default", state=engine_state(loop.engine)))
-                heal = heal or healer.driver.healings["optimizer"]
-                kind_of_clip, config = heal.engine.config.clip
-                assert (kind_of_clip, config.max_norm) == ("fixed", np.float32(0.05))
+                driver: Any = healer.driver
+                clip = (heal or driver.healings["optimizer"]).engine.config.clip
+                assert clip == ("fixed", FixedConfig(np.float32(0.05)))
             for i in range(3):
                 loop.step(i)
                 assert not healed or healer.after_step() is False
