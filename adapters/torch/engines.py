@@ -44,7 +44,7 @@ class HostOrder(NamedTuple):
     group_scale: np.ndarray | None
     """(n,) float32 factors, or None."""
     cut: bool = False
-    """This step has cut the learning rate."""
+    """This step has cut the learning rate, and is not skipped."""
 
 
 class DeviceOrder(NamedTuple):
@@ -59,7 +59,7 @@ class DeviceOrder(NamedTuple):
     group_scale: Tensor | None
     """(n,) float32, or None."""
     cut: Tensor
-    """1 if this step has cut the learning rate, else 0."""
+    """1 if this step has cut the learning rate and is not skipped, else 0."""
 
     def on_host(self) -> HostOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
@@ -184,12 +184,13 @@ class HostEngine(LiveEngine):
             self.state, decision = self._program(signals)(self.state, signals)
         self.decision = decision
         group_scale = decision.group_scale
+        skip = bool(decision.skip or (values.found_inf or 0) > 0)
         return HostOrder(
-            skip=bool(decision.skip or (values.found_inf or 0) > 0),
+            skip=skip,
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),
             group_scale=None if group_scale is None else np.asarray(group_scale),
-            cut=bool(decision.action & Action.CUT_LR),
+            cut=bool(decision.action & Action.CUT_LR) and not skip,
         )
 
     def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> float:
@@ -320,7 +321,7 @@ class DeviceEngine(LiveEngine):
             lr_scale=decision.lr_scale,
             grad_scale=decision.grad_scale,
             group_scale=decision.group_scale,
-            cut=((decision.action & Action.CUT_LR) > 0).to(torch.float32),
+            cut=(((decision.action & Action.CUT_LR) > 0) & ~skip).to(torch.float32),
         ), decision
 
     def pending_record(self) -> PendingRecord:

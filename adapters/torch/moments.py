@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
+from healcore.torch.incident_log import EVERY
 from healcore.torch.measurement import AsyncCopy
 from healcore.torch.skipped_step import is_third_party
-
-EVERY = 10
-"""Steps between two reads of what the device has decided."""
 
 
 def obstacle(optimizer: Optimizer) -> str:
@@ -44,8 +42,8 @@ def reset(optimizer: Optimizer) -> None:
 class CutsOnDevice:
     """Whether the device has cut the learning rate, read late enough that nobody waits.
 
-    Read 10 to 19 steps after a cut. The step depends on the number of steps alone, not on what has
-    arrived: every rank has to reset its moments at the same one.
+    Read 10 to 19 steps after a cut. Which step that is depends on the number of steps alone, not on
+    what has arrived: every rank has to reset its moments at the same one.
     """
 
     def __init__(self) -> None:

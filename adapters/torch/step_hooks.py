@@ -268,7 +268,7 @@ class StepHooks:
                 if self._undo.reevaluates:  # too late for this step, see `_before`
                     order = order._replace(lr_scale=1.0)
                 self.enforcer.enforce(everything, order, measured.grad_divisor)
-                self._resets_next |= self._resets_moments and order.cut and not order.skip
+                self._resets_next |= self._resets_moments and order.cut
         if self.update_clip is not None:
             self._copy_parameters(params, order)
         norms = self.measurer.tensor_norms

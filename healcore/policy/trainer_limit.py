@@ -17,8 +17,8 @@ def keeps_limit(policy: Policy | Engine) -> bool:
     """Whether the policy's clipping can hold a fixed limit at every step.
 
     Not without clipping, not in observe mode, where nothing is clipped, and not with AdaGC, whose
-    limit ends with its warm-up. There the trainer has to, and beside an Engine, whose numbers may
-    be traced arrays.
+    limit ends with its warm-up. There the trainer has to, and for an Engine, whose numbers may be
+    traced arrays.
     """
     return isinstance(policy, Policy) and policy.mode == "heal" and policy.clip.kind in _WITH_LIMIT
 

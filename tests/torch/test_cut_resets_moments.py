@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, AdamW
 from healcore.core.engine import Engine, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.torch import attach
-from healcore.torch.moments import EVERY
+from healcore.torch.incident_log import EVERY
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
@@ -75,9 +75,10 @@ def test_on_the_device_the_host_learns_it_later_and_at_a_known_step():
     assert left == counted(run(CUTS, "device"))
 
 
+@host_and_device
 @pytest.mark.parametrize("policy", [KEEPS, OBSERVES, SKIPS_TOO], ids=["off", "observe", "skipped"])
-def test_otherwise_they_stay(policy: Engine):
-    assert counted(run(policy)) == STEPS - (policy is SKIPS_TOO)
+def test_otherwise_they_stay(policy: Engine, where: Where):
+    assert counted(run(policy, where)) == STEPS - (policy is SKIPS_TOO)
 
 
 @host_and_device
