@@ -74,6 +74,8 @@ class Reading(NamedTuple):
     """int32 `Cause` flags, 0 with neither."""
     z: Any
     """float32: how far out, in the detector's own scale; 0 while it is warming up."""
+    excess: Any = None
+    """float32: the loss less its level, of a detector that knows one."""
 
 
 class Decision(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -120,15 +122,31 @@ def test_per_tensor_norms_of_one_bad_tensor_skip_the_step():
     np.testing.assert_array_equal(decision.group_scale, [1, 1, 1])
 
 
-def let_through(spikes: dict[int, float], steps: int = 240) -> dict[int, float]:
-    """Norm that is left of each spike, whose loss stands out too; all others are 1."""
-    rule = RULES["zclip"].ZClipConfig(max_norm=None, lone_ratio=1.1)
+def let_through(
+    spikes: dict[int, float],
+    losses: Sequence[float] = (),
+    *,
+    steps: int = 240,
+    lone_share: float = 0.0,
+    with_loss: bool = True,
+) -> dict[int, float]:
+    """Norm that is left of each spike; all others are 1.
+
+    Args:
+        spikes: norm by step.
+        losses: of the spikes, times the usual one; 50 for those that are not named.
+        steps: of the run, or up to the last spike.
+        lone_share: of the rule.
+        with_loss: False for a rule that sees norms alone.
+    """
+    rule = RULES["zclip"].ZClipConfig(max_norm=None, lone_ratio=1.1, lone_share=lone_share)
+    factors = dict(itertools.zip_longest(spikes, losses, fillvalue=50.0))
     watch = DETECTORS["loss_spike"].Config()
     runner = Runner(EngineConfig(clip=("zclip", rule), detectors=(("loss_spike", watch),)))
     left = {}
-    for step, loss in enumerate(healthy(steps)):
-        norm = spikes.get(step, 1.0)
-        decision = runner.step(grad_norm=norm, loss=50.0 * loss if step in spikes else loss)
+    for step, loss in enumerate(healthy(max(steps, *(at + 1 for at in spikes)))):
+        norm, loss = spikes.get(step, 1.0), factors.get(step, 1.0) * loss
+        decision = runner.step(grad_norm=norm, **({"loss": loss} if with_loss else {}))
         if step in spikes:
             left[step] = norm * float(decision.grad_scale)
     return left
@@ -149,3 +167,49 @@ def test_a_rare_class_is_let_through_more_and_more_of():
 def test_far_spikes_in_a_row_are_not_taken_for_garbage():
     left = let_through({80: 100.0, 81: 100.0, 120: 100.0})
     assert left[120] > 1.04 * left[80]
+
+
+EVERY_20 = dict.fromkeys(range(80, 240, 20), 20.0)
+
+
+def test_spikes_whose_losses_rise_are_brought_down_like_any_other():
+    """Noise with heavy tails: nothing of it can be learnt."""
+    left = list(let_through(EVERY_20, [50, 20, 80, 400, 30, 200, 900, 60]).values())
+    assert left[0] > 1.05
+    assert max(left[4:]) < 1.02, "by then the average has been passed twice"
+
+
+def test_spikes_whose_losses_fall_are_let_through_again():
+    up = [50, 100, 150, 200]
+    spikes = dict.fromkeys(range(80, 440, 20), 20.0)
+    left = list(let_through(spikes, up + [40.0 - i for i in range(14)]).values())
+    assert left[3] < 1.02
+    assert left[-1] > 1.05
+
+
+def test_losses_that_differ_little_are_those_of_one_kind_of_batch():
+    losses = [50, 54, 52, 55, 49, 53, 55, 51]
+    left = list(let_through(EVERY_20, losses).values())
+    assert left == sorted(left)
+    assert left[-1] > 1.5 * left[0]
+
+
+def test_without_a_loss_nothing_is_known_of_the_spikes():
+    left = list(let_through(EVERY_20, with_loss=False).values())
+    assert left == sorted(left)
+    assert left[-1] > 1.5 * left[0]
+
+
+def test_a_spike_with_an_ordinary_loss_does_not_use_up_the_turn_of_the_next_batch():
+    small_before = let_through({119: 1.3, 120: 20.0}, [1.0, 50.0])
+    assert small_before[120] >= let_through({120: 20.0})[120]
+    large_before = let_through({119: 20.0, 120: 20.0})
+    assert large_before[120] < 1.02
+
+
+def test_after_long_without_a_spike_one_may_be_further_out():
+    """`lone_limit` is 32: at 40 means a spike gets nothing of what is saved, until that is 40."""
+    soon = let_through({150: 40.0}, lone_share=0.125)[150]
+    late = let_through({400: 40.0}, lone_share=0.125)[400]
+    assert soon < 1.4
+    assert late > 1.5 * soon

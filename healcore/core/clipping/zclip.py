@@ -13,6 +13,7 @@ Differs from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md)
 * A spike that stands alone may be larger, since a batch of a rare class that is brought down to the
   mean is hardly learnt: up to earlier norms (`lone_ratio`), and beyond if the loss is an outlier
   too (`lone_share`, `lone_limit`). With an ordinary loss the spike is attributed to the model.
+  It ends where the losses of such batches do not fall: of noise there is nothing to learn.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ from healcore.core.signals import Observed
 _FORGET = 1.0 / 1024.0  # of the largest norm per step; a power of two, so that the product is exact
 _CAME, _GONE = 1, 2  # of `ZClipState.far`: the last step was such a spike; one has come and gone
 _DOUBLE = 2.0  # a lone spike passes at most so many times the largest recent norm
+_SAVED = 2.0  # limits that are saved up at most: after long without a spike one may be as far out
+_ORDINARY, _OUTLYING = 1, 2  # of `ZClipState.spiked`: the loss of the last step, if it was a spike
+
+# Whether the losses of lone spikes fall. A class that is learnt comes with less each time, noise
+# with as much as before. The average is slow, so that a slow fall shows; a loss counts at most
+# twice the average, since those of heavy-tailed noise differ by factors of 20.
+_LOSS_RATE = 1.0 / 16.0
+_LOSS_MOST = 2.0
+_HIGHER = 1.125  # times the average is higher; in between is neither, the noise of one kind of data
+_LOWER, _MISS = 1, 3  # what a lower and a higher loss count: noise gives about as many of both
+_BEST, _WORST = 2, -6  # where the count starts and ends; below 0 a lone spike is like any other
 
 
 class ZClipConfig(NamedTuple):
@@ -50,8 +62,8 @@ class ZClipConfig(NamedTuple):
     """Each step allows lone spikes this many times the mean, saved up for the next one whose loss
     stands out too. It may then be twice the largest norm that has passed lately."""
     lone_limit: Any = 32.0
-    """Most that is saved up, in means; a norm further out than this gets nothing of it. Batches of
-    rare classes and languages were seen at 3 to 25 means, garbage at 12 to 140."""
+    """A norm further out than this many means, or than what is saved up (at most twice this), gets
+    nothing of it. Rare classes and languages were seen at 3 to 37 means, garbage at 12 to 140."""
     min_rel_std: Any = 0.01
     """Floor of sigma as a fraction of the mean."""
     shift: level_shift.ShiftConfig = level_shift.ShiftConfig()
@@ -65,9 +77,11 @@ class ZClipState(NamedTuple):
     mean: Any  # float32
     var: Any  # float32: population variance in warm-up, then its moving average
     peak: Any  # float32: largest norm that has passed, slowly forgotten
-    spiked: Any  # bool: the last norm was a spike
+    spiked: Any  # int32: whether the last norm was a spike: 0 no, _ORDINARY, _OUTLYING
     saved: Any  # float32: what lone spikes may use, in means
     far: Any  # int32: lone spike beyond `lone_limit`, its loss an outlier: 0 none, _CAME, _GONE
+    excess: Any  # float32: average of the loss above its level at lone spikes; 0: none yet
+    falls: Any  # int32: how far those losses fall, _WORST to _BEST
     shift: level_shift.ShiftState
 
 
@@ -80,9 +94,11 @@ def init(config: ZClipConfig, *, groups: int = 0) -> ZClipState:
         mean=zero,
         var=zero.copy(),
         peak=zero.copy(),
-        spiked=np.zeros((), bool),
+        spiked=np.zeros((), np.int32),
         saved=zero.copy(),
         far=np.zeros((), np.int32),
+        excess=zero.copy(),
+        falls=np.full((), _BEST, np.int32),
         shift=level_shift.init(),
     )
 
@@ -116,12 +132,20 @@ def update(
 
     peak = xp.where(count == 0, 0.0, state.peak)
     saved = xp.where(warm, 0.0, state.saved + config.lone_share)
-    saved = numerics.smaller(saved, config.lone_limit, xp=xp)
+    saved = numerics.smaller(saved, _SAVED * config.lone_limit, xp=xp)
     far = xp.where(count == 0, 0, state.far)
     allowed = numerics.product(config.lone_ratio, peak, xp=xp)
     beyond = spike & False
+    lone = state.spiked == 0
+    excess, falls = state.excess, state.falls
     if seen.loss_outlier is not None:
-        near = norm <= numerics.product(config.lone_limit, state.mean, xp=xp)
+        lone = lone | (seen.loss_outlier & (state.spiked == _ORDINARY))
+        excess = xp.where(count == 0, 0.0, excess)
+        falls = xp.where(count == 0, _BEST, falls)
+        outlying = spike & (state.spiked == 0) & seen.loss_outlier
+        excess, falls = _losses(excess, falls, seen.loss_excess, outlying, xp=xp)
+        reach = numerics.larger(saved, config.lone_limit, xp=xp)
+        near = norm <= numerics.product(reach, state.mean, xp=xp)
         beyond = seen.loss_outlier & ~near
         doubled = numerics.product(_DOUBLE, peak, xp=xp)
         more = numerics.smaller(numerics.product(saved, state.mean, xp=xp), doubled, xp=xp)
@@ -129,8 +153,9 @@ def update(
         allowed = numerics.larger(allowed, more, xp=xp)
         within = numerics.smaller(allowed, peak, xp=xp)
         allowed = xp.where(beyond & (far == _GONE), within, allowed)
+        allowed = xp.where(falls >= 0, allowed, 0.0)
     largest = numerics.smaller(allowed, norm, xp=xp)
-    alone = spike & ~state.spiked & (largest > target)
+    alone = spike & lone & (largest > target)
     effective = xp.where(spike, xp.where(alone, largest, target), norm)
     threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
     if config.max_norm is not None:
@@ -150,6 +175,9 @@ def update(
     gone = (far == _GONE) | ((far == _CAME) & ~spike)
     came = ~gone & alone & beyond
     met = xp.where(gone, _GONE, xp.where(came, _CAME, far - far))
+    spiked = xp.where(spike, _ORDINARY, far - far)
+    if seen.loss_outlier is not None:
+        spiked = xp.where(spike & seen.loss_outlier, _OUTLYING, spiked)
     learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
     watch, shift = level_shift.update(
         config.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
@@ -159,11 +187,27 @@ def update(
         mean=xp.where(shift.escaped, shift.level, learnt.mean),
         var=xp.where(shift.escaped, shift.spread, learnt.var),
         peak=numerics.settle(xp.where(learn, peak, state.peak), xp=xp),
-        spiked=xp.where(learn, spike, state.spiked),
+        spiked=xp.astype(xp.where(learn, spiked, state.spiked), xp.int32),
         saved=numerics.settle(xp.where(learn, saved, state.saved), xp=xp),
         far=xp.astype(xp.where(learn, met, far), xp.int32),
+        excess=numerics.settle(xp.where(learn, excess, state.excess), xp=xp),
+        falls=xp.astype(xp.where(learn, falls, state.falls), xp.int32),
         shift=watch,
     ), Clip(scale, threshold, z, over)
+
+
+def _losses(average: Any, falls: Any, excess: Any, outlying: Any, *, xp: Any) -> tuple[Any, Any]:
+    """Average and count with one more loss, where the step is a lone spike with an outlying one."""
+    first = average == 0
+    most = numerics.smaller(excess, _LOSS_MOST * average, xp=xp)
+    moved = average + _LOSS_RATE * (most - average)
+    higher = xp.where(excess > _HIGHER * average, falls - _MISS, falls)
+    counted = xp.where(excess <= average, falls + _LOWER, higher)
+    counted = xp.where(counted > _BEST, _BEST, xp.where(counted < _WORST, _WORST, counted))
+    return (
+        xp.where(outlying, xp.where(first, excess, moved), average),
+        xp.where(outlying & ~first, counted, falls),
+    )
 
 
 def _learn(

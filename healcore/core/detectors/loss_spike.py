@@ -118,7 +118,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
         ),
     )
     cause = flag(alarm | sustained, Cause.LOSS_SPIKE, xp=xp)
-    return new, Reading(alarm, sustained, cause, xp.where(learn, z, 0.0))
+    return new, Reading(alarm, sustained, cause, xp.where(learn, z, 0.0), gap)
 
 
 def _between(x: Any, *, xp: Any) -> Any:

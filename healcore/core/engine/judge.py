@@ -36,7 +36,8 @@ def judge(
 
     detectors, readings = _read(config, state, seen, grace > 0, xp=xp)
     if "loss_spike" in readings:
-        seen = seen._replace(loss_outlier=readings["loss_spike"].alarm)
+        watch = readings["loss_spike"]
+        seen = seen._replace(loss_outlier=watch.alarm, loss_excess=watch.excess)
     alarmed, sustained = _causes(readings, seen, xp=xp)
     alarmed, sustained = numerics.shared(alarmed, xp=xp), numerics.shared(sustained, xp=xp)
     cause = alarmed | sustained
@@ -153,11 +154,10 @@ def _read(
             memory, reading = module.update(thresholds, memory, seen, xp=xp)
             reading = reading._replace(z=numerics.settle(reading.z, xp=xp))
             if name != "nonfinite":
-                reading = Reading(
-                    reading.alarm & ~in_grace,
-                    reading.sustained & ~in_grace,
-                    xp.where(in_grace, 0, reading.cause),
-                    reading.z,
+                reading = reading._replace(
+                    alarm=reading.alarm & ~in_grace,
+                    sustained=reading.sustained & ~in_grace,
+                    cause=xp.where(in_grace, 0, reading.cause),
                 )
             readings[name] = reading
         states.append(memory)

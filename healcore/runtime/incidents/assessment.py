@@ -159,6 +159,8 @@ class Assessor:
         self._batches: deque[TrainedBatch] = deque(maxlen=_BATCHES)
         self._at_first_alarm: AssessmentResult | None = None
         """The result at the first alarm of the current incident."""
+        self._back_at: int | None = None
+        """The last step of the incident at which a remembered batch was not worse than before."""
         self._high_loss: HighLossPeriod | None = None
         self._nonfinite_orders = 0
         self._nonfinite_at = -_ROW
@@ -167,7 +169,7 @@ class Assessor:
         """Takes a step and its batch, and keeps references to a few batches."""
         loss = records[0].loss
         if not any(each.incident_open or each.cause for each in records):
-            self._at_first_alarm = None
+            self._at_first_alarm = self._back_at = None
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(TrainedBatch(index, batch, loss))
         elif self._at_first_alarm is None and any(each.cause & HIGH_LOSS for each in records):
@@ -178,6 +180,8 @@ class Assessor:
             declined = result.verdict in (DamageVerdict.DATA, DamageVerdict.UNKNOWN)
             if self._high_loss is None and enough and declined and result.rise is not None:
                 self._high_loss = HighLossPeriod(index, tuple(self._batches))
+        elif self._at_first_alarm is not None and self._recovered(index, self._at_first_alarm):
+            self._back_at = index
         if self._high_loss is not None:
             self._high_loss.add(index, batch, loss, skipped=any(each.skip for each in records))
 
@@ -214,7 +218,7 @@ class Assessor:
         """Forgets the steps from `target` on, which are repeated."""
         kept = [each for each in self._batches if each.index < target]
         self._batches = deque(kept, maxlen=_BATCHES)
-        self._at_first_alarm = self._high_loss = None
+        self._at_first_alarm = self._back_at = self._high_loss = None
 
     def clear_batches(self) -> None:
         """Forgets the batches: the data are different from now on."""
@@ -283,18 +287,32 @@ class Assessor:
         self, request: ActionRequest, result: AssessmentResult
     ) -> AssessmentResult:
         """Damage has to last for some steps, unless a remembered batch is not finite."""
-        then = result.rise_remembered
-        if result.verdict is not DamageVerdict.DAMAGE or then is None or not math.isfinite(then):
+        least = _lasting_rise(result)
+        if least is None:
             return result
-        if request.index - request.onset < _WAIT:
+        back = self._back_at is not None and request.index - self._back_at < _WAIT
+        if back or request.index - request.onset < _WAIT:
             return result._replace(verdict=DamageVerdict.OPEN)
         rises = self._rises()
         if not rises:
             return result._replace(verdict=DamageVerdict.UNKNOWN)
         now = sum(rises) / len(rises)
-        lasts = not now < min(_SHARE * then, result.far_rise)  # true for NaN
+        lasts = not now < least  # true for NaN
         verdict = DamageVerdict.DAMAGE if lasts else DamageVerdict.OPEN
         return result._replace(verdict=verdict, rise_remembered=now)
+
+    def _recovered(self, index: int, result: AssessmentResult) -> bool:
+        """Whether a model found damaged at the first alarm is not worse at this step.
+
+        At the edge of stability the loss may swing for dozens of steps, and 16 steps after an alarm
+        is at any point of a swing. One of the remembered batches in turn shows it: the loss of the
+        step's own batch would be low by chance now and then.
+        """
+        least = _lasting_rise(result)
+        if least is None or not self._batches:
+            return False
+        each = self._batches[index % len(self._batches)]
+        return any(loss - each.loss < least for loss in self._losses([each.batch]))
 
     def _assess_nonfinite(self, request: ActionRequest) -> AssessmentResult:
         rises = self._rises()
@@ -310,6 +328,14 @@ class Assessor:
         return AssessmentResult(
             DamageVerdict.DAMAGE if too_often else DamageVerdict.DATA, "weights"
         )
+
+
+def _lasting_rise(result: AssessmentResult) -> float | None:
+    """The rise of remembered batches below which damage has not lasted; None: not asked."""
+    then = result.rise_remembered
+    if result.verdict is not DamageVerdict.DAMAGE or then is None or not math.isfinite(then):
+        return None
+    return min(_SHARE * then, result.far_rise)
 
 
 def _mean_loss(batches: Sequence[TrainedBatch]) -> float:

@@ -1,7 +1,8 @@
 """The reference's clipping rules, from their docstrings: Python floats, lists, ifs.
 
 Each has `see(norm, groups, learn, restart, outlier) -> Clipped`. `norm` and `groups` are finite;
-`outlier` is whether the loss stands out, None if no detector watches it.
+`outlier` is how far the loss stands out from its level, 0 if it does not, None if no detector
+watches it.
 """
 
 from __future__ import annotations
@@ -34,19 +35,26 @@ class ZClip:
         self.config, self.ties = config, ties
         self.history: list[float] = []
         self.mean = self.var = self.peak = self.saved = 0.0
-        self.after_spike = False
+        self.before = "none"
+        """The last step: none, ordinary (a spike, its loss was no outlier), outlying."""
+        self.losses: float | None = None
+        """Average of how far the losses of lone spikes stood out."""
+        self.falls = 2
+        """From -6 to 2: how far they fall; below 0 a lone spike is no exception."""
         self.far = "none"
         """Spikes so far out that they may be garbage: none, came (the last step), gone."""
         self.watch = Watch(config.shift, ties)
 
     def see(
-        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: bool | None = None
+        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: float | None = None
     ) -> Clipped:
         c = self.config
         if restart:
             self.history = []
         if not self.history:
             self.peak, self.far = 0.0, "none"
+            if outlier is not None:
+                self.losses, self.falls = None, 2
         if restart:
             self.watch.clear()
         warm = len(self.history) < c.warmup_steps
@@ -63,17 +71,22 @@ class ZClip:
                     "max": threshold,
                 }[c.target]
         accepted, effective = target, target
-        saved = 0.0 if warm else min(self.saved + c.lone_share, c.lone_limit)
-        far = self.far
+        saved = 0.0 if warm else min(self.saved + c.lone_share, 2 * c.lone_limit)
+        far, losses, falls = self.far, self.losses, self.falls
         if far == "came":
             far = "none" if spike else "gone"
-        if spike and not self.after_spike:
+        if spike and (self.before == "none" or (outlier and self.before == "ordinary")):
+            if outlier:
+                losses, falls = self._judge(outlier, losses, falls)
             allowed = c.lone_ratio * self.peak
-            beyond = outlier and self.ties.above(norm, c.lone_limit * self.mean)
+            reach = max(saved, c.lone_limit)
+            beyond = outlier and self.ties.above(norm, reach * self.mean)
             if beyond and far == "gone":
                 allowed = min(allowed, self.peak)
             elif outlier and not beyond:
                 allowed = max(allowed, min(saved * self.mean, 2 * self.peak))
+            if falls < 0 and outlier is not None:
+                allowed = 0.0
             if self.ties.above(min(norm, allowed), target):
                 effective = min(norm, allowed)
                 saved = max(saved - effective / self.mean, 0.0)
@@ -84,9 +97,19 @@ class ZClip:
         over = self.ties.above(norm, effective) if effective != norm else False
         if learn and norm > 0:
             self.peak = max(self.peak * (1 - 1 / 1024), effective)
-            self.after_spike, self.saved, self.far = spike, saved, far
+            self.before = ("outlying" if outlier else "ordinary") if spike else "none"
+            self.saved, self.far, self.losses, self.falls = saved, far, losses, falls
             self._learn(norm, accepted, warm, spike)
         return Clipped(factor(effective, norm) if over else 1.0, over, threshold, z)
+
+    def _judge(self, loss: float, losses: float | None, falls: int) -> tuple[float, int]:
+        if losses is None:
+            return loss, falls
+        if not self.ties.above(loss, losses):
+            falls = min(falls + 1, 2)
+        elif self.ties.above(loss, 1.125 * losses):
+            falls = max(falls - 3, -6)
+        return losses + (min(loss, 2 * losses) - losses) / 16, falls
 
     def _learn(self, norm: float, accepted: float, warm: bool, spike: bool) -> None:
         if warm:
@@ -113,7 +136,7 @@ class Fixed:
         self.limit, self.ties = config.max_norm, ties
 
     def see(
-        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: bool | None = None
+        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: float | None = None
     ) -> Clipped:
         over = self.ties.above(norm, self.limit)
         return Clipped(factor(self.limit, norm) if over else 1.0, over, self.limit)
@@ -127,7 +150,7 @@ class AutoClip:
         self.bins: dict[int, int] = {}
 
     def see(
-        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: bool | None = None
+        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: float | None = None
     ) -> Clipped:
         c = self.config
         if restart:
@@ -167,7 +190,7 @@ class AdaGC:
         self.watches = [Watch(config.shift, ties) for _ in range(groups)]
 
     def see(
-        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: bool | None = None
+        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: float | None = None
     ) -> Clipped:
         c = self.config
         if restart:

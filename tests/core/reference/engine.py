@@ -188,8 +188,8 @@ class Engine:
         self.healthy = 0
         self.lr = Multiplier(config.lr)
         self.report = Report()
-        self.outlier: bool | None = None
-        """Whether the loss of this step stands out; None if no detector watches it."""
+        self.outlier: float | None = None
+        """How far the loss of this step stands out, 0 if it does not; None without a detector."""
         acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
         self.trouble = BAD
         for rule in config.rules:
@@ -273,7 +273,7 @@ class Engine:
                 continue
             alarm, lasting, flags = detector.see(step)
             if isinstance(detector, detectors.LossSpike):
-                self.outlier = alarm and self.grace == 0
+                self.outlier = detector.excess if alarm and self.grace == 0 else 0.0
             if always or self.grace == 0:
                 alarmed |= flags if alarm else 0
                 sustained |= flags if lasting else 0

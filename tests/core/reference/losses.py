@@ -95,6 +95,8 @@ class LossSpike:
         self.config, self.ties = config, ties
         self.level = Level(ties)
         self.tail, self.votes, self.lasted = 1.5, 0.0, 0
+        self.excess = 0.0
+        """The last loss less its level."""
 
     def see(self, step: Any) -> Finding:
         c, level, x = self.config, self.level, step.loss
@@ -108,7 +110,8 @@ class LossSpike:
             return False, False, 0
         warm = level.count < c.warmup_steps
         unit, constant = level.unit()
-        z = 0.0 if warm or unit == 0 else (x - level.mean) / unit
+        self.excess = x - level.mean
+        z = 0.0 if warm or unit == 0 else self.excess / unit
         score = z / (c.z_threshold * self.tail)
         vote = clamp(2 * (score - 1), 0, 1)
         against = 3 * clamp(2 * (-0.3 - score), 0, 1)
