@@ -77,6 +77,25 @@ def test_a_rate_that_is_too_high_from_the_first_step_on():
     assert run(losses, norms)[:12].any()
 
 
+# The first steps of healbench's negative_loss (seed 3, a fixed clip): it comes back by itself.
+SWING = np.array([
+    0.081, -0.035, -0.136, -0.294, -0.412, -0.675, -0.857, -0.831, -0.699, -0.648, 1.941, 5.026,
+    1.731, 4.276, 5.264, 4.682, 4.124, 6.354, 2.054, -1.007,
+])  # fmt: skip
+SWING_NORMS = np.array([
+    0.749, 0.807, 0.964, 1.092, 1.304, 1.361, 1.493, 3.409, 9.635, 29.03, 174.9, 323.2,
+    76.56, 238.8, 299.5, 272.1, 227.5, 454.9, 141.2, 18.12,
+])  # fmt: skip
+
+
+def test_the_first_16_steps_need_one_more_record():
+    assert not run(SWING, SWING_NORMS).any()
+    late = run(np.append(np.full(30, 0.1), SWING), np.append(np.full(30, 0.7), SWING_NORMS))
+    assert late.any(), "the same three records later in a run"
+    grown = growth(16, 6, 2.0)
+    assert run(2 + 10 * grown, 1 + 50 * grown).any(), "what goes on growing is still found"
+
+
 def test_each_further_alarm_needs_two_more_records():
     found = run(2 + growth(60, 30, 1.45), 1 + 20 * growth(60, 30, 1.45))
     where = np.flatnonzero(found)

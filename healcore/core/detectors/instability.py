@@ -32,6 +32,9 @@ _BACK = 0.25  # of the last record: below it the growth is over
 # data norms are larger for a while. In healthy runs 1.5 was seen, in those with a rate that is too
 # high 3 and more.
 _AGAIN = 2.0
+# Steps learnt, before which one more record is needed: a level known from a few steps is not known
+# well. A healthy run climbed to five times its loss from step 8 on and was back at step 19.
+_EARLY = 16
 _FORGET = 1.0 / 512.0  # rate at which best and highest level are forgotten: a level shift is learnt
 _COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
 
@@ -42,7 +45,7 @@ class Config(NamedTuple):
     growth: Any = 1.4
     """Factor from one record to the next, above 1."""
     records: Any = 3
-    """Records that make the alarm, the first one included."""
+    """Records that make the alarm, the first one included; one more in the first 16 steps."""
     norm_ratio: Any = 8.0
     """Multiple of its usual size that the gradient norm has at a record."""
     patience: Any = 16
@@ -103,7 +106,8 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     twice = record & (records > 0) & (height > numerics.product(config.growth, higher, xp=xp))
     counted = xp.where(twice, records + 2, records + 1)
     records = xp.where(record, counted, xp.where(over, 0, records))
-    alarm = record & (records >= config.records)
+    needed = xp.where(count < _EARLY, 1, records - records) + config.records
+    alarm = record & (records >= needed)
     z = numerics.quotient(height, xp.where(least > 0, least, 1.0), xp=xp)
 
     one = loss - loss + 1.0

@@ -76,7 +76,7 @@ class ZClip:
         if far == "came":
             far = "none" if spike else "gone"
         if spike and (self.before == "none" or (outlier and self.before == "ordinary")):
-            if outlier:
+            if outlier and self.before == "none":
                 losses, falls = self._judge(outlier, losses, falls)
             allowed = c.lone_ratio * self.peak
             reach = max(saved, c.lone_limit)

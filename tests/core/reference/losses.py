@@ -240,7 +240,7 @@ class Instability:
                 self.row = []
         if self.ties.close:
             self.shared_ties.recall(self.ties.closest)
-        alarm = bool(new) and len(self.row) >= c.records
+        alarm = bool(new) and len(self.row) >= c.records + (self.learnt < 16)
         settled = high and not new and self.since >= 4 * c.patience
         if not (high or self.row):
             self._learn(x, step.norm)

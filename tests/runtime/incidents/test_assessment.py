@@ -120,6 +120,27 @@ def test_a_loss_that_has_come_back_may_go_up_again():
         assert assessor.assess(order(index)).verdict.value == verdict
 
 
+@pytest.mark.parametrize("low_at", [41, 47, 55])
+def test_a_model_that_was_back_within_the_last_16_steps_is_not_damaged(low_at):
+    """At the edge of stability the loss swings for dozens of steps: every order finds it high."""
+    weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
+    high = weights.now
+    for index in range(41, low_at + 16):
+        weights.now = {"a": 1.2, "b": 3.2, "new": 12.0} if index == low_at else high
+        assessor.observe(index, "new", step(12.0, Cause.LOSS_SPIKE))
+        if index >= max(low_at, 56):
+            assert assessor.assess(order(index)).verdict.value == "open"
+    assert assessor.assess(order(low_at + 16)).verdict.value == "damage"
+
+
+def test_an_easy_batch_does_not_show_that_the_model_was_back():
+    """A step's own loss may be low by chance; only remembered batches are compared."""
+    _, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
+    for index in range(41, 56):
+        assessor.observe(index, "easy", step(0.0, Cause.LOSS_SPIKE))
+    assert assessor.assess(order(56)).verdict.value == "damage"
+
+
 def test_batches_that_are_not_finite_need_not_last():
     _, assessor = alarmed({"a": math.nan, "b": 3.0, "new": 12.0}, loss=12.0, z=10.0)
     assert assessor.assess(order(41)).verdict.value == "damage"
