@@ -129,6 +129,13 @@ def published(*which: str, **changes: Any) -> EngineConfig:
     )
 
 
+def lone_spikes() -> EngineConfig:
+    """The rule for lone spikes, whose losses are watched."""
+    rule = CLIPS["zclip-mean"]._replace(lone_share=0.125)
+    watch = ("loss_spike", detectors.DETECTORS["loss_spike"].Config())
+    return EngineConfig(clip=("zclip", rule), detectors=(watch,))
+
+
 def growing(**changes: Any) -> EngineConfig:
     """Only the instability detector: the other loss detectors would hide it from the oracle."""
     return full(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from healcore.core import level_shift, numerics, warmup, window
-from healcore.core.clipping import adagc, autoclip, fixed, verdict, zclip
+from healcore.core.clipping import adagc, autoclip, fixed, lone_spikes, verdict, zclip
 from healcore.core.detectors import (
     divergence,
     grad_ceiling,
@@ -36,9 +36,10 @@ from healcore.core.engine import budget, incident, judge, lr, rules, skip_limit
 from tests.core import fuzz, mutants, oracle, policies
 
 CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "zclip-mean", "fixed")
-POLICIES = (*CLIPS, "growing", *policies.PUBLISHED)
+POLICIES = (*CLIPS, "growing", "lone_spikes", *policies.PUBLISHED)
 PARTS: dict[ModuleType, tuple[str, ...]] = {
     zclip: ("zclip", "zclip-max", "zclip-mean"),
+    lone_spikes: ("lone_spikes",),
     adagc: ("adagc",),
     autoclip: ("autoclip",),
     fixed: ("fixed",),
@@ -71,13 +72,19 @@ def trial(clip: str):
     groups = policies.GROUPS if clip == "adagc" else 0
     if clip == "growing":
         config = policies.growing()
+    elif clip == "lone_spikes":
+        config = policies.lone_spikes()
     elif clip in policies.PUBLISHED:
         config = policies.published(clip)
     else:
         # Other clipping rules do not see the detectors.
         config = policies.full(clip) if clip in ("zclip", "adagc") else policies.clip_only(clip)
     config = oracle.known_to_reference(config)
-    trace = fuzz.signals(np.random.default_rng(3), STOPS[-1], LANES, groups=groups)
+    rng = np.random.default_rng(3)
+    if clip == "lone_spikes":
+        trace = fuzz.garbage(rng, STOPS[-1], LANES)
+    else:
+        trace = fuzz.signals(rng, STOPS[-1], LANES, groups=groups)
     return config, trace, groups, oracle.reference_run(config, trace, groups=groups)
 
 

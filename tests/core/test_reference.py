@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from healcore.core.detectors import DETECTORS
-from healcore.core.engine import EngineConfig
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action
 from tests.core import fuzz, oracle, policies
@@ -58,9 +56,7 @@ def test_instability_alone(lanes, wild):
 
 def test_lone_spikes_of_garbage():
     trace = fuzz.garbage(np.random.default_rng(51), STEPS, LANES)
-    rule = policies.CLIPS["zclip-mean"]._replace(lone_share=0.125)
-    watched = (("loss_spike", DETECTORS["loss_spike"].Config()),)
-    outcome = oracle.agree(EngineConfig(clip=("zclip", rule), detectors=watched), trace)
+    outcome = oracle.agree(policies.lone_spikes(), trace)
     assert outcome.wrong is None, outcome.wrong
     assert outcome.ties <= LANES // 10
     assert outcome.steps >= 0.9 * STEPS * LANES

@@ -10,10 +10,8 @@ Differs from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md)
 * The baseline follows true level shifts (`level_shift`), and the warm-up is robust (`warmup`).
 * NaN, Inf and zero norms teach nothing: one NaN disables the published rule for good, and a run of
   zeros makes it clip to zero. sigma is at least `min_rel_std` of mu.
-* A spike that stands alone may be larger, since a batch of a rare class that is brought down to the
-  mean is hardly learnt: up to earlier norms (`lone_ratio`), and beyond if the loss is an outlier
-  too (`lone_share`, `lone_limit`). With an ordinary loss the spike is attributed to the model.
-  It ends where the losses of such batches do not fall: of noise there is nothing to learn.
+* A spike that comes alone may keep more of its norm (`lone_spikes`): a batch of a rare class that
+  is brought down to the mean is hardly learnt.
 """
 
 from __future__ import annotations
@@ -23,23 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import level_shift, numerics, warmup
+from healcore.core.clipping import lone_spikes
 from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
-
-_FORGET = 1.0 / 1024.0  # of the largest norm per step; a power of two, so that the product is exact
-_CAME, _GONE = 1, 2  # of `ZClipState.far`: the last step was such a spike; one has come and gone
-_DOUBLE = 2.0  # a lone spike passes at most so many times the largest recent norm
-_SAVED = 2.0  # limits that are saved up at most: after long without a spike one may be as far out
-_ORDINARY, _OUTLYING = 1, 2  # of `ZClipState.spiked`: the loss of the last step, if it was a spike
-
-# Whether the losses of lone spikes fall. A class that is learnt comes with less each time, noise
-# with as much as before. The average is slow, so that a slow fall shows; a loss counts at most
-# twice the average, since those of heavy-tailed noise differ by factors of 20.
-_LOSS_RATE = 1.0 / 16.0
-_LOSS_MOST = 2.0
-_HIGHER = 1.125  # times the average is higher; in between is neither, the noise of one kind of data
-_LOWER, _MISS = 1, 3  # what a lower and a higher loss count: noise gives about as many of both
-_BEST, _WORST = 2, -6  # where the count starts and ends; below 0 a lone spike is like any other
 
 
 class ZClipConfig(NamedTuple):
@@ -76,12 +60,7 @@ class ZClipState(NamedTuple):
     count: Any  # int32: norms learnt, up to the end of warm-up
     mean: Any  # float32
     var: Any  # float32: population variance in warm-up, then its moving average
-    peak: Any  # float32: largest norm that has passed, slowly forgotten
-    spiked: Any  # int32: whether the last norm was a spike: 0 no, _ORDINARY, _OUTLYING
-    saved: Any  # float32: what lone spikes may use, in means
-    far: Any  # int32: lone spike beyond `lone_limit`, its loss an outlier: 0 none, _CAME, _GONE
-    excess: Any  # float32: average of the loss above its level at lone spikes; 0: none yet
-    falls: Any  # int32: how far those losses fall, _WORST to _BEST
+    lone: lone_spikes.State
     shift: level_shift.ShiftState
 
 
@@ -93,12 +72,7 @@ def init(config: ZClipConfig, *, groups: int = 0) -> ZClipState:
         count=np.zeros((), np.int32),
         mean=zero,
         var=zero.copy(),
-        peak=zero.copy(),
-        spiked=np.zeros((), np.int32),
-        saved=zero.copy(),
-        far=np.zeros((), np.int32),
-        excess=zero.copy(),
-        falls=np.full((), _BEST, np.int32),
+        lone=lone_spikes.init(),
         shift=level_shift.init(),
     )
 
@@ -130,33 +104,11 @@ def update(
     else:
         target = state.mean + xp.where(spike, numerics.product(k, sigma, xp=xp), 0.0)
 
-    peak = xp.where(count == 0, 0.0, state.peak)
-    saved = xp.where(warm, 0.0, state.saved + config.lone_share)
-    saved = numerics.smaller(saved, _SAVED * config.lone_limit, xp=xp)
-    far = xp.where(count == 0, 0, state.far)
-    allowed = numerics.product(config.lone_ratio, peak, xp=xp)
-    beyond = spike & False
-    lone = state.spiked == 0
-    excess, falls = state.excess, state.falls
-    if seen.loss_outlier is not None:
-        lone = lone | (seen.loss_outlier & (state.spiked == _ORDINARY))
-        excess = xp.where(count == 0, 0.0, excess)
-        falls = xp.where(count == 0, _BEST, falls)
-        outlying = spike & (state.spiked == 0) & seen.loss_outlier
-        excess, falls = _losses(excess, falls, seen.loss_excess, outlying, xp=xp)
-        reach = numerics.larger(saved, config.lone_limit, xp=xp)
-        near = norm <= numerics.product(reach, state.mean, xp=xp)
-        beyond = seen.loss_outlier & ~near
-        doubled = numerics.product(_DOUBLE, peak, xp=xp)
-        more = numerics.smaller(numerics.product(saved, state.mean, xp=xp), doubled, xp=xp)
-        more = xp.where(near & seen.loss_outlier, more, 0.0)
-        allowed = numerics.larger(allowed, more, xp=xp)
-        within = numerics.smaller(allowed, peak, xp=xp)
-        allowed = xp.where(beyond & (far == _GONE), within, allowed)
-        allowed = xp.where(falls >= 0, allowed, 0.0)
-    largest = numerics.smaller(allowed, norm, xp=xp)
-    alone = spike & lone & (largest > target)
-    effective = xp.where(spike, xp.where(alone, largest, target), norm)
+    lone, allowance = lone_spikes.allow(
+        config, state.lone, seen, spike, state.mean, warm, count == 0, xp=xp
+    )
+    alone = spike & allowance.lone & (allowance.norm > target)
+    effective = xp.where(spike, xp.where(alone, allowance.norm, target), norm)
     threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
     if config.max_norm is not None:
         effective = numerics.smaller(effective, config.max_norm, xp=xp)
@@ -168,16 +120,10 @@ def update(
     z = xp.where(known, numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp), 0.0)
 
     learn = learn & seen.finite & (norm > 0)
-    faded = peak - _FORGET * peak
-    peak = numerics.larger(faded, xp.where(over, effective, norm), xp=xp)
-    used = numerics.quotient(largest, xp.where(alone, state.mean, 1.0), xp=xp)
-    saved = numerics.larger(xp.where(alone, saved - used, saved), 0.0, xp=xp)
-    gone = (far == _GONE) | ((far == _CAME) & ~spike)
-    came = ~gone & alone & beyond
-    met = xp.where(gone, _GONE, xp.where(came, _CAME, far - far))
-    spiked = xp.where(spike, _ORDINARY, far - far)
-    if seen.loss_outlier is not None:
-        spiked = xp.where(spike & seen.loss_outlier, _OUTLYING, spiked)
+    passed = xp.where(over, effective, norm)
+    lone = lone_spikes.learn(
+        state.lone, lone, allowance, seen, spike, alone, passed, state.mean, learn, xp=xp
+    )
     learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
     watch, shift = level_shift.update(
         config.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
@@ -186,28 +132,9 @@ def update(
         count=learnt.count,
         mean=xp.where(shift.escaped, shift.level, learnt.mean),
         var=xp.where(shift.escaped, shift.spread, learnt.var),
-        peak=numerics.settle(xp.where(learn, peak, state.peak), xp=xp),
-        spiked=xp.astype(xp.where(learn, spiked, state.spiked), xp.int32),
-        saved=numerics.settle(xp.where(learn, saved, state.saved), xp=xp),
-        far=xp.astype(xp.where(learn, met, far), xp.int32),
-        excess=numerics.settle(xp.where(learn, excess, state.excess), xp=xp),
-        falls=xp.astype(xp.where(learn, falls, state.falls), xp.int32),
+        lone=lone,
         shift=watch,
     ), Clip(scale, threshold, z, over)
-
-
-def _losses(average: Any, falls: Any, excess: Any, outlying: Any, *, xp: Any) -> tuple[Any, Any]:
-    """Average and count with one more loss, where the step is a lone spike with an outlying one."""
-    first = average == 0
-    most = numerics.smaller(excess, _LOSS_MOST * average, xp=xp)
-    moved = average + _LOSS_RATE * (most - average)
-    higher = xp.where(excess > _HIGHER * average, falls - _MISS, falls)
-    counted = xp.where(excess <= average, falls + _LOWER, higher)
-    counted = xp.where(counted > _BEST, _BEST, xp.where(counted < _WORST, _WORST, counted))
-    return (
-        xp.where(outlying, xp.where(first, excess, moved), average),
-        xp.where(outlying & ~first, counted, falls),
-    )
 
 
 def _learn(
