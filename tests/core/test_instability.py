@@ -96,6 +96,13 @@ def test_the_first_16_steps_need_one_more_record():
     assert run(2 + 10 * grown, 1 + 50 * grown).any(), "what goes on growing is still found"
 
 
+def test_an_explosion_that_overflows_after_three_steps_is_found():
+    """Plain SGD at 40 times a good rate in Trainer: the next gradient norm is infinite."""
+    losses = np.array([3.47, 3.47, 3.31, 2.79, 2.71, 5.24, 15.27, 287.4, 33557.0])
+    norms = np.array([0.7, 0.8, 0.8, 1.2, 2.5, 2.9, 21.7, 193.8, 11646.0])
+    assert run(losses, norms).any()
+
+
 def test_each_further_alarm_needs_two_more_records():
     found = run(2 + growth(60, 30, 1.45), 1 + 20 * growth(60, 30, 1.45))
     where = np.flatnonzero(found)

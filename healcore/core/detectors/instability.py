@@ -6,7 +6,8 @@ by its own updates sets record after record, with a gradient norm many times its
 
 A record is a loss of two steps in a row (one bad batch is none) that is above the last record by
 the factor `growth`, both measured from the run's best level; one above it by `growth` squared
-counts twice. docs/detectors.md has the first record and the end of a growth.
+counts twice, by its third power three times. docs/detectors.md has the first record and the end of
+a growth.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _BACK = 0.25  # of the last record: below it the growth is over
 # high 3 and more.
 _AGAIN = 2.0
 # Steps learnt, before which one more record is needed: a level known from a few steps is not known
-# well. A healthy run climbed to five times its loss from step 8 on and was back at step 19.
+# well. A healthy run climbed to five times its loss from step 8 on and was back at step 19. An
+# explosion may overflow three steps after its first sign, so steep records count three times.
 _EARLY = 16
 _FORGET = 1.0 / 512.0  # rate at which best and highest level are forgotten: a level shift is learnt
 _COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
@@ -103,8 +105,10 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     back = height < numerics.product(_BACK, last, xp=xp)
     over = ~record & (back | (state.since >= config.patience))
     high = height > least
-    twice = record & (records > 0) & (height > numerics.product(config.growth, higher, xp=xp))
-    counted = xp.where(twice, records + 2, records + 1)
+    second = numerics.product(config.growth, higher, xp=xp)
+    third = numerics.product(config.growth, second, xp=xp)
+    steep = xp.where(height > third, records + 3, records + 2)
+    counted = xp.where((records > 0) & (height > second), steep, records + 1)
     records = xp.where(record, counted, xp.where(over, 0, records))
     needed = xp.where(count < _EARLY, 1, records - records) + config.records
     alarm = record & (records >= needed)

@@ -266,7 +266,9 @@ class Instability:
             return [height] if high else []
         if not above(height, c.growth * self.row[-1], *sizes):
             return []
-        return [height] * (1 + above(height, c.growth**2 * self.row[-1], *sizes))
+        return [height] * (
+            1 + sum(above(height, c.growth**k * self.row[-1], *sizes) for k in (2, 3))
+        )
 
     def _learn(self, x: float, norm: float) -> None:
         """Learns a quiet step: a fall in full, a rise as far as the noise allows."""
