@@ -29,8 +29,8 @@ def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def loss_fn(params: dict[str, Any], inputs: Any, targets: Any) -> jax.Array:
-    hidden = jax.nn.relu(inputs @ params["w1"] + params["b1"])
-    hidden = jax.nn.relu(hidden @ params["w2"] + params["b2"])
+    hidden = jnp.tanh(inputs @ params["w1"] + params["b1"])
+    hidden = jnp.tanh(hidden @ params["w2"] + params["b2"])
     return jnp.mean((hidden @ params["w3"] + params["b3"] - targets) ** 2)
 
 
