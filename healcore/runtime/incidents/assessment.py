@@ -317,9 +317,12 @@ class Assessor:
     def _assess_nonfinite(self, request: ActionRequest) -> AssessmentResult:
         rises = self._rises()
         if rises:
-            finite = math.isfinite(sum(rises))
-            verdict = DamageVerdict.DATA if finite else DamageVerdict.DAMAGE
-            return AssessmentResult(verdict, "remembered_batches")
+            # The skipped steps have changed nothing, but those before them may have.
+            least = _lasting_rise(self._at_first_alarm) if self._at_first_alarm else None
+            mean = sum(rises) / len(rises)
+            damaged = not math.isfinite(mean) or (least is not None and mean >= least)
+            verdict = DamageVerdict.DAMAGE if damaged else DamageVerdict.DATA
+            return AssessmentResult(verdict, "remembered_batches", rise_remembered=mean)
         again = request.index - self._nonfinite_at < _ROW
         self._nonfinite_orders = self._nonfinite_orders + 1 if again else 1
         self._nonfinite_at = request.index

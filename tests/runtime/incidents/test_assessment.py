@@ -141,6 +141,15 @@ def test_an_easy_batch_does_not_show_that_the_model_was_back():
     assert assessor.assess(order(56)).verdict.value == "damage"
 
 
+@pytest.mark.parametrize(("rise", "verdict"), [(9.0, "damage"), (3.9, "data"), (0.0, "data")])
+def test_skipped_steps_do_not_repair_what_the_steps_before_them_have_damaged(rise, verdict):
+    """Ten steps in a row are not finite: only the model of before them can be the reason to go back."""
+    weights, assessor = alarmed({"a": 9.0, "b": 11.0, "new": 12.0}, loss=12.0, z=10.0)
+    weights.now = {"a": 1.0 + rise, "b": 3.0 + rise}
+    found = assessor.assess(order(51)._replace(cause=Cause.NONFINITE_LOSS))
+    assert found.verdict.value == verdict
+
+
 def test_batches_that_are_not_finite_need_not_last():
     _, assessor = alarmed({"a": math.nan, "b": 3.0, "new": 12.0}, loss=12.0, z=10.0)
     assert assessor.assess(order(41)).verdict.value == "damage"
