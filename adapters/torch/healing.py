@@ -130,9 +130,9 @@ class Healing:
         """
         self.live_engine.expect_change()
 
-    def decline(self) -> None:
+    def decline(self, *, cut: bool = False) -> None:
         """Reports that the rollback ordered last is not carried out; see `Engine.decline`."""
-        self.live_engine.decline()
+        self.live_engine.decline(cut=cut)
 
     def discard(self) -> None:
         """Drops the losses since the last step; for loops that discard a step themselves."""

@@ -56,7 +56,7 @@ class Lr(Table):
 
 
 class Budget(Table):
-    """How often a run may recover. With no recovery left, one that gets worse is stopped."""
+    """How often a run may recover. With none left, one that is not finite is stopped."""
 
     core = BudgetConfig
     host_only = frozenset({"shrinks"})

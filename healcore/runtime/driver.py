@@ -254,7 +254,7 @@ class Driver(Protocol):
         """Opens every engine's grace window."""
         ...
 
-    def decline(self) -> None:
+    def decline(self, *, cut: bool = False) -> None:
         """Refunds the rollback that was ordered and is not carried out, see `Engine.decline`."""
         ...
 

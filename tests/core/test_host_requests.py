@@ -88,9 +88,33 @@ def test_a_cut_that_was_ordered_with_it_stays():
     assert runner.state.budget.lr_cuts == 1
 
 
+def test_a_cut_that_is_declined_too_is_as_if_it_had_not_been():
+    runner = Runner(ESCALATION)
+    (*_, decision) = runner.feed(loss=bad(11, 10))
+    assert decision.lr_scale == np.float32(0.5)
+    runner.state = runner.engine.decline(runner.state, cut=True, xp=np)
+    assert runner.state.budget == Runner(ESCALATION).state.budget
+    assert [d.lr_scale for d in runner.feed(loss=np.ones(100))] == [1.0] * 100
+    assert runner.state.lr.broken == 0.0, "a rising schedule is not limited by it"
+
+
+def test_declining_the_second_cut_leaves_the_first():
+    config = ESCALATION._replace(lr=LrConfig(factor=0.25, hold_steps=5, ramp_steps=5, ceiling=0.5))
+    runner, first = Runner(config), Runner(config)
+    runner.feed(loss=bad(40, 10, 30)[:31])
+    first.feed(loss=bad(31, 10))
+    assert runner.state.lr.scale == np.float32(0.125)
+    assert first.state.lr.scale == 0.5, "its ceiling"
+    runner.state = runner.engine.decline(runner.state, cut=True, xp=np)
+    assert runner.state.lr.scale == 0.5
+    assert {d.lr_scale for d in runner.feed(loss=np.ones(25))} == {np.float32(0.5)}
+    assert runner.state.budget.lr_cuts == first.state.budget.lr_cuts
+
+
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("often", [1.0, 0.5])
-def test_the_core_goes_on_as_the_reference_does(often):
-    """Lanes decline each ordered rollback, or half of them."""
+def test_the_core_goes_on_as_the_reference_does(often, cut):
+    """Lanes decline each ordered rollback, or half of them, with their cuts or without."""
     steps, lanes = 250, 40
     rng = np.random.default_rng(8)
     trace = fuzz.signals(rng, steps, lanes)
@@ -106,14 +130,14 @@ def test_the_core_goes_on_as_the_reference_does(often):
         state = map_leaves(
             lambda old, new, where=asked[-1]: pick(where, new, old, xp=np),
             state,
-            engine.decline(state, xp=np),
+            engine.decline(state, cut=cut, xp=np),
         )
     got = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     assert np.sum(asked) > lanes
 
     def host(machine: Any, verdict: Any, i: int, lane: int) -> None:
         if verdict.action & Action.ROLLBACK and coin[i, lane]:
-            machine.decline()
+            machine.decline(cut=cut)
 
     expected = oracle.reference_run(config, trace, host=host)
     outcome = oracle.compare(expected, got)

@@ -112,12 +112,38 @@ def test_each_further_alarm_needs_two_more_records():
 
 def test_steep_growth_counts_twice():
     """Three records of which one is the square of growth: one step earlier than three."""
-    slow = run(2 + 2 * growth(60, 30, 1.5), 1 + 20 * growth(60, 30, 1.5))
-    steep = run(2 + 2 * growth(60, 30, 2.1), 1 + 20 * growth(60, 30, 2.1))
+    slow = run(2 + 2 * growth(60, 30, 1.5), 1 + 20 * growth(60, 28, 1.5))
+    steep = run(2 + 2 * growth(60, 30, 2.1), 1 + 20 * growth(60, 28, 2.1))
     assert steep.argmax() == slow.argmax() - 1
 
 
 # -- what it is not for ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("length", [5, 30, 100])
+def test_a_term_of_the_loss_whose_weight_is_raised_is_no_instability(power, length):
+    """Loss and norm grow with the weight, from one step to the next; no norm has risen before."""
+    steps, at = 300, 80
+    weight = np.clip((np.arange(steps) - at + 1) / length, 0, 1) ** power
+    losses = (0.5 + 300 * weight)[:, None] * np.exp(0.1 * noise(steps))
+    norms = (1 + 200 * weight)[:, None] * np.exp(0.2 * noise(steps, 2))
+    assert not run(losses, norms).any()
+
+
+@pytest.mark.parametrize(("rises", "found"), [(1.0, False), (5.0, True)])
+def test_the_norms_of_a_model_that_breaks_rise_before_its_loss(rises, found):
+    """The same ramp of the loss, with and without a larger norm two steps before it."""
+    grown = np.clip(np.arange(120) - 79, 0, 30)
+    norms = 1 + 20.0 * grown
+    norms[77] = rises
+    assert run(0.5 + 10 * grown, norms).any() == found
+
+
+def test_a_growth_out_of_the_blue_is_found_if_it_is_faster_than_a_ramp():
+    """One step of a far too high rate: norms were ordinary before it."""
+    grown = growth(120, 80, 4.0, 12)
+    assert run(2 + 5 * grown, 1 + 30 * grown)[:90].any()
 
 
 def test_data_that_are_different_at_once_never_alarm():
@@ -230,9 +256,9 @@ def test_growth_that_comes_back_in_between_is_no_growth():
 def test_growth_slower_than_its_patience_is_no_growth():
     """A staircase whose steps are further apart than `patience`."""
     stairs = 2 * 1.5 ** np.clip((np.arange(300) - 80) // 40, 0, 5) * (np.arange(300) >= 80)
-    assert not run(2 + stairs, 1 + 20 * stairs).any()
+    assert not run(2 + stairs, 1 + 20 * np.roll(stairs, -2)).any()
     quick = 2 * 1.5 ** np.clip((np.arange(300) - 80) // 10, 0, 5) * (np.arange(300) >= 80)
-    assert run(2 + quick, 1 + 20 * quick).any()
+    assert run(2 + quick, 1 + 20 * np.roll(quick, -2)).any()
 
 
 def test_an_unfinished_growth_is_forgotten_where_the_loss_stays_between():

@@ -175,9 +175,9 @@ class JaxDriver:
         """Opens every engine's grace window."""
         self._edit_healing(in_state.with_change_expected(self._accessor.read()))
 
-    def decline(self) -> None:
+    def decline(self, *, cut: bool = False) -> None:
         """Reports to every engine that the rollback it ordered is not carried out."""
-        self._edit_healing(in_state.declined(self._engine, self._accessor.read()))
+        self._edit_healing(in_state.declined(self._engine, self._accessor.read(), cut=cut))
 
     def interrupted(self) -> bool:
         """Whether the last step has failed because another process did not take it. A sync then.

@@ -124,11 +124,11 @@ def with_change_expected(tree: Any) -> Any:
     return map_nodes(HealState, one, tree)
 
 
-def declined(engine: Engine, tree: Any) -> Any:
+def declined(engine: Engine, tree: Any, *, cut: bool = False) -> Any:
     """The tree with the rollback that was ordered last cancelled, in every engine."""
 
     def one(live: HealState) -> HealState:
-        state = engine.decline(heal_state.engine_state(engine, live), xp=jnp)
+        state = engine.decline(heal_state.engine_state(engine, live), cut=cut, xp=jnp)
         return jax.tree.map(as_live, heal_state.with_engine_state(engine, live, state), live)
 
     return map_nodes(HealState, one, tree)

@@ -229,10 +229,10 @@ class TorchDriver:
             healing.expect_change()
         self._statistics.save_finite()  # loaded weights come with loaded statistics
 
-    def decline(self) -> None:
+    def decline(self, *, cut: bool = False) -> None:
         """Reports to every engine that the rollback it ordered is not carried out."""
         for healing in self.healings.values():
-            healing.decline()
+            healing.decline(cut=cut)
 
     def finite(self) -> bool:
         """Whether all parameters are finite, of DTensors on all ranks. One sync per device."""

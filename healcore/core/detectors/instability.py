@@ -6,8 +6,12 @@ by its own updates sets record after record, with a gradient norm many times its
 
 A record is a loss of two steps in a row (one bad batch is none) that is above the last record by
 the factor `growth`, both measured from the run's best level; one above it by `growth` squared
-counts twice, by its third power three times. docs/detectors.md has the first record and the end of
-a growth.
+counts twice, by its third power three times.
+
+A loss that changes by design may grow from step to step too: a new term whose weight is raised, a
+longer roll-out. But its first step comes out of the blue, while the norms of a model that is about
+to break have risen before its loss. So without such norms an alarm needs a growth that no ramp has.
+docs/detectors.md has the first record and the end of a growth.
 """
 
 from __future__ import annotations
@@ -37,6 +41,12 @@ _AGAIN = 2.0
 # well. A healthy run climbed to five times its loss from step 8 on and was back at step 19. An
 # explosion may overflow three steps after its first sign, so steep records count three times.
 _EARLY = 16
+# Times the usual size of the norm. Before the loss of a model that breaks, the largest of the last
+# norms was 3.5 to 100 times it (at a learning rate 3 to 30 times the best), before a ramp 0.4 to 1.9.
+_RISEN = 2.5
+_FADE = 0.875  # of the largest norm per step: about the last ten count
+_RAMP = 2.0  # times the first height and the square of the steps since: faster than a square
+_RAMP_STEPS = 128  # without an end: then it may grow anew from where it is
 _FORGET = 1.0 / 512.0  # rate at which best and highest level are forgotten: a level shift is learnt
 _COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
 
@@ -70,6 +80,10 @@ class State(NamedTuple):
     record: Any  # float32: the last record, from `best`; 0 once the loss is at its level again
     records: Any  # int32: records of the growth in progress
     since: Any  # int32: steps since the last record
+    recent: Any  # float32: the largest gradient norm lately
+    before: Any  # float32: the same when the loss was at its level last
+    first: Any  # float32: height of the first loss above the level
+    above: Any  # int32: steps for which the loss has been above its level
 
 
 def init(config: Config) -> State:
@@ -77,7 +91,16 @@ def init(config: Config) -> State:
     del config
     zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
     floats = (zero.copy() for _ in range(8))
-    return State(none, *floats, records=none.copy(), since=none.copy())
+    return State(
+        none,
+        *floats,
+        records=none.copy(),
+        since=none.copy(),
+        recent=zero.copy(),
+        before=zero.copy(),
+        first=zero.copy(),
+        above=none.copy(),
+    )
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
@@ -111,7 +134,14 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     counted = xp.where((records > 0) & (height > second), steep, records + 1)
     records = xp.where(record, counted, xp.where(over, 0, records))
     needed = xp.where(count < _EARLY, 1, records - records) + config.records
-    alarm = record & (records >= needed)
+    away = ~first & (loss - best > least) & (state.above < _RAMP_STEPS)
+    above = xp.where(away, state.above + 1, 0)
+    begun = xp.where(above == 1, loss - best, state.first)
+    recent = xp.where(first, norm, numerics.larger(norm, _FADE * state.recent, xp=xp))
+    before = xp.where(above == 0, recent, state.before)
+    ramp = numerics.product(_RAMP * numerics.as_float(above * above, xp=xp), begun, xp=xp)
+    sudden = (count >= _EARLY) & (before <= _RISEN * usual)
+    alarm = record & (records >= needed) & ~(sudden & (height <= ramp))
     z = numerics.quotient(height, xp.where(least > 0, least, 1.0), xp=xp)
 
     one = loss - loss + 1.0
@@ -145,6 +175,10 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
         # Another alarm needs records beyond this one.
         records=xp.where(alarm, 1, records),
         since=xp.where(record | settled, 0, xp.where(high | (records > 0), state.since + 1, 0)),
+        recent=numerics.settle(recent, xp=xp),
+        before=numerics.settle(before, xp=xp),
+        first=numerics.settle(begun, xp=xp),
+        above=above,
     )
     kept = state._replace(count=count)
     new = State(*(xp.where(learn, a, b) for a, b in zip(after, kept, strict=True)))

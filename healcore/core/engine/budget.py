@@ -1,7 +1,8 @@
 """How often the engine may act.
 
-With no recoveries left, the run is stopped if its numbers are not finite or its weights get worse
-with each step. Otherwise it goes on, clipped, with an alert.
+With no recoveries left, the run is stopped if its numbers are not finite. Otherwise it goes on,
+clipped, with an alert: a loss that still grows at a small part of the learning rate, after going
+back did not help, is more likely to grow by design than because of its updates.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Granted(NamedTuple):
 
     recover: Any  # bool: a rollback
     cut: Any  # bool: a cut
-    stop: Any  # bool: no rollback is left, and going on would do harm
+    stop: Any  # bool: no rollback is left, and the step is not finite
     alert: Any  # bool: no rollback is left, and the run goes on
     refund: Any  # bool: one of each is given back
 
@@ -48,15 +49,14 @@ def update(
     cut: Any,
     healthy: Any,
     in_incident: Any,
-    harmful: Any,
+    nonfinite: Any,
     *,
     xp: Any,
 ) -> tuple[BudgetState, Granted]:
     """Subtracts what is ordered, and gives one of each back after `refund_after` healthy steps.
 
     A step is not `healthy` if it has an alarm or is `in_incident`, where the count starts over; a
-    skipped non-finite step alone is only not counted. `harmful`: this step is not finite, or the
-    weights get worse with each step.
+    skipped non-finite step alone is only not counted. `nonfinite`: this step is.
     """
     can_recover, can_cut = state.recoveries > 0, state.lr_cuts > 0
     denied = recover & ~can_recover
@@ -66,8 +66,8 @@ def update(
     granted = Granted(
         recover=numerics.shared(recover & can_recover, xp=xp),
         cut=numerics.shared(cut & can_cut, xp=xp),
-        stop=denied & harmful,
-        alert=denied & ~harmful,
+        stop=denied & nonfinite,
+        alert=denied & ~nonfinite,
         refund=refund,
     )
     left = xp.where(granted.recover, state.recoveries - 1, state.recoveries)

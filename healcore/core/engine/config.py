@@ -74,7 +74,7 @@ class BudgetConfig(NamedTuple):
     """How often."""
 
     recoveries: Any = 3
-    """Rollbacks. With none left a run that gets worse is stopped; otherwise it is an alert."""
+    """Rollbacks. With none left a run that is not finite is stopped; otherwise it is an alert."""
     lr_cuts: Any = 4
     """Cuts of the learning rate."""
     refund_after: Any = 1000

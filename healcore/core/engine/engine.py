@@ -236,19 +236,30 @@ class Engine:
             incident=closed, budget=live.budget, lr=live.lr, tally=tally, last=live.last
         )
 
-    def decline(self, state: EngineState, *, xp: Any) -> EngineState:
+    def decline(self, state: EngineState, *, cut: bool = False, xp: Any) -> EngineState:
         """The state after the host has declined a rollback, which is refunded to the budget.
 
         The host found that the data are different and the model is not worse. The incident goes on,
         so that the next order comes after its `patience`; detectors keep what they have learnt.
+
+        Args:
+            state: the live state.
+            cut: the cut of the learning rate that was ordered with it is taken back too.
+            xp: the array namespace.
         """
         always = state.step >= 0
-        left = state.budget.recoveries
-        room = left < self.config.budget.recoveries
+        room = state.budget.recoveries < self.config.budget.recoveries
+        left = xp.where(room, state.budget.recoveries + 1, state.budget.recoveries)
         last_onset = xp.where(always, -1, state.incident.last_onset)
+        budget = state.budget._replace(recoveries=left)
+        lr_state = state.lr
+        if cut:
+            cuts = budget.lr_cuts + 1
+            only = cuts >= self.config.budget.lr_cuts
+            budget = budget._replace(lr_cuts=xp.where(only, self.config.budget.lr_cuts, cuts))
+            lr_state = lr.take_back(self.config.lr, lr_state, only, xp=xp)
         return state._replace(
-            incident=state.incident._replace(last_onset=last_onset),
-            budget=state.budget._replace(recoveries=xp.where(room, left + 1, left)),
+            incident=state.incident._replace(last_onset=last_onset), budget=budget, lr=lr_state
         )
 
     def cut_lr(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:

@@ -17,7 +17,7 @@ from healcore.core.engine import budget, incident, lr, rules, skip_limit
 from healcore.core.engine.config import EngineConfig
 from healcore.core.engine.state import EngineState, Tally
 from healcore.core.signals import Observed, Signals, observe
-from healcore.core.verdict import NONFINITE, Action, Cause, Decision, Reading, Telemetry, flag
+from healcore.core.verdict import NONFINITE, Action, Decision, Reading, Telemetry, flag
 
 _NONFINITE = int(NONFINITE)
 _ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
@@ -80,7 +80,7 @@ def judge(
         wanted.cut,
         healthy,
         open_,
-        _harmful(config, state, cause),
+        (cause & _NONFINITE) != 0,
         xp=xp,
     )
     lr_state = lr.update(
@@ -184,14 +184,6 @@ def _fire(
         memories.append(memory)
         fired.append((rule, firing))
     return tuple(memories), fired
-
-
-def _harmful(config: EngineConfig, state: EngineState, cause: Any) -> Any:
-    """Whether going on does harm: nothing is finite, or the loss grows and no cut is left."""
-    grows = (cause & int(Cause.INSTABILITY)) != 0
-    if any(rule.action & Action.CUT_LR for rule in config.rules):
-        grows = grows & (state.budget.lr_cuts == 0)
-    return grows | ((cause & _NONFINITE) != 0)
 
 
 def _clip(

@@ -90,3 +90,24 @@ def update(
     scale = xp.where(in_incident, numerics.smaller(state.scale, top, xp=xp), scale)
     scale = xp.where(cut, lower, scale)
     return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)
+
+
+def take_back(config: LrConfig, state: LrState, only: Any, *, xp: Any) -> LrState:
+    """The state without its last cut, as if the rate had not broken the run.
+
+    `only` (bool): no other cut is in force, so that the multiplier is 1, without a limit. Otherwise
+    hold and ramp go on from the rate before this cut.
+    """
+    one = state.scale - state.scale + 1.0
+    factor = config.factor * one
+    scale, low = (numerics.quotient(each, factor, xp=xp) for each in (state.scale, state.low))
+    # This cut was made at the limit of the one before it.
+    share = xp.where(config.ceiling * one > 0, config.ceiling * one, factor)
+    broken = numerics.quotient(state.broken, share, xp=xp)
+    return state._replace(
+        scale=xp.where(only | (scale > 1), 1.0, scale),
+        low=xp.where(only, 0.0, low),
+        broken=xp.where(only, 0.0, numerics.smaller(broken, _MOST, xp=xp)),
+        hold=xp.where(only, 0, state.hold),
+        ramp=xp.where(only, 0, state.ramp),
+    )

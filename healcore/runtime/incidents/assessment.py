@@ -55,6 +55,7 @@ _ROW = 64  # steps without such an order that end the row
 _CLEAR = 2.0  # standard errors of the mean difference between present and earlier weights
 _REVIEWS = (16, 24, 32, 48, 64, 96, 128)  # steps; what lasts longer is this run's data
 _LATEST = 4
+_LOSSES = 4096  # steps whose losses are kept, to know the level at a checkpoint
 _MEDIAN_OF = 8  # losses whose median shows whether the loss is back
 
 
@@ -157,8 +158,12 @@ class Assessor:
 
     def __post_init__(self) -> None:
         self._batches: deque[TrainedBatch] = deque(maxlen=_BATCHES)
+        self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
+        """Step and loss of the latest steps without an alarm."""
         self._at_first_alarm: AssessmentResult | None = None
         """The result at the first alarm of the current incident."""
+        self._unstable: deque[TrainedBatch] = deque(maxlen=1)
+        """The batch of the last alarm for instability."""
         self._back_at: int | None = None
         """The last step of the incident at which a remembered batch was not worse than before."""
         self._high_loss: HighLossPeriod | None = None
@@ -170,6 +175,7 @@ class Assessor:
         loss = records[0].loss
         if not any(each.incident_open or each.cause for each in records):
             self._at_first_alarm = self._back_at = None
+            self._losses.append((index, loss))
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(TrainedBatch(index, batch, loss))
         elif self._at_first_alarm is None and any(each.cause & HIGH_LOSS for each in records):
@@ -182,6 +188,8 @@ class Assessor:
                 self._high_loss = HighLossPeriod(index, tuple(self._batches))
         elif self._at_first_alarm is not None and self._recovered(index, self._at_first_alarm):
             self._back_at = index
+        if any(each.cause & Cause.INSTABILITY for each in records):
+            self._unstable.append(TrainedBatch(index, batch, loss))
         if self._high_loss is not None:
             self._high_loss.add(index, batch, loss, skipped=any(each.skip for each in records))
 
@@ -195,7 +203,7 @@ class Assessor:
         """Whether the model is worse than the state `earlier`, on the present data too."""
         before, latest = period.before, period.latest
         batches = [each.batch for each in (*before, *latest)]
-        now, then = self._losses(batches), self._losses(batches, earlier)
+        now, then = self._evaluate(batches), self._evaluate(batches, earlier)
         if not now or not then or len(latest) < 2:  # of one there is no error of the mean
             return AssessmentResult(DamageVerdict.UNKNOWN, "nothing")
         with np.errstate(invalid="ignore", over="ignore"):  # of losses that are not finite
@@ -206,10 +214,10 @@ class Assessor:
                 for part in parts
             )
             remembered, rise = (float(part.mean()) for part in parts)
-        if not worse:
+        if not worse and not (np.isfinite(then).all() and not np.isfinite(now).all()):
             return AssessmentResult(DamageVerdict.DATA, "earlier_weights", rise, remembered)
         found = AssessmentResult(DamageVerdict.DAMAGE, "earlier_weights", rise, remembered)
-        of_first = self._losses([each.batch for each in period.first], earlier)
+        of_first = self._evaluate([each.batch for each in period.first], earlier)
         due_to_data = float(np.mean(of_first or math.inf) - np.mean(then[: len(before)]))
         in_training = _mean_loss(period.first) - _mean_loss(before)
         return found._replace(data_ordinary=due_to_data < _SHARE * in_training)
@@ -218,6 +226,7 @@ class Assessor:
         """Forgets the steps from `target` on, which are repeated."""
         kept = [each for each in self._batches if each.index < target]
         self._batches = deque(kept, maxlen=_BATCHES)
+        self._losses = deque([each for each in self._losses if each[0] < target], maxlen=_LOSSES)
         self._at_first_alarm = self._back_at = self._high_loss = None
 
     def clear_batches(self) -> None:
@@ -235,9 +244,42 @@ class Assessor:
         result = self._at_first_alarm or self._assess_batches(request.loss)
         return self._require_persistence(request, result)
 
+    def with_earlier(
+        self, result: AssessmentResult, step: int, earlier: Mapping[str, Any]
+    ) -> AssessmentResult:
+        """`result`, unless the data or the loss function have changed and not the model.
+
+        A new term of the loss, its weight or a longer roll-out raise the loss and its gradient step
+        by step, as a rate that is too high does, and remembered batches have a higher loss too. The
+        weights from before the trouble show it: the same batches are as bad with them.
+
+        Args:
+            result: damage, by the remembered batches or by instability.
+            step: of the checkpoint.
+            earlier: its state.
+        """
+        batches = {"remembered_batches": self._batches, "instability": self._unstable}
+        tested = batches.get(result.by, ())
+        now = self._evaluate(each.batch for each in tested)
+        then = self._evaluate((each.batch for each in tested), earlier) if now else []
+        if not then or not self._losses:
+            return result
+        usual = float(np.mean([loss for _, loss in self._losses][-_BATCHES:]))
+        # Early in a run the earlier weights are worse by what has been learnt since.
+        near = [loss for at, loss in self._losses if 0 <= at - step < _APART]
+        with np.errstate(invalid="ignore", over="ignore"):  # of losses that are not finite
+            rise = float(np.mean(now)) - usual
+            by_itself = float(np.mean(then)) - max(usual, *near, -math.inf)
+        # One that has fallen since its step shows a model that swings.
+        high = result.by != "instability" or rise >= _SHARE * (_mean_loss(tested) - usual)
+        changed = high and by_itself >= _SHARE * rise > 0
+        if not changed and math.isfinite(by_itself):
+            return result
+        return AssessmentResult(DamageVerdict.DATA, "earlier_weights", rise, rise - by_itself)
+
     # -- within ---------------------------------------------------------------------------------
 
-    def _losses(
+    def _evaluate(
         self, batches: Iterable[Any], state: Mapping[str, Any] | None = None
     ) -> list[float]:
         """Losses with the present weights or those of `state`; empty: cannot be evaluated."""
@@ -252,7 +294,7 @@ class Assessor:
 
     def _rises(self) -> list[float]:
         """For each remembered batch: loss with the present weights minus loss when trained on."""
-        now = self._losses(each.batch for each in self._batches)
+        now = self._evaluate(each.batch for each in self._batches)
         return [loss - each.loss for loss, each in zip(now, self._batches, strict=False)]
 
     def _assess_batches(
@@ -271,7 +313,7 @@ class Assessor:
         usual = sum(each.loss for each in self._batches) / len(rises)
         rise = then = loss - usual
         if z is not None:
-            rise = next(iter(self._losses([batch])), loss) - usual
+            rise = next(iter(self._evaluate([batch])), loss) - usual
         mean = sum(rises) / len(rises)
         alike = _SHARE * rise <= mean <= rise / _SHARE and min(rises) >= _EACH * rise > 0
         far_rise = _FAR * then / z if z else math.inf
@@ -312,7 +354,7 @@ class Assessor:
         if least is None or not self._batches:
             return False
         each = self._batches[index % len(self._batches)]
-        return any(loss - each.loss < least for loss in self._losses([each.batch]))
+        return any(loss - each.loss < least for loss in self._evaluate([each.batch]))
 
     def _assess_nonfinite(self, request: ActionRequest) -> AssessmentResult:
         rises = self._rises()

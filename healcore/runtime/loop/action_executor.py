@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
@@ -102,9 +103,10 @@ class ActionExecutor(OrderExecutor):
     def review_high_loss(self, step: int) -> ActionResult:
         """Goes back to before high losses attributed to different data, if they did harm."""
         period = self.assessor.high_loss_to_review()
-        earlier = None if period is None else self.rollbacks.state_before(period.onset)
-        if period is None or earlier is None:
+        found = None if period is None else self.rollbacks.state_before(period.onset)
+        if period is None or found is None:
             return ActionResult()
+        _, earlier = found
         request = self.monitor.request_rollback(period.onset, period.latest[0].index - 1)
         result = self.assessor.review(period, earlier)
         self._log_assessment(request, step, result)
@@ -112,6 +114,9 @@ class ActionExecutor(OrderExecutor):
             return ActionResult()
         request = request._replace(data_ordinary=result.data_ordinary and self._can_cut())
         return ActionResult(target=self._roll_back(request, step))
+
+    def _state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
+        return self.rollbacks.state_before(onset)
 
     def _can_cut(self) -> bool:
         """Whether the policy cuts the learning rate, and its budget has a cut left."""

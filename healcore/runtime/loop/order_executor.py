@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from healcore.core.verdict import Action, names
+from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import AssessmentResult, Assessor, DamageVerdict
@@ -68,6 +68,10 @@ class OrderExecutor(ABC):
     def _roll_back(self, request: ActionRequest, step: int) -> int | None:
         """Goes back; the step of the checkpoint that was restored, or None if none was."""
 
+    @abstractmethod
+    def _state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
+        """Step and a copy of the state that a rollback would restore; None if there is none."""
+
     # -- within ---------------------------------------------------------------------------------
 
     def _needs_evidence(self, request: ActionRequest) -> bool:
@@ -83,11 +87,19 @@ class OrderExecutor(ABC):
 
     def _assess(self, request: ActionRequest, step: int) -> AssessmentResult:
         """Assesses whether the model is damaged on any rank, and writes an event."""
-        result = self.assessor.assess(request)
-        verdicts = self.ranks.gather(result.verdict.value)
-        if DamageVerdict.DAMAGE.value in verdicts:
-            result = result._replace(verdict=DamageVerdict.DAMAGE)
+        result = self._of_all_ranks(self.assessor.assess(request))
+        if result.verdict is DamageVerdict.DAMAGE and self.assessor.loss_fn is not None:
+            earlier = self._state_before(request.onset)
+            if earlier is not None:
+                result = self._of_all_ranks(self.assessor.with_earlier(result, *earlier))
         self._log_assessment(request, step, result)
+        return result
+
+    def _of_all_ranks(self, result: AssessmentResult) -> AssessmentResult:
+        """The same verdict on all ranks: damage where any has found it, with its evidence."""
+        for verdict, by in self.ranks.gather((result.verdict.value, result.by)):
+            if verdict == DamageVerdict.DAMAGE.value:
+                return result._replace(verdict=DamageVerdict.DAMAGE, by=by)
         return result
 
     def _log_assessment(self, request: ActionRequest, step: int, result: AssessmentResult) -> None:
@@ -105,13 +117,14 @@ class OrderExecutor(ABC):
     def _decline(self, request: ActionRequest, result: AssessmentResult) -> None:
         """Continues without the action; the engine gets its attempt back."""
         if request.action & Action.ROLLBACK:  # a stop has used no attempt
-            self.driver.decline()
+            cut = bool(request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR)
+            self.driver.decline(cut=cut and result.verdict is DamageVerdict.DATA)
         evaluated = result.by == "remembered_batches"
         cannot_tell = result.verdict is DamageVerdict.UNKNOWN and evaluated
         if result.verdict is DamageVerdict.DATA or cannot_tell:
             self.assessor.clear_batches()
         why = {
-            DamageVerdict.DATA: "the model is unchanged, the data are different",
+            DamageVerdict.DATA: "the model is unchanged, the data or the loss function are different",
             DamageVerdict.OPEN: "the model is worse and may recover by itself",
             DamageVerdict.UNKNOWN: "there is no evidence that the model is worse"
             if not evaluated

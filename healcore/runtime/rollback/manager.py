@@ -201,11 +201,11 @@ class RollbackManager:
             plan.number, applied.target, moved, choice.repeated, choice.initial, why, applied.lr
         )
 
-    def state_before(self, onset: int) -> Mapping[str, Any] | None:
-        """A copy of the state that a rollback would restore; None if there is none."""
+    def state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
+        """Step and a copy of the state that a rollback would restore; None if there is none."""
         try:
-            choice = self._choice(self.saves(), onset)
-            return self.checkpoints.store.restore(choice.order[0], self._items()).state
+            step = self._choice(self.saves(), onset).order[0]
+            return step, self.checkpoints.store.restore(step, self._items()).state
         except StoreError:
             return None
 

@@ -163,6 +163,15 @@ class Multiplier:
                 self.scale = top if gone == 1.0 else bottom + (top - bottom) * gone
         return self.scale
 
+    def take_back(self, only: bool) -> None:
+        """The last cut was wrong; `only`: there is no other one."""
+        self.scale = 1.0 if only else min(1.0, self.scale / self.config.factor)
+        if only:
+            self.low, self.broken, self.hold, self.ramp = None, 0.0, 0, 0
+        elif self.low is not None:
+            self.low /= self.config.factor
+            self.broken = min(self.broken / (self.config.ceiling or self.config.factor), 1e12)
+
 
 class Engine:
     """A whole policy."""
@@ -290,10 +299,13 @@ class Engine:
         self.skips += 1
         return True
 
-    def decline(self) -> None:
-        """The host declines the last rollback; the incident goes on."""
+    def decline(self, *, cut: bool = False) -> None:
+        """The host declines the last rollback, and its cut if `cut`; the incident goes on."""
         self.incident.last_onset = None
         self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
+        if cut:
+            self.cuts = min(self.cuts + 1, self.config.budget.lr_cuts)
+            self.lr.take_back(self.cuts == self.config.budget.lr_cuts)
 
     def _recovery_orders(
         self, cause: int, fired: list[Any], skip: bool, rate: float | None
@@ -311,7 +323,6 @@ class Engine:
         depth = self.incident.depth() if recover else 0
         asked = recover or cuts
         spent = recover and self.recoveries == 0
-        harmful = self._harmful(cause)
         cut = cuts and self.cuts > 0
         recover = recover and not spent
         self.recoveries -= recover
@@ -327,18 +338,11 @@ class Engine:
         self.lr.see(cut, healthy, serious, refund, rate)
         action = int(Action.ROLLBACK * recover | Action.CUT_LR * cut)
         if spent:
-            action |= int(Action.STOP if harmful else Action.ALERT)
+            action |= int(Action.STOP if cause & BAD else Action.ALERT)
         for rule, _, fresh in fired:
             if fresh:
                 action |= rule.action & int(Action.ALERT | Action.SAVE | Action.STOP)
         return action, depth if recover else 0
-
-    def _harmful(self, cause: int) -> bool:
-        """Asked before this step's cut: nothing finite, or growth that no cut can answer."""
-        if cause & BAD:
-            return True
-        can_cut = self.cuts > 0 and any(rule.action & Action.CUT_LR for rule in self.config.rules)
-        return bool(cause & Cause.INSTABILITY) and not can_cut
 
 
 def _observed(

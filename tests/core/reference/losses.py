@@ -213,6 +213,12 @@ class Instability:
         """Steps since the last record, or of a loss that is high without one."""
         self.level = self.best = self.top = self.noise = self.usual = 0.0
         self.last = (0.0, 0.0)
+        self.norms: list[float] = []
+        """Each norm so far, a factor 7/8 less for each step since."""
+        self.before = 0.0
+        """The largest of them when the loss was at its level last."""
+        self.away: list[float] = []
+        """Heights of the losses since it left its level."""
 
     def see(self, step: Any) -> Finding:
         c, x = self.config, step.loss
@@ -224,6 +230,7 @@ class Instability:
             self.row, self.raised, self.noise = [], False, 0.0
             self.level = self.best = self.top = x
             self.usual, self.last = step.norm, (x, 0.0)
+            self.norms = []
             self.ties.forget()
         lower = min(x, self.last[0])  # of two steps: one bad batch is none
         height, sizes = lower - self.best, (lower, self.best, self.top)
@@ -238,9 +245,12 @@ class Instability:
             back = self.ties.above(self.row[-1] / 4, height, *sizes)
             if back or self.since >= c.patience:
                 self.row = []
+        self._leave(x, step.norm, least)
         if self.ties.close:
             self.shared_ties.recall(self.ties.closest)
         alarm = bool(new) and len(self.row) >= c.records + (self.learnt < 16)
+        if alarm and self._is_ramp(height):
+            alarm = False
         settled = high and not new and self.since >= 4 * c.patience
         if not (high or self.row):
             self._learn(x, step.norm)
@@ -252,6 +262,22 @@ class Instability:
             self.row = self.row[-1:]  # what has led to an alarm is spent
         self.since = self.since + 1 if (high or self.row) and not new and not settled else 0
         return alarm, alarm, int(Cause.INSTABILITY) if alarm else 0
+
+    def _leave(self, x: float, norm: float, least: float) -> None:
+        """Where the loss leaves its level, and how large the norms were just before."""
+        self.norms = [norm, *(7 / 8 * each for each in self.norms[:100])]
+        away = self.ties.above(x - self.best, least, x, self.best, self.top)
+        if self.learnt and away and len(self.away) < 128:
+            self.away.append(x - self.best)
+        else:
+            self.away, self.before = [], max(self.norms)
+
+    def _is_ramp(self, height: float) -> bool:
+        """Whether the growth began out of the blue, and is no faster than a square."""
+        risen = self.learnt < 16 or self.ties.above(self.before, 2.5 * self.usual)
+        first = (self.away or [0.0])[0]
+        faster = self.ties.above(height, 2 * len(self.away) ** 2 * first)
+        return not risen and not faster
 
     def _records(self, height: float, high: bool, norm: float, sizes: Any) -> list[float]:
         """The records that this step adds: none, its height once, or twice."""

@@ -161,6 +161,53 @@ def test_a_batch_that_cannot_be_evaluated_again_gives_no_verdict():
     assert assessor.assess(order(60)).verdict.value == "unknown"
 
 
+def unstable(now: float, then: float, *, at_checkpoint: float = 2.0) -> AssessmentResult:
+    """Losses of 2, an alarm for instability at one of 12, and that batch with both weights."""
+    weights = Weights()
+    assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
+    for index in range(40):
+        assessor.observe(index, f"b{index}", step(at_checkpoint if index == 20 else 2.0))
+    weights.now = {"new": now}
+    assessor.observe(40, "new", step(12.0, Cause.INSTABILITY))
+    found = assessor.assess(order(42)._replace(cause=Cause.INSTABILITY))
+    assert (found.verdict.value, found.by) == ("damage", "instability")
+    return assessor.with_earlier(found, 20, {"new": then})
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "verdict"),
+    [
+        (12.0, 2.0, "damage"),
+        (12.0, 6.9, "damage"),
+        (12.0, 7.1, "data"),  # half of the rise is there with the earlier weights too
+        (12.0, 30.0, "data"),
+        (1e9, 30.0, "damage"),
+        (6.0, 6.0, "damage"),  # the loss has come back by itself: the model swings
+        (math.nan, 2.0, "damage"),
+        (math.nan, 30.0, "damage"),
+        (math.nan, math.nan, "data"),
+    ],
+)
+def test_a_loss_that_is_as_high_with_earlier_weights_is_no_instability(now, then, verdict):
+    found = unstable(now, then)
+    assert found.verdict.value == verdict
+    assert found.by == ("earlier_weights" if verdict == "data" else "instability")
+
+
+def test_earlier_weights_may_be_worse_by_what_has_been_learnt_since():
+    assert unstable(12.0, 8.0).verdict.value == "data"
+    assert unstable(12.0, 8.0, at_checkpoint=8.0).verdict.value == "damage"
+
+
+@pytest.mark.parametrize(("then", "verdict"), [(2.0, "damage"), (11.0, "data")])
+def test_remembered_batches_rise_with_the_loss_function_too(then, verdict):
+    _, assessor = alarmed({"a": 11.0, "b": 13.0, "new": 12.0}, loss=12.0, z=10.0)
+    damaged = assessor.assess(order(60))
+    assert damaged.verdict.value == "damage"
+    found = assessor.with_earlier(damaged, 0, {"a": then - 1.0, "b": then + 1.0})
+    assert found.verdict.value == verdict
+
+
 def looked_back(now: dict[str, float], then: dict[str, float]) -> AssessmentResult:
     """Four remembered batches, an alarm, high losses; the latest four batches are `x` of loss 6."""
     weights = Weights()
@@ -191,7 +238,7 @@ BEFORE, LATEST = [f"b{i}" for i in range(4)], [f"x{i}" for i in range(4)]
         (0.5, 0.5, 0.5, "data"),  # better
         (2.0, 6.0, 0.9, "data"),  # one of the latest batches has been learnt
         (2.0, 1.0, 1.0, "data"),
-        (2.0, math.nan, 6.0, "data"),
+        (2.0, math.nan, 6.0, "damage"),  # finite with the earlier weights
     ],
 )
 def test_earlier_weights_have_to_be_better_on_every_batch(

@@ -34,6 +34,8 @@ class Run:
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.relabelled_from = STEPS
         self.shuffled = range(0)
+        self.weight = 0.0
+        """Of a second term of the loss."""
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(number)
@@ -45,7 +47,9 @@ class Run:
 
     def loss(self, number: int) -> torch.Tensor:
         x, y = self.batch(number)
-        return torch.nn.functional.cross_entropy(self.model(x), y)
+        out = self.model(x)
+        second = self.weight * (out - 20 * x[:, :4]).square().mean()
+        return torch.nn.functional.cross_entropy(out, y) + second
 
     def train(
         self, folder: Path, *, at: Any = None, policy: Any = "default", **options: Any
@@ -80,6 +84,39 @@ def test_different_data_cause_no_rollback(tmp_path, asks):
     assert not events(tmp_path, "lr")
     assert events(tmp_path, "end")[0]["ending"] == "completed"
     assert float(run.loss(STEPS)) < 0.5, "the new labels were learnt"
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_term_of_the_loss_whose_weight_is_raised_step_by_step_changes_nothing(tmp_path, asks):
+    """Its first step comes out of the blue; with a model that breaks the norms rise before it."""
+    run = Run()
+
+    def raise_weight(healer: Healer) -> None:
+        run.weight = min(1.0, max(0, healer.step - CHANGE) / 30)
+
+    healer = run.train(tmp_path, at=raise_weight, loss_fn=run.loss if asks else None)
+    assert events(tmp_path, "alarm")
+    assert healer.rollbacks == 0
+    assert not events(tmp_path, "lr")
+
+
+def test_a_cut_for_a_loss_that_grows_by_design_is_taken_back(tmp_path):
+    """From nothing, by a third with each step: like a rate that is too high, but for the weights."""
+    run = Run()
+
+    def raise_weight(healer: Healer) -> None:
+        since = healer.step - CHANGE + 30
+        run.weight = 0.0 if since < 0 else min(10.0, 1e-4 * 1.35**since)
+
+    healer = run.train(tmp_path, at=raise_weight, loss_fn=run.loss)
+    unstable = [e for e in events(tmp_path, "assessment") if "INSTABILITY" in e["cause"]]
+    assert unstable
+    assert {(e["verdict"], e["by"]) for e in unstable} == {("data", "earlier_weights")}
+    assert healer.rollbacks == 0
+    driver: Any = healer.driver
+    healing = driver.healings["optimizer"]
+    assert float(healing.metrics()["heal/lr_scale"]) == 1.0
+    assert healing.live_engine.to_dict()["state"]["budget"]["lr_cuts"] == 4
 
 
 def test_a_damaged_model_is_rolled_back(tmp_path):
