@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.healbench.problem import Task
 from benchmarks.healbench.tasks import (
     adversarial,
+    changing_objectives,
     generative,
     learning_rates,
     mixed_data,
@@ -22,6 +23,7 @@ _FAMILIES = (
     generative,
     noisy,
     shifting_data,
+    changing_objectives,
     mixed_data,
     adversarial,
     reinforcement,

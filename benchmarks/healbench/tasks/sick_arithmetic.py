@@ -1,4 +1,4 @@
-"""Training whose arithmetic fails now and then: NaN in the data, an infinite loss, fp16 overflow.
+"""Training whose arithmetic fails: NaN in the data, an infinite or wrongly scaled loss, overflow.
 
 Every task is the classifier of `sick_base_mlp`. A run that takes no step from a gradient that is
 not finite is cured.
@@ -41,6 +41,12 @@ def _divided_by_zero(batch: Rows, generator: torch.Generator) -> Rows:
     return Rows(batch.x, batch.y, weight)
 
 
+def _loss_times_64(batch: Rows, generator: torch.Generator) -> Rows:
+    """A sum where the mean of the rows was meant."""
+    del generator
+    return Rows(batch.x, batch.y, 64 * batch.weight)
+
+
 def _scattered(seed: int, share: float, damage: Callable[..., Rows]) -> Problem:
     return with_bad_batches(sick_base_mlp(seed), seed, spread(MLP_STEPS, share, seed), damage)
 
@@ -48,6 +54,11 @@ def _scattered(seed: int, share: float, damage: Callable[..., Rows]) -> Problem:
 def _nan_burst(seed: int) -> Problem:
     first = MLP_STEPS // 2
     return with_bad_batches(sick_base_mlp(seed), seed, range(first, first + 12), _missing)
+
+
+def _wrong_loss_scale(seed: int) -> Problem:
+    first = MLP_STEPS // 2
+    return with_bad_batches(sick_base_mlp(seed), seed, range(first, first + 60), _loss_times_64)
 
 
 # -- half precision -------------------------------------------------------------------------------
@@ -147,6 +158,11 @@ TASKS: tuple[Task, ...] = (
         "inf_loss",
         partial(_scattered, share=0.005, damage=_divided_by_zero),
         "The classifier; in 0.5 % of the batches a row has an infinite importance weight.",
+    ),
+    mlp_task(
+        "loss_times_64",
+        _wrong_loss_scale,
+        "The classifier; for 60 batches the loss is the sum and not the mean of its rows.",
     ),
     mlp_task(
         "fp16_overflow",

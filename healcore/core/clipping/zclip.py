@@ -125,8 +125,13 @@ def update(
         state.lone, lone, allowance, seen, spike, alone, passed, state.mean, learn, xp=xp
     )
     learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
+    shows_shift = learn & ~warm
+    if seen.loss_outlier is not None:
+        # Larger norms with a loss that stands out may be a fault that ends: a wrong loss scale, a
+        # corrupt shard. As the new level they would pass. A loss that stays is an outlier no more.
+        shows_shift = shows_shift & ~(spike & seen.loss_outlier)
     watch, shift = level_shift.update(
-        config.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
+        config.shift, state.shift, norm, spike, shows_shift, seen.restart, xp=xp
     )
     return ZClipState(
         count=learnt.count,

@@ -31,7 +31,9 @@ _NORM = 0.03125  # weight of a norm in its usual size
 _WINSOR = 3.0  # a norm counts at most this many times the usual, a residual so many times the noise
 _NOISE = 4.0  # a rise below this many times the noise is none
 _SHARE = 0.5  # the same for this share of the level's size: a smooth loss has no noise
-_SETTLED = 4  # times the patience: a loss that has stayed high so long is the level
+# Times the patience: a loss that has stayed high so long without a record is the level, and so is
+# one that has been above its level for twice as long. Noise sets records on a plateau.
+_SETTLED = 4
 _BACK = 0.25  # of the last record: below it the growth is over
 # Times `norm_ratio`, for more growth before the loss is at its level again: after a change of the
 # data norms are larger for a while. In healthy runs 1.5 was seen, in those with a rate that is too
@@ -41,12 +43,11 @@ _AGAIN = 2.0
 # well. A healthy run climbed to five times its loss from step 8 on and was back at step 19. An
 # explosion may overflow three steps after its first sign, so steep records count three times.
 _EARLY = 16
-# Times the usual size of the norm. Before the loss of a model that breaks, the largest of the last
-# norms was 3.5 to 100 times it (at a learning rate 3 to 30 times the best), before a ramp 0.4 to 1.9.
+# Times the usual size of the norm. Before the loss of a model that breaks (a learning rate 3 to 30
+# times the best) the largest of the last norms was 3.5 to 100 times it, before a ramp 0.4 to 1.9.
 _RISEN = 2.5
 _FADE = 0.875  # of the largest norm per step: about the last ten count
 _RAMP = 2.0  # times the first height and the square of the steps since: faster than a square
-_RAMP_STEPS = 128  # without an end: then it may grow anew from where it is
 _FORGET = 1.0 / 512.0  # rate at which best and highest level are forgotten: a level shift is learnt
 _COUNTED = 1 << 22  # exact as a float32, and far beyond where any weight still changes
 
@@ -134,8 +135,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     counted = xp.where((records > 0) & (height > second), steep, records + 1)
     records = xp.where(record, counted, xp.where(over, 0, records))
     needed = xp.where(count < _EARLY, 1, records - records) + config.records
-    away = ~first & (loss - best > least) & (state.above < _RAMP_STEPS)
-    above = xp.where(away, state.above + 1, 0)
+    above = xp.where(~first & (loss - best > least), state.above + 1, 0)
     begun = xp.where(above == 1, loss - best, state.first)
     recent = xp.where(first, norm, numerics.larger(norm, _FADE * state.recent, xp=xp))
     before = xp.where(above == 0, recent, state.before)
@@ -148,6 +148,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     share = numerics.quotient(one, numerics.as_float(count + 1, xp=xp), xp=xp)
     # High losses are not learnt, unless they stay high for long without growing.
     settled = high & ~record & (state.since >= _SETTLED * config.patience)
+    settled = settled | (above >= 2 * _SETTLED * config.patience)
     learns = (records == 0) & ~high
     weight = numerics.larger(share, _LEVEL, xp=xp)
     residual = loss - level

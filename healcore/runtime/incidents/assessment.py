@@ -272,10 +272,13 @@ class Assessor:
             by_itself = float(np.mean(then)) - max(usual, *near, -math.inf)
         # One that has fallen since its step shows a model that swings.
         high = result.by != "instability" or rise >= _SHARE * (_mean_loss(tested) - usual)
-        changed = high and by_itself >= _SHARE * rise > 0
-        if not changed and math.isfinite(by_itself):
+        if (high and by_itself >= _SHARE * rise > 0) or not math.isfinite(by_itself):
+            verdict = DamageVerdict.DATA
+        elif by_itself >= rise:  # it is back: nothing is better with the earlier weights
+            verdict = DamageVerdict.OPEN
+        else:
             return result
-        return AssessmentResult(DamageVerdict.DATA, "earlier_weights", rise, rise - by_itself)
+        return AssessmentResult(verdict, "earlier_weights", rise, rise - by_itself)
 
     # -- within ---------------------------------------------------------------------------------
 

@@ -68,9 +68,9 @@ class OrderExecutor(ABC):
     def _roll_back(self, request: ActionRequest, step: int) -> int | None:
         """Goes back; the step of the checkpoint that was restored, or None if none was."""
 
-    @abstractmethod
     def _state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
         """Step and a copy of the state that a rollback would restore; None if there is none."""
+        return None
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class OrderExecutor(ABC):
         if result.verdict is DamageVerdict.DATA or cannot_tell:
             self.assessor.clear_batches()
         why = {
-            DamageVerdict.DATA: "the model is unchanged, the data or the loss function are different",
+            DamageVerdict.DATA: "the model is unchanged, the data or the loss are different",
             DamageVerdict.OPEN: "the model is worse and may recover by itself",
             DamageVerdict.UNKNOWN: "there is no evidence that the model is worse"
             if not evaluated

@@ -99,7 +99,7 @@ class ZClip:
             self.peak = max(self.peak * (1 - 1 / 1024), effective)
             self.before = ("outlying" if outlier else "ordinary") if spike else "none"
             self.saved, self.far, self.losses, self.falls = saved, far, losses, falls
-            self._learn(norm, accepted, warm, spike)
+            self._learn(norm, accepted, warm, spike, unsure=bool(spike and outlier))
         return Clipped(factor(effective, norm) if over else 1.0, over, threshold, z)
 
     def _judge(self, loss: float, losses: float | None, falls: int) -> tuple[float, int]:
@@ -111,7 +111,7 @@ class ZClip:
             falls = max(falls - 3, -6)
         return losses + (min(loss, 2 * losses) - losses) / 16, falls
 
-    def _learn(self, norm: float, accepted: float, warm: bool, spike: bool) -> None:
+    def _learn(self, norm: float, accepted: float, warm: bool, spike: bool, unsure: bool) -> None:
         if warm:
             past = self.history
             if past:
@@ -125,7 +125,8 @@ class ZClip:
         a = self.config.ema_decay
         self.mean = a * self.mean + (1 - a) * accepted
         self.var = a * self.var + (1 - a) * (accepted - self.mean) ** 2
-        if self.watch.see(norm, spike):
+        # Larger norms and larger losses may be a fault that ends: no new level yet.
+        if not unsure and self.watch.see(norm, spike):
             self.mean, self.var = self.watch.level, self.watch.spread
 
 

@@ -252,6 +252,7 @@ class Instability:
         if alarm and self._is_ramp(height):
             alarm = False
         settled = high and not new and self.since >= 4 * c.patience
+        settled = settled or len(self.away) >= 8 * c.patience
         if not (high or self.row):
             self._learn(x, step.norm)
             self.raised = False
@@ -267,7 +268,7 @@ class Instability:
         """Where the loss leaves its level, and how large the norms were just before."""
         self.norms = [norm, *(7 / 8 * each for each in self.norms[:100])]
         away = self.ties.above(x - self.best, least, x, self.best, self.top)
-        if self.learnt and away and len(self.away) < 128:
+        if self.learnt and away:
             self.away.append(x - self.best)
         else:
             self.away, self.before = [], max(self.norms)

@@ -101,7 +101,7 @@ def test_a_term_of_the_loss_whose_weight_is_raised_step_by_step_changes_nothing(
 
 
 def test_a_cut_for_a_loss_that_grows_by_design_is_taken_back(tmp_path):
-    """From nothing, by a third with each step: like a rate that is too high, but for the weights."""
+    """By a third with each step, as at a rate that is too high, and with any weights."""
     run = Run()
 
     def raise_weight(healer: Healer) -> None:

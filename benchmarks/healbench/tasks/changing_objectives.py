@@ -1,0 +1,212 @@
+"""Healthy runs whose loss function changes on the way: the same batch has another loss then."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW
+
+from benchmarks.healbench.problem import MAIN, Problem, Task, Update
+from benchmarks.healbench.tasks.mixed_data import (
+    HELD_OUT,
+    INPUTS,
+    ROWS,
+    Clusters,
+    Teacher,
+    batches,
+    seeded,
+)
+from benchmarks.healbench.tasks.models import mlp, warmup_cosine
+
+_CHANGE = 300
+
+
+class _Objective:
+    """What the loss depends on besides weights and batch: a number that the loop sets."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def _second_term(seed: int, ramp: int) -> Problem:
+    """A second head with targets that are not standardised; its weight goes from 0 to 1."""
+    generator, steps, classes = seeded(seed), 1200, 8
+    clusters, teacher = Clusters(classes, generator, 1.5), Teacher(generator, 0.7)
+    inputs, labels = clusters.sample(steps * ROWS)
+    data = batches((inputs, torch.cat([labels[:, None], 12 + 6 * teacher(inputs)], dim=1)))
+    held_out, held_out_labels = clusters.sample(HELD_OUT)
+    model = mlp(INPUTS, 64, 64, classes + 1)
+    optimizer = Adam(model.parameters(), lr=3e-3)
+    weight = _Objective()
+
+    def parts(x: Tensor, labels: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        out = model(x)
+        return F.cross_entropy(out[:, :-1], labels), F.mse_loss(out[:, -1], values)
+
+    def loss_fn(batch: tuple[int, Tensor, Tensor]) -> Tensor:
+        first, second = parts(batch[1], batch[2][:, 0].long(), batch[2][:, 1])
+        return first + weight.value * second
+
+    def step(batch: tuple[int, Tensor, Tensor], update: Update) -> None:
+        weight.value = min(1.0, max(0, batch[0] - _CHANGE) / ramp)
+        update(loss_fn(batch))
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        first, second = parts(held_out, held_out_labels, 12 + 6 * teacher(held_out)[:, 0])
+        return float(first + second.sqrt())
+
+    return Problem(
+        modules={"model": model},
+        optimizers={MAIN: optimizer},
+        batches=[(i, *pair) for i, pair in enumerate(data)],
+        step=step,
+        evaluate=evaluate,
+        schedulers={MAIN: warmup_cosine(optimizer, steps)},
+        state={"weight": weight},
+        loss_fn=loss_fn,
+    )
+
+
+def _physics(seed: int) -> Problem:
+    """Twelve noisy points of u first, then u'' + u^2 = f on [-1, 1] is phased in."""
+    generator, steps = seeded(seed), 1200
+    model = mlp(1, 32, 32, 1, activation=nn.Tanh)
+    optimizer = Adam(model.parameters(), lr=4e-3)
+    weight = _Objective()
+
+    def solution(x: Tensor) -> Tensor:
+        return torch.sin(6 * x) + 0.3 * torch.cos(9 * x)
+
+    def force(x: Tensor) -> Tensor:
+        return -36 * torch.sin(6 * x) - 24.3 * torch.cos(9 * x) + solution(x) ** 2
+
+    points = torch.linspace(-1, 1, 12)[:, None]
+    values = solution(points) + 0.03 * torch.randn(12, 1, generator=generator)
+    data = list(enumerate(torch.rand(steps, 32, 1, generator=generator) * 2 - 1))
+    grid = torch.linspace(-1, 1, 400)[:, None]
+
+    def loss_fn(batch: tuple[int, Tensor]) -> Tensor:
+        fit = F.mse_loss(model(points), values)
+        if not weight.value:
+            return fit
+        with torch.enable_grad():
+            x = batch[1].clone().requires_grad_()
+            u = model(x)
+            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+            return fit + weight.value * (bend + u**2 - force(batch[1])).square().mean() / 10
+
+    def step(batch: tuple[int, Tensor], update: Update) -> None:
+        weight.value = min(1.0, max(0, batch[0] - _CHANGE) / 30)
+        update(loss_fn(batch))
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        return math.sqrt(F.mse_loss(model(grid), solution(grid)))
+
+    return Problem(
+        modules={"model": model},
+        optimizers={MAIN: optimizer},
+        batches=data,
+        step=step,
+        evaluate=evaluate,
+        schedulers={MAIN: warmup_cosine(optimizer, steps, floor=0.02)},
+        state={"weight": weight},
+        loss_fn=loss_fn,
+    )
+
+
+def _growing_rollout(seed: int) -> Problem:
+    """A residual model of the Lorenz system; the roll-out is one step longer every 8 updates."""
+    generator, steps, longest = seeded(seed), 500, 24
+    model = mlp(3, 48, 3, activation=nn.Tanh)
+    optimizer = AdamW(model.parameters(), lr=3e-3)
+    length = _Objective()
+
+    def simulated(rows: int) -> Tensor:
+        """Positions (rows, longest + 1, 3), a tenth of the usual scale, centred."""
+        x, path = 0.8 * torch.randn(rows, 3, generator=generator), []
+        for _ in range(longest + 1):
+            path.append(x)
+            for _ in range(5):
+                a, b, c = (10 * x).unbind(1)
+                change = [10 * (b - a), a * (3 - c) - b, a * b - 8 / 3 * (c + 25)]
+                x = x + 0.001 * torch.stack(change, dim=1)
+        return torch.stack(path, dim=1)
+
+    def rolled_out(path: Tensor, steps: int) -> Tensor:
+        x, loss = path[:, 0], torch.zeros(())
+        for k in range(1, steps + 1):
+            x = x + model(x)
+            loss = loss + (x - path[:, k]).square().sum(1).mean()
+        return loss
+
+    data = [(i, simulated(16)) for i in range(steps)]
+    held_out = simulated(300)
+
+    def loss_fn(batch: tuple[int, Tensor]) -> Tensor:
+        return rolled_out(batch[1], int(length.value))
+
+    def step(batch: tuple[int, Tensor], update: Update) -> None:
+        length.value = min(longest, 1 + max(0, batch[0] - 150) // 8)
+        update(loss_fn(batch))
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        return float(rolled_out(held_out, 8)) / 8
+
+    return Problem(
+        modules={"model": model},
+        optimizers={MAIN: optimizer},
+        batches=data,
+        step=step,
+        evaluate=evaluate,
+        schedulers={MAIN: warmup_cosine(optimizer, steps, floor=0.02)},
+        state={"length": length},
+        loss_fn=loss_fn,
+    )
+
+
+TASKS = (
+    Task(
+        "second_term_ramp",
+        "healthy",
+        "held-out loss plus error of the second head",
+        lambda seed: _second_term(seed, 30),
+        "An MLP classifier; from step 300 on the weight of a second, much larger term of the loss "
+        "goes from 0 to 1 within 30 steps.",
+        quick=True,
+    ),
+    Task(
+        "second_term_at_once",
+        "healthy",
+        "held-out loss plus error of the second head",
+        lambda seed: _second_term(seed, 1),
+        "The same, at once.",
+    ),
+    Task(
+        "physics_informed",
+        "healthy",
+        "root mean square error",
+        _physics,
+        "A physics-informed net: fitted to twelve points, then its differential equation is phased "
+        "in within 30 steps.",
+    ),
+    Task(
+        "growing_rollout",
+        "healthy",
+        "held-out loss of 8 steps",
+        _growing_rollout,
+        "A model of the Lorenz system, AdamW, whose roll-out grows from 1 to 24 steps.",
+    ),
+)
