@@ -300,6 +300,39 @@ def _reinforce(seed: int) -> Problem:
     )
 
 
+def _sparse_reward(seed: int) -> Problem:
+    """A lock with seven binary digits; a batch of twelve trials rarely holds the code."""
+    torch.manual_seed(seed)
+    steps, digits, trials, reward = 1200, 7, 12, 20.0
+    generator = torch.Generator().manual_seed(seed)
+    code = torch.randint(2, (digits,), generator=generator)
+    draws = torch.rand(steps, trials, digits, generator=generator)
+    policy = _mlp(digits, 2, width=32)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=4e-3)
+    each_digit = torch.eye(digits)
+
+    def step(draw: Tensor, update: Update) -> None:
+        logs = policy(each_digit).log_softmax(1)
+        tried = (draw < logs.detach().exp()[:, 1]).long()
+        gain = reward * (tried == code).all(1)
+        chosen = logs[torch.arange(digits), tried].sum(1)
+        entropy = -(logs.exp() * logs).sum(1).mean()
+        update(-(gain * chosen).mean() - 0.02 * entropy)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        logs = policy(each_digit).log_softmax(1)
+        return float(1 - logs[torch.arange(digits), code].sum().exp())
+
+    return Problem(
+        modules={"policy": policy},
+        optimizers={"main": optimizer},
+        batches=draws,
+        step=step,
+        evaluate=evaluate,
+    )
+
+
 def _policy_gradient_rising(seed: int) -> Problem:
     torch.manual_seed(seed)
     steps, inputs, actions, spread = 800, 6, 2, 0.5
@@ -418,6 +451,14 @@ TASKS: tuple[Task, ...] = (
         about="REINFORCE with a running mean as baseline in a 5 x 5 grid with slips: the loss "
         "falls through zero and comes back to it from below. The cost is the exact expectation.",
         quick=True,
+    ),
+    Task(
+        name="sparse_reward",
+        kind="healthy",
+        metric="1 - chance of success",
+        build=_sparse_reward,
+        about="REINFORCE on a combination lock: dozens of batches without a reward, whose gradient "
+        "is nearly 0, then one with it.",
     ),
     Task(
         name="policy_gradient_rising",

@@ -46,6 +46,7 @@ _EARLY = 16
 # Times the usual size of the norm. Before the loss of a model that breaks (a learning rate 3 to 30
 # times the best) the largest of the last norms was 3.5 to 100 times it, before a ramp 0.4 to 1.9.
 _RISEN = 2.5
+_AWAY = 8.0  # times the noise above its level the loss has left it
 _FADE = 0.875  # of the largest norm per step: about the last ten count
 _RAMP = 2.0  # times the first height and the square of the steps since: faster than a square
 _FORGET = 1.0 / 512.0  # rate at which best and highest level are forgotten: a level shift is learnt
@@ -82,9 +83,9 @@ class State(NamedTuple):
     records: Any  # int32: records of the growth in progress
     since: Any  # int32: steps since the last record
     recent: Any  # float32: the largest gradient norm lately
-    before: Any  # float32: the same when the loss was at its level last
-    first: Any  # float32: height of the first loss above the level
-    above: Any  # int32: steps for which the loss has been above its level
+    before: Any  # float32: the same before loss and norm left their levels
+    first: Any  # float32: height of the first loss since then
+    above: Any  # int32: steps since then
 
 
 def init(config: Config) -> State:
@@ -135,12 +136,16 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     counted = xp.where((records > 0) & (height > second), steep, records + 1)
     records = xp.where(record, counted, xp.where(over, 0, records))
     needed = xp.where(count < _EARLY, 1, records - records) + config.records
-    above = xp.where(~first & (loss - best > least), state.above + 1, 0)
+    risen = _RISEN * usual
+    # By its own noise: `least` may still hold what the run has improved since its start.
+    away = ~first & (loss - level > _AWAY * noise) & (norm > risen)
+    # What comes after the growth is over and the loss has fallen is another one.
+    above = xp.where(away & ~(back & (state.above >= config.patience)), state.above + 1, 0)
     begun = xp.where(above == 1, loss - best, state.first)
     recent = xp.where(first, norm, numerics.larger(norm, _FADE * state.recent, xp=xp))
     before = xp.where(above == 0, recent, state.before)
     ramp = numerics.product(_RAMP * numerics.as_float(above * above, xp=xp), begun, xp=xp)
-    sudden = (count >= _EARLY) & (before <= _RISEN * usual)
+    sudden = (count >= _EARLY) & (before <= risen)
     alarm = record & (records >= needed) & ~(sudden & (height <= ramp))
     z = numerics.quotient(height, xp.where(least > 0, least, 1.0), xp=xp)
 

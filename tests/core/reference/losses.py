@@ -216,9 +216,11 @@ class Instability:
         self.norms: list[float] = []
         """Each norm so far, a factor 7/8 less for each step since."""
         self.before = 0.0
-        """The largest of them when the loss was at its level last."""
+        """The largest of them before loss and norm left their levels."""
         self.away: list[float] = []
-        """Heights of the losses since it left its level."""
+        """Heights of the losses since then."""
+        self.record = 0.0
+        """The last record; 0 once the loss is at its level again."""
 
     def see(self, step: Any) -> Finding:
         c, x = self.config, step.loss
@@ -230,7 +232,7 @@ class Instability:
             self.row, self.raised, self.noise = [], False, 0.0
             self.level = self.best = self.top = x
             self.usual, self.last = step.norm, (x, 0.0)
-            self.norms = []
+            self.norms, self.record = [], 0.0
             self.ties.forget()
         lower = min(x, self.last[0])  # of two steps: one bad batch is none
         height, sizes = lower - self.best, (lower, self.best, self.top)
@@ -245,7 +247,8 @@ class Instability:
             back = self.ties.above(self.row[-1] / 4, height, *sizes)
             if back or self.since >= c.patience:
                 self.row = []
-        self._leave(x, step.norm, least)
+        self._leave(x, step.norm, height)
+        self.record = height if new else self.record if high or self.row else 0.0
         if self.ties.close:
             self.shared_ties.recall(self.ties.closest)
         alarm = bool(new) and len(self.row) >= c.records + (self.learnt < 16)
@@ -264,11 +267,15 @@ class Instability:
         self.since = self.since + 1 if (high or self.row) and not new and not settled else 0
         return alarm, alarm, int(Cause.INSTABILITY) if alarm else 0
 
-    def _leave(self, x: float, norm: float, least: float) -> None:
-        """Where the loss leaves its level, and how large the norms were just before."""
+    def _leave(self, x: float, norm: float, height: float) -> None:
+        """Where loss and norm leave their levels, and how large the norms were just before."""
         self.norms = [norm, *(7 / 8 * each for each in self.norms[:100])]
-        away = self.ties.above(x - self.best, least, x, self.best, self.top)
-        if self.learnt and away:
+        above = self.ties.above
+        away = above(x - self.level, 8 * self.noise, x, self.level)
+        away = above(norm, 2.5 * self.usual) and away
+        fallen = above(self.record / 4, height, x, self.best)
+        another = fallen and len(self.away) >= self.config.patience
+        if self.learnt and away and not another:
             self.away.append(x - self.best)
         else:
             self.away, self.before = [], max(self.norms)

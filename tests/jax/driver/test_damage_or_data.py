@@ -13,6 +13,9 @@ import pytest
 
 from healcore import Healer
 from healcore.jax import metrics, protect
+from healcore.jax.driver import engines as in_state
+from healcore.jax.state import HealState, engine_state, map_nodes, with_engine_state
+from healcore.policy import load
 from healcore.runtime.events import read
 
 
@@ -149,3 +152,18 @@ def test_the_limit_on_an_injected_rate_is_absolute():
         scales.append(float(metrics(state)["heal/lr_scale"]))
     assert 3.0 * scales[99] < 2.0
     assert scales[-1] == 1.0
+
+
+@pytest.mark.parametrize(("cut", "scale", "left"), [(False, 0.25, 3), (True, 1.0, 4)])
+def test_a_rollback_is_declined_with_its_cut_or_without(cut, scale, left):
+    engine = load("default").engine()
+
+    def cut_lr(live: HealState) -> HealState:
+        state = engine.cut_lr(engine_state(engine, live), None, xp=jnp)
+        return with_engine_state(engine, live, state)
+
+    state = protect(optax.sgd(0.1), "default").init({"a": jnp.ones(3)})
+    state = in_state.declined(engine, map_nodes(HealState, cut_lr, state), cut=cut)
+    found: list[Any] = []
+    map_nodes(HealState, lambda live: found.append(engine_state(engine, live)) or live, state)
+    assert [(float(each.lr.scale), int(each.budget.lr_cuts)) for each in found] == [(scale, left)]
