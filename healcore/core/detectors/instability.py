@@ -139,8 +139,8 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     risen = _RISEN * usual
     # By its own noise: `least` may still hold what the run has improved since its start.
     away = ~first & (loss - level > _AWAY * noise) & (norm > risen)
-    # What comes after the growth is over and the loss has fallen is another one.
-    above = xp.where(away & ~(back & (state.above >= config.patience)), state.above + 1, 0)
+    # Not anew where the loss has fallen in between: noise on the new level would be a growth.
+    above = xp.where(away, state.above + 1, 0)
     begun = xp.where(above == 1, loss - best, state.first)
     recent = xp.where(first, norm, numerics.larger(norm, _FADE * state.recent, xp=xp))
     before = xp.where(above == 0, recent, state.before)

@@ -219,8 +219,6 @@ class Instability:
         """The largest of them before loss and norm left their levels."""
         self.away: list[float] = []
         """Heights of the losses since then."""
-        self.record = 0.0
-        """The last record; 0 once the loss is at its level again."""
 
     def see(self, step: Any) -> Finding:
         c, x = self.config, step.loss
@@ -232,7 +230,7 @@ class Instability:
             self.row, self.raised, self.noise = [], False, 0.0
             self.level = self.best = self.top = x
             self.usual, self.last = step.norm, (x, 0.0)
-            self.norms, self.record = [], 0.0
+            self.norms = []
             self.ties.forget()
         lower = min(x, self.last[0])  # of two steps: one bad batch is none
         height, sizes = lower - self.best, (lower, self.best, self.top)
@@ -247,8 +245,7 @@ class Instability:
             back = self.ties.above(self.row[-1] / 4, height, *sizes)
             if back or self.since >= c.patience:
                 self.row = []
-        self._leave(x, step.norm, height)
-        self.record = height if new else self.record if high or self.row else 0.0
+        self._leave(x, step.norm)
         if self.ties.close:
             self.shared_ties.recall(self.ties.closest)
         alarm = bool(new) and len(self.row) >= c.records + (self.learnt < 16)
@@ -267,15 +264,13 @@ class Instability:
         self.since = self.since + 1 if (high or self.row) and not new and not settled else 0
         return alarm, alarm, int(Cause.INSTABILITY) if alarm else 0
 
-    def _leave(self, x: float, norm: float, height: float) -> None:
+    def _leave(self, x: float, norm: float) -> None:
         """Where loss and norm leave their levels, and how large the norms were just before."""
         self.norms = [norm, *(7 / 8 * each for each in self.norms[:100])]
         above = self.ties.above
         away = above(x - self.level, 8 * self.noise, x, self.level)
         away = above(norm, 2.5 * self.usual) and away
-        fallen = above(self.record / 4, height, x, self.best)
-        another = fallen and len(self.away) >= self.config.patience
-        if self.learnt and away and not another:
+        if self.learnt and away:
             self.away.append(x - self.best)
         else:
             self.away, self.before = [], max(self.norms)

@@ -101,12 +101,12 @@ def test_a_term_of_the_loss_whose_weight_is_raised_step_by_step_changes_nothing(
 
 
 def test_a_cut_for_a_loss_that_grows_by_design_is_taken_back(tmp_path):
-    """By 1.8 with each step, as at a rate that is too high, and with any weights."""
+    """It triples with each step, as at a rate that is too high, but with any weights."""
     run = Run()
 
     def raise_weight(healer: Healer) -> None:
         since = healer.step - CHANGE + 30
-        run.weight = 0.0 if since < 0 else min(10.0, 1e-5 * 1.8**since)
+        run.weight = 0.0 if since < 0 else min(1e3, 1e-7 * 3.0**since)
 
     healer = run.train(tmp_path, at=raise_weight, loss_fn=run.loss)
     unstable = [e for e in events(tmp_path, "assessment") if "INSTABILITY" in e["cause"]]
