@@ -139,9 +139,9 @@ def test_one_nan_within_a_finite_trouble_is_what_it_is_asked_at():
 
 
 def growing(runs: int) -> dict[str, np.ndarray]:
-    """Loss and norm that double for eight steps, again and again, each time from the same level."""
+    """A norm and then a loss that double for eight steps, again and again from the same level."""
     grown = np.tile(np.r_[np.zeros(42), 2.0 ** np.arange(8)], runs)
-    return {"loss": 2 + grown, "grad_norm": 1 + 30 * grown}
+    return {"loss": 2 + grown, "grad_norm": 1 + 30 * np.roll(grown, -2)}
 
 
 INSTABLE = int(Cause.INSTABILITY)

@@ -88,7 +88,10 @@ class OrderExecutor(ABC):
     def _assess(self, request: ActionRequest, step: int) -> AssessmentResult:
         """Assesses whether the model is damaged on any rank, and writes an event."""
         result = self._of_all_ranks(self.assessor.assess(request))
-        if result.verdict is DamageVerdict.DAMAGE and self.assessor.loss_fn is not None:
+        # A loss_fn that has raised is gone on its rank alone, and to restore takes all of them.
+        if result.verdict is DamageVerdict.DAMAGE and any(
+            self.ranks.gather(self.assessor.loss_fn is not None)
+        ):
             earlier = self._state_before(request.onset)
             if earlier is not None:
                 result = self._of_all_ranks(self.assessor.with_earlier(result, *earlier))

@@ -269,7 +269,7 @@ class Instability:
         self.norms = [norm, *(7 / 8 * each for each in self.norms[:100])]
         above = self.ties.above
         away = above(x - self.level, 8 * self.noise, x, self.level)
-        away = above(norm, 2.5 * self.usual) and away
+        away = above(norm, 2.0 * self.usual) and away
         if self.learnt and away:
             self.away.append(x - self.best)
         else:
@@ -277,7 +277,7 @@ class Instability:
 
     def _is_ramp(self, height: float) -> bool:
         """Whether the growth began out of the blue, and is no faster than a square."""
-        risen = self.learnt < 16 or self.ties.above(self.before, 2.5 * self.usual)
+        risen = self.learnt < 16 or self.ties.above(self.before, 2.0 * self.usual)
         first = (self.away or [0.0])[0]
         faster = self.ties.above(height, 2 * len(self.away) ** 2 * first)
         return not risen and not faster
