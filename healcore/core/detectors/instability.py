@@ -44,7 +44,7 @@ _AGAIN = 2.0
 # explosion may overflow three steps after its first sign, so steep records count three times.
 _EARLY = 16
 # Times the usual size of the norm. Before the loss of a model that breaks (a learning rate 3 to 30
-# times the best) the largest of the last norms was 3.5 to 100 times it, before a ramp 0.4 to 1.9.
+# times the best) the largest of the last norms was 2.2 to 100 times it, before a ramp 0.4 to 1.9.
 _RISEN = 2.0
 _AWAY = 8.0  # times the noise above its level the loss has left it
 _FADE = 0.875  # of the largest norm per step: about the last ten count
