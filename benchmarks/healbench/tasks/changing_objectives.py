@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW
+from torch.optim import Adam, AdamW, Optimizer
 
 from benchmarks.healbench.problem import MAIN, Problem, Task, Update
 from benchmarks.healbench.tasks.mixed_data import (
     HELD_OUT,
     INPUTS,
     ROWS,
+    Batch,
     Clusters,
     Teacher,
     batches,
@@ -37,6 +40,37 @@ class _Objective:
         self.value = state["value"]
 
 
+def _program(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Sequence[Any],
+    objective: _Objective,
+    at_step: Callable[[int], float],
+    loss_fn: Callable[[Any], Tensor],
+    evaluate: Callable[[], float],
+    floor: float = 0.0,
+) -> Problem:
+    """The loop that sets the objective to `at_step` of the batch's number, then updates."""
+
+    def step(batch: tuple[int, Any], update: Update) -> None:
+        objective.value = at_step(batch[0])
+        update(loss_fn(batch[1]))
+
+    def loss_of(batch: tuple[int, Any]) -> Tensor:
+        return loss_fn(batch[1])
+
+    return Problem(
+        modules={"model": model},
+        optimizers={MAIN: optimizer},
+        batches=list(enumerate(data)),
+        step=step,
+        evaluate=evaluate,
+        schedulers={MAIN: warmup_cosine(optimizer, len(data), floor=floor)},
+        state={"objective": objective},
+        loss_fn=loss_of,
+    )
+
+
 def _second_term(seed: int, ramp: int) -> Problem:
     """A second head with targets that are not standardised; its weight goes from 0 to 1."""
     generator, steps, classes = seeded(seed), 1200, 8
@@ -52,29 +86,19 @@ def _second_term(seed: int, ramp: int) -> Problem:
         out = model(x)
         return F.cross_entropy(out[:, :-1], labels), F.mse_loss(out[:, -1], values)
 
-    def loss_fn(batch: tuple[int, Tensor, Tensor]) -> Tensor:
-        first, second = parts(batch[1], batch[2][:, 0].long(), batch[2][:, 1])
+    def loss_fn(batch: Batch) -> Tensor:
+        first, second = parts(batch[0], batch[1][:, 0].long(), batch[1][:, 1])
         return first + weight.value * second
-
-    def step(batch: tuple[int, Tensor, Tensor], update: Update) -> None:
-        weight.value = min(1.0, max(0, batch[0] - _CHANGE) / ramp)
-        update(loss_fn(batch))
 
     @torch.no_grad()
     def evaluate() -> float:
         first, second = parts(held_out, held_out_labels, 12 + 6 * teacher(held_out)[:, 0])
         return float(first + second.sqrt())
 
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=[(i, *pair) for i, pair in enumerate(data)],
-        step=step,
-        evaluate=evaluate,
-        schedulers={MAIN: warmup_cosine(optimizer, steps)},
-        state={"weight": weight},
-        loss_fn=loss_fn,
-    )
+    def at_step(i: int) -> float:
+        return min(1.0, max(0, i - _CHANGE) / ramp)
+
+    return _program(model, optimizer, data, weight, at_step, loss_fn, evaluate)
 
 
 def _physics(seed: int) -> Problem:
@@ -92,38 +116,28 @@ def _physics(seed: int) -> Problem:
 
     points = torch.linspace(-1, 1, 12)[:, None]
     values = solution(points) + 0.03 * torch.randn(12, 1, generator=generator)
-    data = list(enumerate(torch.rand(steps, 32, 1, generator=generator) * 2 - 1))
+    data = torch.rand(steps, 32, 1, generator=generator) * 2 - 1
     grid = torch.linspace(-1, 1, 400)[:, None]
 
-    def loss_fn(batch: tuple[int, Tensor]) -> Tensor:
+    def loss_fn(places: Tensor) -> Tensor:
         fit = F.mse_loss(model(points), values)
         if not weight.value:
             return fit
         with torch.enable_grad():
-            x = batch[1].clone().requires_grad_()
+            x = places.clone().requires_grad_()
             u = model(x)
             (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
             (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
-            return fit + weight.value * (bend + u**2 - force(batch[1])).square().mean() / 10
+            return fit + weight.value * (bend + u**2 - force(places)).square().mean() / 10
 
-    def step(batch: tuple[int, Tensor], update: Update) -> None:
-        weight.value = min(1.0, max(0, batch[0] - _CHANGE) / 30)
-        update(loss_fn(batch))
+    def at_step(i: int) -> float:
+        return min(1.0, max(0, i - _CHANGE) / 30)
 
     @torch.no_grad()
     def evaluate() -> float:
         return math.sqrt(F.mse_loss(model(grid), solution(grid)))
 
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=data,
-        step=step,
-        evaluate=evaluate,
-        schedulers={MAIN: warmup_cosine(optimizer, steps, floor=0.02)},
-        state={"weight": weight},
-        loss_fn=loss_fn,
-    )
+    return _program(model, optimizer, data, weight, at_step, loss_fn, evaluate, floor=0.02)
 
 
 def _growing_rollout(seed: int) -> Problem:
@@ -151,30 +165,20 @@ def _growing_rollout(seed: int) -> Problem:
             loss = loss + (x - path[:, k]).square().sum(1).mean()
         return loss
 
-    data = [(i, simulated(16)) for i in range(steps)]
+    data = [simulated(16) for _ in range(steps)]
     held_out = simulated(300)
 
-    def loss_fn(batch: tuple[int, Tensor]) -> Tensor:
-        return rolled_out(batch[1], int(length.value))
+    def loss_fn(path: Tensor) -> Tensor:
+        return rolled_out(path, int(length.value))
 
-    def step(batch: tuple[int, Tensor], update: Update) -> None:
-        length.value = min(longest, 1 + max(0, batch[0] - 150) // 8)
-        update(loss_fn(batch))
+    def at_step(i: int) -> float:
+        return min(longest, 1 + max(0, i - 150) // 8)
 
     @torch.no_grad()
     def evaluate() -> float:
         return float(rolled_out(held_out, 8)) / 8
 
-    return Problem(
-        modules={"model": model},
-        optimizers={MAIN: optimizer},
-        batches=data,
-        step=step,
-        evaluate=evaluate,
-        schedulers={MAIN: warmup_cosine(optimizer, steps, floor=0.02)},
-        state={"length": length},
-        loss_fn=loss_fn,
-    )
+    return _program(model, optimizer, data, length, at_step, loss_fn, evaluate, floor=0.02)
 
 
 TASKS = (

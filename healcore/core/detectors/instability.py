@@ -84,7 +84,7 @@ class State(NamedTuple):
     since: Any  # int32: steps since the last record
     recent: Any  # float32: the largest gradient norm lately
     before: Any  # float32: the same before loss and norm left their levels
-    first: Any  # float32: height of the first loss since then
+    begun: Any  # float32: height of the first loss since then
     above: Any  # int32: steps since then
 
 
@@ -100,7 +100,7 @@ def init(config: Config) -> State:
         since=none.copy(),
         recent=zero.copy(),
         before=zero.copy(),
-        first=zero.copy(),
+        begun=zero.copy(),
         above=none.copy(),
     )
 
@@ -139,9 +139,10 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     risen = _RISEN * usual
     # By its own noise: `least` may still hold what the run has improved since its start.
     away = ~first & (loss - level > _AWAY * noise) & (norm > risen)
-    # Not anew where the loss has fallen in between: noise on the new level would be a growth.
+    # It does not start again where the loss has fallen in between: noise on a new level would be a
+    # growth.
     above = xp.where(away, state.above + 1, 0)
-    begun = xp.where(above == 1, loss - best, state.first)
+    begun = xp.where(above == 1, loss - best, state.begun)
     recent = xp.where(first, norm, numerics.larger(norm, _FADE * state.recent, xp=xp))
     before = xp.where(above == 0, recent, state.before)
     ramp = numerics.product(_RAMP * numerics.as_float(above * above, xp=xp), begun, xp=xp)
@@ -183,7 +184,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
         since=xp.where(record | settled, 0, xp.where(high | (records > 0), state.since + 1, 0)),
         recent=numerics.settle(recent, xp=xp),
         before=numerics.settle(before, xp=xp),
-        first=numerics.settle(begun, xp=xp),
+        begun=numerics.settle(begun, xp=xp),
         above=above,
     )
     kept = state._replace(count=count)

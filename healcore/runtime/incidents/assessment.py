@@ -80,7 +80,7 @@ class AssessmentResult(NamedTuple):
     """Evidence: instability, weights, remembered_batches, earlier_weights, budget or nothing."""
     rise: float | None = None
     """Loss of the step in alarm minus that of the remembered batches. With `earlier_weights`: loss
-    of the latest batches with the present weights minus their loss with the earlier ones."""
+    of the evaluated batches with the present weights minus their loss with the earlier ones."""
     rise_remembered: float | None = None
     """Loss of the remembered batches with the present weights minus their loss before."""
     far_rise: float = math.inf
@@ -266,10 +266,10 @@ class Assessor:
             return result
         usual = float(np.mean([loss for _, loss in self._losses][-_BATCHES:]))
         # Early in a run the earlier weights are worse by what has been learnt since.
-        near = [loss for at, loss in self._losses if 0 <= at - step < _APART]
+        near = [usual, *(loss for at, loss in self._losses if 0 <= at - step < _APART)]
         with np.errstate(invalid="ignore", over="ignore"):  # of losses that are not finite
-            rise = float(np.mean(now)) - usual
-            by_itself = float(np.mean(then)) - max(usual, *near, -math.inf)
+            rise, of_weights = float(np.mean(now)) - usual, float(np.mean(now) - np.mean(then))
+            by_itself = float(np.mean(then)) - max(near)
         # One that has fallen since its step shows a model that swings.
         high = result.by != "instability" or rise >= _SHARE * (_mean_loss(tested) - usual)
         if (high and by_itself >= _SHARE * rise > 0) or not math.isfinite(by_itself):
@@ -278,7 +278,7 @@ class Assessor:
             verdict = DamageVerdict.OPEN
         else:
             return result
-        return AssessmentResult(verdict, "earlier_weights", rise, rise - by_itself)
+        return AssessmentResult(verdict, "earlier_weights", of_weights)
 
     # -- within ---------------------------------------------------------------------------------
 
