@@ -35,7 +35,7 @@ def main(directory: str) -> None:
     inputs = torch.randn(STEPS * ACCUMULATE * BATCH, 8)
     targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(len(inputs), 1)
     model = nn.Sequential(
-        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
     scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)

@@ -44,7 +44,7 @@ def main(directory: str) -> None:
     torch.manual_seed(0)
     loader = [batch() for _ in range(STEPS)]
     model = nn.Sequential(
-        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
+        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
     scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)

@@ -31,7 +31,7 @@ def main(directory: str) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(STEPS * BATCH, 8)
     targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(len(inputs), 1)
-    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=2.0, momentum=0.9))
     scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
     # Not through fabric.setup_dataloaders, whose wrapper cannot be rewound. Several processes need

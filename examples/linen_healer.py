@@ -34,7 +34,7 @@ def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
 class Model(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        x = nn.relu(nn.Dense(64)(nn.relu(nn.Dense(64)(x))))
+        x = nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(x))))
         return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
 
 

@@ -38,7 +38,7 @@ class Model(nnx.Module):
         self.third = nnx.Linear(64, 1, rngs=rngs)
 
     def __call__(self, x: Any) -> jax.Array:
-        return self.third(self.dropout(nnx.relu(self.second(nnx.relu(self.first(x))))))
+        return self.third(self.dropout(nnx.tanh(self.second(nnx.tanh(self.first(x))))))
 
 
 def loss_fn(model: Model, inputs: Any, targets: Any) -> jax.Array:

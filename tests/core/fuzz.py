@@ -78,6 +78,42 @@ def garbage(rng: np.random.Generator, steps: int, lanes: int) -> Signals:
     return Signals(loss=loss.astype(np.float32), grad_norm=norm.astype(np.float32))
 
 
+def growths(rng: np.random.Generator, steps: int, lanes: int) -> Signals:
+    """Runs in which loss and norm grow twice: by a power of the steps, or from step to step.
+
+    Norms may be larger some steps before, and the learning rate may be raised there; the loss may
+    come back.
+    """
+    shape, t = (steps, lanes), np.arange(steps)[:, None]
+    loss = rng.choice([3.0, 0.1, -1.0], lanes) + rng.choice([0.0, 0.01, 0.1], lanes) * rng.normal(
+        size=shape
+    )
+    norm = np.exp(rng.choice([0.0, 0.1, 0.3], lanes) * rng.normal(size=shape))
+    rate = np.where(rng.random(lanes) < 0.2, 1 + t / 100, np.ones(shape))
+    for _ in range(2):
+        k = np.clip(t - rng.integers(5, steps, lanes), -8, rng.integers(5, 60, lanes))
+        after = np.maximum(k, 0.0)
+        grown = np.where(
+            rng.random(lanes) < 0.5,
+            after ** rng.choice([1.0, 2.0, 3.0, 5.0], lanes),
+            np.where(k > 0, rng.choice([1.3, 1.6, 2.0, 4.0], lanes) ** np.minimum(after, 30), 0),
+        )
+        back = (rng.random(lanes) < 0.5) & (np.roll(k, 1, axis=0) == k) & (k > 0)
+        grown = np.where(back, 0, grown)
+        loss = loss + rng.choice([0.01, 0.1, 1.0], lanes) * grown
+        before = (k > -rng.integers(0, 8, lanes)) & (k <= 0)
+        norm = norm * np.where(before, rng.choice([1.0, 1.8, 2.5, 6.0], lanes), 1.0)
+        norm = norm * (1 + rng.choice([1.0, 10.0, 50.0], lanes) * grown)
+        rate = rate * np.where(k > -3, rng.choice([1.0, 1.01, 1.5, 10.0, 0.2], lanes), 1.0)
+    restart = rng.random(shape) < 0.003
+    return Signals(
+        loss=_rounded(rng, loss.astype(np.float32)),
+        grad_norm=_rounded(rng, norm.astype(np.float32)),
+        change_expected=restart,
+        learning_rate=rate.astype(np.float32),
+    )
+
+
 def at(trace: Signals, step: int, lane: int | None = None) -> Signals:
     """One step of a trace: of all lanes, or of one as NumPy scalars."""
     where = step if lane is None else (step, lane)

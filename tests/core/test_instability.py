@@ -351,3 +351,24 @@ def test_a_level_that_stays_is_the_level_and_growth_from_there_is_seen(jump):
     found = run(losses, norms)
     assert not found[:start].any()
     assert found[start : start + 20].any(0).all()
+
+
+@pytest.mark.parametrize(("raised", "expected"), [(10.0, True), (1.05, True), (1.0, False)])
+def test_without_larger_norms_before_it_a_raised_learning_rate_is_the_cause(raised, expected):
+    """Clipped steps move the weights by the same length each: the loss grows as a square."""
+    t = np.arange(160)
+    grown = np.where(t >= 120, (t - 119.0) ** 2, 0.0)
+    rates = np.where(t >= 119, raised, 1.0) * 1e-3
+    losses = 2 + 0.05 * noise(160) + grown[:, None]
+    norms = (1 + 10 * grown)[:, None] * np.exp(0.1 * noise(160, 2))
+    found = run(losses, norms, learning_rate=np.repeat(rates[:, None], LANES, 1).astype("f"))
+    assert found[120:130].any(0).all() == expected
+    assert found.any() == expected
+
+
+def test_a_warm_up_raises_the_rate_at_each_step():
+    t = np.arange(160)
+    grown = np.where(t >= 120, (t - 119.0) ** 2, 0.0)
+    losses, norms = 2 + 0.05 * noise(160)[:, 0] + grown, 1 + 10 * grown
+    assert run(losses, norms, learning_rate=(1e-5 * (t + 1)).astype("f")).any()
+    assert not run(losses, norms, learning_rate=(1e-5 * (161 - t)).astype("f")).any()

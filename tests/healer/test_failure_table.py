@@ -126,7 +126,8 @@ def divergence(folder: Path) -> None:
 
 def instability(folder: Path) -> None:
     grown = [Step(3 + 1.6**n, 1 + 12 * 1.6**n) for n in range(12)]
-    Run(folder, rollback={"probation": 5})([*healthy(80), *grown])
+    before = [Step(2.3, 4.0), Step(2.3, 6.0)]  # the norm grows first
+    Run(folder, rollback={"probation": 5})([*healthy(80), *before, *grown])
 
 
 def vanishing(folder: Path) -> None:

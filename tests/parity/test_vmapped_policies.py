@@ -187,7 +187,7 @@ def test_vmap_over_instability_and_the_ceiling_of_the_learning_rate():
         loss=(2 + 0.05 * rng.normal(size=STEPS) + grown).astype(np.float32),
         grad_norm=((1 + 10 * grown) * np.exp(0.2 * rng.normal(size=STEPS))).astype(np.float32),
         update_norm=np.ones(STEPS, np.float32),
-        learning_rate=(1e-3 * (1.01 - t / STEPS)).astype(np.float32),
+        learning_rate=(1e-3 * (1.01 - t / STEPS) * np.where(t < 38, 0.5, 1)).astype(np.float32),
         change_expected=np.zeros(STEPS, bool),
     )
 

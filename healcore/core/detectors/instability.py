@@ -9,8 +9,9 @@ the factor `growth`, both measured from the run's best level; one above it by `g
 counts twice, by its third power three times.
 
 A loss that changes by design may grow from step to step too: a new term whose weight is raised, a
-longer roll-out. But its first step comes out of the blue, while the norms of a model that is about
-to break have risen before its loss. So without such norms an alarm needs a growth that no ramp has.
+longer roll-out. But its first step has no cause in the run, while a model that is about to break has
+had larger norms before its loss, or a learning rate that was raised. So without either an alarm
+needs a growth that no ramp has.
 docs/detectors.md has the first record and the end of a growth.
 """
 
@@ -46,6 +47,8 @@ _EARLY = 16
 # Times the usual size of the norm. Before the loss of a model that breaks (a learning rate 3 to 30
 # times the best) the largest of the last norms was 2.2 to 100 times it, before a ramp 0.4 to 1.9.
 _RISEN = 2.0
+# Times the average learning rate of about the last 30 steps: a linear warm-up up to step 1,500.
+_RAISED = 1.02
 _AWAY = 8.0  # times the noise above its level the loss has left it
 _FADE = 0.875  # of the largest norm per step: about the last ten count
 _RAMP = 2.0  # times the first height and the square of the steps since: faster than a square
@@ -82,6 +85,7 @@ class State(NamedTuple):
     record: Any  # float32: the last record, from `best`; 0 once the loss is at its level again
     records: Any  # int32: records of the growth in progress
     since: Any  # int32: steps since the last record
+    rate: Any  # float32: usual learning rate, 0 if it is not known
     recent: Any  # float32: the largest gradient norm lately
     before: Any  # float32: the same before loss and norm left their levels
     begun: Any  # float32: height of the first loss since then
@@ -98,6 +102,7 @@ def init(config: Config) -> State:
         *floats,
         records=none.copy(),
         since=none.copy(),
+        rate=zero.copy(),
         recent=zero.copy(),
         before=zero.copy(),
         begun=zero.copy(),
@@ -147,6 +152,11 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     before = xp.where(above == 0, recent, state.before)
     ramp = numerics.product(_RAMP * numerics.as_float(above * above, xp=xp), begun, xp=xp)
     sudden = (count >= _EARLY) & (before <= risen)
+    rate = state.rate
+    if seen.learning_rate is not None:
+        rate = xp.where(first, seen.learning_rate, rate)
+        sudden = sudden & (seen.learning_rate <= _RAISED * rate)
+        rate = rate + numerics.product(_NORM, seen.learning_rate - rate, xp=xp)
     alarm = record & (records >= needed) & ~(sudden & (height <= ramp))
     z = numerics.quotient(height, xp.where(least > 0, least, 1.0), xp=xp)
 
@@ -182,6 +192,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
         # Another alarm needs records beyond this one.
         records=xp.where(alarm, 1, records),
         since=xp.where(record | settled, 0, xp.where(high | (records > 0), state.since + 1, 0)),
+        rate=numerics.settle(rate, xp=xp),
         recent=numerics.settle(recent, xp=xp),
         before=numerics.settle(before, xp=xp),
         begun=numerics.settle(begun, xp=xp),

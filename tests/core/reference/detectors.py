@@ -31,6 +31,8 @@ class Step(NamedTuple):
     bad_update: bool
     finite: bool
     restart: bool
+    rate: float | None
+    """The schedule's learning rate; None: not known."""
 
 
 class Nonfinite:

@@ -228,7 +228,9 @@ class Engine:
         restart = change_expected or self.change_expected
         self.change_expected = False
         self.grace = self.config.grace_steps if restart else max(0, self.grace - 1)
-        step, groups = _observed(loss, grad_norm, update_norm, eval_loss, group_norms, restart)
+        step, groups = _observed(
+            loss, grad_norm, update_norm, eval_loss, group_norms, restart, learning_rate
+        )
         absent = {
             "loss": loss is None,
             "norm": grad_norm is None,
@@ -256,7 +258,7 @@ class Engine:
                 group_scale = clipped.scale
             elif not skip:
                 scale = clipped.scale
-        action, depth = self._recovery_orders(cause, fired, skip, _bounded(learning_rate))
+        action, depth = self._recovery_orders(cause, fired, skip, step.rate)
         action |= int(Action.SOFT_STEP) * soft
         lr_scale = self.lr.scale * (self.config.lr.soft_step if soft else 1.0)
         self.step += 1
@@ -352,6 +354,7 @@ def _observed(
     evaluation: float | None,
     groups: list[float] | None,
     restart: bool,
+    rate: float | None,
 ) -> tuple[Step, list[float] | None]:
     """The numbers, made finite and small enough for float32 to square."""
     bad_loss = loss is not None and not math.isfinite(loss)
@@ -367,6 +370,7 @@ def _observed(
         bad_update=bad_update,
         finite=not (bad_loss or bad_grad or bad_update),
         restart=restart,
+        rate=_bounded(rate),
     )
     if groups is None:
         return step, None

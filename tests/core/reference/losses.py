@@ -219,6 +219,8 @@ class Instability:
         """The largest of them before loss and norm left their levels."""
         self.away: list[float] = []
         """Heights of the losses since then."""
+        self.rate = 0.0
+        """Moving average of the learning rate."""
 
     def see(self, step: Any) -> Finding:
         c, x = self.config, step.loss
@@ -230,7 +232,7 @@ class Instability:
             self.row, self.raised, self.noise = [], False, 0.0
             self.level = self.best = self.top = x
             self.usual, self.last = step.norm, (x, 0.0)
-            self.norms = []
+            self.norms, self.rate = [], step.rate or 0.0
             self.ties.forget()
         lower = min(x, self.last[0])  # of two steps: one bad batch is none
         height, sizes = lower - self.best, (lower, self.best, self.top)
@@ -249,8 +251,10 @@ class Instability:
         if self.ties.close:
             self.shared_ties.recall(self.ties.closest)
         alarm = bool(new) and len(self.row) >= c.records + (self.learnt < 16)
-        if alarm and self._is_ramp(height):
+        raised = step.rate is not None and self.ties.above(step.rate, 1.02 * self.rate)
+        if alarm and not raised and self._is_ramp(height):
             alarm = False
+        self.rate += ((step.rate or 0.0) - self.rate) / 32
         settled = high and not new and self.since >= 4 * c.patience
         settled = settled or len(self.away) >= 8 * c.patience
         if not (high or self.row):
@@ -268,15 +272,15 @@ class Instability:
         """Where loss and norm leave their levels, and how large the norms were just before."""
         self.norms = [norm, *(7 / 8 * each for each in self.norms[:100])]
         above = self.ties.above
-        away = above(x - self.level, 8 * self.noise, x, self.level)
-        away = above(norm, 2.0 * self.usual) and away
-        if self.learnt and away:
+        # The norm first: of a constant loss the other comparison is too close to call.
+        away = self.learnt and above(norm, 2.0 * self.usual)
+        if away and above(x - self.level, 8 * self.noise, x, self.level):
             self.away.append(x - self.best)
         else:
             self.away, self.before = [], max(self.norms)
 
     def _is_ramp(self, height: float) -> bool:
-        """Whether the growth began out of the blue, and is no faster than a square."""
+        """Whether no larger norms preceded the growth, and it is no faster than a square."""
         risen = self.learnt < 16 or self.ties.above(self.before, 2.0 * self.usual)
         first = (self.away or [0.0])[0]
         faster = self.ties.above(height, 2 * len(self.away) ** 2 * first)
