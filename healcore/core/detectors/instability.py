@@ -9,8 +9,8 @@ the factor `growth`, both measured from the run's best level; one above it by `g
 counts twice, by its third power three times.
 
 A loss that changes by design may grow from step to step too: a new term whose weight is raised, a
-longer roll-out. But its first step has no cause in the run, while a model that is about to break has
-had larger norms before its loss, or a learning rate that was raised. So without either an alarm
+longer roll-out. But its first step has no cause in the run, while a model that is about to break
+has had larger norms before its loss, or a learning rate that was raised. So without either an alarm
 needs a growth that no ramp has.
 docs/detectors.md has the first record and the end of a growth.
 """
@@ -47,8 +47,9 @@ _EARLY = 16
 # Times the usual size of the norm. Before the loss of a model that breaks (a learning rate 3 to 30
 # times the best) the largest of the last norms was 2.2 to 100 times it, before a ramp 0.4 to 1.9.
 _RISEN = 2.0
-# Times the average learning rate of about the last 30 steps: a linear warm-up up to step 1,500.
-_RAISED = 1.02
+RAISED = 1.02
+"""Times its average of about the last 30 steps: a learning rate above it has just been raised, in a
+jump or a linear warm-up up to step 1,500."""
 _AWAY = 8.0  # times the noise above its level the loss has left it
 _FADE = 0.875  # of the largest norm per step: about the last ten count
 _RAMP = 2.0  # times the first height and the square of the steps since: faster than a square
@@ -155,7 +156,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     rate = state.rate
     if seen.learning_rate is not None:
         rate = xp.where(first, seen.learning_rate, rate)
-        sudden = sudden & (seen.learning_rate <= _RAISED * rate)
+        sudden = sudden & (seen.learning_rate <= RAISED * rate)
         rate = rate + numerics.product(_NORM, seen.learning_rate - rate, xp=xp)
     alarm = record & (records >= needed) & ~(sudden & (height <= ramp))
     z = numerics.quotient(height, xp.where(least > 0, least, 1.0), xp=xp)

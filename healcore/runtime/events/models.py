@@ -218,7 +218,13 @@ class EventFields(_EventsModel):
         "damage and different data would both look like this, or nothing could be evaluated."
     )
     by: Literal[
-        "instability", "weights", "remembered_batches", "earlier_weights", "budget", "nothing"
+        "instability",
+        "weights",
+        "remembered_batches",
+        "earlier_weights",
+        "repetition",
+        "budget",
+        "nothing",
     ] = _may("What the verdict is based on.")
     rise: MaybeNumber = _may("Of the step's loss above that of the remembered batches.")
     rise_remembered: MaybeNumber = _may(

@@ -77,7 +77,8 @@ class AssessmentResult(NamedTuple):
 
     verdict: DamageVerdict
     by: str
-    """Evidence: instability, weights, remembered_batches, earlier_weights, budget or nothing."""
+    """Evidence: instability, weights, remembered_batches, earlier_weights, repetition, budget or
+    nothing."""
     rise: float | None = None
     """Loss of the step in alarm minus that of the remembered batches. With `earlier_weights`: loss
     of the evaluated batches with the present weights minus their loss with the earlier ones."""

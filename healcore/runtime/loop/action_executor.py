@@ -21,6 +21,7 @@ from healcore.runtime.loop.order_executor import (
     nonfinite_save,
 )
 from healcore.runtime.postmortem.diagnosis import RollbackRecord
+from healcore.runtime.rollback.engine_states import lr_raised
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager, RollbackRequest, RollbackResult
 from healcore.runtime.run_log import RunLog
@@ -30,6 +31,9 @@ _BEFORE_LR_CUT = 2
 """Rollbacks in the same region that only skip more data; the next one cuts the learning rate."""
 _BEFORE_DATA_SKIP = 2
 """Rollbacks at the same step that only cut the learning rate; the next one skips data too."""
+
+_SAME_STEP = 2
+"""Steps that an alarm may come later by chance."""
 
 
 class RerunWindow(NamedTuple):
@@ -117,6 +121,24 @@ class ActionExecutor(OrderExecutor):
 
     def _state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
         return self.rollbacks.state_before(onset)
+
+    def _not_of_learning_rate(self, request: ActionRequest) -> bool:
+        """It has come again, no later, at a lower rate, after a rollback to the same checkpoint.
+
+        A lower rate would have delayed it, unless the schedule raises the rate at that very step.
+        An older checkpoint is tried first: that one may have been damaged.
+        """
+        repeats = [
+            past.target
+            for past in self.completed
+            if past.lowers_lr and request.onset <= past.onset + _SAME_STEP
+        ]
+        if not repeats or lr_raised(self.policy.engine, self.driver.healing()):
+            return False
+        try:
+            return self.rollbacks.target(request.onset) in repeats
+        except StoreError:
+            return False
 
     def _can_cut(self) -> bool:
         """Whether the policy cuts the learning rate, and its budget has a cut left."""

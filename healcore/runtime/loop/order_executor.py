@@ -72,6 +72,11 @@ class OrderExecutor(ABC):
         """Step and a copy of the state that a rollback would restore; None if there is none."""
         return None
 
+    def _not_of_learning_rate(self, request: ActionRequest) -> bool:
+        """Whether rollbacks have shown that an instability is not due to the learning rate."""
+        del request
+        return False
+
     # -- within ---------------------------------------------------------------------------------
 
     def _needs_evidence(self, request: ActionRequest) -> bool:
@@ -88,13 +93,14 @@ class OrderExecutor(ABC):
     def _assess(self, request: ActionRequest, step: int) -> AssessmentResult:
         """Assesses whether the model is damaged on any rank, and writes an event."""
         result = self._of_all_ranks(self.assessor.assess(request))
-        # A loss_fn that has raised is gone on its rank alone, and to restore takes all of them.
-        if result.verdict is DamageVerdict.DAMAGE and any(
-            self.ranks.gather(self.assessor.loss_fn is not None)
-        ):
-            earlier = self._state_before(request.onset)
-            if earlier is not None:
-                result = self._of_all_ranks(self.assessor.with_earlier(result, *earlier))
+        if result.verdict is DamageVerdict.DAMAGE:
+            # A loss_fn that has raised is gone on its rank alone, and to restore takes all of them.
+            if any(self.ranks.gather(self.assessor.loss_fn is not None)):
+                earlier = self._state_before(request.onset)
+                if earlier is not None:
+                    result = self._of_all_ranks(self.assessor.with_earlier(result, *earlier))
+            elif result.by == "instability" and self._not_of_learning_rate(request):
+                result = AssessmentResult(DamageVerdict.DATA, "repetition")
         self._log_assessment(request, step, result)
         return result
 
@@ -127,7 +133,9 @@ class OrderExecutor(ABC):
         if result.verdict is DamageVerdict.DATA or cannot_tell:
             self.assessor.clear_batches()
         why = {
-            DamageVerdict.DATA: "the model is unchanged, the data or the loss are different",
+            DamageVerdict.DATA: "the model is unchanged, the data or the loss are different"
+            if result.by != "repetition"
+            else "it has come again at the same step at a lower learning rate",
             DamageVerdict.OPEN: "the model is worse and may recover by itself",
             DamageVerdict.UNKNOWN: "there is no evidence that the model is worse"
             if not evaluated

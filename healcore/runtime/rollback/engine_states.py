@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.detectors import instability
 from healcore.core.engine import Engine, StateError
 
 Engines = Mapping[str, Mapping[str, Any]]
@@ -68,6 +69,17 @@ def at_rate(
         limit=None if rate is None else limit,
         scale=min((float(each.lr.scale) for each in states.values()), default=1.0),
     )
+
+
+def lr_raised(engine: Engine, engines: Engines) -> bool:
+    """Whether the schedule has just raised the learning rate, or it is not known if it has."""
+    names = [name for name, _ in engine.config.detectors]
+    for each in engines.values():
+        state = engine.from_dict(each)
+        detector = dict(zip(names, state.detectors, strict=True)).get("instability")
+        if detector is None or not 0 < state.lr.rate <= instability.RAISED * detector.rate:
+            return True
+    return False
 
 
 def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:

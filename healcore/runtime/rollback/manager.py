@@ -204,10 +204,14 @@ class RollbackManager:
     def state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
         """Step and a copy of the state that a rollback would restore; None if there is none."""
         try:
-            step = self._choice(self.saves(), onset).order[0]
+            step = self.target(onset)
             return step, self.checkpoints.store.restore(step, self._items()).state
         except StoreError:
             return None
+
+    def target(self, onset: int) -> int:
+        """Step of the checkpoint that a rollback would restore; NoGoodCheckpoint without one."""
+        return self._choice(self.saves(), onset).order[0]
 
     def _choice(self, saves: Sequence[Saved], onset: int, depth: int = 1) -> CheckpointChoice:
         initial = self.journal.state.first_step, self.started_from

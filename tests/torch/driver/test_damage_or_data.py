@@ -119,6 +119,50 @@ def test_a_cut_for_a_loss_that_grows_by_design_is_taken_back(tmp_path):
     assert healing.live_engine.to_dict()["state"]["budget"]["lr_cuts"] == 4
 
 
+def test_an_instability_that_comes_again_at_a_lower_rate_is_not_due_to_the_rate(tmp_path):
+    """Without a loss_fn: one rollback to the only checkpoint shows it, another would not."""
+    run = Run()
+
+    def raise_weight(healer: Healer) -> None:
+        since = healer.step - CHANGE + 30
+        run.weight = 0.0 if since < 0 else min(1e3, 1e-7 * 3.0**since)
+
+    healer = run.train(tmp_path, at=raise_weight, save_every=1000)
+    unstable = [e for e in events(tmp_path, "assessment") if "INSTABILITY" in e["cause"]]
+    found = [(e["verdict"], e["by"]) for e in unstable]
+    assert found[0] == ("damage", "instability")
+    assert {*found[1:]} == {("data", "repetition")}
+    assert healer.rollbacks == 1
+    driver: Any = healer.driver
+    budget = driver.healings["optimizer"].live_engine.to_dict()["state"]["budget"]
+    assert budget["lr_cuts"] == 3, "the later cuts were taken back"
+
+
+@pytest.mark.parametrize("save_every", [1000, 100])
+def test_a_rate_that_the_schedule_raises_at_once_is_cut_again(tmp_path, save_every):
+    """The trouble comes again at the same step, but there the schedule jumps."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(8))
+    curvature = torch.linspace(0.1, 1.0, 8)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 if t < 250 else 4000)
+    state = {"weight": weight, "optimizer": optimizer, "schedule": schedule}
+    options: Any = {"save_every": save_every, "events": tmp_path / "e.jsonl"}
+    with Healer("default", state=state, **options) as healer:
+        for number in healer.batches(range(400)):
+            noise = torch.randn(8, generator=torch.Generator().manual_seed(number))
+            loss = (curvature * (weight - 0.1 * noise).square()).sum() / 2 + 1.0
+            healer.observe(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    assert {e["by"] for e in events(tmp_path, "assessment")} <= {"instability", "nothing"}
+    onsets = [e["onset"] for e in events(tmp_path, "rollback")]
+    assert len(onsets) >= 2
+    assert max(onsets) - min(onsets) <= 2
+
+
 def test_a_damaged_model_is_rolled_back(tmp_path):
     run, done = Run(), []
 
