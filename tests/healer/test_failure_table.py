@@ -272,3 +272,14 @@ def test_a_recipe_is_what_the_default_policy_does(cause):
         words = tuple(word for word in row.recipe if word != "clip")
         assert Respond(to=(NAMES[cause],), do=words).do == words
         assert "clip" not in row.recipe or policy.clip.kind != "none"
+
+
+def test_an_order_that_was_declined_a_step_before_sends_no_rollback_further_back(tmp_path):
+    grown = [Step(3 + 3 * 2.5**n, 1 + 12 * 2.5**n) for n in range(10)]
+    before = [Step(2.3, 4.0), Step(2.3, 6.0)]
+    Run(tmp_path, rollback={"probation": 5})([*healthy(120), *before, *grown, *healthy(20)])
+    declined, ordered = [e for e in events(tmp_path) if e["kind"] == "order"][:2]
+    assert (declined["depth"], ordered["depth"]) == (1, 2), "the engine did not know of it yet"
+    assert ordered["step"] == declined["step"] + 1
+    back = next(e for e in events(tmp_path) if e["kind"] == "rollback")
+    assert back["checkpoint"] == 110, "the newest known-good one, not the one before it"

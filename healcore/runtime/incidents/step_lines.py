@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Action, Cause, names
+from healcore.core.verdict import NONFINITE, Action, Cause, names
 
 if TYPE_CHECKING:  # `healcore.torch.attach` has these lines without the rest of the runtime
     from healcore.runtime.host_policy import HostPolicy
@@ -72,10 +72,9 @@ class StepLines:
 
 def incident_text(record: StepRecord) -> str:
     """Causes and numbers of a step, for a sentence."""
-    return (
-        f"{cause_text(record.cause)}; the last finite loss is {record.loss:.4g}, "
-        f"gradient norm {record.grad_norm:.4g}"
-    )
+    of = "last finite " if record.cause & NONFINITE else ""
+    numbers = f"{of}loss {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
+    return f"{cause_text(record.cause)}; {numbers}"
 
 
 def enforced_text(record: StepRecord) -> str:

@@ -157,7 +157,7 @@ class ActionExecutor(OrderExecutor):
             result = self.rollbacks.roll_back(
                 RollbackRequest(
                     onset=request.onset,
-                    depth=request.depth,
+                    depth=self._depth(request),
                     step=step,
                     bad=bad,
                     more=more,
@@ -187,6 +187,16 @@ class ActionExecutor(OrderExecutor):
         if not rerun:
             self.completed.append(done)
         return result.target
+
+    def _depth(self, request: ActionRequest) -> int:
+        """Known-good checkpoints to go back.
+
+        The engine goes further back from its second order on, and a declined order was none. But
+        it learns of that a step or two later, when it may have ordered again.
+        """
+        rollback = self.policy.engine.config.rollback
+        first = not request.overridden and not self._near(request, max(rollback.region, 1))
+        return min(request.depth, rollback.depth) if first else request.depth
 
     def _cuts_lr(self, request: ActionRequest, rerun: bool) -> bool:
         """Whether to cut the rate although no rule does: other data have not helped, or cannot."""
