@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,31 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     (after,) = postmortems(tmp_path)
     assert "NaN or Inf in" in after["diagnosis"]
     assert "step 25" in after["diagnosis"]
+
+
+@BOTH
+def test_a_run_does_not_end_with_weights_that_broke_in_its_last_steps(framework, tmp_path):
+    """Three skipped steps order no rollback, and no save is due any more."""
+    policy = policies.load("default", rollback={"probation": 5})
+    loop, broken = loop_of(framework, Faults(), policy), []
+
+    def spoil(healer: Healer, number: int) -> None:
+        if number == 57 and not broken:
+            broken.append(number)
+            if framework == "torch":
+                with torch.no_grad():
+                    loop.model[0].weight[0, 0] = float("nan")
+            else:
+                params = healer.state["params"]
+                healer.state["params"] = {**params, "w1": params["w1"].at[0, 0].set(jnp.nan)}
+
+    facts = train(loop, policy, range(60), store=tmp_path, before=spoil)
+    assert broken
+    assert facts["rollbacks"] == 1
+    (logged,) = events(tmp_path, "rollback")
+    assert logged["checkpoint"] == 50
+    weights = [np.asarray(each) for each in loop.weights()]
+    assert all(np.isfinite(each).all() for each in weights)
 
 
 @BOTH

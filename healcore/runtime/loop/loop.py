@@ -285,11 +285,15 @@ class Loop:
             self.save("requested")
 
     def _back_from_the_end(self, number: int | None = None) -> bool:
-        """Whether steps that were not read yet send the run back although it would end."""
-        alone = self.ranks.world == 1
-        if not alone and number not in (None, self.loaders.current):
+        """Whether the last steps or their weights send the run back although it would end."""
+        alone, of_training = self.ranks.world == 1, number in (None, self.loaders.current)
+        if not alone and not of_training:
             return False  # one rank may evaluate alone, and to read steps is collective
-        return self._read(all=True) or (alone and self._leave_bad_state())
+        if self._read(all=True):
+            return True
+        if alone and of_training:
+            self._saves.save_if_not_finite(self.step)
+        return alone and self._leave_bad_state()
 
     @property
     def between_steps(self) -> bool:

@@ -120,6 +120,15 @@ class SaveSchedule:
             return str(error)
         return ""
 
+    def save_if_not_finite(self, step: int) -> None:
+        """Saves at the end of the data where an alarm and NaN or Inf in the weights are so recent.
+
+        Nothing has ordered a rollback yet; the state check does, as for any other such save.
+        """
+        due = step != self._saved and self._alarmed(step) and self.driver.may_save()
+        if due and not self.driver.finite():
+            self.save(step, "last")
+
     def save_last(self, step: int, exact: Callable[[], AbstractContextManager[None]]) -> None:
         """Saves a checkpoint of the last step in the context `exact`, if the last one is older."""
         if step == self._saved and not self.checkpoints.in_memory_only(step):
