@@ -116,7 +116,7 @@ def _physics(seed: int) -> Problem:
 
     points = torch.linspace(-1, 1, 12)[:, None]
     values = solution(points) + 0.03 * torch.randn(12, 1, generator=generator)
-    data = torch.rand(steps, 32, 1, generator=generator) * 2 - 1
+    data = list(torch.rand(steps, 32, 1, generator=generator) * 2 - 1)
     grid = torch.linspace(-1, 1, 400)[:, None]
 
     def loss_fn(places: Tensor) -> Tensor:

@@ -327,7 +327,7 @@ def _sparse_reward(seed: int) -> Problem:
     return Problem(
         modules={"policy": policy},
         optimizers={"main": optimizer},
-        batches=draws,
+        batches=list(draws),
         step=step,
         evaluate=evaluate,
     )
