@@ -283,3 +283,12 @@ def test_an_order_that_was_declined_a_step_before_sends_no_rollback_further_back
     assert ordered["step"] == declined["step"] + 1
     back = next(e for e in events(tmp_path) if e["kind"] == "rollback")
     assert back["checkpoint"] == 110, "the newest known-good one, not the one before it"
+
+
+def test_orders_declined_again_and_again_have_few_lines(tmp_path, capsys):
+    high = [Step(8.0 + 0.5 * (n % 3), 3.0) for n in range(400)]
+    Run(tmp_path)([*healthy(80), *high])
+    declined = [e for e in events(tmp_path) if e["kind"] == "assessment"]
+    lines = capsys.readouterr().err.count("the run continues")
+    assert len(declined) > 16
+    assert 1 <= lines <= 11

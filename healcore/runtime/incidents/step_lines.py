@@ -89,9 +89,9 @@ def cause_text(cause: Cause) -> str:
     return " and ".join(names(cause)).lower().replace("_", " ")
 
 
-def is_logged(incident: int) -> bool:
-    """Whether this incident has a line: the first ten, then each power of two."""
-    return incident <= 10 or incident & (incident - 1) == 0
+def is_logged(number: int) -> bool:
+    """Whether something that comes again has a line: the first ten, then each power of two."""
+    return number <= 10 or number & (number - 1) == 0
 
 
 def _passes_power_of_ten(before: int, now: int) -> bool:

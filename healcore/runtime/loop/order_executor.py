@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from healcore.core.verdict import Action, Cause, names
@@ -12,7 +12,7 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import AssessmentResult, Assessor, DamageVerdict
 from healcore.runtime.incidents.monitor import ActionRequest
-from healcore.runtime.incidents.step_lines import cause_text
+from healcore.runtime.incidents.step_lines import cause_text, is_logged
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
@@ -41,6 +41,8 @@ class OrderExecutor(ABC):
     run_end: Callable[[str], RunEnd]
     """Takes the reason of a stop; returns the facts for the diagnosis."""
     assessor: Assessor
+    _declined: int = field(default=0, init=False)
+    """Orders declined so far; trouble that lasts brings one every few steps."""
 
     def execute(self, request: ActionRequest, step: int) -> ActionResult:
         """Carries out a request after `step` steps; raises RunStopped if it ends the run."""
@@ -142,10 +144,12 @@ class OrderExecutor(ABC):
             else "earlier batches are worse too, which damage and new data both explain",
             DamageVerdict.DAMAGE: "the budget of rollbacks is exhausted",
         }
-        self.log.info(
-            f"step {request.index}: {cause_text(request.cause)}: {why[result.verdict]}; "
-            "the run continues"
-        )
+        self._declined += 1
+        if is_logged(self._declined):
+            self.log.info(
+                f"step {request.index}: {cause_text(request.cause)}: {why[result.verdict]}; "
+                "the run continues"
+            )
 
     def _exhausted(self, request: ActionRequest) -> str:
         """Why no further rollback is granted; "": it is.
