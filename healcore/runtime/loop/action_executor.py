@@ -14,7 +14,7 @@ from healcore.runtime.incidents.assessment import DamageVerdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.incidents.step_lines import cause_text
-from healcore.runtime.ledger import Ledger
+from healcore.runtime.ledger import Ledger, PastRollback
 from healcore.runtime.loop.order_executor import (
     ActionResult,
     OrderExecutor,
@@ -103,6 +103,8 @@ class ActionExecutor(OrderExecutor):
     reruns: Reruns
     completed: list[RollbackRecord] = field(default_factory=list, init=False)
     """Rollbacks of this process."""
+    _rate_cuts: list[PastRollback] = field(default_factory=list, init=False)
+    """Those of them that cut the learning rate for instability."""
 
     def review_high_loss(self, step: int) -> ActionResult:
         """Goes back to before high losses attributed to different data, if they did harm."""
@@ -123,20 +125,18 @@ class ActionExecutor(OrderExecutor):
         return self.rollbacks.state_before(onset)
 
     def _not_of_learning_rate(self, request: ActionRequest) -> bool:
-        """It has come again, no later, at a lower rate, after a rollback to the same checkpoint.
+        """It has come again, no later, although a rollback to the same checkpoint has cut the rate.
 
         A lower rate would have delayed it, unless the schedule raises the rate at that very step.
         An older checkpoint is tried first: that one may have been damaged.
         """
         repeats = [
-            past.target
-            for past in self.completed
-            if past.lowers_lr and request.onset <= past.onset + _SAME_STEP
+            past.target for past in self._rate_cuts if request.onset <= past.onset + _SAME_STEP
         ]
         if not repeats or lr_raised(self.policy.engine, self.driver.healing()):
             return False
         try:
-            return self.rollbacks.target(request.onset) in repeats
+            return self.rollbacks.target(request.onset, self._depth(request)) in repeats
         except StoreError:
             return False
 
@@ -186,6 +186,8 @@ class ActionExecutor(OrderExecutor):
         self._log_rollback(request._replace(bad=bad), result, done, rerun)
         if not rerun:
             self.completed.append(done)
+            if request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR:
+                self._rate_cuts.append(PastRollback(request.onset, result.target))
         return result.target
 
     def _depth(self, request: ActionRequest) -> int:
@@ -195,7 +197,7 @@ class ActionExecutor(OrderExecutor):
         it learns of that a step or two later, when it may have ordered again.
         """
         rollback = self.policy.engine.config.rollback
-        first = not request.overridden and not self._near(request, max(rollback.region, 1))
+        first = not request.overridden and not self._near(request, max(self.policy.region, 1))
         return min(request.depth, rollback.depth) if first else request.depth
 
     def _cuts_lr(self, request: ActionRequest, rerun: bool) -> bool:

@@ -137,7 +137,7 @@ class OrderExecutor(ABC):
         why = {
             DamageVerdict.DATA: "the model is unchanged, the data or the loss are different"
             if result.by != "repetition"
-            else "it has come again at the same step at a lower learning rate",
+            else "it has come again no later at a lower learning rate",
             DamageVerdict.OPEN: "the model is worse and may recover by itself",
             DamageVerdict.UNKNOWN: "there is no evidence that the model is worse"
             if not evaluated

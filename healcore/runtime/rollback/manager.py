@@ -209,9 +209,9 @@ class RollbackManager:
         except StoreError:
             return None
 
-    def target(self, onset: int) -> int:
+    def target(self, onset: int, depth: int = 1) -> int:
         """Step of the checkpoint that a rollback would restore; NoGoodCheckpoint without one."""
-        return self._choice(self.saves(), onset).order[0]
+        return self._choice(self.saves(), onset, depth).order[0]
 
     def _choice(self, saves: Sequence[Saved], onset: int, depth: int = 1) -> CheckpointChoice:
         initial = self.journal.state.first_step, self.started_from
