@@ -111,6 +111,22 @@ def test_each_further_alarm_needs_two_more_records():
     assert np.diff(where).min() == 2
 
 
+def test_after_an_alarm_only_what_is_higher_than_before_counts():
+    """A loss that is many times as noisy at a new level sets records there again and again."""
+    rng, steps, start = np.random.default_rng(16), 260, 100
+    high = (np.arange(steps) >= start)[:, None]
+    grown = growth(steps, start, 2.0, 6)[:, None]  # then noise of 0.3 to 1 times the height
+    rough = np.where(np.arange(steps)[:, None] < start + 6, 1.0, rng.uniform(0.3, 1, (steps, MANY)))
+    losses = 2.0 + 0.01 * rng.normal(size=(steps, MANY)) + 10 * grown * rough * high
+    norms = 1 + 300 * growth(steps, start - 3, 2.0, 9)[:, None] * np.ones(MANY)
+    found = run(losses, norms)
+    assert found[: start + 8].any(0).all()
+    assert not found[start + 8 :].any()
+    further = 640 * growth(steps, 140, 2.0)[:, None]
+    found = run(losses + further, norms + further)
+    assert found[140:150].any(0).all(), "what grows beyond it does"
+
+
 def test_steep_growth_counts_twice():
     """Three records of which one is the square of growth: one step earlier than three."""
     slow = run(2 + 2 * growth(60, 30, 1.5), 1 + 20 * growth(60, 28, 1.5))

@@ -6,7 +6,8 @@ by its own updates sets record after record, with a gradient norm many times its
 
 A record is a loss of two steps in a row (one bad batch is none) that is above the last record by
 the factor `growth`, both measured from the run's best level; one above it by `growth` squared
-counts twice, by its third power three times.
+counts twice, by its third power three times. After an alarm, which may have cut the learning rate,
+only what is above the records before it counts: a loss that is noisy at a new level does not grow.
 
 A loss that changes by design may grow from step to step too: a new term whose weight is raised, a
 longer roll-out. But its first step has no cause in the run, while a model that is about to break
@@ -91,6 +92,7 @@ class State(NamedTuple):
     before: Any  # float32: the same before loss and norm left their levels
     begun: Any  # float32: height of the first loss since then
     above: Any  # int32: steps since then
+    alarmed: Any  # int32: 1 from an alarm until the loss is at its level again
 
 
 def init(config: Config) -> State:
@@ -108,6 +110,7 @@ def init(config: Config) -> State:
         before=zero.copy(),
         begun=zero.copy(),
         above=none.copy(),
+        alarmed=none.copy(),
     )
 
 
@@ -131,7 +134,10 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
     large = config.norm_ratio * usual
     large = xp.where((last > 0) & (records == 0), _AGAIN * large, large)
     grows = (norm > large) & (state.last_norm > large) & ~first
-    higher = xp.where(records > 0, numerics.product(config.growth, last, xp=xp), least)
+    alarmed = xp.where(last > 0, state.alarmed, 0)
+    grown = numerics.product(config.growth, last, xp=xp)
+    # Always so, a break that begins with a single leap would be missed.
+    higher = xp.where((records > 0) | (alarmed > 0), grown, least)
     record = learn & (count >= config.warmup_steps) & grows & (height > higher)
     back = height < numerics.product(_BACK, last, xp=xp)
     over = ~record & (back | (state.since >= config.patience))
@@ -198,6 +204,7 @@ def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[St
         before=numerics.settle(before, xp=xp),
         begun=numerics.settle(begun, xp=xp),
         above=above,
+        alarmed=xp.where(alarm, 1, alarmed),
     )
     kept = state._replace(count=count)
     new = State(*(xp.where(learn, a, b) for a, b in zip(after, kept, strict=True)))

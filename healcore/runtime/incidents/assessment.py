@@ -163,6 +163,8 @@ class Assessor:
         """Step and loss of the latest steps without an alarm."""
         self._at_first_alarm: AssessmentResult | None = None
         """The result at the first alarm of the current incident."""
+        self._first_alarm: TrainedBatch | None = None
+        """Its batch."""
         self._unstable: deque[TrainedBatch] = deque(maxlen=1)
         """The batch of the last alarm for instability."""
         self._back_at: int | None = None
@@ -175,13 +177,13 @@ class Assessor:
         """Takes a step and its batch, and keeps references to a few batches."""
         loss = records[0].loss
         if not any(each.incident_open or each.cause for each in records):
-            self._at_first_alarm = self._back_at = None
+            self._at_first_alarm = self._first_alarm = self._back_at = None
             self._losses.append((index, loss))
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(TrainedBatch(index, batch, loss))
         elif self._at_first_alarm is None and any(each.cause & HIGH_LOSS for each in records):
             result = self._assess_batches(loss, batch=batch, z=records[0].z_loss)
-            self._at_first_alarm = result
+            self._at_first_alarm, self._first_alarm = result, TrainedBatch(index, batch, loss)
             enough = len(self._batches) == _BATCHES  # fewer show too little of the noise
             # Not shown to be damage yet: later batches may show it.
             declined = result.verdict in (DamageVerdict.DATA, DamageVerdict.UNKNOWN)
@@ -218,17 +220,15 @@ class Assessor:
         if not worse and not (np.isfinite(then).all() and not np.isfinite(now).all()):
             return AssessmentResult(DamageVerdict.DATA, "earlier_weights", rise, remembered)
         found = AssessmentResult(DamageVerdict.DAMAGE, "earlier_weights", rise, remembered)
-        of_first = self._evaluate([each.batch for each in period.first], earlier)
-        due_to_data = float(np.mean(of_first or math.inf) - np.mean(then[: len(before)]))
-        in_training = _mean_loss(period.first) - _mean_loss(before)
-        return found._replace(data_ordinary=due_to_data < _SHARE * in_training)
+        ordinary = self._data_ordinary(period.first, before, then[: len(before)], earlier)
+        return found._replace(data_ordinary=ordinary)
 
     def on_rollback(self, target: int) -> None:
         """Forgets the steps from `target` on, which are repeated."""
         kept = [each for each in self._batches if each.index < target]
         self._batches = deque(kept, maxlen=_BATCHES)
         self._losses = deque([each for each in self._losses if each[0] < target], maxlen=_LOSSES)
-        self._at_first_alarm = self._back_at = self._high_loss = None
+        self._at_first_alarm = self._first_alarm = self._back_at = self._high_loss = None
 
     def clear_batches(self) -> None:
         """Forgets the batches: the data are different from now on."""
@@ -278,7 +278,9 @@ class Assessor:
         elif by_itself >= rise:  # it is back: nothing is better with the earlier weights
             verdict = DamageVerdict.OPEN
         else:
-            return result
+            first = self._first_alarm if result.by == "remembered_batches" else None
+            ordinary = first is not None and self._data_ordinary([first], tested, then, earlier)
+            return result._replace(data_ordinary=ordinary)
         return AssessmentResult(verdict, "earlier_weights", of_weights)
 
     # -- within ---------------------------------------------------------------------------------
@@ -295,6 +297,21 @@ class Assessor:
             self.loss_fn = None
             self.warn(f"loss_fn raised {type(error).__name__}: {error}; it is not called again")
             return []
+
+    def _data_ordinary(
+        self,
+        first: Sequence[TrainedBatch],
+        before: Sequence[TrainedBatch],
+        then: Sequence[float],
+        earlier: Mapping[str, Any],
+    ) -> bool:
+        """Whether the weights `earlier` find the first batches of the trouble like those `before`.
+
+        `then` are their losses on `before`.
+        """
+        of_first = self._evaluate([each.batch for each in first], earlier)
+        due_to_data = float(np.mean(of_first or math.inf) - np.mean(then))
+        return due_to_data < _SHARE * (_mean_loss(first) - _mean_loss(before))
 
     def _rises(self) -> list[float]:
         """For each remembered batch: loss with the present weights minus loss when trained on."""

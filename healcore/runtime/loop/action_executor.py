@@ -10,7 +10,7 @@ from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.events.models import RerunVerdict
-from healcore.runtime.incidents.assessment import DamageVerdict
+from healcore.runtime.incidents.assessment import AssessmentResult, DamageVerdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.incidents.step_lines import cause_text
@@ -124,16 +124,30 @@ class ActionExecutor(OrderExecutor):
     def _state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
         return self.rollbacks.state_before(onset)
 
-    def _not_of_learning_rate(self, request: ActionRequest) -> bool:
-        """It has come again, no later, although a rollback to the same checkpoint has cut the rate.
+    def _repeats(self, request: ActionRequest, result: AssessmentResult, *, asked: bool) -> bool:
+        """It has come again at the same step, and neither the data nor the rate explain that.
 
-        A lower rate would have delayed it, unless the schedule raises the rate at that very step.
-        An older checkpoint is tried first: that one may have been damaged.
+        * *Damage* (by a `loss_fn`): the run went back and left the data out, and the earlier
+          weights find the present ones ordinary too. The loop itself changes the weights there.
+        * *Instability* (without a `loss_fn`, which shows more): the rollback cut the rate, which
+          would have delayed it. An older checkpoint is tried first: that one may have been damaged.
+
+        Not if the schedule raises the rate at that very step.
         """
+        if result.by == "remembered_batches":
+            past = self.ledger.past_rollbacks if result.data_ordinary else []
+            again = any(abs(request.onset - each.onset) <= _SAME_STEP for each in past)
+        else:
+            unstable = result.by == "instability" and not asked
+            again = unstable and self._unstable_again(request)
+        return again and not lr_raised(self.policy.engine, self.driver.healing())
+
+    def _unstable_again(self, request: ActionRequest) -> bool:
+        """A rollback that cut the rate has restored the checkpoint that this one would restore."""
         repeats = [
             past.target for past in self._rate_cuts if request.onset <= past.onset + _SAME_STEP
         ]
-        if not repeats or lr_raised(self.policy.engine, self.driver.healing()):
+        if not repeats:
             return False
         try:
             return self.rollbacks.target(request.onset, self._depth(request)) in repeats

@@ -74,9 +74,9 @@ class OrderExecutor(ABC):
         """Step and a copy of the state that a rollback would restore; None if there is none."""
         return None
 
-    def _not_of_learning_rate(self, request: ActionRequest) -> bool:
-        """Whether rollbacks have shown that an instability is not due to the learning rate."""
-        del request
+    def _repeats(self, request: ActionRequest, result: AssessmentResult, *, asked: bool) -> bool:
+        """Whether a rollback has shown that another one would not help."""
+        del request, result, asked
         return False
 
     # -- within ---------------------------------------------------------------------------------
@@ -97,21 +97,25 @@ class OrderExecutor(ABC):
         result = self._of_all_ranks(self.assessor.assess(request))
         if result.verdict is DamageVerdict.DAMAGE:
             # A loss_fn that has raised is gone on its rank alone, and to restore takes all of them.
-            if any(self.ranks.gather(self.assessor.loss_fn is not None)):
+            asked = any(self.ranks.gather(self.assessor.loss_fn is not None))
+            if asked:
                 earlier = self._state_before(request.onset)
                 if earlier is not None:
                     result = self._of_all_ranks(self.assessor.with_earlier(result, *earlier))
-            elif result.by == "instability" and self._not_of_learning_rate(request):
+            damaged = result.verdict is DamageVerdict.DAMAGE
+            if damaged and self._repeats(request, result, asked=asked):
                 result = AssessmentResult(DamageVerdict.DATA, "repetition")
         self._log_assessment(request, step, result)
         return result
 
     def _of_all_ranks(self, result: AssessmentResult) -> AssessmentResult:
         """The same verdict on all ranks: damage where any has found it, with its evidence."""
-        for verdict, by in self.ranks.gather((result.verdict.value, result.by)):
-            if verdict == DamageVerdict.DAMAGE.value:
-                return result._replace(verdict=DamageVerdict.DAMAGE, by=by)
-        return result
+        of_ranks = self.ranks.gather((result.verdict.value, result.by, result.data_ordinary))
+        found = [each for each in of_ranks if each[0] == DamageVerdict.DAMAGE.value]
+        if not found:
+            return result
+        ordinary = all(each[2] for each in found)
+        return result._replace(verdict=DamageVerdict.DAMAGE, by=found[0][1], data_ordinary=ordinary)
 
     def _log_assessment(self, request: ActionRequest, step: int, result: AssessmentResult) -> None:
         self.log.event(
@@ -137,7 +141,7 @@ class OrderExecutor(ABC):
         why = {
             DamageVerdict.DATA: "the model is unchanged, the data or the loss are different"
             if result.by != "repetition"
-            else "it has come again no later at a lower learning rate",
+            else "it has come again no later after a rollback",
             DamageVerdict.OPEN: "the model is worse and may recover by itself",
             DamageVerdict.UNKNOWN: "there is no evidence that the model is worse"
             if not evaluated

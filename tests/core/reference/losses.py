@@ -209,6 +209,8 @@ class Instability:
         """The records of the growth in progress, one that counts twice two times."""
         self.raised = False
         """Whether there was a record since the loss was last at its level."""
+        self.alarmed: float | None = None
+        """The last record from an alarm on, until the loss is at its level again."""
         self.since = 0
         """Steps since the last record, or of a loss that is high without one."""
         self.level = self.best = self.top = self.noise = self.usual = 0.0
@@ -229,7 +231,7 @@ class Instability:
         if not step.finite:
             return False, False, 0
         if not self.learnt:
-            self.row, self.raised, self.noise = [], False, 0.0
+            self.row, self.raised, self.alarmed, self.noise = [], False, None, 0.0
             self.level = self.best = self.top = x
             self.usual, self.last = step.norm, (x, 0.0)
             self.norms, self.rate = [], step.rate or 0.0
@@ -259,12 +261,14 @@ class Instability:
         settled = settled or len(self.away) >= 8 * c.patience
         if not (high or self.row):
             self._learn(x, step.norm)
-            self.raised = False
+            self.raised, self.alarmed = False, None
         self._forget(quiet=not (high or self.row))
         self.last = x, step.norm
         self.learnt = 0 if settled else self.learnt + 1
         if alarm:
             self.row = self.row[-1:]  # what has led to an alarm is spent
+        if self.row and (alarm or self.alarmed is not None):
+            self.alarmed = self.row[-1]
         self.since = self.since + 1 if (high or self.row) and not new and not settled else 0
         return alarm, alarm, int(Cause.INSTABILITY) if alarm else 0
 
@@ -296,7 +300,8 @@ class Instability:
         if self.learnt < c.warmup_steps or not norms:
             return []
         if not self.row:
-            return [height] if high else []
+            beyond = self.alarmed is None or above(height, c.growth * self.alarmed, *sizes)
+            return [height] if high and beyond else []
         if not above(height, c.growth * self.row[-1], *sizes):
             return []
         return [height] * (

@@ -330,7 +330,8 @@ def test_repeated_damage(tmp_path):
     run, done = Run(), set()
 
     def damage(healer: Healer) -> None:
-        if healer.step == CHANGE and healer.rollbacks not in done:
+        # At another step each time: at the same one, the loop itself would be the reason.
+        if healer.step == 200 + 4 * healer.rollbacks and healer.rollbacks not in done:
             done.add(healer.rollbacks)
             with torch.no_grad():
                 for p in run.model[4].parameters():
@@ -340,4 +341,22 @@ def test_repeated_damage(tmp_path):
     assert healer.rollbacks == 3
     assert [e["lr_scale"] for e in events(tmp_path, "rollback")] == [1.0, 1.0, 0.25]
     assert len(done) == 4, "damaged once more"
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
+
+
+def test_weights_that_the_loop_changes_are_accepted_when_they_come_again(tmp_path):
+    """A layer initialised again at a certain step: one rollback shows that it is no accident."""
+    run = Run()
+
+    def reset(healer: Healer) -> None:
+        if healer.step == CHANGE:
+            with torch.no_grad():
+                for p in run.model[4].parameters():
+                    p.mul_(-4.0)
+
+    healer = run.train(tmp_path, at=reset, loss_fn=run.loss)
+    assert healer.rollbacks == 1
+    found = [(e["verdict"], e["by"]) for e in events(tmp_path, "assessment")]
+    assert ("data", "repetition") in found
+    assert not events(tmp_path, "lr")
     assert events(tmp_path, "end")[0]["ending"] == "completed"
