@@ -165,8 +165,8 @@ class Assessor:
         """The result at the first alarm of the current incident."""
         self._first_alarm: TrainedBatch | None = None
         """Its batch."""
-        self._unstable: deque[TrainedBatch] = deque(maxlen=1)
-        """The batch of the last alarm for instability."""
+        self._of_incident: deque[TrainedBatch] = deque(maxlen=_LATEST)
+        """The last few batches of the current incident."""
         self._back_at: int | None = None
         """The last step of the incident at which a remembered batch was not worse than before."""
         self._high_loss: HighLossPeriod | None = None
@@ -178,6 +178,7 @@ class Assessor:
         loss = records[0].loss
         if not any(each.incident_open or each.cause for each in records):
             self._at_first_alarm = self._first_alarm = self._back_at = None
+            self._of_incident.clear()
             self._losses.append((index, loss))
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(TrainedBatch(index, batch, loss))
@@ -191,8 +192,8 @@ class Assessor:
                 self._high_loss = HighLossPeriod(index, tuple(self._batches))
         elif self._at_first_alarm is not None and self._recovered(index, self._at_first_alarm):
             self._back_at = index
-        if any(each.cause & Cause.INSTABILITY for each in records):
-            self._unstable.append(TrainedBatch(index, batch, loss))
+        if any(each.incident_open or each.cause for each in records):
+            self._of_incident.append(TrainedBatch(index, batch, loss))
         if self._high_loss is not None:
             self._high_loss.add(index, batch, loss, skipped=any(each.skip for each in records))
 
@@ -229,6 +230,7 @@ class Assessor:
         self._batches = deque(kept, maxlen=_BATCHES)
         self._losses = deque([each for each in self._losses if each[0] < target], maxlen=_LOSSES)
         self._at_first_alarm = self._first_alarm = self._back_at = self._high_loss = None
+        self._of_incident.clear()
 
     def clear_batches(self) -> None:
         """Forgets the batches: the data are different from now on."""
@@ -259,7 +261,7 @@ class Assessor:
             step: of the checkpoint.
             earlier: its state.
         """
-        batches = {"remembered_batches": self._batches, "instability": self._unstable}
+        batches = {"remembered_batches": self._batches, "instability": self._of_incident}
         tested = batches.get(result.by, ())
         now = self._evaluate(each.batch for each in tested)
         then = self._evaluate((each.batch for each in tested), earlier) if now else []

@@ -132,8 +132,12 @@ class OrderExecutor(ABC):
     def _decline(self, request: ActionRequest, result: AssessmentResult) -> None:
         """Continues without the action; the engine gets its attempt back."""
         if request.action & Action.ROLLBACK:  # a stop has used no attempt
+            changed = result.verdict is DamageVerdict.DATA
             cut = bool(request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR)
-            self.driver.decline(cut=cut and result.verdict is DamageVerdict.DATA)
+            self.driver.decline(cut=cut and changed)
+            if changed and result.by in ("earlier_weights", "repetition"):
+                # A rollback would find the same: the detectors learn the new level.
+                self.driver.expect_change()
         evaluated = result.by == "remembered_batches"
         cannot_tell = result.verdict is DamageVerdict.UNKNOWN and evaluated
         if result.verdict is DamageVerdict.DATA or cannot_tell:

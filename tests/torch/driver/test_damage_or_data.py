@@ -119,6 +119,21 @@ def test_a_cut_for_a_loss_that_grows_by_design_is_taken_back(tmp_path):
     assert healing.live_engine.to_dict()["state"]["budget"]["lr_cuts"] == 4
 
 
+def test_a_loss_that_goes_on_growing_by_design_is_asked_about_once(tmp_path):
+    """Earlier weights are as bad with it, so its level is accepted."""
+    run = Run()
+
+    def raise_weight(healer: Healer) -> None:
+        since = healer.step - 200
+        run.weight = 0.0 if since < 0 else min(1e6, 1e-7 * 2.0**since)
+
+    healer = run.train(tmp_path, at=raise_weight, loss_fn=run.loss)
+    found = [(e["verdict"], e["by"]) for e in events(tmp_path, "assessment")]
+    assert found[-1] == ("data", "earlier_weights")
+    assert len(found) <= 2
+    assert healer.rollbacks == 0
+
+
 def test_an_instability_that_comes_again_at_a_lower_rate_is_not_due_to_the_rate(tmp_path):
     """Without a loss_fn: one rollback to the only checkpoint shows it, another would not."""
     run = Run()
