@@ -18,6 +18,8 @@ from healcore.runtime.incidents.assessment import (
 from healcore.runtime.incidents.monitor import ActionRequest
 from tests.healer.step_records import record
 
+HIGH = int(Cause.LOSS_SPIKE)
+
 
 class Weights:
     """A model whose loss on each batch is given in `now`."""
@@ -194,6 +196,33 @@ def test_a_loss_that_is_as_high_with_earlier_weights_is_no_instability(now, then
     found = unstable(now, then)
     assert found.verdict.value == verdict
     assert found.by == ("instability" if verdict == "damage" else "earlier_weights")
+
+
+@pytest.mark.parametrize(("others", "verdict"), [(30.0, "data"), (2.0, "damage")])
+def test_an_instability_is_no_matter_of_one_batch(others, verdict):
+    """The batch of its alarm alone is better with the earlier weights; the three before decide."""
+    weights = Weights()
+    assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
+    for index in range(40):
+        assessor.observe(index, f"b{index}", step(2.0))
+    batches = [f"new{index}" for index in range(4)]
+    weights.now = {f"b{index}": 2.0 for index in range(40)} | dict.fromkeys(batches, 20.0)
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        assessor.observe(40 + index, batch, step(20.0, Cause.INSTABILITY if last else HIGH))
+    found = assessor.assess(order(45)._replace(cause=Cause.INSTABILITY))
+    then = dict.fromkeys(batches, others) | {batches[-1]: 2.0}
+    assert assessor.with_earlier(found, 20, then).verdict.value == verdict
+
+
+@pytest.mark.parametrize(("of_alarm", "ordinary"), [(2.0, True), (8.0, False)])
+def test_the_batch_of_the_first_alarm_shows_whether_the_data_are_ordinary(of_alarm, ordinary):
+    """With the earlier weights; the remembered batches, `a` and `b`, are as before with them."""
+    _, assessor = alarmed({"a": 11.0, "b": 13.0, "new": 12.0}, loss=12.0, z=10.0)
+    damaged = assessor.assess(order(60))
+    found = assessor.with_earlier(damaged, 0, {"a": 1.0, "b": 3.0, "new": of_alarm})
+    assert found.verdict.value == "damage"
+    assert found.data_ordinary == ordinary
 
 
 def test_earlier_weights_may_be_worse_by_what_has_been_learnt_since():
