@@ -153,6 +153,24 @@ def test_an_instability_that_comes_again_at_a_lower_rate_is_not_due_to_the_rate(
     assert budget["lr_cuts"] == 3, "the later cuts were taken back"
 
 
+def test_only_a_rollback_that_cut_the_rate_shows_that_the_rate_is_not_the_reason(tmp_path):
+    """One for weights that are not finite does not, although an earlier cut is in force."""
+    run = Run()
+
+    def trouble(healer: Healer) -> None:
+        grows_from = {0: 120, 2: CHANGE - 30}.get(healer.rollbacks, STEPS)
+        since = healer.step - grows_from
+        run.weight = 0.0 if since < 0 else min(1e3, 1e-7 * 3.0**since)
+        if healer.rollbacks == 1 and healer.step == CHANGE:
+            with torch.no_grad():
+                next(run.model.parameters())[0, 0] = torch.nan
+
+    run.train(tmp_path, at=trouble, save_every=1000)
+    found = [e for e in events(tmp_path, "assessment") if e["verdict"] == "damage"]
+    assert [e["by"] for e in found] == ["instability", "weights", "instability"]
+    assert not any(e["by"] == "repetition" for e in events(tmp_path, "assessment"))
+
+
 @pytest.mark.parametrize("save_every", [1000, 100])
 def test_a_rate_that_the_schedule_raises_at_once_is_cut_again(tmp_path, save_every):
     """The trouble comes again at the same step, but there the schedule jumps."""
