@@ -124,7 +124,7 @@ class ActionExecutor(OrderExecutor):
     def _state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
         return self.rollbacks.state_before(onset)
 
-    def _repeats(self, request: ActionRequest, result: AssessmentResult, *, asked: bool) -> bool:
+    def _repeats(self, request: ActionRequest, result: AssessmentResult) -> bool:
         """It has come again at the same step, and neither the data nor the rate explain that.
 
         * *Damage* (by a `loss_fn`): the run went back and left the data out, and the earlier
@@ -138,7 +138,7 @@ class ActionExecutor(OrderExecutor):
             past = self.ledger.past_rollbacks if result.data_ordinary else []
             again = any(abs(request.onset - each.onset) <= _SAME_STEP for each in past)
         else:
-            unstable = result.by == "instability" and not asked
+            unstable = result.by == "instability" and self.assessor.loss_fn is None
             again = unstable and self._unstable_again(request)
         return again and not lr_raised(self.policy.engine, self.driver.healing())
 

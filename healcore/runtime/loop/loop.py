@@ -107,7 +107,9 @@ class Loop:
             journal=self.journal,
             log=self.log,
         )
-        self._assessor = Assessor(driver, self.loss_fn, self.warn)
+        # Ranks see different losses, and would come to different results.
+        asks = policy.confirm and ranks.world == 1
+        self._assessor = Assessor(driver, self.loss_fn if asks else None, self.warn)
         self.faults = FaultAnswers(
             policy=policy,
             loaders=self.loaders,
@@ -117,8 +119,7 @@ class Loop:
             step=lambda: self.step,
         )
         self._batch: Any = None
-        # Ranks see different losses, and would come to different results.
-        self._assesses_batches = self.loss_fn is not None and policy.confirm and ranks.world == 1
+        self._assesses_batches = self._assessor.loss_fn is not None
         self._reviews_high_loss = self._assesses_batches and policy.goes_back_for(HIGH_LOSS)
         self.executor = ActionExecutor(
             policy=policy,

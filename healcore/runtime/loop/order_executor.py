@@ -74,9 +74,9 @@ class OrderExecutor(ABC):
         """Step and a copy of the state that a rollback would restore; None if there is none."""
         return None
 
-    def _repeats(self, request: ActionRequest, result: AssessmentResult, *, asked: bool) -> bool:
+    def _repeats(self, request: ActionRequest, result: AssessmentResult) -> bool:
         """Whether a rollback has shown that another one would not help."""
-        del request, result, asked
+        del request, result
         return False
 
     # -- within ---------------------------------------------------------------------------------
@@ -96,26 +96,21 @@ class OrderExecutor(ABC):
         """Assesses whether the model is damaged on any rank, and writes an event."""
         result = self._of_all_ranks(self.assessor.assess(request))
         if result.verdict is DamageVerdict.DAMAGE:
-            # A loss_fn that has raised is gone on its rank alone, and to restore takes all of them.
-            asked = any(self.ranks.gather(self.assessor.loss_fn is not None))
-            if asked:
+            if self.assessor.loss_fn is not None:  # of one rank: to restore takes all of several
                 earlier = self._state_before(request.onset)
                 if earlier is not None:
-                    result = self._of_all_ranks(self.assessor.with_earlier(result, *earlier))
-            damaged = result.verdict is DamageVerdict.DAMAGE
-            if damaged and self._repeats(request, result, asked=asked):
+                    result = self.assessor.with_earlier(result, *earlier)
+            if result.verdict is DamageVerdict.DAMAGE and self._repeats(request, result):
                 result = AssessmentResult(DamageVerdict.DATA, "repetition")
         self._log_assessment(request, step, result)
         return result
 
     def _of_all_ranks(self, result: AssessmentResult) -> AssessmentResult:
         """The same verdict on all ranks: damage where any has found it, with its evidence."""
-        of_ranks = self.ranks.gather((result.verdict.value, result.by, result.data_ordinary))
-        found = [each for each in of_ranks if each[0] == DamageVerdict.DAMAGE.value]
-        if not found:
-            return result
-        ordinary = all(each[2] for each in found)
-        return result._replace(verdict=DamageVerdict.DAMAGE, by=found[0][1], data_ordinary=ordinary)
+        for verdict, by in self.ranks.gather((result.verdict.value, result.by)):
+            if verdict == DamageVerdict.DAMAGE.value:
+                return result._replace(verdict=DamageVerdict.DAMAGE, by=by)
+        return result
 
     def _log_assessment(self, request: ActionRequest, step: int, result: AssessmentResult) -> None:
         self.log.event(
