@@ -53,6 +53,9 @@ _WAIT = 16  # steps after the first alarm; such an oscillation takes fewer
 _PATIENCE = 3  # orders for non-finite steps in a row with finite weights; then it is damage
 _ROW = 64  # steps without such an order that end the row
 _CLEAR = 2.0  # standard errors of the mean difference between present and earlier weights
+# Noise units: a smaller difference is none, however alike the batches are. At the edge of stability
+# full batches differed by 1.8; by what a hard batch or corrupt ones had done, by 7 to 26.
+_ABOVE_NOISE = 4.0
 _REVIEWS = (16, 24, 32, 48, 64, 96, 128)  # steps; what lasts longer is this run's data
 _LATEST = 4
 _LOSSES = 4096  # steps whose losses are kept, to know the level at a checkpoint
@@ -104,12 +107,13 @@ class HighLossPeriod:
     A bad part of the data looks like a new task at first: the loss is high at once, and the model
     begins to fit it. Only later data show the difference (`Assessor.review`), and nobody knows when
     they come. So the period is reviewed several times until the loss is back. `before` has at least
-    one healthy batch from before the alarm.
+    one healthy batch from before the alarm; `noise` is that of the loss.
     """
 
-    def __init__(self, onset: int, before: Sequence[TrainedBatch]) -> None:
+    def __init__(self, onset: int, before: Sequence[TrainedBatch], noise: float = 0.0) -> None:
         self.onset = onset
         self.before = tuple(before)
+        self.noise = noise
         self.first: list[TrainedBatch] = []
         """The first few steps."""
         self._latest: deque[TrainedBatch] = deque(maxlen=_LATEST)
@@ -189,7 +193,9 @@ class Assessor:
             # Not shown to be damage yet: later batches may show it.
             declined = result.verdict in (DamageVerdict.DATA, DamageVerdict.UNKNOWN)
             if self._high_loss is None and enough and declined and result.rise is not None:
-                self._high_loss = HighLossPeriod(index, tuple(self._batches))
+                noise = result.far_rise / _FAR
+                noise = noise if math.isfinite(noise) else 0.0
+                self._high_loss = HighLossPeriod(index, tuple(self._batches), noise)
         elif self._at_first_alarm is not None and self._recovered(index, self._at_first_alarm):
             self._back_at = index
         if any(each.incident_open or each.cause for each in records):
@@ -214,7 +220,9 @@ class Assessor:
             rises = np.subtract(now, then)
             parts = rises[: len(before)], rises[len(before) :]
             worse = all(
-                part.min() > 0 and part.mean() > _CLEAR * part.std(ddof=1) / math.sqrt(len(part))
+                part.min() > 0
+                and part.mean() > _CLEAR * part.std(ddof=1) / math.sqrt(len(part))
+                and part.mean() > _ABOVE_NOISE * period.noise
                 for part in parts
             )
             remembered, rise = (float(part.mean()) for part in parts)

@@ -293,6 +293,15 @@ def test_earlier_weights_show_whether_the_data_of_the_trouble_were_different(
     assert found.data_ordinary is ordinary
 
 
+@pytest.mark.parametrize(("rise", "verdict"), [(0.3, "data"), (0.35, "damage")])
+def test_a_difference_within_the_noise_of_the_loss_is_no_damage(rise, verdict):
+    """Full batches are all alike, so that any difference is beyond its own standard error."""
+    # The alarm is 100 units above 1.05, so 4 units are 0.318.
+    then = dict.fromkeys((*BEFORE, *LATEST, "new"), 1.0)
+    now = dict.fromkeys(then, 1.0 + rise)
+    assert looked_back(now, then).verdict.value == verdict
+
+
 def test_a_skipped_batch_is_no_evidence_of_a_high_loss():
     weights = Weights()
     assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
