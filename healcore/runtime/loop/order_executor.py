@@ -128,10 +128,11 @@ class OrderExecutor(ABC):
         """Continues without the action; the engine gets its attempt back."""
         if request.action & Action.ROLLBACK:  # a stop has used no attempt
             changed = result.verdict is DamageVerdict.DATA
-            cut = bool(request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR)
-            self.driver.decline(cut=cut and changed)
-            if changed and result.by in ("earlier_weights", "repetition"):
-                # A rollback would find the same: the detectors learn the new level.
+            unstable = changed and bool(request.cause & Cause.INSTABILITY)
+            self.driver.decline(cut=unstable and bool(request.action & Action.CUT_LR))
+            if unstable or result.by == "repetition":
+                # It would alarm again and again: the baselines learn the new level. A single high
+                # loss needs that not, and the clip would have to learn its level anew.
                 self.driver.expect_change()
         evaluated = result.by == "remembered_batches"
         cannot_tell = result.verdict is DamageVerdict.UNKNOWN and evaluated
