@@ -131,8 +131,8 @@ class OrderExecutor(ABC):
             unstable = changed and bool(request.cause & Cause.INSTABILITY)
             self.driver.decline(cut=unstable and bool(request.action & Action.CUT_LR))
             if unstable or result.by == "repetition":
-                # It would alarm again and again: the baselines learn the new level. A single high
-                # loss needs that not, and the clip would have to learn its level anew.
+                # It would alarm again and again, so the baselines learn the new level. Not after a
+                # high loss alone: that ends by itself, and the clip begins its warm-up again.
                 self.driver.expect_change()
         evaluated = result.by == "remembered_batches"
         cannot_tell = result.verdict is DamageVerdict.UNKNOWN and evaluated
