@@ -53,9 +53,10 @@ _WAIT = 16  # steps after the first alarm; such an oscillation takes fewer
 _PATIENCE = 3  # orders for non-finite steps in a row with finite weights; then it is damage
 _ROW = 64  # steps without such an order that end the row
 _CLEAR = 2.0  # standard errors of the mean difference between present and earlier weights
-# Noise units: a smaller difference is none, however alike the batches are. At the edge of stability
-# full batches differed by 1.8; by what a hard batch or corrupt ones had done, by 7 to 26.
-_ABOVE_NOISE = 4.0
+# Batches that differ by less than this share are one and the same, as in full-batch gradient descent,
+# and of one there is no error. (In units of the loss's noise such a run, in a swing, differed by 1.8
+# from its earlier weights, and one that 40 corrupt batches had damaged by 1.4.)
+_ALIKE = 1e-3
 _REVIEWS = (16, 24, 32, 48, 64, 96, 128)  # steps; what lasts longer is this run's data
 _LATEST = 4
 _LOSSES = 4096  # steps whose losses are kept, to know the level at a checkpoint
@@ -107,13 +108,12 @@ class HighLossPeriod:
     A bad part of the data looks like a new task at first: the loss is high at once, and the model
     begins to fit it. Only later data show the difference (`Assessor.review`), and nobody knows when
     they come. So the period is reviewed several times until the loss is back. `before` has at least
-    one healthy batch from before the alarm; `noise` is that of the loss.
+    one healthy batch from before the alarm.
     """
 
-    def __init__(self, onset: int, before: Sequence[TrainedBatch], noise: float = 0.0) -> None:
+    def __init__(self, onset: int, before: Sequence[TrainedBatch]) -> None:
         self.onset = onset
         self.before = tuple(before)
-        self.noise = noise
         self.first: list[TrainedBatch] = []
         """The first few steps."""
         self._latest: deque[TrainedBatch] = deque(maxlen=_LATEST)
@@ -193,9 +193,7 @@ class Assessor:
             # Not shown to be damage yet: later batches may show it.
             declined = result.verdict in (DamageVerdict.DATA, DamageVerdict.UNKNOWN)
             if self._high_loss is None and enough and declined and result.rise is not None:
-                noise = result.far_rise / _FAR
-                noise = noise if math.isfinite(noise) else 0.0
-                self._high_loss = HighLossPeriod(index, tuple(self._batches), noise)
+                self._high_loss = HighLossPeriod(index, tuple(self._batches))
         elif self._at_first_alarm is not None and self._recovered(index, self._at_first_alarm):
             self._back_at = index
         if any(each.incident_open or each.cause for each in records):
@@ -222,7 +220,7 @@ class Assessor:
             worse = all(
                 part.min() > 0
                 and part.mean() > _CLEAR * part.std(ddof=1) / math.sqrt(len(part))
-                and part.mean() > _ABOVE_NOISE * period.noise
+                and part.std(ddof=1) > _ALIKE * part.mean()
                 for part in parts
             )
             remembered, rise = (float(part.mean()) for part in parts)

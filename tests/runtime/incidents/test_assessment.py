@@ -239,8 +239,13 @@ def test_remembered_batches_rise_with_the_loss_function_too(then, verdict):
     assert found.verdict.value == verdict
 
 
-def looked_back(now: dict[str, float], then: dict[str, float]) -> AssessmentResult:
-    """Four remembered batches, an alarm, high losses; the latest four batches are `x` of loss 6."""
+def looked_back(
+    now: dict[str, float], then: dict[str, float], *, apart: float = 0.01
+) -> AssessmentResult:
+    """Four remembered batches, an alarm, high losses; the latest four batches are `x` of loss 6.
+
+    Losses of `now` are made to differ by the share `apart`.
+    """
     weights = Weights()
     assessor = Assessor(weights, lambda loss: loss, print)  # type: ignore[arg-type]
     for index, loss in enumerate((1.0, 1.2, 0.9, 1.1)):
@@ -254,7 +259,9 @@ def looked_back(now: dict[str, float], then: dict[str, float]) -> AssessmentResu
     assert period is not None
     assert period.onset == 64
     assert [each.index for each in period.latest] == [76, 77, 78, 79]
-    weights.now = now
+    weights.now = {
+        name: loss * (1 + apart * (-1) ** i) for i, (name, loss) in enumerate(now.items())
+    }
     return assessor.review(period, then)
 
 
@@ -293,13 +300,12 @@ def test_earlier_weights_show_whether_the_data_of_the_trouble_were_different(
     assert found.data_ordinary is ordinary
 
 
-@pytest.mark.parametrize(("rise", "verdict"), [(0.3, "data"), (0.35, "damage")])
-def test_a_difference_within_the_noise_of_the_loss_is_no_damage(rise, verdict):
-    """Full batches are all alike, so that any difference is beyond its own standard error."""
-    # The alarm is 100 units above 1.05, so 4 units are 0.318.
+@pytest.mark.parametrize(("apart", "verdict"), [(0.0, "data"), (0.01, "damage")])
+def test_batches_that_are_all_alike_are_one(apart, verdict):
+    """In full-batch gradient descent eight evaluations are one, without an error of the mean."""
     then = dict.fromkeys((*BEFORE, *LATEST, "new"), 1.0)
-    now = dict.fromkeys(then, 1.0 + rise)
-    assert looked_back(now, then).verdict.value == verdict
+    now = dict.fromkeys(then, 2.0)
+    assert looked_back(now, then, apart=apart).verdict.value == verdict
 
 
 def test_a_skipped_batch_is_no_evidence_of_a_high_loss():
