@@ -53,9 +53,9 @@ _WAIT = 16  # steps after the first alarm; such an oscillation takes fewer
 _PATIENCE = 3  # orders for non-finite steps in a row with finite weights; then it is damage
 _ROW = 64  # steps without such an order that end the row
 _CLEAR = 2.0  # standard errors of the mean difference between present and earlier weights
-# Batches that differ by less than this share are one and the same, as in full-batch gradient descent,
-# and of one there is no error. (In units of the loss's noise such a run, in a swing, differed by 1.8
-# from its earlier weights, and one that 40 corrupt batches had damaged by 1.4.)
+# Batches whose differences are alike to this share are one and the same, as in full-batch gradient
+# descent, and of one there is no error. (In units of the loss's noise such a run, in a swing, was
+# 1.8 worse than its earlier weights, and one that 40 corrupt batches had damaged 1.4.)
 _ALIKE = 1e-3
 _REVIEWS = (16, 24, 32, 48, 64, 96, 128)  # steps; what lasts longer is this run's data
 _LATEST = 4
