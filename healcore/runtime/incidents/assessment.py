@@ -167,8 +167,8 @@ class Assessor:
         """Step and loss of the latest steps without an alarm."""
         self._at_first_alarm: AssessmentResult | None = None
         """The result at the first alarm of the current incident."""
-        self._first_alarm: TrainedBatch | None = None
-        """Its batch."""
+        self._first_alarm_batch: TrainedBatch | None = None
+        """The batch of that alarm."""
         self._of_incident: deque[TrainedBatch] = deque(maxlen=_LATEST)
         """The last few batches of the current incident."""
         self._back_at: int | None = None
@@ -180,15 +180,17 @@ class Assessor:
     def observe(self, index: int, batch: Any, records: list[StepRecord]) -> None:
         """Takes a step and its batch, and keeps references to a few batches."""
         loss = records[0].loss
-        if not any(each.incident_open or each.cause for each in records):
-            self._at_first_alarm = self._first_alarm = self._back_at = None
+        in_incident = any(each.incident_open or each.cause for each in records)
+        if not in_incident:
+            self._at_first_alarm = self._first_alarm_batch = self._back_at = None
             self._of_incident.clear()
             self._losses.append((index, loss))
             if not self._batches or index - self._batches[-1].index >= _APART:
                 self._batches.append(TrainedBatch(index, batch, loss))
         elif self._at_first_alarm is None and any(each.cause & HIGH_LOSS for each in records):
             result = self._assess_batches(loss, batch=batch, z=records[0].z_loss)
-            self._at_first_alarm, self._first_alarm = result, TrainedBatch(index, batch, loss)
+            self._at_first_alarm = result
+            self._first_alarm_batch = TrainedBatch(index, batch, loss)
             enough = len(self._batches) == _BATCHES  # fewer show too little of the noise
             # Not shown to be damage yet: later batches may show it.
             declined = result.verdict in (DamageVerdict.DATA, DamageVerdict.UNKNOWN)
@@ -196,7 +198,7 @@ class Assessor:
                 self._high_loss = HighLossPeriod(index, tuple(self._batches))
         elif self._at_first_alarm is not None and self._recovered(index, self._at_first_alarm):
             self._back_at = index
-        if any(each.incident_open or each.cause for each in records):
+        if in_incident:
             self._of_incident.append(TrainedBatch(index, batch, loss))
         if self._high_loss is not None:
             self._high_loss.add(index, batch, loss, skipped=any(each.skip for each in records))
@@ -235,7 +237,7 @@ class Assessor:
         kept = [each for each in self._batches if each.index < target]
         self._batches = deque(kept, maxlen=_BATCHES)
         self._losses = deque([each for each in self._losses if each[0] < target], maxlen=_LOSSES)
-        self._at_first_alarm = self._first_alarm = self._back_at = self._high_loss = None
+        self._at_first_alarm = self._first_alarm_batch = self._back_at = self._high_loss = None
         self._of_incident.clear()
 
     def clear_batches(self) -> None:
@@ -286,7 +288,7 @@ class Assessor:
         elif by_itself >= rise:  # it is back: nothing is better with the earlier weights
             verdict = DamageVerdict.OPEN
         else:
-            first = self._first_alarm if result.by == "remembered_batches" else None
+            first = self._first_alarm_batch if result.by == "remembered_batches" else None
             ordinary = first is not None and self._data_ordinary([first], tested, then, earlier)
             return result._replace(data_ordinary=ordinary)
         return AssessmentResult(verdict, "earlier_weights", of_weights)

@@ -127,8 +127,8 @@ class ActionExecutor(OrderExecutor):
     def _repeats(self, request: ActionRequest, result: AssessmentResult) -> bool:
         """It has come again at the same step, and neither the data nor the rate explain that.
 
-        * *Damage* (by a `loss_fn`): the run went back and left the data out, and the earlier
-          weights find the present ones ordinary too. The loop itself changes the weights there.
+        * *Damage* (by a `loss_fn`): the run has gone back from this step before, and the earlier
+          weights find its batch ordinary. The loop itself changes the weights there.
         * *Instability* (without a `loss_fn`, which shows more): the rollback cut the rate, which
           would have delayed it. An older checkpoint is tried first: that one may have been damaged.
 
