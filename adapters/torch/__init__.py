@@ -31,12 +31,12 @@ from healcore.torch.errors import (  # noqa: E402
 from healcore.torch.healing import Healing, Report  # noqa: E402
 
 if TYPE_CHECKING:
+    from healcore.runtime.healing_report import HealingReport
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
     from healcore.torch.trainers.arctic.callbacks import arctic_callbacks
     from healcore.torch.trainers.deepspeed import engine_state, heal_engine
     from healcore.torch.trainers.huggingface.callback import HealingCallback
     from healcore.torch.trainers.huggingface.dry_run import DryRun
-    from healcore.torch.trainers.huggingface.report import HealingReport
     from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
@@ -74,7 +74,7 @@ _ON_FIRST_USE = {
     "HealingCallback": "healcore.torch.trainers.huggingface.callback",
     **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
     "DryRun": "healcore.torch.trainers.huggingface.dry_run",
-    "HealingReport": "healcore.torch.trainers.huggingface.report",
+    "HealingReport": "healcore.runtime.healing_report",
     **dict.fromkeys(
         ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
     ),

@@ -246,6 +246,10 @@ class Driver(Protocol):
         """The gradients since the last step, for batches that are done again in smaller parts."""
         ...
 
+    def optimizer_reports(self) -> dict[str, object]:
+        """How each optimizer is healed: name -> dataclass with lines as `str()`. Empty in JAX."""
+        ...
+
     def learning_rate(self) -> float | None:
         """The user's own learning rate now, without the multiplier; None: unknown."""
         ...

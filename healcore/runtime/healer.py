@@ -15,15 +15,17 @@ from healcore.runtime.driver import Driver, trainer_limit
 from healcore.runtime.events.log import Log
 from healcore.runtime.events.models import Ending
 from healcore.runtime.faults import classify
+from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.hooks import Hook, Hooks
+from healcore.runtime.incidents.hooks import EventHook, Hook, Hooks
 from healcore.runtime.ledger import IncidentRecord
-from healcore.runtime.loop.lifecycle import close
+from healcore.runtime.loop.lifecycle import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_facts import run_end
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
 from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.postmortem.postmortem import path_for
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.trackers import select
@@ -83,6 +85,10 @@ class Healer(Generic[State]):
             damaged model from different data. None, or several ranks, which see different
             losses: without that evidence.
         on_incident: functions that receive an incident and may override what is done.
+        on_saved: functions that receive the event of each save, a mapping: `step`, `why`,
+            `seconds`; see docs/events.md. Called on every rank, between two steps.
+        on_rollback: functions that receive the event of each rollback in the same way: `step`,
+            `checkpoint`, `onset`, `cause`, `lr`, `lr_limit`, `batches`.
         rerun: before a rollback, go back once with nothing changed, to distinguish a transient
             fault from a reproducible one. Only if the data can be rewound.
         resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
@@ -126,6 +132,8 @@ class Healer(Generic[State]):
         keep: Keep | None = None,
         loss_fn: Callable[..., SupportsFloat] | None = None,
         on_incident: Hook | Iterable[Hook] = (),
+        on_saved: EventHook | Iterable[EventHook] = (),
+        on_rollback: EventHook | Iterable[EventHook] = (),
         rerun: bool = False,
         resume: bool | Literal["auto"] = "auto",
         nonfinite_ok: Iterable[str] = (),
@@ -148,7 +156,7 @@ class Healer(Generic[State]):
             restart_every=restart_every,
             lag=lag,
             keep=keep,
-            hooks=Hooks(on_incident),
+            hooks=Hooks(on_incident, on_saved=on_saved, on_rollback=on_rollback),
             rerun=rerun,
             resume=resume,
             nonfinite_ok=tuple(nonfinite_ok),
@@ -162,7 +170,8 @@ class Healer(Generic[State]):
             stop_file=stop_file,
         ).checked()
         self._run: Loop | None = None
-        self._ended = False
+        self._ending: Ending | None = None
+        self._error: BaseException | None = None
         self._pid = 0
 
     # -- the block ------------------------------------------------------------------------------
@@ -195,10 +204,12 @@ class Healer(Generic[State]):
             LastStateNotSaved: the loop has ended, and no checkpoint holds its last state; a
                 SystemExit of status 1.
         """
-        run, self._ended = self._live, True
+        run = self._live
+        self._error, self._ending = error, ending_of(error, run.termination.signal_number)
         if os.getpid() == self._pid:  # a forked child must not end its parent's run
             instead = close(run, error)
             if instead is not None:
+                self._error, self._ending = instead, ending_of(instead)
                 raise instead
 
     # -- the loop -------------------------------------------------------------------------------
@@ -418,6 +429,26 @@ class Healer(Generic[State]):
         """The events file."""
         return self._loop.log.events
 
+    def report(self) -> HealingReport:
+        """What has happened so far, or in the whole run after the block. Reads the device.
+
+        print(healer.report())
+        json.dumps(healer.report().to_dict())
+        """
+        loop, events = self._loop, self._loop.log.events
+        path = None if events.path is None else path_for(events.path, events.run)
+        return HealingReport.of(
+            self.run_end(),
+            policy=loop.policy.name,
+            ending="" if self._ending is None else self._ending.value,
+            attempts=self.rollbacks,
+            incidents=self.incidents,
+            driver=loop.driver,
+            counts={"shrinks": loop.out_of_memory.sizes.used},
+            postmortem=path if self._ending and path is not None and path.exists() else None,
+            error=self._error,
+        )
+
     def run_end(self) -> RunEnd:
         """The facts about the run as it is now: incidents, rollbacks, the last known-good."""
         return run_end(self._loop, Ending.COMPLETED)
@@ -442,7 +473,7 @@ class Healer(Generic[State]):
 
     @property
     def _live(self) -> Loop:
-        if self._ended:
+        if self._ending is not None:
             raise HealerError("the `with` block of this Healer is over: create another one")
         return self._loop
 

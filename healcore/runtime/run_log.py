@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from healcore.runtime.events import Log
+from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.trackers import Trackers
 
 _LOCAL = frozenset({"problem", "damaged", "save_failed", "fault", "hook"})
@@ -42,8 +43,16 @@ class RunLog:
     no logging, and libraries that do (absl is one) show warnings only.
     """
 
-    def __init__(self, events: Log, *, console: bool, trackers: Trackers | None = None) -> None:
+    def __init__(
+        self,
+        events: Log,
+        *,
+        console: bool,
+        trackers: Trackers | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
         self.events = events
+        self._hooks = Hooks() if hooks is None else hooks
         self.trackers = Trackers() if trackers is None else trackers
         self._enabled = console
         self.on_local: Callable[[str], object] | None = None
@@ -52,12 +61,14 @@ class RunLog:
         self._before = (_console.level, _console.propagate)
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
-        """Writes an event, see `Log.write`, and sends it to the trackers."""
+        """Writes an event, see `Log.write`, and passes it to the trackers and the user's hooks."""
         self.events.write(kind, step=step, **fields)
         if self.on_local is not None and kind in _LOCAL:
             text = fields.get("problem") or f"{fields.get('hook')} returns {fields.get('action')}"
             self.on_local(f"{kind}: {text}")
         self.trackers.event(kind, step=step, **fields)
+        for problem in self._hooks.on_event(kind, {"step": step, **fields}):
+            self.problem(step, problem)
 
     def problem(self, step: int | None, problem: str) -> None:
         """Writes an event, and logs a warning."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -207,3 +209,70 @@ def test_a_hook_may_order_a_save(tmp_path):
     loop = loop_of("torch", Faults(always=[23]))
     train(loop, rules(), range(40), store=tmp_path, on_incident=lambda incident: Action.SAVE)
     assert [e["step"] for e in events(tmp_path, "save") if e["why"] == "ordered"] == [25]
+
+
+@BOTH
+def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framework, tmp_path):
+    saved, rolled_back = [], []
+
+    def broken(event):
+        raise RuntimeError("a hook of the user")
+
+    loop = loop_of(framework, Faults(always=[23]), rules())
+    with Healer(
+        rules(),
+        state=loop.state,
+        store=tmp_path,
+        save_every=5,
+        on_saved=[broken, saved.append],
+        on_rollback=rolled_back.append,
+    ) as healer:
+        for number in healer.batches(range(40)):
+            loop.step(healer, number)
+        assert healer.report().ending == "running"
+    (logged,) = events(tmp_path, "rollback")
+    (seen,) = rolled_back
+    assert seen["kind"] == "rollback"
+    assert {name: seen[name] for name in ("step", "checkpoint", "onset")} == {
+        name: logged[name] for name in ("step", "checkpoint", "onset")
+    }
+    assert [each["step"] for each in saved] == [each["step"] for each in events(tmp_path, "save")]
+    problems = [each["problem"] for each in events(tmp_path, "problem")]
+    assert sum("a hook of the user" in each for each in problems) == len(saved)
+
+    report = healer.report()
+    found = report.to_dict()
+    assert json.loads(json.dumps(found)) == found
+    assert found["ending"] == "completed"
+    assert found["converged"] is True
+    assert found["steps"] == 39
+    assert found["attempts"] == 1
+    assert found["counts"]["NONFINITE_LOSS"] == 1
+    assert found["counts"]["skips"] == 1
+    assert found["rollbacks"][0]["target"] == logged["checkpoint"]
+    assert found["history"][0]["onset"] == 23
+    assert list(found["optimizers"]) == (["optimizer"] if framework == "torch" else [])
+    assert "completed at step 39" in str(report)
+
+
+def test_the_report_of_a_stopped_run_has_its_diagnosis(tmp_path):
+    healers = []
+
+    def stop(healer, number):
+        healers.append(healer)
+        if number == 5:
+            healer.stop("enough")
+
+    with pytest.raises(RunStopped):
+        train(loop_of("torch"), rules(), range(10), store=tmp_path, before=stop)
+    report = healers[-1].report()
+    assert report.ending == "stopped"
+    assert not report.converged
+    assert "enough" in report.diagnosis
+    assert report.postmortem is not None
+
+
+@pytest.mark.parametrize("option", ["on_incident", "on_saved", "on_rollback"])
+def test_a_hook_has_to_be_a_function(option):
+    with pytest.raises(TypeError, match=f"{option} takes functions"):
+        Healer(state=loop_of("torch").state, **{option: ["print"]})

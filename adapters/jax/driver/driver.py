@@ -227,6 +227,10 @@ class JaxDriver:
         """The gradients since the last step, which the loop sums up."""
         return GradientWindow(lambda: _counter_arrays(self._states()), self._accessor.read)
 
+    def optimizer_reports(self) -> dict[str, object]:
+        """Empty: the transformation in the step has nothing to report."""
+        return {}
+
     def learning_rate(self) -> float | None:
         """The rate of optax.inject_hyperparams, read from the device; None without exactly one."""
         found = {float(rate) for rate in injected_rates(self._accessor.read())}

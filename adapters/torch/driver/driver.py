@@ -216,6 +216,10 @@ class TorchDriver:
                     module.reshard()  # type: ignore[operator]
         return ""
 
+    def optimizer_reports(self) -> dict[str, object]:
+        """How each optimizer is healed: name -> `Report`."""
+        return {name: healing.report() for name, healing in self.healings.items()}
+
     def learning_rate(self) -> float | None:
         """The first optimizer's, of its first group. A sync if it is a tensor on a device."""
         self._settle()

@@ -1,9 +1,9 @@
-"""Calls the functions of `on_incident`, which may override an order and cannot break the run."""
+"""Calls the user's hooks: `on_incident` may override an order, and no hook breaks the run."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from healcore.core.evidence import Evidence
@@ -64,6 +64,9 @@ class IncidentContext(NamedTuple):
 Hook = Callable[[IncidentContext], Action | None]
 """Takes the incident and returns the actions to take instead, or None to keep those ordered."""
 
+EventHook = Callable[[Mapping[str, Any]], object]
+"""Takes the fields of an event, as in the events file. What it returns is ignored."""
+
 _KNOWN = sum(int(action) for action in Action)
 
 
@@ -81,20 +84,25 @@ class HookResult(NamedTuple):
 class Hooks:
     """The user's hooks, in their order.
 
-    Each sees in `incident.decision.action` what the hooks before it have returned. The last one to
-    return actions decides. Raises TypeError for a hook that cannot be called, or is a coroutine
-    function.
+    Each `on_incident` hook sees in `incident.decision.action` what the hooks before it have
+    returned. The last hook to return actions decides. Raises TypeError for a hook that cannot be
+    called, or is a coroutine function.
     """
 
-    def __init__(self, on_incident: Hook | Iterable[Hook] = ()) -> None:
-        given = on_incident if isinstance(on_incident, Iterable) else (on_incident,)
-        self._hooks: tuple[Hook, ...] = tuple(given)
-        for hook in self._hooks:
-            if not callable(hook) or inspect.iscoroutinefunction(hook):
-                raise TypeError(
-                    f"on_incident takes functions of one IncidentContext that return Action flags "
-                    f"or None, not {hook!r}: write def hook(incident): ..."
-                )
+    def __init__(
+        self,
+        on_incident: Hook | Iterable[Hook] = (),
+        *,
+        on_saved: EventHook | Iterable[EventHook] = (),
+        on_rollback: EventHook | Iterable[EventHook] = (),
+    ) -> None:
+        takes = "of one IncidentContext that return Action flags or None"
+        self._hooks: tuple[Hook, ...] = _functions("on_incident", on_incident, takes)
+        takes = "of one event, a mapping"
+        self._by_kind: dict[str, tuple[EventHook, ...]] = {
+            "save": _functions("on_saved", on_saved, takes),
+            "rollback": _functions("on_rollback", on_rollback, takes),
+        }
 
     def __len__(self) -> int:
         return len(self._hooks)
@@ -112,6 +120,26 @@ class Hooks:
                 action, name = returned, hook_name(hook)
                 incident = incident._replace(decision=incident.decision._replace(action=returned))
         return HookResult(action, name, tuple(problems))
+
+    def on_event(self, kind: str, fields: Mapping[str, Any]) -> list[str]:
+        """Calls the hooks of this kind of event; one message for each hook that raised."""
+        problems = []
+        for hook in self._by_kind.get(kind, ()):
+            try:
+                hook({"kind": kind, **fields})
+            except Exception as error:
+                problems.append(f"hook {hook_name(hook)} for a {kind}: {_described(error)}")
+        return problems
+
+
+def _functions(option: str, given: Any, takes: str) -> tuple[Any, ...]:
+    hooks = tuple(given) if isinstance(given, Iterable) else (given,)
+    for hook in hooks:
+        if not callable(hook) or inspect.iscoroutinefunction(hook):
+            raise TypeError(
+                f"{option} takes functions {takes}, not {hook!r}: write def hook(...): ..."
+            )
+    return hooks
 
 
 def hook_name(hook: Any) -> str:

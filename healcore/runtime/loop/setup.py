@@ -278,7 +278,12 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     silent = ranks.rank > 0 and driver.request_vote(False)
     events = Log(None) if silent else _events(options.events, folder, ranks)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
-    log = RunLog(events, console=ranks.rank == 0, trackers=Trackers(selected, run=events.run))
+    log = RunLog(
+        events,
+        console=ranks.rank == 0,
+        trackers=Trackers(selected, run=events.run),
+        hooks=options.hooks,
+    )
     journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
     ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
     every = options.save_every or policy.probation

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -21,12 +21,13 @@ from transformers import TrainingArguments as Args  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from healcore.policy import Overrides, Policy, PolicySource, from_dict, load, to_dict  # noqa: E402
+from healcore.runtime.healing_report import HealingReport  # noqa: E402
+from healcore.runtime.incidents.hooks import Hook, Hooks  # noqa: E402
 from healcore.runtime.store.ranks import Alone, on_first  # noqa: E402
 from healcore.torch.errors import AttachError  # noqa: E402
 from healcore.torch.healing import Healing  # noqa: E402
 from healcore.torch.store.gloo import GlooRanks, initialized  # noqa: E402
 from healcore.torch.trainers.huggingface import checkpoints  # noqa: E402
-from healcore.torch.trainers.huggingface.report import HealingReport  # noqa: E402
 from healcore.torch.trainers.huggingface.run import TrainingRun  # noqa: E402
 
 _log = logging.getLogger("healcore")
@@ -51,6 +52,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         events: the events file, next to which a postmortem is written; "auto":
             `_healcore/healcore.events.jsonl` in output_dir; None: neither is written.
         engine: see `healcore.torch.attach`.
+        on_incident: functions that receive an incident and may override what is done; see
+            `healcore.Healer`. A checkpoint does not hold these functions.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Raises:
@@ -63,12 +66,14 @@ class HealingCallback(TrainerCallback, ExportableState):
         *,
         events: str | os.PathLike[str] | Literal["auto"] | None = "auto",
         engine: Literal["auto", "host", "device"] = "auto",
+        on_incident: Hook | Iterable[Hook] = (),
         **overrides: Unpack[Overrides],
     ) -> None:
         if isinstance(policy, Mapping):
             policy = from_dict(policy)
         self.policy: Policy = load(policy, **overrides)
         self._events, self._engine = events, engine
+        self._hooks = Hooks(on_incident)
         self._run: TrainingRun | None = None
         self._last: HealingReport | None = None
 
@@ -119,7 +124,9 @@ class HealingCallback(TrainerCallback, ExportableState):
         # transformers 5.23 raises KeyError at the next save if the checkpoint did not have it.
         exported: Any = state.stateful_callbacks
         exported.setdefault(type(self).__name__, self.state())
-        self._run = TrainingRun(trainer, self.policy, events=self._events, engine=self._engine)
+        self._run = TrainingRun(
+            trainer, self.policy, events=self._events, engine=self._engine, hooks=self._hooks
+        )
         self._run.start(saved)
 
     def on_step_end(self, args: Args, state: State, control: Control, **kwargs: object) -> Control:

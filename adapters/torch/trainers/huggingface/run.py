@@ -18,6 +18,7 @@ from healcore.policy import Policy
 from healcore.policy.trainer_limit import keeps_limit
 from healcore.runtime.events import Log
 from healcore.runtime.events.models import Ending
+from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch
@@ -37,7 +38,6 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.checkpoints import FOLDER, Checkpoints
-from healcore.torch.trainers.huggingface.report import HealingReport
 
 _log = logging.getLogger("healcore")
 
@@ -57,7 +57,9 @@ class TrainingRun:
     cannot heal. Nothing has changed then.
     """
 
-    def __init__(self, trainer: Any, policy: Policy, *, events: Any, engine: str) -> None:
+    def __init__(
+        self, trainer: Any, policy: Policy, *, events: Any, engine: str, hooks: Hooks
+    ) -> None:
         _check(trainer)
         self._trainer = trainer
         limit = signals.max_grad_norm(trainer)
@@ -104,10 +106,10 @@ class TrainingRun:
         self.monitor = IncidentMonitor(
             policy=self.policy,
             ledger=self.ledger,
-            hooks=Hooks(),
+            hooks=hooks,
             ranks=ranks,
             log=self.log,
-            facts=RunFacts,
+            facts=self._facts,
         )
         self._reader = DelayedReader(LAG)
         self._executor = _WithoutRollback(
@@ -314,6 +316,18 @@ class TrainingRun:
             quarantined=self.checkpoints.quarantined,
             postmortem=self.postmortem,
             error=self._error,
+        )
+
+    def _facts(self) -> RunFacts:
+        """The facts for a hook."""
+        return RunFacts(
+            run=self.log.events.run,
+            policy=self.policy.name,
+            observes=self.policy.observes,
+            framework=self.driver.framework,
+            rank=self.driver.ranks().rank,
+            learning_rate=self.driver.learning_rate(),
+            last_good=self.checkpoints.last_good,
         )
 
     def run_end(self, ending: Ending, why: str = "", exception: str | None = None) -> RunEnd:

@@ -6,18 +6,17 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from healcore.core.engine import Engine
 from healcore.policy import Overrides, Policy, PolicyLike, load
 from healcore.policy.loader import resolve
 from healcore.policy.trainer_limit import keeps_limit, with_limit
-from healcore.runtime.events.models import Ending
 from healcore.runtime.healer import Healer
+from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.hooks import Hook
-from healcore.runtime.loop.lifecycle import ending_of
-from healcore.runtime.postmortem.postmortem import path_for
+from healcore.runtime.incidents.hooks import EventHook, Hook
 from healcore.runtime.rollback.journal import NAME
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
@@ -29,7 +28,6 @@ from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction,
 from healcore.torch.trainers.huggingface.evidence import loss_fn_of
 from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 from healcore.torch.trainers.huggingface.progress import Progress
-from healcore.torch.trainers.huggingface.report import HealingReport
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -52,12 +50,15 @@ def heal(
     keep: Keep | None = None,
     loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
     on_incident: Hook | Iterable[Hook] = (),
+    on_saved: EventHook | Iterable[EventHook] = (),
+    on_rollback: EventHook | Iterable[EventHook] = (),
     rerun: bool = False,
     resume: bool | Literal["auto"] = "auto",
     nonfinite_ok: Iterable[str] = (),
     attach: Mapping[str, Any] | None = None,
     trust: bool = False,
     trackers: object = (),
+    stop_file: str | os.PathLike[str] | None = None,
     **overrides: Unpack[Overrides],
 ) -> SelfHealingTrainer:
     """Heals a `transformers.Trainer`, or a trainer of TRL, while it trains.
@@ -88,6 +89,8 @@ def heal(
             "auto": the trainer's own `compute_loss`, except where the trainer generates what it is
             trained on (GRPO, RLOO). None: without that evidence.
         on_incident: functions that receive an incident and may override what is done.
+        on_saved: as for `healcore.Healer`.
+        on_rollback: as for `healcore.Healer`.
         rerun: go back once with nothing changed before a rollback.
         resume: "auto" and True continue an interrupted run, and do not train one again that has
             completed; False refuses a store that is not empty.
@@ -95,6 +98,7 @@ def heal(
         attach: options of `healcore.torch.attach`.
         trust: pickle and unpickle what has no plain form, as for `healcore.Healer`.
         trackers: as for `healcore.Healer`; besides those of the trainer's `report_to`.
+        stop_file: as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Returns:
@@ -110,12 +114,15 @@ def heal(
         "save_every": save_every,
         "keep": keep,
         "on_incident": on_incident,
+        "on_saved": on_saved,
+        "on_rollback": on_rollback,
         "rerun": rerun,
         "resume": resume,
         "nonfinite_ok": nonfinite_ok,
         "attach": attach,
         "trust": trust,
         "trackers": trackers,
+        "stop_file": stop_file,
     }
     return SelfHealingTrainer(
         trainer, resolve(policy, overrides), store=store, loss_fn=loss_fn, options=options
@@ -158,8 +165,6 @@ class SelfHealingTrainer:
             # train(), such as save_model(), would never run again.
             self._options["resume"] = True
         self._host_policy = HostPolicy.of(policy)
-        self._ending: Ending | None = None
-        self._error: BaseException | None = None
         self._split: SplitSteps | None = None
         Healer(state={}, **self._options)  # raises at once if an option or the policy is invalid
 
@@ -197,16 +202,9 @@ class SelfHealingTrainer:
         if resume_from_checkpoint:
             self._refuse_other_checkpoints()
         _check(self.trainer)
-        self._ending = self._error = None
-        try:
-            with ExitStack() as stack:
-                _Run(self, stack).replace_methods()
-                return self.trainer.train(ignore_keys_for_eval=ignore_keys_for_eval)
-        except BaseException as error:
-            self._error = error
-            raise
-        finally:
-            self._ending = ending_of(self._error)
+        with ExitStack() as stack:
+            _Run(self, stack).replace_methods()
+            return self.trainer.train(ignore_keys_for_eval=ignore_keys_for_eval)
 
     def report(self) -> HealingReport:
         """What has happened so far: incidents, rollbacks, learning rate, how it ended.
@@ -216,20 +214,9 @@ class SelfHealingTrainer:
         """
         if self.healer is None:
             raise AttachError("there is nothing to report before train(): call it first")
-        healer, ending = self.healer, self._ending or ""
-        end, events = healer.run_end(), healer.events
-        path = None if events.path is None else path_for(events.path, events.run)
-        return HealingReport.of(
-            end,
-            policy=self._host_policy.name,
-            ending=ending,
-            attempts=healer.rollbacks,
-            incidents=healer.incidents,
-            driver=healer.driver,
-            counts={"shrinks": 0 if self._split is None else self._split.sizes.used},
-            postmortem=path if ending and path is not None and path.exists() else None,
-            error=self._error,
-        )
+        report = self.healer.report()
+        shrinks = 0 if self._split is None else self._split.sizes.used
+        return replace(report, counts={**report.counts, "shrinks": shrinks})
 
     def dry_run(self, steps: int = 2) -> DryRun:
         """Trains a copy for some steps in observe mode, and says what was found.

@@ -15,7 +15,7 @@ from healcore.extras import require
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import resolve
 from healcore.runtime.healer import Healer
-from healcore.runtime.incidents.hooks import Hook
+from healcore.runtime.incidents.hooks import EventHook, Hook
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.errors import AttachError
@@ -48,12 +48,15 @@ class FitOptions(Overrides, total=False):
     lag: int
     keep: Keep | None
     on_incident: Hook | Iterable[Hook]
+    on_saved: EventHook | Iterable[EventHook]
+    on_rollback: EventHook | Iterable[EventHook]
     rerun: bool
     resume: bool | Literal["auto"]
     nonfinite_ok: Iterable[str]
     ranks: Ranks | None
     attach: Mapping[str, object] | None
     trust: bool
+    trackers: object
     stop_file: str | os.PathLike[str] | None
 
 

@@ -1,14 +1,15 @@
-"""Defines `HealingReport`: what healcore saw and did in a run of a transformers Trainer."""
+"""Defines `HealingReport`: what healcore has seen and done in a run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from healcore.core.verdict import Cause, names
+from healcore.runtime.driver import Driver
 from healcore.runtime.events import json_lines
 from healcore.runtime.events.models import Ending
 from healcore.runtime.ledger import IncidentRecord
@@ -19,26 +20,24 @@ from healcore.runtime.postmortem.diagnosis import (
     why_none_is_good,
     with_undone,
 )
-from healcore.torch.healing import Report
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealingReport:
-    """How a run was healed. `str()` gives it as lines to print, `to_dict()` as JSON-safe values.
+    """How a run was healed. `str()` gives lines to print, `to_dict()` a dict for `json.dumps`.
 
-    Counts are those of the whole run, earlier processes included, and with the steps that a
-    rollback has undone.
+    Counts cover the whole run: earlier processes, and steps that a rollback has undone.
     """
 
     policy: str
     ending: str
-    """completed, stopped, exception, signal or interrupted; running, before the end."""
+    """An `Ending` (completed, stopped, exception, signal, ...), or "running" before the end."""
     converged: bool
-    """It completed, with finite weights and no open incident."""
+    """Whether the run completed, with finite weights and no open incident."""
     steps: int
-    """Optimizer steps done, the Trainer's global_step; a rollback decreases them."""
+    """Optimizer steps done; a rollback decreases the number."""
     attempts: int
-    """Rollbacks; a callback does none."""
+    """Rollbacks carried out. A transformers callback carries out none."""
     recoveries: int
     """Incidents that are over."""
     history: tuple[IncidentRecord, ...]
@@ -46,23 +45,23 @@ class HealingReport:
     rollbacks: tuple[RollbackRecord, ...]
     """The rollbacks of this process."""
     counts: dict[str, int]
-    """Name of a cause -> incidents with it; and `skips` and `clips` (steps), `undone_skips` (those
-    that a rollback has undone), `lr_cuts`, `shrinks` of the micro-batch, and orders of a rollback
-    `not_carried_out` (a callback cannot go back)."""
+    """Name of a cause -> number of incidents. Besides: `skips` and `clips` (steps), `undone_skips`
+    (skips that a rollback has undone), `lr_cuts`, `shrinks` of the micro-batch, and
+    `not_carried_out` (rollbacks ordered under a transformers callback, which has none)."""
     lr_scale: float
-    """What the learning rate is multiplied by; 1: the schedule as it is."""
+    """Multiplier of the schedule's learning rate."""
     last_good: int | None
-    """Step of the newest known-good checkpoint; None: there is none."""
+    """Step of the newest known-good checkpoint, or None without one."""
     probation: int | None
     """Healthy steps after which a checkpoint is known-good."""
     quarantined: tuple[int, ...]
-    """Steps of the Trainer's checkpoints that a callback has moved to `_healcore`."""
+    """Steps of the Trainer's checkpoints that a transformers callback has moved to `_healcore`."""
     postmortem: Path | None
-    """The file about the end of this process, if there is one; a later run writes another one."""
+    """Postmortem of this process, or None if there is no such file."""
     diagnosis: str
-    """Why the run was stopped; "" if it was not."""
-    optimizer: Report
-    """How the optimizer is healed, and what that costs."""
+    """Why the run was stopped, or an empty string."""
+    optimizers: Mapping[str, object]
+    """torch: name -> `healcore.torch.Report`, how the optimizer is healed. Empty in JAX."""
 
     @classmethod
     def of(
@@ -71,15 +70,15 @@ class HealingReport:
         *,
         ending: str,
         incidents: Sequence[IncidentRecord],
-        driver: Any,
-        counts: dict[str, int],
+        driver: Driver,
+        counts: Mapping[str, int],
         quarantined: Iterable[int] = (),
         error: BaseException | None,
         **others: Any,
     ) -> HealingReport:
-        """The report from the facts at its end, or so far (`ending` ""), and a TorchDriver."""
+        """The report from the facts at the end of a run, or so far with `ending` ""."""
         causes = Counter(name for each in incidents for name in names(Cause(each.cause)))
-        tally = driver.healing()["optimizer"]["state"]["tally"]
+        tallies = [each["state"]["tally"] for each in driver.healing().values()]
         return cls(
             ending=ending or "running",
             converged=ending == Ending.COMPLETED and not end.open and driver.finite(),
@@ -91,8 +90,7 @@ class HealingReport:
                 **causes,
                 "skips": end.skips,
                 "undone_skips": end.undone_skips,
-                "clips": int(tally["clips"]),
-                "lr_cuts": int(tally["lr_cuts"]),
+                **{name: sum(int(t[name]) for t in tallies) for name in ("clips", "lr_cuts")},
                 **counts,
             },
             lr_scale=end.lr_scale,
@@ -100,13 +98,20 @@ class HealingReport:
             probation=end.probation,
             quarantined=tuple(quarantined),
             diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
-            optimizer=driver.healings["optimizer"].report(),
+            optimizers=driver.optimizer_reports(),
             **others,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that `json.dumps` takes."""
-        return json_lines.to_json(vars(self) | {"history": [vars(each) for each in self.history]})
+        """A dict of plain values for `json.dumps`; incidents, rollbacks and reports are dicts."""
+        return json_lines.to_json(
+            vars(self)
+            | {
+                "history": [vars(each) for each in self.history],
+                "rollbacks": [each._asdict() for each in self.rollbacks],
+                "optimizers": {name: vars(each) for name, each in self.optimizers.items()},
+            }
+        )
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
@@ -125,4 +130,6 @@ class HealingReport:
         ]
         if self.quarantined:
             lines.append(f"quarantined {', '.join(map(str, self.quarantined))}")
-        return "\n".join([*lines, *filter(None, [self.diagnosis]), str(self.optimizer)])
+        return "\n".join(
+            [*lines, *filter(None, [self.diagnosis]), *map(str, self.optimizers.values())]
+        )
