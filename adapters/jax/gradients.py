@@ -13,6 +13,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from healcore.jax.one_kernel import one_kernel
+
 SMALL = 1 << 14
 """Elements of the largest tensor that `not_finite` checks."""
 Tree = TypeVar("Tree")
@@ -97,7 +99,10 @@ def not_finite(tree: Any) -> chex.Array:
     """
     leaves = [leaf for leaf in gradient_leaves(tree) if jnp.size(leaf) <= SMALL]
     flags = [~jnp.isfinite(leaf).all() for leaf in leaves]
-    return jnp.stack(flags).any() if flags else jnp.zeros((), jnp.bool_)
+    if not flags:
+        return jnp.zeros((), jnp.bool_)
+    # Else XLA repeats it in the kernel of each tensor (192: 67,000 instructions, not 31,000).
+    return one_kernel(lambda *flags: jnp.stack(flags).any(), *flags)
 
 
 def _map(fn: Callable[[chex.Array], chex.Array], tree: Tree) -> Tree:

@@ -161,6 +161,9 @@ class ProtectState(NamedTuple):
     heal_bad_update: Any
     """bool 0-d: the optimizer made NaN or Inf of finite gradients at the last step. The update was
     not applied, and the next step reports it."""
+    heal_reset_moments: Any
+    """bool 0-d: the last step that was not skipped cut the learning rate, and the next one begins
+    with moments of zero. None if the policy does not reset moments."""
     inner_state: Any
     """The state of the optimizer itself; bit-identical after a skipped step."""
 
@@ -187,9 +190,9 @@ def protect(
     Larger tensors are not checked, which would cost more than the step: there only the non-finite
     elements are left unchanged.
 
-    With ``[lr] reset_moments`` (`default` has it) a step that cuts the rate also sets the moments
-    of the optimizer, and the counts of their bias correction, to zero, in the states of optax whose
-    moments begin there. The next step is then the first one of new moments.
+    With ``[lr] reset_moments`` (`default` has it) the next step after a cut of the rate, skipped
+    steps aside, begins with moments and counts of their bias correction that are zero, in the
+    states of optax whose moments begin there. The state keeps the old moments until that step.
 
     In observe mode every step is judged and recorded in the state, and nothing is changed. A step
     with ``externally_skipped=True`` (an fp16 overflow, say) is skipped in every mode, neither
@@ -240,6 +243,7 @@ def protect(
             heal=heal_state.init(engine, count_leaves(params), kept),
             heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
             heal_bad_update=jnp.zeros((), jnp.bool_),
+            heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
             inner_state=inner.init(params),
         )
         return on_mesh_of(params, state)
@@ -266,8 +270,15 @@ def protect(
             known.setdefault("learning_rate", rates[0])
         signals, norms = make_signals(engine, updates, known, axes)
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
+        pending, resets = None, state.heal_reset_moments
 
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            if resets is not None:
+                # Before the step it is part of the optimizer's own kernel. After the step that has
+                # cut it was a second pass over all moments, and XLA copied them for it.
+                inner_state = moments.reset(
+                    inner_state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf)
+                )
             return inner.update(updates, inner_state, params, **given, **others)
 
         if engine.mode == "observe" and "externally_skipped" not in given:
@@ -282,11 +293,8 @@ def protect(
             updates, inner_state = step_or_keep(
                 inner_step, decision.skip, updates, state.inner_state, params
             )
-            if engine.resets_moments:  # after the step: the gradient of this one is of the trouble
-                cut = ((decision.action & Action.CUT_LR) != 0) & ~decision.skip
-                inner_state = moments.reset(
-                    inner_state, lambda leaf: jnp.where(cut, jnp.zeros_like(leaf), leaf)
-                )
+            if resets is not None:
+                pending = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
             factor = decision.lr_scale
             norm = bad = None
             if engine.clips_updates:
@@ -305,7 +313,8 @@ def protect(
             else:
                 updates = gradients.no_update_where(skipped, updates)
             norm = None if norm is None else jnp.where(skipped, 0.0, norm)
-        return updates, ProtectState(heal, norm if reads_update_norm else None, bad, inner_state)
+        norm = norm if reads_update_norm else None
+        return updates, ProtectState(heal, norm, bad, pending, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

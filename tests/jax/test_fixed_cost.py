@@ -8,6 +8,7 @@ scalars XLA copied into everything that depends on them took seconds to compile.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,14 @@ import pytest
 
 from healcore import policy
 from healcore.core import host
-from healcore.jax import namespace, protect
+from healcore.jax import heal_zclip, namespace, protect
 from healcore.jax.one_kernel import one_kernel
+from tests.jax import policies
 
 PARAMS = {"w": jnp.ones((4, 4)), "b": jnp.zeros(4)}
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+ZCLIPPED = optax.chain(heal_zclip(), optax.adamw(1e-3))
+RESETS = policies.CUT_LR._replace(lr=policies.CUT_LR.lr._replace(reset_moments=True))
 
 
 @pytest.mark.parametrize("preset", ["default", "observe", "conservative", "aggressive", "zclip"])
@@ -37,11 +42,60 @@ def test_xla_does_not_copy_the_engine_into_each_of_its_results():
     compiled = update.lower(PARAMS, tx.init(PARAMS), jnp.float32(1.0)).compile()
     text = compiled.as_text()
     assert text is not None
-    instructions = re.findall(r"^\s+(?:ROOT )?\S+ = ", text, re.MULTILINE)
-    assert len(instructions) < 11_000  # 19,000 without `namespace.shared`
+    assert operations(compiled) < 11_000  # 19,000 without `namespace.shared`
     if jax.default_backend() == "cpu":
         entry = text[text.index("\nENTRY ") :]
         assert entry.count(" fusion(") + entry.count(" call(") < 30  # 150 without `one_kernel`
+
+
+def compiled_step(tx: Any, tensors: int) -> Any:
+    """The compiled step, with donation, of a model with matrices of 256 KiB and as many vectors."""
+    tx = optax.with_extra_args_support(tx)
+    params = [jnp.zeros((256, 256)), jnp.zeros(256)] * (tensors // 2)
+
+    def step(params: Any, state: Any, grads: Any, loss: Any) -> Any:
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted.lower(params, jax.eval_shape(tx.init, params), params, jnp.float32(1.0)).compile()
+
+
+def operations(compiled: Any) -> int:
+    """Instructions of a compiled program, in all its kernels."""
+    return len(re.findall(r"^\s+(?:ROOT )?\S+ = ", compiled.as_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        ZCLIPPED,
+        protect(optax.adamw(1e-3), "default"),
+        protect(optax.inject_hyperparams(optax.adamw)(1e-3), RESETS),
+    ],
+    ids=["heal_zclip", "protect", "injected"],
+)
+def test_a_step_makes_no_copy_of_parameters_or_moments(tx):
+    memory = compiled_step(tx, 8).memory_analysis()
+    if memory is None:
+        pytest.skip("this backend does not report memory")
+    # clip_by_global_norm: one copy of the gradients, 2**20 bytes
+    assert memory.temp_size_in_bytes < 2**20 // 10
+
+
+@pytest.mark.parametrize(
+    ("tx", "limit"),
+    [
+        (optax.chain(heal_zclip(), optax.adamw(1e-3)), 1.1),
+        (protect(optax.adamw(1e-3), RESETS), 1.5),
+    ],
+    ids=["heal_zclip", "protect"],
+)
+def test_one_more_tensor_costs_about_what_it_costs_with_a_clip(tx, limit):
+    def each(tx: Any) -> float:
+        return (operations(compiled_step(tx, 24)) - operations(compiled_step(tx, 8))) / 16
+
+    assert each(tx) <= limit * each(CLIPPED)
 
 
 @pytest.mark.parametrize(("platform", "hints"), [("cpu", 1), ("cuda", 0)])

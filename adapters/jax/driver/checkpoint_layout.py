@@ -22,6 +22,8 @@ from healcore.runtime.store.errors import StateMismatch
 STATE = "state"
 """Name of the item for a state without names."""
 SIDE_STATE = "healcore.side_state"
+_PROTECT = ("heal_update_norm", "heal_reset_moments")
+"""Fields of `ProtectState` that belong to the parameters and moments, not to the engine."""
 
 
 class CheckpointLayout:
@@ -58,7 +60,7 @@ class CheckpointLayout:
         )
         new = with_heal_state(map_nodes(optax.MultiStepsState, _emptied, bare), like=tree)
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _norm(side_state, path, leaf) if _is_norm(path) else leaf, new
+            lambda path, leaf: _kept(side_state, path, leaf) if _is_kept(path) else leaf, new
         )
 
     def between_steps(self, tree: Any) -> bool:
@@ -72,7 +74,7 @@ class CheckpointLayout:
 
 
 class SideState:
-    """What the other items cannot hold: Python numbers, and `ProtectState.heal_update_norm`."""
+    """What the other items cannot hold: Python numbers, and `_PROTECT` of each `ProtectState`."""
 
     optional = True  # checkpoints of a run without healcore do not have it
 
@@ -81,7 +83,7 @@ class SideState:
         whole = jax.tree_util.tree_leaves_with_path(tree)
         self._kept = {
             **{keystr(path): leaf for path, leaf in bare if _is_number(leaf)},
-            **{keystr(path): leaf for path, leaf in whole if _is_norm(path)},
+            **{keystr(path): leaf for path, leaf in whole if _is_kept(path)},
         }
 
     def __bool__(self) -> bool:
@@ -111,9 +113,9 @@ def _saved(tree: Any) -> Any:
     return jax.tree.map(_as_saved, without_heal_state(tree))
 
 
-def _norm(side_state: Mapping[str, Any], path: tuple[Any, ...], live: Any) -> Any:
-    """The restored norm; 0, as after a skip, if there is none."""
-    return as_live(side_state.get(keystr(path), jnp.zeros((), jnp.float32)), live)
+def _kept(side_state: Mapping[str, Any], path: tuple[Any, ...], live: Any) -> Any:
+    """The restored value; 0 or False, as at the start of a run, if the checkpoint has none."""
+    return as_live(side_state.get(keystr(path), np.zeros((), live.dtype)), live)
 
 
 def _differences(name: str, found: Any, wanted: Any) -> list[str]:
@@ -135,8 +137,8 @@ def _emptied(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
     return accumulator._replace(mini_step=count, acc_grads=gradients)
 
 
-def _is_norm(path: tuple[Any, ...]) -> bool:
-    return bool(path) and getattr(path[-1], "name", None) == "heal_update_norm"
+def _is_kept(path: tuple[Any, ...]) -> bool:
+    return bool(path) and getattr(path[-1], "name", None) in _PROTECT
 
 
 def _is_number(leaf: Any) -> bool:

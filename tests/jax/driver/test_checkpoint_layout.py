@@ -13,6 +13,8 @@ import optax
 import pytest
 from flax import nnx
 
+from healcore.core.engine import RuleConfig
+from healcore.core.verdict import Action, Cause
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver import JaxDriver
 from healcore.jax.driver.checkpoint_layout import SIDE_STATE
@@ -231,6 +233,25 @@ def test_the_norm_of_the_last_update_goes_back_with_the_engine():
     assert float(driver.state["opt_state"].heal_update_norm) == norm
     driver.replace(store.restore(1, driver.items()).state)
     assert float(driver.state["opt_state"].heal_update_norm) == 0.0
+
+
+def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
+    cuts = RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR))
+    policy = policies.SKIP._replace(rules=(cuts,), lr=POLICY.lr._replace(reset_moments=True))
+    run = plain(policy=policy)
+    driver = JaxDriver(run.state, policy)
+    store = driver.store(None, ())
+    advance(driver, run, [*BATCHES, 1e3 * BATCHES[0]])
+    store.save(7, driver.items(), healing=driver.healing())
+    advance(driver, run, BATCHES[1:2])
+    after = saved(driver)
+    assert int(optax.tree.get(driver.items(), "count")) == 1  # of new moments
+    for _ in range(2):
+        restored = store.restore(7, driver.items())
+        driver.replace(restored.state)
+        driver.load_healing(restored.healing)
+        advance(driver, run, BATCHES[1:2])
+        assert saved(driver) == after
 
 
 def test_a_state_without_its_healing_part_is_refused():
