@@ -63,12 +63,8 @@ def test_a_bad_signal_is_named_while_tracing(name, signal, message):
 
 @pytest.mark.filterwarnings("error")
 def test_a_loss_that_float32_cannot_hold_is_infinite():
-    signals = make_signals(
-        Engine(EngineConfig(detectors=(("nonfinite", nonfinite.Config()),))),
-        PARAMS,
-        {"value": np.float64(1e300)},
-        Axes(),
-    )[0]
+    engine = Engine(EngineConfig(detectors=(("nonfinite", nonfinite.Config()),)))
+    signals, _ = make_signals(engine, PARAMS, {"value": np.float64(1e300)}, Axes())
     assert np.isinf(signals.loss)
 
 
