@@ -73,7 +73,6 @@ class TorchDriver:
             for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
-        self._all_stepped = False
         self._statistics = BatchStatistics(self._state, self.healings)
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
@@ -154,9 +153,14 @@ class TorchDriver:
         """What was judged since the last call; reads nothing on the host."""
         for healing in self.healings.values():
             healing.judge_dropped()
-        self._all_stepped = all(each.stepped for each in self._accumulations)
+        # If several have all stepped, gradients that are left are by-products (a GAN's generator
+        # leaves some in its discriminator).
+        several = len(self._accumulations) > 1
+        all_stepped = several and all(each.stepped for each in self._accumulations)
         for each in self._accumulations:
             each.stepped = False
+            if all_stepped:
+                each.drop_by_products()
         entries = self._pending.take()
         if not entries:
             return None
@@ -180,15 +184,9 @@ class TorchDriver:
         return True
 
     def may_save(self) -> bool:
-        """Whether no optimizer has gradients that it has not stepped with.
-
-        If several have all stepped, gradients that are left are by-products that `zero_grad` drops
-        (those that a GAN's generator leaves in its discriminator).
-        """
+        """Whether no optimizer has gradients that it has not stepped with."""
         if any(getattr(item, "mid_accumulation", False) for item in self._state.values()):
             return False
-        if self._all_stepped and len(self._accumulations) > 1:
-            return True
         return not any(accumulation.in_progress for accumulation in self._accumulations)
 
     def gradient_window(self) -> GradientWindow:
