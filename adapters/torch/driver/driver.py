@@ -28,6 +28,7 @@ from healcore.torch.driver.rendezvous import StoreRendezvous
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
+from healcore.torch.state_identity import optimizers, parameter_names
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized, restart_obstacle
 from healcore.torch.store.state import flatten
@@ -65,7 +66,7 @@ class TorchDriver:
         except BaseException:
             self._detach()
             raise
-        names = partial(live_state.parameter_names, self._state)
+        names = partial(parameter_names, self._state)
         self._pending = PendingEntries()
         self.warnings: list[str] = []
         self._recorders = [
@@ -337,7 +338,7 @@ class TorchDriver:
     # -- internal -------------------------------------------------------------------------------
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:
-        for name, optimizer in live_state.optimizers(self._state).items():
+        for name, optimizer in optimizers(self._state).items():
             healing = healing_of(optimizer)
             if healing is None:
                 heal = getattr(self._state[name], "heal", None)  # of a trainer's own optimizer
