@@ -167,6 +167,7 @@ class TorchDriver:
             return None
         step = PendingStep(entries, self._ranks_to_compare, lambda: self._wants_vote)
         self._polled_steps += 1
+        self._warn_of_missing_scalers()
         if self._polled_steps == WITHOUT_LOSS:
             self._warn_of_missing_losses()
         return step
@@ -380,6 +381,16 @@ class TorchDriver:
     def _detach(self) -> None:
         for healing in self._own:
             healing.detach()
+
+    def _warn_of_missing_scalers(self) -> None:
+        for name, healing in self.healings.items():
+            dropped = healing.hooks.measurer.dropped
+            if dropped.is_found and not any(v is dropped.scaler for v in self._state.values()):
+                self.warnings.append(
+                    f'a GradScaler that is not in the state steps "{name}": its scale is neither '
+                    'saved nor rolled back; add it, as in state={..., "scaler": scaler}'
+                )
+            dropped.is_found = False
 
     def _warn_of_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())
