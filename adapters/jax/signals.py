@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypedDict
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from healcore.core.detectors import DETECTORS
@@ -221,7 +222,8 @@ def _number(name: str, value: Any) -> chex.Array | None:
             f"pass {name}=jnp.asarray({name}, jnp.float32) if it is one"
         )
     _check_shape(name, value)
-    return jnp.asarray(value).astype(jnp.float32)
+    with np.errstate(over="ignore"):  # a larger number is infinite in float32
+        return jnp.asarray(value).astype(jnp.float32)
 
 
 def _flag(name: str, value: Any) -> chex.Array | None:

@@ -52,10 +52,11 @@ def attach(
         optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper around one.
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
             an EngineConfig.
-        scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused,
-            which it does not call at an overflow: the losses of such a step are dropped, and
-            overflows that do not end are counted as non-finite steps. That of accelerate's wrapper
-            is found.
+        scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused and
+            may overflow before its first step. The GradScaler does not call such an optimizer at
+            an overflow: the losses of the step are dropped, and the step is judged if its loss is
+            not finite, or if overflows do not end. Without this argument the scaler is found at
+            the first step that it takes.
         engine: where decisions are made. "device": in torch, next to the parameters, without a
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both

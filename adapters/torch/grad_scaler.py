@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 SEARCH = 40
 """Overflows in a row that a GradScaler may need to find its scale: from 2^16, its default, to below
 2^-23, where only non-finite gradients overflow."""
+
+_SEARCHED_STEPS, _SEARCHED_FRAMES = 100, 8
+_CALLERS = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
 
 
 class DroppedSteps:
@@ -20,14 +24,34 @@ class DroppedSteps:
     After an overflow it does not call `step()` of an optimizer that is not fused, so no hook runs.
     But `update()` replaces the scaler's per-optimizer records, and the old ones show whether it was
     asked to step this optimizer.
+
+    Attributes:
+        scaler: the GradScaler of `attach`, else the one that `find_scaler` has found.
+        stepped: whether the optimizer's own hook ran since the last `update()`; set by the caller.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> None:
-        self._scaler = scaler
+    searches = _SEARCHED_STEPS
+    """Steps that may still be searched for a scaler."""
+    is_found = False
+    """Whether `find_scaler` has found the scaler."""
+
+    def __init__(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
+        self.scaler = scaler
+        self.stepped = False
         self._key = id(optimizer)
         self._records = self._current()
-        self.stepped = False
-        """Whether the optimizer's own hook ran since the last `update()`; set by the caller."""
+
+    def find_scaler(self, step: FrameType | None) -> None:
+        """Looks for a GradScaler among the callers of a frame within `step()`, until it has one."""
+        if self.scaler is not None or not self.searches:
+            return
+        self.searches -= 1
+        for _ in range(_SEARCHED_FRAMES):
+            step = None if step is None else step.f_back
+            if step is not None and step.f_code in _CALLERS:
+                self.scaler, self.is_found = step.f_locals["self"], True
+                self._records = self._current()
+                return
 
     def found(self) -> bool:
         """Whether one was skipped since the last call; call it at least once for every step."""
@@ -40,7 +64,7 @@ class DroppedSteps:
         return asked and not stepped
 
     def _current(self) -> Any:
-        return getattr(self._scaler, "_per_optimizer_states", None)
+        return getattr(self.scaler, "_per_optimizer_states", None)
 
 
 class Overflows:

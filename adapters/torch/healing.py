@@ -67,6 +67,7 @@ class Healing:
     Attributes:
         live_engine: the engine with its state.
         hooks: the optimizer's step hooks.
+        observed: number of losses observed so far.
         own_loss: whether observed losses are this optimizer's alone, so that their backward passes
             show a late `observe`.
     """
@@ -77,6 +78,7 @@ class Healing:
         self.engine = hooks.live_engine.engine
         self.hooks = hooks
         self.own_loss = True
+        self.observed = 0
         self._measurer = hooks.measurer
         self._engine_reason = engine_reason
         self._obstacle = obstacle
@@ -102,6 +104,7 @@ class Healing:
         if self.own_loss:
             self.hooks.late_loss.observed(loss)
         self._measurer.add_loss(value, weight=weight)
+        self.observed += 1
         if self.hooks.on_judged is None:
             self.hooks.incident_log.observed()
 

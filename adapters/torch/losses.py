@@ -15,6 +15,8 @@ from healcore.torch.errors import ObservedTooLateError
 
 _log = logging.getLogger("healcore")
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def checked(name: str, value: Any) -> Tensor | float:
     """One number as a float, or without a sync as a detached 0-d tensor of its device and dtype.
@@ -65,14 +67,19 @@ class LossMean:
         """Adds one micro-batch's loss, already `checked`."""
         if isinstance(loss, Tensor) and loss.is_cpu:
             # As a number, because copying pageable host memory to an accelerator is a sync.
-            if loss.dtype is torch.bfloat16:  # NumPy has none
+            if (
+                loss.dtype.is_floating_point and loss.dtype.itemsize < 4
+            ):  # NumPy has not all of them
                 loss = loss.float()
             loss = float(loss.numpy())
         if not isinstance(loss, Tensor):
+            number = loss * weight
+            if abs(number) > _LARGEST:
+                number *= math.inf  # `fill_` raises where every other cast gives infinity
             if self._count:
-                self._total.add_(loss * weight)
+                self._total.add_(number)
             else:
-                self._total.fill_(loss * weight)
+                self._total.fill_(number)
         elif self._count:
             on_device = loss.to(self._total.device, torch.float32, non_blocking=True)
             self._total.add_(on_device, alpha=weight)

@@ -192,10 +192,15 @@ class Measurer:
         return measured
 
     def mark_overflow(self, measured: Measurement) -> Measurement:
-        """Marks an overflow: externally skipped, or non-finite after too many in a row."""
+        """Marks an overflow: externally skipped, or non-finite after too many in a row.
+
+        No scale makes a loss finite that is not: such a step is non-finite too.
+        """
         if measured.found_inf is None or measured.grad_norm is None:
             return measured
         skipped = self.overflows.externally_skipped(measured.found_inf)
+        if measured.loss is not None:
+            skipped = skipped & torch.isfinite(measured.loss)
         counted = (measured.found_inf > 0) & ~skipped
         return measured._replace(
             externally_skipped=skipped,
@@ -206,13 +211,16 @@ class Measurer:
         """A step that a GradScaler skipped without calling the optimizer, if it is to be judged.
 
         Drops its losses. Only if this rank is `alone` is the step judged by its loss, which other
-        ranks do not know.
+        ranks do not know. A sync on an accelerator, as the GradScaler's own decision was.
         """
         if not self.dropped.found():
             return None
         loss = self._losses.mean() if alone else None
+        to_judge = self.overflows.count_dropped()
+        if loss is not None:
+            to_judge |= not bool(torch.isfinite(loss).cpu().numpy())
         measured = None
-        if self.overflows.count_dropped():
+        if to_judge:
             bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
             measured = Measurement(
                 grad_norm=bad,

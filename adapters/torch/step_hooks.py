@@ -136,6 +136,7 @@ class StepHooks:
         """The pre-hook: judges the step; wraps a closure, whose backward has to come first."""
         if not self.open_step.enter():
             return None  # step() of a subclass called super().step()
+        self.measurer.dropped.find_scaler(self.open_step.frame)
         self.restore()  # a step that raised had no post-hook
         self._judged = self._turned_nonfinite = False
         self._skipped = None
@@ -315,20 +316,21 @@ class OpenStep:
     """
 
     def __init__(self) -> None:
-        self._frame: FrameType | None = None
+        self.frame: FrameType | None = None
+        """That of the step's hook wrapper in torch; None between steps."""
         self._nested = 0
 
     @property
     def is_open(self) -> bool:
         """Whether a step began, and has not ended or has ended in an exception."""
-        return self._frame is not None
+        return self.frame is not None
 
     def enter(self) -> bool:
         """Call it from the pre-hook. False for a step nested in the running one."""
-        if self._frame is not None and self._on_stack(self._frame):
+        if self.frame is not None and self._on_stack(self.frame):
             self._nested += 1
             return False
-        self._frame = _optimizer_frame()
+        self.frame = _optimizer_frame()
         self._nested = 0
         return True
 
@@ -337,7 +339,7 @@ class OpenStep:
         if self._nested:
             self._nested -= 1
             return False
-        self._frame = None
+        self.frame = None
         return True
 
     def unwind(self) -> None:
@@ -346,7 +348,7 @@ class OpenStep:
 
     def clear(self) -> None:
         """Drops the frame, whose locals it keeps alive."""
-        self._frame, self._nested = None, 0
+        self.frame, self._nested = None, 0
 
     @staticmethod
     def _on_stack(frame: FrameType) -> bool:

@@ -119,6 +119,8 @@ def _is_norm(norm: Any) -> Any:
 def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.float32:
     """A host-side number as a float32 signal; NaN and Inf are allowed.
 
+    A number that float32 cannot hold is infinite, as it is on a device.
+
     Args:
         name: the signal's name, for the message.
         value: a number or a one-element array.
@@ -130,7 +132,10 @@ def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.flo
     if value is None:
         raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
     try:
-        array = np.asarray(value, dtype=np.float64)
+        with np.errstate(over="ignore"):
+            array = np.asarray(value, dtype=np.float64)
+    except OverflowError:  # an integer
+        array = np.float64(np.inf if value > 0 else -np.inf)
     except (TypeError, ValueError) as error:
         raise SignalError(
             f"{name} must be a number, got {type(value).__name__}: pass float({name})"

@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
+import torch
+from torch import nn
+from torch.optim import Adam
 
+from healcore.jax import protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop import stop_file
 from healcore.runtime.loop.termination import EndRequested, RunStopped, Terminated
 from tests import forked_programs
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -136,6 +145,84 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(tmp_pa
     after = loop_of("torch")
     assert train(after, rules(), range(12), store=tmp_path)["step"] == 12
     assert after.faults.order == [8, 9, 10, 11]
+
+
+def gan(store: Path, before: Callable[[int], object] = print) -> list[torch.Tensor]:
+    """Trains two networks, each after its own `zero_grad`; returns their weights.
+
+    The generator's backward pass leaves gradients in the discriminator.
+    """
+    torch.manual_seed(0)
+    g, d = nn.Linear(2, 2), nn.Linear(2, 1)
+    of_g, of_d = Adam(g.parameters()), Adam(d.parameters())
+    state = {"g": g, "d": d, "of_g": of_g, "of_d": of_d}
+    with Healer(SKIPS, state=state, store=store, save_every=10) as healer:
+        for number in healer.batches(range(25)):
+            before(number)
+            noise = torch.full((1, 2), float(number + 1))
+            of_d.zero_grad()
+            loss = d(g(noise).detach()).square().mean()
+            healer.observe(loss, "of_d")
+            loss.backward()
+            of_d.step()
+            of_g.zero_grad()
+            loss = d(g(noise)).mean()
+            healer.observe(loss)  # to both, as a loop with one loss does
+            loss.backward()
+            of_g.step()
+    return [p.detach().clone() for p in (*g.parameters(), *d.parameters())]
+
+
+def test_the_last_state_of_two_networks_that_clear_gradients_late_is_saved(tmp_path):
+    def ask(number):
+        if number == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    expected = gan(tmp_path / "whole")
+    with pytest.raises(Terminated):
+        gan(tmp_path / "cut", before=ask)
+    assert events(tmp_path / "cut", "save")[-1]["step"] == 14
+    found = gan(tmp_path / "cut")
+    for store in (tmp_path / "whole", tmp_path / "cut"):
+        assert events(store, "save")[-1]["step"] == 25
+        assert not events(store, "problem")
+    assert all(map(torch.equal, found, expected))
+
+
+def accumulating_torch_loop(store: Path) -> None:
+    loop = loop_of("torch")
+    with Healer(SKIPS, state=loop.state, store=store, save_every=5) as healer:
+        for number in healer.batches(range(10)):
+            loop.model(torch.full((1, 4), float(number))).sum().backward()
+            if number % 4 == 3:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+
+
+def accumulating_jax_loop(store: Path) -> None:
+    params = {"w": jnp.ones(2)}
+    tx = protect(optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation(), SKIPS)
+    state = {"params": params, "opt_state": tx.init(params)}
+
+    @jax.jit
+    def step(state, number):
+        grads = {"w": jnp.full(2, number)}
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], value=number)
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    with Healer(SKIPS, state=state, store=store, save_every=5) as healer:
+        for number in healer.batches(range(10)):
+            healer.update(step(healer.state, float(number)))
+
+
+@pytest.mark.parametrize(
+    ("loop", "steps"), [(accumulating_torch_loop, 2), (accumulating_jax_loop, 10)]
+)
+def test_a_loop_that_ends_within_an_accumulation_is_saved(loop, steps, tmp_path):
+    loop(tmp_path)
+    assert events(tmp_path, "save")[-1]["step"] == steps
+    (problem,) = [each["problem"] for each in events(tmp_path, "problem")]
+    assert "within an accumulation: its gradients are in no checkpoint" in problem
 
 
 def test_the_programs_own_handler_is_called_too(tmp_path):

@@ -16,7 +16,10 @@ import numpy as np
 import optax
 import pytest
 
+from healcore.core.detectors import nonfinite
+from healcore.core.engine import Engine, EngineConfig
 from healcore.jax import SignalError, heal, heal_zclip, last_decision, metrics, protect
+from healcore.jax.signals import Axes, make_signals
 from healcore.jax.state_transfer import without_heal_state
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
@@ -56,6 +59,13 @@ def test_a_bad_signal_is_named_while_tracing(name, signal, message):
     with pytest.raises(SignalError, match=message):
         jax.eval_shape(lambda g, s, p: tx.update(g, s, p, **signal), PARAMS, state, PARAMS)
     assert_same_bits(before, jax.tree.map(np.asarray, state))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_float32_cannot_hold_is_infinite():
+    engine = Engine(EngineConfig(detectors=(("nonfinite", nonfinite.Config()),)))
+    signals, _ = make_signals(engine, PARAMS, {"value": np.float64(1e300)}, Axes())
+    assert np.isinf(signals.loss)
 
 
 @pytest.mark.parametrize("name", ["heal_zclip"])

@@ -33,12 +33,16 @@ class Loop:
         self.optimizer = kind([self.p], **{"lr": 0.1, **options})  # type: ignore[call-arg]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
-    def step(self, *, factor: float = 1.0, unscale: bool, heal: Any = None) -> None:
+    def step(
+        self, *, factor: float = 1.0, overflow: float = 0.0, unscale: bool, heal: Any = None
+    ) -> None:
         self.optimizer.zero_grad()
         loss = 0.5 * (self.p**2).sum() * factor
         if heal is not None:
             heal.observe(loss)
         self.scaler.scale(loss).backward()
+        assert self.p.grad is not None
+        self.p.grad += overflow
         if unscale:
             self.scaler.unscale_(self.optimizer)
         self.scaler.step(self.optimizer)
@@ -103,16 +107,36 @@ def test_an_overflow_skipped_by_the_scaler_is_not_counted(fused: bool, where: Wh
     for _ in range(6):
         loop.step(unscale=unscale, heal=heal)
     before, state = snapshot(loop.optimizer), heal.state_dict()
-    loop.step(factor=float("inf"), unscale=unscale, heal=heal)
+    loop.step(overflow=math.inf, unscale=unscale, heal=heal)
     assert_same(before, snapshot(loop.optimizer))
     assert heal.state_dict() == state  # nothing learnt, nothing counted
     assert loop.scaler.get_scale() == SCALE / 2
-    loop.step(unscale=unscale, heal=heal)  # and its infinite loss is not the next step's
+    loop.step(unscale=unscale, heal=heal)
     metrics = heal.metrics()
     assert int(metrics["heal/steps"]) == 7
     assert int(metrics["heal/skips"]) == 0
     assert math.isfinite(float(metrics["heal/loss"]))
     assert snapshot(loop.optimizer)["params"] != before["params"]
+
+
+@every_way
+@pytest.mark.parametrize("known", [True, False])
+def test_a_loss_that_is_not_finite_is_no_overflow(
+    fused: bool, where: Where, unscale: bool, known: bool
+):
+    """It is reported, and the next step is not judged by it."""
+    loop, twin = Loop(fused=fused), Loop(fused=fused)
+    heal = attach(
+        loop.optimizer, policies.SKIPS, engine=where, scaler=loop.scaler if known else None
+    )
+    for i in range(12):
+        factor = math.nan if i in (6, 8) else 1.0
+        loop.step(factor=factor, unscale=unscale, heal=heal)
+        twin.step(factor=factor, unscale=unscale)
+        heal.judge_dropped()
+        assert int(heal.metrics()["heal/alarms"]) == (i >= 6) + (i >= 8)
+    assert_same(snapshot(loop.optimizer), snapshot(twin.optimizer))
+    assert math.isfinite(float(heal.metrics()["heal/loss"]))
 
 
 @host_and_device
@@ -122,7 +146,7 @@ def test_overflow_at_the_first_step_of_fused_momentum(where: Where):
     heal = attach(mine.optimizer, policies.SKIPS, engine=where)
     torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     try:
-        mine.step(factor=float("inf"), unscale=False, heal=heal)
+        mine.step(overflow=math.inf, unscale=False, heal=heal)
         mine.scaler.update(SCALE)
         for _ in range(3):
             mine.step(unscale=False, heal=heal)
@@ -155,11 +179,11 @@ def test_overflows_that_do_not_end_are_counted(fused: bool, where: Where, unscal
         loop.step(unscale=unscale, heal=heal)
     before = snapshot(loop.optimizer)
     for _ in range(SEARCH):
-        loop.step(factor=float("nan"), unscale=unscale, heal=heal)
+        loop.step(overflow=math.nan, unscale=unscale, heal=heal)
     heal.judge_dropped()
     assert int(heal.metrics()["heal/alarms"]) == 0
     for _ in range(5):
-        loop.step(factor=float("nan"), unscale=unscale, heal=heal)
+        loop.step(overflow=math.nan, unscale=unscale, heal=heal)
     heal.judge_dropped()
     metrics = heal.metrics()
     assert int(metrics["heal/alarms"]) == int(metrics["heal/skips"]) == 5
@@ -169,7 +193,7 @@ def test_overflows_that_do_not_end_are_counted(fused: bool, where: Where, unscal
     loop.scaler.update(SCALE)
     loop.step(unscale=unscale, heal=heal)
     assert snapshot(loop.optimizer)["params"] != before["params"]
-    loop.step(factor=float("inf"), unscale=unscale, heal=heal)
+    loop.step(overflow=math.inf, unscale=unscale, heal=heal)
     heal.judge_dropped()
     assert int(heal.metrics()["heal/alarms"]) == 5
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 
+from healcore.core.verdict import Cause
 from healcore.runtime.healer import Healer
 from healcore.torch import Healing, ObservedTooLateError, SignalError, attach
 from tests.torch import policies
@@ -56,6 +57,53 @@ def test_one_number_of_any_kind_is_a_loss(where: Where, loss: Any):
     p, optimizer, heal = healed(where)
     heal.observe(loss)
     assert take(p, optimizer, heal) == 2.5
+
+
+@host_and_device
+@pytest.mark.parametrize(
+    "loss",
+    [
+        3.5e38,
+        -1e300,
+        10**400,
+        np.float64(1e300),
+        torch.tensor(1e300, dtype=torch.float64),
+        torch.tensor([1e300], dtype=torch.float64, requires_grad=True) * 1,
+    ],
+    ids=lambda loss: f"{loss:.6}" if isinstance(loss, float) else type(loss).__name__,
+)
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loss_that_float32_cannot_hold_is_not_finite(where, loss: Any, weight: float, count: int):
+    p, optimizer, heal = healed(where)
+    for _ in range(count):
+        heal.observe(loss, weight=weight)
+    take(p, optimizer, heal)
+    decision = heal.last_decision()
+    assert decision is not None
+    assert decision.cause == Cause.NONFINITE_LOSS
+
+
+def test_a_healed_float64_loop_survives_a_loss_that_float32_cannot_hold():
+    model = torch.nn.Linear(2, 1, dtype=torch.float64)
+    optimizer = SGD(model.parameters(), 1e-3)
+    factors = [1.0] * 20 + [1e300] * 4 + [1.0] * 20
+    losses = []
+
+    def loss_fn(factor: float) -> torch.Tensor:
+        return model(torch.ones(1, 2, dtype=torch.float64)).square().mean() * factor
+
+    state = {"model": model, "optimizer": optimizer}
+    with Healer("default", state=state, loss_fn=loss_fn, save_every=5) as healer:
+        for factor in healer.batches(factors):
+            loss = loss_fn(factor)
+            healer.observe(loss)
+            healer.observe_eval(loss.detach())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
 
 
 @host_and_device

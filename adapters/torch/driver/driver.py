@@ -28,6 +28,7 @@ from healcore.torch.driver.rendezvous import StoreRendezvous
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
+from healcore.torch.state_identity import optimizers, parameter_names
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized, restart_obstacle
 from healcore.torch.store.state import flatten
@@ -65,7 +66,7 @@ class TorchDriver:
         except BaseException:
             self._detach()
             raise
-        names = partial(live_state.parameter_names, self._state)
+        names = partial(parameter_names, self._state)
         self._pending = PendingEntries()
         self.warnings: list[str] = []
         self._recorders = [
@@ -73,7 +74,6 @@ class TorchDriver:
             for name, healing in self.healings.items()
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
-        self._all_stepped = False
         self._statistics = BatchStatistics(self._state, self.healings)
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
@@ -154,14 +154,20 @@ class TorchDriver:
         """What was judged since the last call; reads nothing on the host."""
         for healing in self.healings.values():
             healing.judge_dropped()
-        self._all_stepped = all(each.stepped for each in self._accumulations)
+        # If several have all stepped, gradients that are left are by-products (a GAN's generator
+        # leaves some in its discriminator).
+        several = len(self._accumulations) > 1
+        all_stepped = several and all(each.stepped for each in self._accumulations)
         for each in self._accumulations:
             each.stepped = False
+            if all_stepped:
+                each.drop_by_products()
         entries = self._pending.take()
         if not entries:
             return None
         step = PendingStep(entries, self._ranks_to_compare, lambda: self._wants_vote)
         self._polled_steps += 1
+        self._warn_of_missing_scalers()
         if self._polled_steps == WITHOUT_LOSS:
             self._warn_of_missing_losses()
         return step
@@ -180,15 +186,9 @@ class TorchDriver:
         return True
 
     def may_save(self) -> bool:
-        """Whether no optimizer has gradients that it has not stepped with.
-
-        If several have all stepped, gradients that are left are by-products that `zero_grad` drops
-        (those that a GAN's generator leaves in its discriminator).
-        """
+        """Whether no optimizer has gradients that it has not stepped with."""
         if any(getattr(item, "mid_accumulation", False) for item in self._state.values()):
             return False
-        if self._all_stepped and len(self._accumulations) > 1:
-            return True
         return not any(accumulation.in_progress for accumulation in self._accumulations)
 
     def gradient_window(self) -> GradientWindow:
@@ -343,7 +343,7 @@ class TorchDriver:
     # -- internal -------------------------------------------------------------------------------
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:
-        for name, optimizer in live_state.optimizers(self._state).items():
+        for name, optimizer in optimizers(self._state).items():
             healing = healing_of(optimizer)
             if healing is None:
                 heal = getattr(self._state[name], "heal", None)  # of a trainer's own optimizer
@@ -385,6 +385,16 @@ class TorchDriver:
     def _detach(self) -> None:
         for healing in self._own:
             healing.detach()
+
+    def _warn_of_missing_scalers(self) -> None:
+        for name, healing in self.healings.items():
+            dropped = healing.hooks.measurer.dropped
+            if dropped.is_found and not any(v is dropped.scaler for v in self._state.values()):
+                self.warnings.append(
+                    f'a GradScaler that is not in the state steps "{name}": its scale is neither '
+                    'saved nor rolled back; add it, as in state={..., "scaler": scaler}'
+                )
+            dropped.is_found = False
 
     def _warn_of_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())

@@ -1,4 +1,4 @@
-"""Checks of the live state that the user passes, its parameters' names, and parts of it.
+"""Checks of the live state that the user passes, and parts of it.
 
 Without the checks a missing part would show at the first rollback, which would combine old moments
 with new weights.
@@ -7,18 +7,18 @@ with new weights.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from healcore.torch import gradients
-from healcore.torch.attachment import scaler_of, unwrapped
+from healcore.torch.attachment import scaler_of
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
+from healcore.torch.state_identity import is_scheduler, optimizers
 
 _EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": scheduler}'
 
@@ -50,32 +50,11 @@ def checked(state: Any) -> dict[str, Any]:
     return dict(state)
 
 
-def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
-    """The optimizers by name, without accelerate's wrapper."""
-    return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
-
-
 def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
     """The GradScaler, if there is exactly one, in the state or in accelerate's wrapper."""
     found = [v for v in state.values() if isinstance(v, torch.amp.GradScaler)]
     found += [s for v in state.values() if isinstance(v, Optimizer) and (s := scaler_of(v))]
     return found[0] if len({*map(id, found)}) == 1 else None
-
-
-def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[str]:
-    """Names of parameters: as in their module, or by position in the optimizer. Slow."""
-    known: dict[int, str] = {}
-    for name, optimizer in optimizers(state).items():
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
-    modules = {n: m for n, m in state.items() if isinstance(m, nn.Module)}
-    for name, module in modules.items():
-        prefix = f"{name}." if len(modules) > 1 else ""
-        for path, p in module.named_parameters():
-            # torch.compile's wrapper adds a level to the path.
-            known[id(p)] = prefix + path.replace("_orig_mod.", "")
-    return [known.get(id(p), "(not in the state any more)") for p in params]
 
 
 class RngState:
@@ -164,7 +143,7 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
             f"{_EXAMPLE}"
         )
     scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-    if scheduled and not any(_is_scheduler(value) for value in state.values()):
+    if scheduled and not any(is_scheduler(value) for value in state.values()):
         warnings.warn(
             f'a learning-rate scheduler drives "{name}" and none is in the state: a rollback would '
             f"not restore it; add it, as in {_EXAMPLE}",
@@ -181,17 +160,10 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
         )
 
 
-def _is_scheduler(value: Any) -> bool:
-    """Whether it is a learning-rate scheduler, or accelerate's wrapper of one."""
-    return isinstance(value, LRScheduler) or isinstance(
-        getattr(value, "scheduler", None), LRScheduler
-    )
-
-
 def _is_opaque(value: Any) -> bool:
     """Whether a value may hold parameters that are not known: a trainer, an EMA."""
     known = (nn.Module, Optimizer, torch.amp.GradScaler)
-    return hasattr(value, "state_dict") and not (isinstance(value, known) or _is_scheduler(value))
+    return hasattr(value, "state_dict") and not (isinstance(value, known) or is_scheduler(value))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -28,6 +28,8 @@ class Accumulation:
     def __init__(self, healing: Healing) -> None:
         self._healing = healing
         self._reached = False
+        self._by_products = 0
+        """Losses at the last `drop_by_products`."""
         self.stepped = False
         """Whether the optimizer has stepped; the reader resets it."""
         self.steps = 0
@@ -46,9 +48,14 @@ class Accumulation:
     def in_progress(self) -> bool:
         """Whether there are gradients that the optimizer has not stepped with."""
         self._watch()
-        if not (self._reached or self._healing.has_loss):
+        has_loss = self._healing.has_loss and self._healing.observed > self._by_products
+        if not (self._reached or has_loss):
             return False
         return any(p.grad is not None for p in self._params)
+
+    def drop_by_products(self) -> None:
+        """Ignores the present gradients and losses: `zero_grad` drops what another step left."""
+        self._reached, self._by_products = False, self._healing.observed
 
     def clear(self) -> None:
         """Drops the gradients."""

@@ -23,6 +23,7 @@ from healcore.runtime.store.errors import (
 )
 from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import node_of
+from healcore.torch.state_identity import identities
 
 HOW = "the store (or to the Healer that makes it)"
 
@@ -53,6 +54,8 @@ def flatten(state: Mapping[str, Any], rank: int = 0, *, trust: bool = False) -> 
         name: flattening.entry(name, value)
         for name, value in structure.checked_names(state).items()
     }
+    for name, identity in identities(state).items():
+        entries[name]["identity"] = identity
     return Flat(entries, flattening.leaves, {})
 
 
@@ -82,7 +85,10 @@ class _Flattening:
         self._known.clear()
         self._ties = stateful
         node = structure.encode(tree, path, self._special)
-        return {"tree": node, "stateful": stateful, "per_rank": per_rank}
+        found = {"tree": node, "stateful": stateful, "per_rank": per_rank}
+        if identity := getattr(value, "identity", None):  # of a `HeldState`
+            found["identity"] = identity
+        return found
 
     def _special(self, path: tuple[Any, ...], value: Any) -> structure.Node:
         if isinstance(value, Tensor):

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.signals import check_scalar
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Cause
 from healcore.runtime.driver import Driver
@@ -302,7 +303,8 @@ class Assessor:
         if self.loss_fn is None:
             return []
         try:
-            return self.driver.losses_of(self.loss_fn, batches, state)
+            found = self.driver.losses_of(self.loss_fn, batches, state)
+            return [float(check_scalar("loss_fn(batch)", loss)) for loss in found]
         except Exception as error:
             self.loss_fn = None
             self.warn(f"loss_fn raised {type(error).__name__}: {error}; it is not called again")

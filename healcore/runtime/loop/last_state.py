@@ -44,7 +44,8 @@ class LastState:
             waiting: number of a loader -> its first batch since then.
             completed: whether the loop has ended by itself, so that no batch waits.
         """
-        self.saves.save_last(step, nullcontext if completed else self._after(step, waiting))
+        exact = nullcontext if completed else self._after(step, waiting)
+        self.saves.save_last(step, exact, completed=completed)
 
     def save_emergency(self, step: int, waiting: Mapping[int, BatchId]) -> str:
         """Saves before an exception ends the run; returns why not, or ""."""

@@ -129,17 +129,24 @@ class SaveSchedule:
         if due and not self.driver.finite():
             self.save(step, "last")
 
-    def save_last(self, step: int, exact: Callable[[], AbstractContextManager[None]]) -> None:
-        """Saves a checkpoint of the last step in the context `exact`, if the last one is older."""
+    def save_last(
+        self, step: int, exact: Callable[[], AbstractContextManager[None]], *, completed: bool
+    ) -> None:
+        """Saves a checkpoint of the last step in the context `exact`, if the last one is older.
+
+        A loop that has ended by itself has given up the gradients that no step has used. After any
+        other end they would be missing in the step that follows.
+        """
         if step == self._saved and not self.checkpoints.in_memory_only(step):
             return
-        if self.driver.may_save():
-            with exact():
-                self.save(step, "last")
-            return
-        self.log.problem(
-            step, f"the run ends within an accumulation: the last checkpoint is {self._saved}"
-        )
+        if not self.driver.may_save():
+            lost = "its gradients are in no checkpoint"
+            lost = lost if completed else f"the last checkpoint is {self._saved}"
+            self.log.problem(step, f"the run ends within an accumulation: {lost}")
+            if not completed:
+                return
+        with exact():
+            self.save(step, "last")
 
 
 class _NonfiniteRollback(NamedTuple):

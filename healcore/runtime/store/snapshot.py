@@ -110,15 +110,18 @@ class Copier(ABC):
     ) -> Flat:
         """The live state flattened; StateMismatch if the saved entries do not fit it.
 
-        Trees must have the same arrays. Of objects with `state_dict` only the names are checked: a
-        fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
+        Trees must have the same arrays. Of objects with `state_dict` the names and identities are
+        checked: a fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
         """
         flat = self.flatten(like, live=True)
         wrong = [f'there is no "{name}" in it' for name in like if name not in saved]
         for name, entry in flat.entries.items():
-            if name not in saved or is_stateful(entry):
+            if name not in saved:
                 continue
-            if "leaves" in entry and "leaves" not in saved[name]:
+            if is_stateful(entry):
+                if "identity" in entry and "identity" in saved[name]:
+                    wrong += _differences(saved[name]["identity"], entry["identity"])
+            elif "leaves" in entry and "leaves" not in saved[name]:
                 wrong.append(f'"{name}" was an object with state_dict')
             else:
                 wrong += _differences(described(name, saved[name]), described(name, entry))
@@ -170,9 +173,7 @@ class Copier(ABC):
             flat.entries, self.arrays(snapshot), dict.fromkeys(flat.entries), flat
         )
         return {
-            name: HeldState(trees[name], entry.get("per_rank", False))
-            if is_stateful(entry)
-            else trees[name]
+            name: HeldState(trees[name], entry) if is_stateful(entry) else trees[name]
             for name, entry in flat.entries.items()
         }
 
@@ -180,9 +181,10 @@ class Copier(ABC):
 class HeldState:
     """Takes the place of an object of which only the `state_dict` is left."""
 
-    def __init__(self, state: Any, per_rank: bool) -> None:
+    def __init__(self, state: Any, entry: Mapping[str, Any]) -> None:
         self._state = state
-        self.per_rank = per_rank
+        self.per_rank = entry.get("per_rank", False)
+        self.identity = entry.get("identity")
 
     def state_dict(self) -> Any:
         """The object's state dictionary."""

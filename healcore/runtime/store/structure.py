@@ -53,7 +53,8 @@ class Flat(NamedTuple):
     """A whole state."""
 
     entries: dict[str, dict[str, Any]]
-    """Name -> its structure, JSON-safe: {"tree": node} with "stateful" and "per_rank" in torch;
+    """Name -> its structure, JSON-safe: {"tree": node} with "stateful" and "per_rank" in torch, and
+    "identity" (part -> text that has to be the same) of optimizers and schedulers;
     in JAX {"tree": node} of an object with `state_dict`, {"leaves": [[path, node], …]} of a
     pytree."""
     leaves: dict[str, Any]

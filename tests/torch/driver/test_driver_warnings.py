@@ -113,6 +113,23 @@ def taken(driver: TorchDriver, run: Run, n: int) -> list[str]:
     return driver.warnings
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("present", [True, False])
+def test_a_grad_scaler_that_is_not_in_the_state_has_one_warning(fused: bool, present: bool):
+    run = Run(partial(SGD, lr=0.01, fused=fused))
+    scaler = torch.amp.GradScaler("cpu")
+    state = run.state | ({"scaler": scaler} if present else {})
+    driver = TorchDriver(state, ROLLS_BACK)
+    for _ in range(3):
+        run.optimizer.zero_grad()
+        scaler.scale(run.model(torch.ones(1, 4, dtype=torch.float64)).sum()).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        driver.poll_step()
+    assert len(driver.warnings) == (not present)
+    assert all('state={..., "scaler": scaler}' in line for line in driver.warnings)
+
+
 def test_a_missing_loss_has_one_warning_after_a_while():
     run = Run(sgd)
     driver = TorchDriver(run.state, ROLLS_BACK)

@@ -179,6 +179,57 @@ def test_apply_touches_nothing_if_one_part_does_not_fit():
     assert same(before, run.everything())
 
 
+def swapped(model: nn.Sequential) -> list[nn.Parameter]:
+    """The parameters with the two biases of one shape in the other order."""
+    params = list(model.parameters())
+    params[1], params[3] = params[3], params[1]
+    return params
+
+
+@over(*CASES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda run: torch.optim.SGD(run.model.parameters(), lr=0.1),
+            "optimizer is AdamW in it and SGD in the live state",
+        ),
+        (
+            lambda run: torch.optim.AdamW(swapped(run.model)),
+            r"optimizer\[0.bias\] is parameter 1 of group 0 in it and parameter 3 of group 0 in",
+        ),
+        (
+            lambda run: torch.optim.AdamW(run.model[4].parameters()),
+            r"optimizer\[0.bias\] is in it and not in the live state",
+        ),
+        (
+            lambda run: torch.optim.AdamW([{"params": [p]} for p in run.model.parameters()]),
+            r"optimizer\[0.bias\] is parameter 1 of group 0 in it and parameter 0 of group 1 in",
+        ),
+        (
+            lambda run: lr_scheduler.StepLR(run.optimizer, 3),
+            "scheduler is CosineAnnealingLR in it and StepLR in the live state",
+        ),
+    ],
+    ids=["class", "order", "fewer", "groups", "scheduler"],
+)
+def test_another_optimizer_is_named_and_gets_nothing(case, tmp_path, change, message):
+    run = Run()
+    run.step()
+    store = case.make(tmp_path)
+    store.save(1, run.state)
+    store.wait()
+    if case is not TORCH_MEMORY:  # as a new process
+        store = case.make(tmp_path)
+    other = Run(seed=1)
+    changed = change(other)
+    name = "scheduler" if isinstance(changed, lr_scheduler.LRScheduler) else "optimizer"
+    before = other.everything()
+    with pytest.raises(StateMismatch, match=message):
+        apply(other.state, store.restore(1, {**other.state, name: changed}).state)
+    assert same(other.everything(), before)
+
+
 @over(*CASES)
 def test_tied_weights_are_saved_once(case, tmp_path):
     model: Any = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))

@@ -23,6 +23,9 @@ from healcore.torch.trainers.deepspeed.supported import dynamic_scale, is_sharde
 class SkippedByDeepSpeed(DroppedSteps):
     """Detects that DeepSpeed skipped a step after an overflow, without calling the optimizer."""
 
+    searches = 0
+    scaler = None
+
     def __init__(self, deepspeed: Any) -> None:
         self._deepspeed = deepspeed
         self._skipped = deepspeed.skipped_steps

@@ -1,0 +1,62 @@
+"""The classes of optimizers and schedulers in a state, and the names of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from healcore.torch import gradients
+from healcore.torch.attachment import unwrapped
+
+
+def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What has to be the same when the state is restored: name -> part -> class or place.
+
+    `load_state_dict` of an optimizer takes moments by the number of their parameter, whatever
+    parameter that is now, and of any class. A scheduler takes over every attribute.
+    """
+    found = {
+        name: {name: type(getattr(value, "scheduler", value)).__qualname__}
+        for name, value in state.items()
+        if is_scheduler(value)
+    }
+    for name, optimizer in optimizers(state).items():
+        names = iter(parameter_names(state, gradients.parameters(optimizer)))
+        found[name] = {name: type(optimizer).__qualname__} | {
+            f"{name}[{next(names)}]": f"parameter {i} of group {g}"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, _ in enumerate(group["params"])
+        }
+    return found
+
+
+def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
+    """The optimizers by name, without accelerate's wrapper."""
+    return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
+
+
+def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[str]:
+    """Names of parameters: as in their module, or by position in the optimizer. Slow."""
+    known: dict[int, str] = {}
+    for name, optimizer in optimizers(state).items():
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
+    modules = {n: m for n, m in state.items() if isinstance(m, nn.Module)}
+    for name, module in modules.items():
+        prefix = f"{name}." if len(modules) > 1 else ""
+        for path, p in module.named_parameters():
+            # torch.compile's wrapper adds a level to the path.
+            known[id(p)] = prefix + path.replace("_orig_mod.", "")
+    return [known.get(id(p), "(not in the state any more)") for p in params]
+
+
+def is_scheduler(value: Any) -> bool:
+    """Whether it is a learning-rate scheduler, or accelerate's wrapper of one."""
+    return isinstance(value, LRScheduler) or isinstance(
+        getattr(value, "scheduler", None), LRScheduler
+    )
