@@ -61,7 +61,8 @@ class TrainLoader:
             raise TypeError("the train dataloader has no length")
         return self.length
 
-    def __iter__(self) -> Iterator[TrainBatch | Unreadable]:
+    def __iter__(self) -> Iterator[Any]:
+        """`TrainBatch`es, and an `Unreadable` in the place of one that cannot be read."""
         batches = Marking(self._begin())
         return self._unsized(batches) if self.length is None else self._sized(batches)
 
