@@ -130,6 +130,10 @@ class Cursor:
                 batch = reader.read()
             except StopIteration:
                 if after is not None and reader.should_have(which.index):
+                    after.add_note(
+                        f"healcore: {reader.name} has ended with this error, as a generator does: "
+                        "there is no batch after it to continue with"
+                    )
                     raise after from None
                 continue
             except DataError:

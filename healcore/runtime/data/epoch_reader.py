@@ -8,6 +8,7 @@ from typing import Any
 
 from healcore.runtime.data.loader_adapters import (
     LoaderAdapter,
+    Unreadable,
     adapter_for,
     class_name,
     division,
@@ -100,6 +101,8 @@ class EpochReader:
         which, batches = self.next_id, self.begin()
         try:
             batch = next(batches)
+            if isinstance(batch, Unreadable):
+                raise batch.error
         except StopIteration:
             self._end()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+_END = object()
 _STATE_DICT = ("state_dict", "load_state_dict")
 _GET_STATE = ("get_state", "set_state")
 # Each of these draws a new order in every epoch and does not record it. torchdata then counts
@@ -134,7 +135,7 @@ class _AccelerateLoader(LoaderAdapter):
             return iter(())
         if state["loader"] is not None:
             self._loader.load_state_dict(state["loader"])
-        return iter(self._loader)
+        return iterate(self._loader)
 
 
 class _StatefulIterator(LoaderAdapter):
@@ -210,9 +211,58 @@ class _ByIndex:
             raise StopIteration from None
 
 
+class Unreadable:
+    """Stands for a batch whose reading raised, until the `EpochReader` raises the error.
+
+    Trainers read in generators, and a generator that raises is finished. They pass this object on
+    as a batch, so the batches after it can still be read.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __repr__(self) -> str:
+        return f"Unreadable({self.error!r})"
+
+
+class Marking:
+    """Iterates over batches, with an `Unreadable` in the place of a batch that cannot be read."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except Exception as error:
+            return Unreadable(error)
+
+
 def iterate(loader: Any) -> Iterator[Any]:
     """The batches of one epoch; after one that cannot be read comes the next."""
-    return iter(loader) if hasattr(loader, "__iter__") else _ByIndex(loader)
+    if not hasattr(loader, "__iter__"):
+        return _ByIndex(loader)
+    if _is(loader, "accelerate.data_loader", "DataLoaderShard", "SkipDataLoader"):
+        return _accelerate_epoch(loader)
+    return iter(loader)
+
+
+def _accelerate_epoch(loader: Any) -> Iterator[Any]:
+    """An epoch of Accelerate's loader, which reads another loader in a generator, a batch ahead."""
+    batches, inner = iter(loader), loader.base_dataloader
+    inner.__iter__ = lambda: Marking(type(inner).__iter__(inner))
+    try:
+        first = next(batches, _END)  # the generator begins, and calls inner.__iter__()
+    finally:
+        del inner.__iter__
+    if first is not _END:
+        yield first
+        yield from batches
 
 
 def adapter_for(loader: Any) -> LoaderAdapter:

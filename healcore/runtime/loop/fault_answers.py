@@ -11,7 +11,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, MutableMapping, MutableSequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from healcore.core.verdict import Cause, names
 from healcore.runtime.data import BatchId
@@ -25,6 +25,14 @@ from healcore.runtime.store.ranks import Ranks
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class _Skip(NamedTuple):
+    """A batch that cannot be read, and that the policy skips."""
+
+    fault: Fault
+    batch: BatchId
+    problem: str
 
 
 @dataclass(eq=False, kw_only=True)
@@ -80,38 +88,46 @@ class FaultAnswers:
     def next_batch(self, number: int) -> tuple[Any, BatchId]:
         """The next batch of a loader that can be read, and its id; StopIteration after the last."""
         failed = self._failed.pop(number, None)
+        pending: _Skip | None = None  # it is skipped once the loader has gone on after it
         while True:
             self._reads += 1
             try:
                 found = self.loaders.next(number, after=failed)
             except Exception as error:
-                ends = isinstance(error, StopIteration) or error is failed
-                if ends or not self._leave_out(number, error):
+                if pending is not None and error is not failed:
+                    self._carry_out(number, pending)
+                if isinstance(error, StopIteration) or error is failed:
+                    raise
+                pending = self._skip_of(number, error)
+                if pending is None:
                     raise
                 failed = error
                 if self.ranks.world > 1:
+                    self._carry_out(number, pending)
                     self._failed[number] = error
                     return _copied(self._last[number]), self.loaders.replaced(number)
             else:
+                if pending is not None:
+                    self._carry_out(number, pending)
                 self._in_a_row = 0
                 if self.ranks.world > 1:
                     self._last[number] = _copied(found[0])
                 return found
 
-    def _leave_out(self, number: int, error: Exception) -> bool:
-        """Whether the batch that has raised is left out; otherwise its error goes on."""
+    def _skip_of(self, number: int, error: Exception) -> _Skip | None:
+        """How the batch that has raised is skipped; None if its error propagates."""
         batch = self.loaders.unreadable(number)
         fault = classify(error)
         if batch is None or self.termination.signal_number is not None:
-            return False  # no batch is at fault; a signal kills a loader's workers too
+            return None  # no batch is at fault; a signal kills a loader's workers too
         if fault.cause not in (Cause.DATA, Cause.UNKNOWN):
-            return False
+            return None
         fault = fault._replace(cause=Cause.DATA)  # whatever it is, this batch cannot be read
         limits = self.policy.skip_batch
         while self._unreadable and self._unreadable[0] <= self._reads - limits.within:
             self._unreadable.popleft()
         if "skip_batch" not in self.policy.answers(Cause.DATA):
-            return False
+            return None
         if self._in_a_row >= limits.consecutive or len(self._unreadable) >= limits.count:
             done = "left out" if self.ranks.world == 1 else "replaced by the one before"
             error.add_note(
@@ -119,19 +135,21 @@ class FaultAnswers:
                 f"{len(self._unreadable)} within {limits.within} were {done}, which is "
                 "the limit of [skip_batch]"
             )
-            return False
+            return None
         if self.ranks.world > 1 and number not in self._last:
-            return False
+            return None
         self._unreadable.append(self._reads)
         self._in_a_row += 1
-        what = f"{type(error).__name__}: {error}"
-        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {what:.300}"
+        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {_line_of(error)}"
         if self.ranks.world > 1:
             problem += "; the batch before comes again in its place"
-        else:
-            self.loaders.leave_out(number, batch)
-        self.report(fault, problem, answer="skip_batch", batches=[list(batch)])
-        return True
+        return _Skip(fault, batch, problem)
+
+    def _carry_out(self, number: int, skip: _Skip) -> None:
+        """Leaves the batch out from now on, where no batch replaces it, and logs that."""
+        if self.ranks.world == 1:
+            self.loaders.leave_out(number, skip.batch)
+        self.report(skip.fault, skip.problem, answer="skip_batch", batches=[list(skip.batch)])
 
     # -- the log --------------------------------------------------------------------------------
 
@@ -158,6 +176,12 @@ class FaultAnswers:
             batches=batches,
         )
         self.log.warning(f"step {self.step()}: {problem}")
+
+
+def _line_of(error: Exception) -> str:
+    """An exception in one line; torch puts the traceback of a loader's worker into its message."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    return " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
 
 
 def _copied(batch: Any) -> Any:

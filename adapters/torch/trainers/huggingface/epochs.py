@@ -20,8 +20,11 @@ from healcore.torch.trainers.huggingface.train_data import RewindableBatches
 _log = logging.getLogger("healcore")
 
 
-class WentBack(BaseException):
-    """Leaves `Trainer._run_epoch` after a rollback; caught in `run_epochs`."""
+class EpochChanged(BaseException):
+    """Leaves `Trainer._run_epoch`, whose counts are wrong after a rollback or a skipped batch.
+
+    `run_epochs` catches it, and calls `_run_epoch` again for the rest of the epoch.
+    """
 
 
 class EpochFeed:
@@ -43,7 +46,11 @@ class EpochFeed:
         self._healer: Healer[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._held: list[Any] = []
-        """The batch that was read to see which epoch it is of; empty: none."""
+        """Batches that were read and that Trainer has not received."""
+        self._window: list[Any] = []
+        """Batches that Trainer has received since the last step."""
+        self._left_out = 0
+        """Number of batches that were left out when `_run_epoch` was called."""
         self._data_epoch = 0
         self.epoch = 0
         self.count = 0
@@ -70,26 +77,59 @@ class EpochFeed:
         self._held.clear()
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch; raises WentBack in the middle of it after a rollback."""
+        """The rest of the epoch.
+
+        Raises EpochChanged after a rollback. After an unreadable batch it does so between two
+        steps, or where the epoch has ended within a step: Trainer receives the batches of that step
+        again, because it steps only after as many batches as it expects.
+        """
         while self.has_batch():
+            if not self.received:
+                self._window.clear()
+                if self._is_shorter:
+                    raise EpochChanged
             self.count += 1
-            yield self._held.pop()
+            self._window.append(self._held.pop(0))
+            yield self._window[-1]
+        if self._is_shorter and self.received:
+            self.count -= len(self._window)
+            self._held, self._window = self._window, []
+            self._data_epoch = self.epoch
+            raise EpochChanged
+
+    def begin(self) -> int | None:
+        """Begins a call of `_run_epoch`, after `has_batch`.
+
+        Returns:
+            The number of batches that it will receive, or None if that is not known.
+        """
+        rest = self._remaining()
+        self.length = None if rest is None else self.count + rest
+        self._left_out = len(self._open.left_out)
+        return rest
+
+    @property
+    def _is_shorter(self) -> bool:
+        """Whether batches were skipped since `begin`, which knows how many there would be."""
+        return self.length is not None and len(self._open.left_out) > self._left_out
 
     def has_batch(self) -> bool:
-        """Whether there is another batch of this epoch. Reads it; may raise WentBack."""
+        """Whether there is another batch of this epoch. Reads it; may raise EpochChanged."""
         if not self._held and not self.exhausted:
             self._read()
         return bool(self._held) and self._data_epoch == self.epoch
 
-    def remaining(self) -> int | None:
-        """Batches of this epoch that are still to come, after `has_batch`; None: unknown."""
+    def _remaining(self) -> int | None:
         try:
             length = len(self._loader)
         except TypeError:
             return None
-        first = self._data.index - 1
+        if self._data.epoch != self.epoch:
+            return len(self._held)
+        first = self._data.index
         left_out = [each.index for each in self._open.left_out if each.epoch == self.epoch]
-        return length - first - sum(first <= index < length for index in left_out)
+        ahead = length - first - sum(first <= index < length for index in left_out)
+        return len(self._held) + ahead
 
     def next_epoch(self) -> None:
         """Goes to the next epoch, once this one has no more batches."""
@@ -102,7 +142,7 @@ class EpochFeed:
     def abandon(self) -> None:
         """Drops the rest of the epoch, which a callback has stopped."""
         if self.stop():
-            raise WentBack
+            raise EpochChanged
         self._batches = None
         self._held.clear()
         self.next_epoch()
@@ -130,7 +170,7 @@ class EpochFeed:
                 raise
             self._batches, self.exhausted = None, True
         if healer.rollbacks != rollbacks:
-            raise WentBack
+            raise EpochChanged
 
 
 class EpochFraction(TrainerCallback):
@@ -151,8 +191,8 @@ class EpochFraction(TrainerCallback):
 def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], call: Any) -> None:
     """Carries out one call of `_run_epoch`: what is left up to the end of that epoch.
 
-    In the last epoch, batches that rollbacks have left out are made up for from further ones, so
-    that the run takes `max_steps` steps, and its learning-rate schedule ends where it was to end.
+    In the last epoch, batches of further epochs replace skipped batches, so that the run takes
+    `max_steps` steps, and its learning-rate schedule ends where it was to end.
 
     Args:
         trainer: the Trainer.
@@ -169,8 +209,7 @@ def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], ca
             return
         try:
             if feed.has_batch():
-                rest = feed.remaining()
-                feed.length = None if rest is None else feed.count + rest
+                rest = feed.begin()
                 own = call | {"epoch": feed.epoch, "train_dataloader": feed}
                 if rest is not None:
                     steps = math.ceil(rest / per_step)
@@ -193,5 +232,5 @@ def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], ca
                 feed.abandon()
             elif not feed.has_batch():
                 feed.next_epoch()
-        except WentBack:
+        except EpochChanged:
             continue

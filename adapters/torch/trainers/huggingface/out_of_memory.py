@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from healcore.core.verdict import Cause
+from healcore.runtime.faults import classify
 from healcore.runtime.healer import Healer
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes
@@ -42,7 +43,7 @@ class _MicroBatch(NamedTuple):
 class _Failure(NamedTuple):
     batch: _MicroBatch
     parts: int
-    error: torch.OutOfMemoryError
+    error: Exception
 
 
 class SplitSteps:
@@ -81,7 +82,8 @@ class SplitSteps:
 
         Raises:
             RunStopped: a single sample does not fit, or the budget is used.
-            torch.OutOfMemoryError: the policy has no rule for it, or the batch cannot be split.
+            Exception: what `classify` calls OOM, if the policy has no rule for it or the batch
+                cannot be split; and every other error.
         """
         todo = [_MicroBatch(model, inputs, items)]
         if not self._window:
@@ -121,7 +123,9 @@ class SplitSteps:
                 if size is not None:
                     parts = self.sizes.parts(size)
                 loss = self._in_parts(own, batch, parts)
-            except torch.OutOfMemoryError as error:
+            except Exception as error:
+                if classify(error).cause is not Cause.OOM:
+                    raise
                 return None, _Failure(batch, parts, error)
         return loss, None
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from healcore.runtime.data import DataError
+from healcore.runtime.data.loader_adapters import iterate
 
 _END = object()
 
@@ -56,6 +57,10 @@ class RewindableBatches:
 
         Not closed before its end: a generator would end with an iterator that delegates to it.
         """
+
+    def __len__(self) -> int:
+        """The batches of an epoch; TypeError if the loader does not know."""
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch after `load_state_dict`, otherwise the next one."""
@@ -101,7 +106,7 @@ class RewindableBatches:
         if again:
             _set_random_state(self._random, generators)
         begun, self._begun = self._begun, None
-        batches = iter(self._from(self.index) if begun is None else self._after(begun))
+        batches = iterate(self._from(self.index) if begun is None else self._after(begun))
         while True:
             try:
                 batch = next(batches, _END)
@@ -130,7 +135,7 @@ class RewindableBatches:
         self._set_epoch(epoch)
         if drawn is not None:
             _set_random_state(drawn, generators)
-        batches = iter(self._loader)
+        batches = iterate(self._loader)
         batch = next(batches, _END)
         _set_random_state(now, generators)
         if batch is not _END and _digest(batch) == first:

@@ -44,6 +44,8 @@ class Feed:
         self.fetched = 0
         self.done = False
         self.nothing_to_do = False
+        self._done_before = 0
+        """Batches of the first epoch that a checkpoint of Lightning's has been through."""
         self._healer: Healer | None = None
         self._batches: Iterator[TrainBatch] | None = None
         self._start_profiler: Callable[[], None] = lambda: None
@@ -75,8 +77,8 @@ class Feed:
 
     def _next(self) -> tuple[Any, int, int]:
         if self.loader is None:  # now Lightning knows what a checkpoint of its own has been through
-            done = self._loop.batch_progress.current.ready
-            self.loader = TrainLoader(self._fetcher, self.length, done)
+            self._done_before = self._loop.batch_progress.current.ready
+            self.loader = TrainLoader(self._fetcher, self.length, self._done_before)
         if self._healer is None:
             self._healer = self._open(self)
             had_completed = self._healer.had_completed
@@ -92,10 +94,24 @@ class Feed:
             self._progress.begin_step()
         self.fetched += 1
         length = self.loader.length
-        self.done = batch.is_last or (length is not None and self._healer.is_last_batch(length))
+        ends = length is not None and self._healer.is_last_batch(length)
+        self.done = batch.is_last or ends or self._is_of_next_epoch()
         if self.done and self.length is not None:
             self._progress.count_left_out(self.length)
         return batch.fetched
+
+    def _is_of_next_epoch(self) -> bool:
+        """Whether no batch after the last one in this epoch was readable.
+
+        This is known too late to end Lightning's epoch before: it ends with the first batch of the
+        next one, as its last step and its validation have to follow a batch.
+        """
+        assert self._healer is not None
+        which = self._healer.unused[-1]
+        before = self._loop.batch_progress.current.ready
+        if not which.epoch:
+            before -= self._done_before
+        return which.index < before
 
     def reset(self) -> None:
         """Begins to count again, as Lightning's data fetcher does."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from healcore.runtime.data.loader_adapters import why_no_state
+from healcore.runtime.data.loader_adapters import Marking, Unreadable, why_no_state
 
 _END = object()
 
@@ -55,8 +55,15 @@ class TrainLoader:
         self.num_workers = getattr(self._only, "num_workers", 0)
         self.in_order = getattr(self._only, "in_order", True)
 
-    def __iter__(self) -> Iterator[TrainBatch]:
-        batches = self._begin()
+    def __len__(self) -> int:
+        """The batches of the present epoch; TypeError if that is not known."""
+        if self.length is None:
+            raise TypeError("the train dataloader has no length")
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        """`TrainBatch`es, and an `Unreadable` in the place of one that cannot be read."""
+        batches = Marking(self._begin())
         return self._unsized(batches) if self.length is None else self._sized(batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,21 +90,21 @@ class TrainLoader:
             return batches
         return iter(self._combined)  # the first one has brought the loader behind its last batch
 
-    def _sized(self, batches: Iterator[Any]) -> Iterator[TrainBatch]:
+    def _sized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
         assert self.length is not None
         while self._index < self.length:
             fetched = next(batches, _END)
             if fetched is _END:
                 return
             self._index += 1
-            yield TrainBatch(fetched, False)  # type: ignore[arg-type]
+            yield _train_batch(fetched, False)
 
-    def _unsized(self, batches: Iterator[Any]) -> Iterator[TrainBatch]:
+    def _unsized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
         ahead: Any = next(batches, _END)
         while ahead is not _END:
             fetched, ahead = ahead, next(batches, _END)
             self._index += 1
-            yield TrainBatch(fetched, ahead is _END)
+            yield _train_batch(fetched, ahead is _END)
 
     def _why_not(self) -> str | None:
         if self._only is None:
@@ -108,3 +115,7 @@ class TrainLoader:
         if self.length is None:
             return "the train dataloader has no length: a batch is always read ahead"
         return None
+
+
+def _train_batch(fetched: Any, is_last: bool) -> TrainBatch | Unreadable:
+    return fetched if isinstance(fetched, Unreadable) else TrainBatch(fetched, is_last)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import heal
+from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 
@@ -25,8 +28,14 @@ class Gradients(TrainerCallback):
         self.seen.append(torch.cat(grads))
 
 
-def limit(trainer: Any, rows: int, *, until: int = 10**9) -> list[int]:
-    """The model raises OutOfMemoryError for more than `rows` rows; returns what it saw."""
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def limit(
+    trainer: Any, rows: int, *, until: int = 10**9, fail: Callable[[], object] = out_of_memory
+) -> list[int]:
+    """The model calls `fail` for more than `rows` rows; returns what it saw."""
     seen: list[int] = []
 
     def forward(module: Any, args: Any, kwargs: Any) -> None:
@@ -35,7 +44,7 @@ def limit(trainer: Any, rows: int, *, until: int = 10**9) -> list[int]:
             seen.append(count)
             # Within the forward pass, after micro-batches of the window that did fit.
             if count > rows and len(seen) > 1 and len(seen) < until:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                fail()
 
     trainer.model.register_forward_pre_hook(forward, with_kwargs=True)
     return seen
@@ -117,6 +126,31 @@ def test_out_of_memory_before_the_first_save(tmp_path: Path):
     limit(alone, 2)
     with pytest.raises(torch.OutOfMemoryError):
         alone.train()
+
+
+def raises(error: Exception) -> Callable[[], object]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda: torch.empty(2**58),  # the allocator of the CPU
+        lambda: np.empty(2**58),
+        raises(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at")),
+        raises(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+    ],
+)
+def test_every_kind_of_out_of_memory_gets_the_same_answer(fail: Any, tmp_path: Path):
+    trainer = tiny.sft(tmp_path, max_steps=3)
+    limit(trainer, 2, fail=fail)
+    heal(trainer, store=tmp_path / "store").train()
+    assert trainer.state.global_step == 3
+    (found,) = events(tmp_path / "store", "fault")
+    assert (found["cause"], found["answer"]) == (["OOM"], "shrink_microbatch")
 
 
 def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):

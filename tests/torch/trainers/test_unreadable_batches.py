@@ -1,0 +1,187 @@
+"""A batch that cannot be read is skipped in every trainer, and the run completes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from healcore.runtime.healer import Healer
+from healcore.torch import LightningHealingCallback, heal
+from tests.healer.run_directory import events
+from tests.torch.trainers.huggingface import small_runs
+from tests.torch.trainers.huggingface import tiny_trainers as tiny
+from tests.torch.trainers.lightning import fits
+from tests.torch.trainers.test_accelerate import fresh_accelerate  # noqa: F401 (a fixture)
+
+
+class Corrupt(torch.utils.data.Dataset):
+    """A data set of which some rows cannot be read; `bad` are their numbers."""
+
+    def __init__(self, rows: Any, bad: tuple[int, ...]) -> None:
+        self.rows, self.bad = rows, bad
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise OSError(f"row {index} is no image")
+        return self.rows[index]
+
+
+def skipped(folder: Path) -> list[list[int]]:
+    """The batches of the faults that were answered by a skip; no fault has another answer."""
+    faults = events(folder, "fault")
+    assert {each.get("answer") for each in faults} <= {"skip_batch"}
+    return [batch for each in faults for batch in each["batches"]]
+
+
+# -- Hugging Face ---------------------------------------------------------------------------------
+
+
+class Recording(small_runs.InOrder):
+    """Records the step and the number of the batch of each micro-batch."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        rows: Any = self.train_dataset
+        (row,) = (rows.rows.x[:, 0] == inputs["x"][0, 0]).nonzero()[0]
+        found = (self.state.global_step, int(row) // small_runs.BATCH)
+        vars(self).setdefault("seen", []).append(found)
+        return loss
+
+
+def trained(folder: Path, bad: tuple[int, ...], **arguments: Any) -> Any:
+    trainer = small_runs.trainer(folder, cls=Recording, **arguments)
+    rows = tuple(each * small_runs.BATCH + 1 for each in bad)
+    trainer.train_dataset = Corrupt(small_runs.Rows(8), rows)
+    heal(trainer, store=folder / "store", save_every=5).train()
+    return trainer
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_trainer(workers: int, tmp_path: Path):
+    trainer = trained(
+        tmp_path, (0, 3, 7), max_steps=12, dataloader_num_workers=workers, num_train_epochs=3
+    )
+    assert skipped(tmp_path / "store") == [[e, b] for e in (0, 1) for b in (0, 3, 7)] + [[2, 0]]
+    assert [batch for _, batch in trainer.seen] == [1, 2, 4, 5, 6] * 2 + [1, 2]
+    assert trainer.state.global_step == 12
+
+
+@pytest.mark.parametrize("bad", [(1,), (5,), (6,), (7,), (6, 7)])
+def test_trainer_under_accumulation(bad: tuple[int, ...], tmp_path: Path):
+    """No gradient of one epoch is added to a step of the next one."""
+    trainer = trained(tmp_path, bad, max_steps=5, gradient_accumulation_steps=3)
+    steps: dict[int, list[int]] = {}
+    for step, batch in trainer.seen:
+        steps.setdefault(step, []).append(batch)
+    good = [each for each in range(8) if each not in bad]
+    windows = [good[i : i + 3] for i in range(0, len(good), 3)]
+    assert list(steps.values()) == (windows * 3)[:5]
+
+
+def test_trl(tmp_path: Path):
+    trainer = tiny.sft(tmp_path, max_steps=20)
+    trainer.train_dataset = Corrupt(trainer.train_dataset, (7,))
+    heal(trainer, store=tmp_path / "store").train()
+    assert trainer.state.global_step == 20
+    assert [epoch for epoch, _ in skipped(tmp_path / "store")] == [0, 1]
+
+
+# -- Lightning ------------------------------------------------------------------------------------
+
+
+class Validated(fits.Regression):
+    """Records the epochs that were validated."""
+
+    def on_validation_epoch_end(self) -> None:
+        vars(self).setdefault("validated", []).append(self.trainer.current_epoch)
+
+
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("bad", [(0, 3), (6, 7)])
+def test_lightning(loader: Any, bad: tuple[int, ...], tmp_path: Path):
+    rows = fits.data(8)
+    module = Validated()
+    trainer = fits.trainer(
+        LightningHealingCallback(store=tmp_path),
+        max_epochs=3,
+        accumulate_grad_batches=2,
+        num_sanity_val_steps=0,
+    )
+    corrupt = Corrupt(rows, tuple(each * 8 + 1 for each in bad))
+    trainer.fit(module, loader(corrupt, batch_size=8), DataLoader(rows, batch_size=8))
+    numbers = {float(rows[i * 8 : i * 8 + 8][0].sum()): i for i in range(8)}
+    order = [(each.epoch, numbers[each.inputs]) for each in module.seen]
+    good = [each for each in range(8) if each not in bad]
+    if 7 in bad:  # the first batch of the next epoch ends the epoch
+        expected = [*good, 0], [*good[1:], 0], [*good[1:], 0]
+    else:
+        expected = good, good, good
+    assert order == [(epoch, batch) for epoch in range(3) for batch in expected[epoch]]
+    assert vars(module)["validated"] == [0, 1, 2]
+    assert len(skipped(tmp_path)) == 6
+    assert trainer.current_epoch == 3
+
+
+# -- Accelerate -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_accelerate(stateful: bool, workers: int, tmp_path: Path):
+    import accelerate
+    from accelerate.utils import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(
+        use_stateful_dataloader=stateful, use_seedable_sampler=stateful
+    )
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
+    model = torch.nn.Linear(1, 1)
+    rows = Corrupt([(row, torch.rand(1)) for row in range(24)], (7, 13))
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        DataLoader(rows, batch_size=2, num_workers=workers),
+    )
+    seen: list[int] = []
+    state = {"model": model, "optimizer": optimizer}
+    with Healer("default", state=state, store=tmp_path) as healer:
+        for batch in healer.batches(loader, epochs=2):
+            seen.append(int(batch[0][0]) // 2)
+            loss = model(batch[1]).square().mean()
+            healer.observe(loss)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [each for each in range(12) if each not in (3, 6)] * 2
+    assert skipped(tmp_path) == [[0, 3], [0, 6], [1, 3], [1, 6]]
+    assert all("row" in each["problem"] for each in events(tmp_path, "fault"))
+    with pytest.raises(OSError, match="row 7"):  # outside of the Healer the loader is as before
+        list(loader)
+
+
+def test_a_generator_that_has_ended_is_not_answered(tmp_path: Path):
+    """No event says that its batch was skipped."""
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            yield from [{"x": torch.ones(4), "labels": torch.tensor(1.0)}] * 9
+            raise OSError("the shard is cut off")
+
+    trainer = small_runs.trainer(
+        tmp_path, max_steps=20, accelerator_config={"dispatch_batches": False}
+    )
+    trainer.train_dataset = Stream()
+    with pytest.raises(OSError, match="cut off") as raised:
+        heal(trainer, store=tmp_path / "store").train()
+    assert any("as a generator does" in note for note in raised.value.__notes__)
+    (fault,) = events(tmp_path / "store", "fault")
+    assert fault["answer"] == "save"
