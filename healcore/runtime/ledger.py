@@ -140,7 +140,8 @@ class Ledger:
             self.incidents[-1].rollbacks += 1
 
     def forget(self, before: int) -> None:
-        """Drops unhealthy steps that no checkpoint's probation depends on any more."""
+        """Drops the unhealthy steps before a step, except the row that has not ended yet."""
+        before = min(before, self.row_onset(self.next_step - 1))
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 
     def take_over(self, other: Ledger, step: int, saved: Ledger | None) -> None:

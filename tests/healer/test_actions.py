@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import numpy as np
@@ -10,11 +11,11 @@ import torch
 
 from healcore import policy as policies
 from healcore.core.verdict import Action
+from healcore.jax import store as jax_stores
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import (
-    RunStopped,
-)
-from tests.healer.run_directory import events
+from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
+from healcore.torch import store as torch_stores
+from tests.healer.run_directory import events, events_of
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -276,3 +277,50 @@ def test_the_report_of_a_stopped_run_has_its_diagnosis(tmp_path):
 def test_a_hook_has_to_be_a_function(option):
     with pytest.raises(TypeError, match=f"{option} takes functions"):
         Healer(state=loop_of("torch").state, **{option: ["print"]})
+
+
+ROWS = policies.loads(
+    policies.dumps(SKIPS).replace("quiet_steps = 20", "quiet_steps = 2")
+    + '\n[[respond]]\nto = ["nonfinite"]\nwhen = { consecutive = 5 }\ndo = ["rollback"]\n'
+)
+"""A policy that rolls back after five NaN in a row."""
+
+
+@BOTH
+@pytest.mark.parametrize("stored", ["rarely", "until step 12"])
+def test_the_onset_is_the_first_step_of_the_row_with_no_checkpoint_on_probation(
+    framework, stored, tmp_path, monkeypatch
+):
+    """Also where the newest checkpoint has long passed its probation, and no other was saved."""
+    store = {"torch": torch_stores.DCPStore, "jax": jax_stores.OrbaxStore}[framework]
+    write = store._write
+
+    def fails_after_step_12(self, captured, folder):
+        if healers and healers[0].step > 12:
+            raise OSError(28, "No space left on device")
+        return write(self, captured, folder)
+
+    healers = []
+    if stored != "rarely":
+        monkeypatch.setattr(store, "_write", fails_after_step_12)
+    every = 20 if stored == "rarely" else 4
+    loop = loop_of(framework, Faults(always=range(33, 39)), ROWS)
+
+    def before(healer, number):
+        healers[:] = [healer]
+
+    log = tmp_path / "events.jsonl"
+    with contextlib.suppress(LastStateNotSaved):
+        train(
+            loop,
+            ROWS,
+            range(60),
+            store=store(tmp_path / "run"),
+            events=log,
+            before=before,
+            save_every=every,
+        )
+    (rollback,) = [event for event in events_of(log) if event["kind"] == "rollback"]
+    assert rollback["onset"] == 33
+    assert rollback["batches"] == [[0, number] for number in range(33, 39)]
+    assert healers[0].step == 54

@@ -15,7 +15,7 @@ from healcore.runtime.loop.termination import (
     RunStopped,
 )
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
+from tests.healer.training_loops import RULES, SKIPS, Faults, loop_of, rules, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -72,6 +72,16 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     (after,) = postmortems(tmp_path)
     assert "NaN or Inf in" in after["diagnosis"]
     assert "step 25" in after["diagnosis"]
+
+
+def test_only_the_batch_of_the_skipped_step_is_skipped_after_a_long_probation(tmp_path):
+    """The ledger remembers steps since the last verified checkpoint, not of the probation alone."""
+    it = Spoils("torch", SKIPS, at=[32])
+    it.loop.faults.always = frozenset([32])
+    train(it.loop, SKIPS, range(80), store=tmp_path, before=it.before, save_every=20)
+    (logged,) = events(tmp_path, "rollback")
+    assert (logged["checkpoint"], logged["batches"]) == (20, [[0, 32]])
+    assert it.batches.count(32) == 1
 
 
 @BOTH

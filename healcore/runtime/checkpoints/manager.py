@@ -186,7 +186,7 @@ class CheckpointManager:
 
     # -- known-good -----------------------------------------------------------------------------
 
-    def poll(self, ledger: Ledger, step: int) -> None:
+    def poll(self, ledger: Ledger) -> None:
         """Reports results of the background and queues the next checkpoints to be verified.
 
         Called once per step. What it queues depends on the steps alone; it waits for no disk.
@@ -197,7 +197,8 @@ class CheckpointManager:
         if ledger.open:
             return
         self._verify(self._probation_passed(ledger), ledger)
-        ledger.forget(min(self.catalog.on_probation, default=step))
+        # A rollback asks where its trouble began; that is after the newest known-good checkpoint.
+        ledger.forget(min([self.good or 0, *self.catalog.on_probation]))
 
     def verify_due(self, ledger: Ledger, *, before: int) -> None:
         """Verifies all checkpoints whose probation was over before a step, and waits. Collective.
@@ -209,7 +210,7 @@ class CheckpointManager:
 
     def finish(self, ledger: Ledger, step: int) -> None:
         """The last `poll` of a run; waits for what it has queued."""
-        self.poll(ledger, step)
+        self.poll(ledger)
         self.restart_points.delete_older(step)
         self._wait_for_results()
 

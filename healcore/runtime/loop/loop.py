@@ -257,7 +257,7 @@ class Loop:
                 return True
             if self.votes.due(self.step):
                 self._vote()
-            self.checkpoints.poll(self.ledger, self.step)
+            self.checkpoints.poll(self.ledger)
         self._log_driver_warnings()
         # Within an accumulation the state cannot be saved: the run ends after it.
         may_end = self.between_steps or self._batches_since_step >= _MAX_WITHOUT_STEP

@@ -36,11 +36,12 @@ from healcore.tools.probe.result import (
 from healcore.tools.probe.zip_archive import check_records
 
 
-def probe_checkpoint(path: Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
+def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
     """Probes a store, one checkpoint of it, or a checkpoint of torch, safetensors, DCP or Orbax.
 
     Raises ProbeError if it cannot be read, NothingToProbe if there is no checkpoint or array.
     """
+    path = Path(path)
     if not path.exists():
         raise ProbeError(f"{path}: there is no such file or directory")
     return (_probe_store if is_store(path) else _probe_other)(path, inputs or CheckpointInputs())

@@ -93,6 +93,9 @@ class OptimizerInputs(BaseModel):
     global_step: int | None = Field(
         default=None, ge=0, description="The step, if the state does not contain it."
     )
+    fail_young: bool = Field(
+        default=False, description="FAIL instead of SKIP before --min-step, or without a step."
+    )
     # For the bias correction; optax does not store it in the state.
     beta2: float = Field(
         default=0.999, ge=0, lt=1, description="Used if the state does not contain it."

@@ -1,24 +1,28 @@
 """Measures the moments of each parameter and compares them with those of similar parameters.
 
 Similar parameters have the same name in other layers and the same shape (without names, the same
-shape): a bias has other gradients than an embedding, and both are healthy. With three or more of
-them, log v-hat is compared with their median; the unit is the median absolute deviation over all
-parameters, or over the similar ones if that is larger. A parameter without similar ones is compared
-with all, in a coarser unit: the last norm or the embedding of a healthy network may have 400 times
-the median.
+place in blocks that are alike, or the same shape): a bias has other gradients than an embedding,
+and both are healthy. With three or more of them, log v-hat is compared with their median; the unit
+is the median absolute deviation over all parameters, or over the similar ones if that is larger. A
+parameter without similar ones is compared with all, in a coarser unit: the last norm or the
+embedding of a healthy network may have 400 times the median.
+
+If the moments of many layers rise together, the median is among the risen ones. So where similar
+parameters form groups, the lowest group is the baseline (`_lowest_group`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from healcore.tools.probe.adam_states import AdamState
 from healcore.tools.probe.loss_curve import OF_DEVIATION
-from healcore.tools.probe.parameter_names import layer
+from healcore.tools.probe.parameter_names import Parameter, Shape
 
 _FEWEST_SIMILAR = 3
 _LEAST = 0.1
@@ -28,14 +32,19 @@ _LEAST_OF_ALL = 1.5
 _ROUNDING = math.log(1e-10)
 """log v-hat of rounding errors relative to the largest of the layer: 1e-5 of the gradient."""
 _FEWEST = 4
+_GAP = math.log(10)
+"""Least distance of two groups of similar parameters; healthy layers differ gradually."""
+_TOGETHER = 0.3
+"""If a larger fraction of the layers lies above the lowest group, this group is the baseline."""
 
 
 class Moments(NamedTuple):
     """What was measured of the moments of one parameter."""
 
     name: str
-    kind: str
-    """A key that all parameters have with which it is compared."""
+    layer: str
+    kind: tuple[str, Shape]
+    """As in `Parameter`."""
     size: int
     nonfinite: int
     """Number of NaN and Inf in all of its moments."""
@@ -62,7 +71,7 @@ class Moments(NamedTuple):
         return math.log(self.mean) - math.log(correction)
 
 
-def measured(state: AdamState, name: str, kind: str, beta2: float, step: float | None) -> Moments:
+def measured(state: AdamState, parameter: Parameter, beta2: float, step: float | None) -> Moments:
     """Reads the moments of a parameter; `beta2` and `step` apply where the state has none."""
     size = nonfinite = negative = zeros = finite = 0
     total = 0.0
@@ -78,8 +87,9 @@ def measured(state: AdamState, name: str, kind: str, beta2: float, step: float |
         finite += len(values)
         total += float(values.sum(dtype=np.float64))
     return Moments(
-        name=name,
-        kind=kind,
+        name=parameter.name,
+        layer=parameter.layer,
+        kind=parameter.kind,
         size=size,
         nonfinite=nonfinite
         + sum(
@@ -99,39 +109,43 @@ class Deviation(NamedTuple):
     """How one parameter compares with similar ones."""
 
     name: str
+    layer: str
     rms: float
     """Square root of v-hat: the RMS of its gradients."""
     ratio: float
     """v-hat over that of similar parameters."""
     sigmas: float
     """log(ratio) in robust standard deviations."""
+    similar: bool
+    """Whether at least two other parameters are similar."""
+    risen: bool
+    """Whether its layer is in a group of layers above the baseline."""
 
 
 def rounding(moments: Iterable[Moments]) -> set[str]:
     """Parameters whose gradients are only rounding errors, such as a bias before a norm."""
-    logs = [(each.name, log) for each in moments if (log := each.log_v_hat) is not None]
+    logs = [(each, log) for each in moments if (log := each.log_v_hat) is not None]
     largest: dict[str, float] = {}
-    for name, log in logs:
-        largest[layer(name)] = max(log, largest.get(layer(name), log))
-    return {name for name, log in logs if log - largest[layer(name)] < _ROUNDING}
+    for each, log in logs:
+        largest[each.layer] = max(log, largest.get(each.layer, log))
+    return {each.name for each, log in logs if log - largest[each.layer] < _ROUNDING}
 
 
 def deviations(moments: Iterable[Moments]) -> list[Deviation]:
     """One for each parameter that is not dead; none if there are fewer than four."""
-    logs: dict[str, float] = {}
-    kinds: dict[str, str] = {}
-    members: dict[str, list[float]] = {}
-    for each in moments:
-        log = each.log_v_hat
-        if log is not None:
-            logs[each.name], kinds[each.name] = log, each.kind
-            members.setdefault(each.kind, []).append(log)
+    logs = [(each, log) for each in moments if (log := each.log_v_hat) is not None]
     if len(logs) < _FEWEST:
         return []
-    centre = float(np.median(list(logs.values())))
-    among = _spread([log - centre for log in logs.values()], _LEAST_OF_ALL)
+    members: dict[tuple[str, Shape], list[tuple[str, float]]] = {}
+    for each, log in logs:
+        members.setdefault(each.kind, []).append((each.layer, log))
+    members = {kind: found for kind, found in members.items() if len(found) >= _FEWEST_SIMILAR}
+    centre = float(np.median([log for _, log in logs]))
+    among = _spread([log - centre for _, log in logs], _LEAST_OF_ALL)
+    baselines = _baselines(members)
     by_kind = {
-        kind: np.array(found) for kind, found in members.items() if len(found) >= _FEWEST_SIMILAR
+        kind: np.array([log for layer, log in found if layer in baselines[kind]])
+        for kind, found in members.items()
     }
     centres = {kind: float(np.median(found)) for kind, found in by_kind.items()}
     residuals = [found - centres[kind] for kind, found in by_kind.items()]
@@ -139,15 +153,66 @@ def deviations(moments: Iterable[Moments]) -> list[Deviation]:
     # Some parameters vary more between layers than others (the first bias of a block).
     spreads = {kind: _spread(found - centres[kind], within) for kind, found in by_kind.items()}
     found = []
-    for name, log in logs.items():
-        kind = kinds[name]
-        away = log - centres.get(kind, centre)
+    for each, log in logs:
+        away = log - centres.get(each.kind, centre)
         found.append(
             Deviation(
-                name, math.exp(log / 2), math.exp(min(away, 700.0)), away / spreads.get(kind, among)
+                each.name,
+                each.layer,
+                math.exp(log / 2),
+                math.exp(min(away, 700.0)),
+                away / spreads.get(each.kind, among),
+                each.kind in members,
+                each.kind in members and each.layer not in baselines[each.kind] and away > 0,
             )
         )
     return found
+
+
+def _baselines(
+    members: Mapping[tuple[str, Shape], Sequence[tuple[str, float]]],
+) -> dict[tuple[str, Shape], set[str]]:
+    """The layers with which the others are compared, for each kind of parameter.
+
+    The level of a layer is the median over its parameters. If layers form no groups by their
+    level, each kind of parameter is looked at alone.
+    """
+    certain = {kind: found for kind, found in members.items() if kind[0]}
+    logs: dict[str, list[float]] = {}
+    for found in certain.values():
+        middle = float(np.median([log for _, log in found]))
+        for layer, log in found:
+            logs.setdefault(layer, []).append(log - middle)
+    low = _lowest_group(logs)
+    baselines = {}
+    for kind, found in members.items():
+        layers = {layer for layer, _ in found}
+        if kind in certain and len(low) == len(logs):
+            own: dict[str, list[float]] = {}
+            for layer, log in found:
+                own.setdefault(layer, []).append(log)
+            layers = _lowest_group(own)
+        elif kind in certain:
+            layers = low & layers or layers
+        baselines[kind] = layers
+    return baselines
+
+
+def _lowest_group(logs: Mapping[str, Sequence[float]]) -> set[str]:
+    """The layers of the lowest group, or all layers if most of them are in one group.
+
+    A group has at least two layers, and a gap of `_GAP` separates it from the next one. A larger
+    part of the layers than `_TOGETHER` has to be in groups above the lowest.
+    """
+    levels = sorted((float(np.median(found)), layer) for layer, found in logs.items())
+    groups = [levels[:1]]
+    for before, each in pairwise(levels):
+        if each[0] - before[0] > _GAP:
+            groups.append([])
+        groups[-1].append(each)
+    low, *above = [group for group in groups if len(group) > 1] or [levels]
+    risen = sum(map(len, above)) > _TOGETHER * len(levels)
+    return {layer for _, layer in (low if risen else levels)}
 
 
 def _spread(values: Sequence[float] | np.ndarray, least: float) -> float:

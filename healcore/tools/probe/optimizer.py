@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from healcore.tools.probe.adam_states import AdamState, Tree, adam_states, unsupported_optimizer
-from healcore.tools.probe.contents.formats import open_contents
+from healcore.tools.probe.contents.formats import TRAINING_FACTS, open_contents
 from healcore.tools.probe.inputs import OptimizerInputs
 from healcore.tools.probe.moments import Deviation, Moments, deviations, measured, rounding
-from healcore.tools.probe.parameter_names import ParameterNames, layer
+from healcore.tools.probe.parameter_names import ParameterNames
 from healcore.tools.probe.result import (
     FAIL,
     PASS,
@@ -24,12 +24,12 @@ from healcore.tools.probe.result import (
 )
 
 
-def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
+def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
     """Probes the optimizer state in a checkpoint (any path that `open_contents` opens).
 
     Raises ProbeError if it cannot be read, NothingToProbe if no Adam-like optimizer is in it.
     """
-    inputs = inputs or OptimizerInputs()
+    path, inputs = Path(path), inputs or OptimizerInputs()
     contents = open_contents(path, inputs.step)
     tree = Tree(contents)
     everything = adam_states(tree)
@@ -41,10 +41,10 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeR
         why = _unjudged(everything) or why_not or "it holds no optimizer state that healcore knows"
         raise NothingToProbe(f"{path} has no second moments to judge: {why}")
     names = ParameterNames(tree, found)
-    step = None if inputs.global_step is None else float(inputs.global_step)
-    moments = [
-        measured(state, names.of(state), names.kind(state), inputs.beta2, step) for state in found
-    ]
+    training = _training(tree)
+    step = training.get("global_step") if inputs.global_step is None else inputs.global_step
+    step = None if step is None else float(step)
+    moments = [measured(state, names.of(state), inputs.beta2, step) for state in found]
     age = _step(moments, inputs)
     checks = [age, _finite(moments, inputs)]
     compared: list[Deviation] = []
@@ -61,6 +61,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeR
         "parameters": len(moments),
         "elements": sum(each.size for each in moments),
         "step": max((each.step for each in moments if each.step is not None), default=None),
+        "training": training,
         "nonfinite": [each.name for each in moments if each.nonfinite],
         "negative": [each.name for each in moments if each.negative],
         "dead": [each.name for each in moments if each.dead],
@@ -69,6 +70,8 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeR
     notes = [*contents.notes]
     if why_not is not None:
         notes.append(f"some states were not judged: {why_not}")
+    if training:
+        notes.append(", ".join(f"{name} {value}" for name, value in training.items()))
     if noise:
         few = ", ".join(sorted(noise)[:3])
         notes.append(
@@ -80,6 +83,16 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs | None = None) -> ProbeR
     if names.missing:
         notes.append("torch numbers parameters: those whose name is not certain have a number")
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
+
+
+def _training(tree: Tree) -> dict[str, Any]:
+    """What the checkpoint holds of `TRAINING_FACTS`, each from the shortest path that ends so."""
+    found: dict[str, Any] = {}
+    for path, value in sorted(tree.values.items(), key=lambda pair: len(pair[0])):
+        known = bool(path) and path[-1] in TRAINING_FACTS
+        if known and isinstance(value, (bool, int, float)) and not abs(value) > 1e300:
+            found.setdefault(path[-1], value)
+    return {name: found[name] for name in TRAINING_FACTS if name in found}
 
 
 def _is_integer(state: AdamState) -> bool:
@@ -104,7 +117,7 @@ def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[st
 
     farthest: dict[str, Deviation] = {}
     for each in compared:
-        of = layer(each.name)
+        of = each.layer
         if of not in farthest or rank(each) < rank(farthest[of]):
             farthest[of] = each
     ranked = sorted(farthest.items(), key=lambda pair: rank(pair[1]))
@@ -137,9 +150,10 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     known = [each.step for each in moments if each.step is not None]
+    young = FAIL if inputs.fail_young else SKIP
     if not known:
         message = "the state does not hold its step: pass --global-step"
-        return Check("step", SKIP, message, None, inputs.min_step)
+        return Check("step", young, message, None, inputs.min_step)
     odd = next((number for number in known if not math.isfinite(number)), None)
     if odd is not None:
         message = f"step is {odd:g}, which counts no updates"
@@ -147,17 +161,17 @@ def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     latest = max(known)
     if not latest >= inputs.min_step:
         message = f"step {latest:g}: second moments cannot be judged before step {inputs.min_step}"
-        return Check("step", SKIP, message, latest, inputs.min_step)
-    young = sum(1 for number in known if number < inputs.min_step)
-    note = f"; {young} are younger than {inputs.min_step} and not judged" if young else ""
+        return Check("step", young, message, latest, inputs.min_step)
+    few = sum(1 for number in known if number < inputs.min_step)
+    note = f"; {few} are younger than {inputs.min_step} and not judged" if few else ""
     return Check("step", PASS, f"step {latest:g}{note}", latest, inputs.min_step)
 
 
 def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     """Parameters whose gradients were always exactly 0."""
-    layers = {layer(each.name) for each in moments}
+    layers = {each.layer for each in moments}
     dead = [each.name for each in moments if each.dead]
-    of = {layer(name) for name in dead}
+    of = {each.layer for each in moments if each.dead}
     part, bound = len(of) / len(layers), inputs.fail_dead
     if not dead:
         return Check("dead", PASS, "every parameter has had gradients", 0.0, bound)
@@ -176,15 +190,19 @@ def _outliers(found: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
         message = "fewer than 4 parameters can be compared"
         return Check(name, SKIP, message, None, bound, decides=False)
     far = [each for each in found if _is_outlier(each, inputs)]
-    layers = {layer(each.name) for each in found}
-    of = {layer(each.name) for each in far}
-    part = len(of) / len(layers)
+    layers = {each.layer for each in found}
+    of = {each.layer for each in far}
+    # Layers that rise together are a part of the layers that are alike, without embedding and head.
+    alike = {each.layer for each in found if each.similar}
+    risen = {each.layer for each in far if each.risen}
+    part = max(len(of) / len(layers), len(risen) / max(1, len(alike)))
     if not far:
         most = max(found, key=lambda each: abs(math.log(each.ratio)))
         message = f"none; the farthest is {most.name}, {_compared(most)}"
         return Check(name, PASS, message, 0.0, bound)
     far.sort(key=lambda each: -abs(each.sigmas))
-    message = f"{len(of)} of {len(layers)} layers: {far[0].name} has {_compared(far[0])}"
+    together = f", {len(risen)} of {len(alike)} that are alike" if risen else ""
+    message = f"{len(of)} of {len(layers)} layers{together}: {far[0].name} has {_compared(far[0])}"
     return Check(name, FAIL if part > bound else WARN, message, part, bound)
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from healcore.plugins.checkpoint_contents import dotted
 from healcore.tools.probe.adam_states import AdamState, Path, Tree
 
 _NUMBER = re.compile(r"\d+")
+_FEWEST_BLOCKS, _LARGEST_BLOCK = 3, 256
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 Shape = tuple[int, ...]
@@ -33,9 +36,95 @@ def layer(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
+class Repeats(NamedTuple):
+    """Consecutive blocks of parameters with the same shapes."""
+
+    start: int
+    size: int
+    count: int
+
+    def place(self, at: int) -> tuple[int, int] | None:
+        """Block of the parameter at a position, and place within the block; None outside."""
+        block, place = divmod(at - self.start, self.size) if self.size else (-1, 0)
+        return (block, place) if 0 <= block < self.count else None
+
+
+def repeats(shapes: Sequence[Shape | None]) -> Repeats:
+    """The longest run of at least three blocks of the same shapes; `count` is 0 if there is none.
+
+    The layers of most networks are alike, so this finds the layers of parameters without names.
+    """
+    numbers = {shape: at for at, shape in enumerate(dict.fromkeys(shapes))}
+    kinds = np.array([numbers[shape] for shape in shapes])
+    best, found = 0, Repeats(0, 0, 0)
+    for size in range(1, min(len(kinds) // _FEWEST_BLOCKS, _LARGEST_BLOCK) + 1):
+        edges = np.diff(
+            np.concatenate([[False], kinds[size:] == kinds[:-size], [False]]).astype(int)
+        )
+        begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+        longest = int((ends - begins).argmax()) if len(begins) else 0
+        length = int(ends[longest] - begins[longest]) if len(begins) else 0
+        if length > best and length >= (_FEWEST_BLOCKS - 1) * size:
+            best, found = length, Repeats(int(begins[longest]), size, length // size + 1)
+    return found
+
+
+class _ModelLayer(NamedTuple):
+    """One layer of a model whose order within layers is not known."""
+
+    name: str
+    parameters: list[tuple[str, Shape]]
+
+    def parameter(self, shape: Shape, number: str, kind: str) -> Parameter:
+        """The parameter of a shape; if there are several, its name has `*` where theirs differ."""
+        names = [name.split(".") for name, its in self.parameters if its == shape]
+        if len(names) == 1:
+            return _named(".".join(names[0]), shape)
+        alike = len({*map(len, names)}) == 1
+        parts = zip(*names, strict=True) if alike else ([self.name], "*")
+        shared = ".".join(part[0] if len({*part}) == 1 else "*" for part in parts)
+        return Parameter(f"{shared} (parameter {number})", self.name, (kind, shape))
+
+
 class _ModelParameters(NamedTuple):
     parameters: list[tuple[str, Shape]]
     in_order: bool
+
+    def layers_of(self, blocks: Repeats, shapes: Sequence[Shape | None]) -> list[_ModelLayer]:
+        """The layer of each block; empty if the layers of one list do not have these shapes.
+
+        safetensors files and those of adapters (PEFT) are sorted by name: the layers of one list
+        keep their order, and the parameters within a layer lose theirs.
+        """
+        found: dict[str, list[tuple[str, Shape]]] = {}
+        for name, shape in self.parameters:
+            if _NUMBER.search(layer(name)):
+                found.setdefault(layer(name), []).append((name, shape))
+        if len(found) != blocks.count or len({_NUMBER.sub("*", name) for name in found}) > 1:
+            return []
+        layers = [_ModelLayer(name, found[name]) for name in sorted(found, key=_natural)]
+        for at, each in enumerate(layers):
+            begin = blocks.start + at * blocks.size
+            block = Counter(shapes[begin : begin + blocks.size])
+            if not block <= Counter(shape for _, shape in each.parameters):
+                return []
+        return layers
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts `layers.10` after `layers.9`."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+class Parameter(NamedTuple):
+    """How a parameter is called, and with which others it can be compared."""
+
+    name: str
+    """Its name, or its group and number."""
+    layer: str
+    """Its layer, or the numbers of the parameters in its block."""
+    kind: tuple[str, Shape]
+    """Equal for the same parameter of similar layers; the text is empty if that is not certain."""
 
 
 class ParameterNames:
@@ -47,56 +136,97 @@ class ParameterNames:
     def __init__(self, tree: Tree, found: Sequence[AdamState]) -> None:
         self.by_order = self.missing = False
         self._tree = tree
-        self._shapes = {(state.optimizer, state.parameter): state.second.shape for state in found}
-        optimizers = dict.fromkeys(state.optimizer for state in found)
-        self._models = _models(tree, optimizers)
-        self._several = len(optimizers) > 1
-        self._known: dict[Path, Mapping[str, str]] = {}
+        self._shapes: dict[Path, dict[str, Shape]] = {}
+        for state in found:
+            shapes = self._shapes.setdefault(state.optimizer, {})
+            shapes[dotted(state.parameter)] = state.second.shape
+        self._models = _models(tree, self._shapes)
+        self._known: dict[Path, Mapping[str, Parameter]] = {}
 
-    def of(self, state: AdamState) -> str:
-        """The name of a parameter, or its group and number."""
-        name = self._name(state)
-        if name is None:
-            self.missing = True
-            name = f"group {state.group or 0}, parameter {dotted(state.parameter)}"
-        return f"{dotted(state.optimizer)}: {name}" if self._several else name
+    def of(self, state: AdamState) -> Parameter:
+        """Name, layer and kind of a parameter."""
+        number, shape = dotted(state.parameter), state.second.shape
+        if number.isdecimal():
+            if state.optimizer not in self._known:
+                self._known[state.optimizer] = self._numbered(state.optimizer)
+            found = self._known[state.optimizer][number]
+        else:
+            found = _named(number or "parameter", shape)
+        self.missing = self.missing or not found.kind[0] or "parameter " in found.name
+        if len(self._shapes) == 1:
+            return found
+        prefix = f"{dotted(state.optimizer)}: "
+        return found._replace(name=prefix + found.name, layer=prefix + found.layer)
 
-    def kind(self, state: AdamState) -> str:
-        """What similar parameters in other layers share: the name without numbers, the shape."""
-        name = self._name(state)
-        return f"{'' if name is None else _NUMBER.sub('*', name)} {state.second.shape}"
-
-    def _name(self, state: AdamState) -> str | None:
-        parameter = dotted(state.parameter)
-        if not parameter.isdecimal():
-            return parameter or "parameter"
-        if state.optimizer not in self._known:
-            self._known[state.optimizer] = self._numbered(state.optimizer)
-        return self._known[state.optimizer].get(parameter)
-
-    def _numbered(self, optimizer: Path) -> Mapping[str, str]:
+    def _numbered(self, optimizer: Path) -> Mapping[str, Parameter]:
         place = (*optimizer, "param_groups")
         groups: dict[str, list[str]] = {}
         for path, value in self._tree.values.items():
             if path[: len(place)] == place and len(path) == len(place) + 3 and path[-2] == "params":
                 groups.setdefault(path[len(place)], []).append(str(value))
-        names: dict[str, str] = {}
+        shapes = self._shapes[optimizer]
+        listed = {number for numbers in groups.values() for number in numbers}
+        groups.setdefault("0", []).extend(number for number in shapes if number not in listed)
+        known: dict[str, Parameter] = {}
         for group, numbers in groups.items():
-            listed = (*place, group, "param_names")
-            given = [self._tree.values.get((*listed, str(at))) for at in range(len(numbers))]
-            if all(isinstance(name, str) for name in given):
-                names |= dict(zip(numbers, map(str, given), strict=True))
-                continue
-            shapes = [self._shapes.get((optimizer, (number,))) for number in numbers]
-            best: dict[str, str] = {}
+            known |= self._of_group(
+                (*place, group), numbers, [shapes.get(each) for each in numbers]
+            )
+        return known
+
+    def _of_group(
+        self, group: Path, numbers: Sequence[str], shapes: Sequence[Shape | None]
+    ) -> dict[str, Parameter]:
+        """The parameters of one group, by number; a shape is None for one without a state."""
+        given = [
+            self._tree.values.get((*group, "param_names", str(at))) for at in range(len(numbers))
+        ]
+        names = [str(name) if isinstance(name, str) else None for name in given]
+        blocks = repeats(shapes)
+        layers: list[_ModelLayer] = []
+        if not all(names):
             for model in self._models:
                 match = in_order if model.in_order else by_shape
-                matched = dict(zip(numbers, match(shapes, model.parameters), strict=True))
-                certain = {number: name for number, name in matched.items() if name is not None}
-                best = max(best, certain, key=len)
-            self.by_order = self.by_order or bool(best)
-            names |= best
-        return names
+                names = max(names, match(shapes, model.parameters), key=_certain)
+                layers = layers or model.layers_of(blocks, shapes)
+            self.by_order = self.by_order or bool(_certain(names)) or bool(layers)
+        known = {}
+        for at, (number, name, shape) in enumerate(zip(numbers, names, shapes, strict=True)):
+            if shape is not None and name is not None:
+                known[number] = _named(name, shape)
+            elif shape is not None:
+                known[number] = _unnamed(group[-1], numbers, at, shape, blocks, layers)
+        return known
+
+
+def _certain(names: Sequence[str | None]) -> int:
+    return sum(name is not None for name in names)
+
+
+def _named(name: str, shape: Shape) -> Parameter:
+    return Parameter(name, layer(name), (_NUMBER.sub("*", name), shape))
+
+
+def _unnamed(
+    group: str,
+    numbers: Sequence[str],
+    at: int,
+    shape: Shape,
+    blocks: Repeats,
+    layers: Sequence[_ModelLayer],
+) -> Parameter:
+    """A parameter by its number, in a block of parameters if the group has some that are alike."""
+    name, found = f"group {group}, parameter {numbers[at]}", blocks.place(at)
+    if found is None:
+        return Parameter(name, name, ("", shape))
+    block, place = found
+    kind = f"group {group}, place {place}"
+    if layers:
+        return layers[block].parameter(shape, numbers[at], kind)
+    first = blocks.start + block * blocks.size
+    last = first + blocks.size - 1
+    span = f"group {group}, parameters {numbers[first]} to {numbers[last]}"
+    return Parameter(name, span if last > first else name, (kind, shape))
 
 
 def in_order(
@@ -140,7 +270,7 @@ def _places(shapes: Sequence[Shape | None], there: Sequence[Shape]) -> list[int]
     return places
 
 
-def _models(tree: Tree, optimizers: Mapping[Path, None]) -> list[_ModelParameters]:
+def _models(tree: Tree, optimizers: Collection[Path]) -> list[_ModelParameters]:
     """Candidates for the model: the arrays outside optimizers below each top-level key, and all."""
     roots: dict[str, list[tuple[str, Shape]]] = {}
     everything: list[tuple[str, Shape]] = []

@@ -214,7 +214,7 @@ class Process:
         self.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
             self.save("regular")
-        self.checkpoints.poll(self.ledger, self.step)
+        self.checkpoints.poll(self.ledger)
 
     def save(self, why: str) -> None:
         healing = {"schema": HEALING_SCHEMA, "ledger": self.ledger.to_dict()}

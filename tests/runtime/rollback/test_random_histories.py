@@ -199,7 +199,9 @@ class History(RuleBasedStateMachine):
         assert all(each.undone or each.onset < self.process.step for each in ledger.incidents)
         assert self.process.journal.state.rollbacks == len(self.back)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
-        needed = min(self.process.checkpoints.catalog.on_probation, default=self.process.step)
+        # Up to the newest known-good checkpoint, after which the trouble of a rollback began.
+        on_probation = self.process.checkpoints.catalog.on_probation
+        needed = min([max(self.good, default=0), *on_probation])
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert Ledger.from_dict(ledger.to_dict()) == ledger
         written = Journal(self.path).read()

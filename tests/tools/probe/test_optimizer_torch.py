@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from healcore.tools.probe.parameter_names import by_shape, in_order
+from healcore.tools.probe.checkpoint import probe_checkpoint
+from healcore.tools.probe.optimizer import probe_optimizer
+from healcore.tools.probe.parameter_names import by_shape, in_order, repeats
 from healcore.tools.probe.result import NothingToProbe, ProbeError
 from healcore.torch.store import DCPStore
 from tests.tools.probe.trained_networks import Net, probe, saved, train, trained, verdicts
@@ -151,12 +155,9 @@ class TestFormats:
         (tmp_path / "trainer_state.json").write_text("{}")
         if weights.endswith("bin"):
             torch.save(net.state_dict(), tmp_path / weights)
-            self.check(tmp_path)
-        else:
-            # Sorted by name: the six alike cannot be distinguished, so nothing is reported.
+        else:  # sorted by name, which keeps the order of the layers
             save_file(net.state_dict(), tmp_path / weights)
-            result = probe(tmp_path)
-            assert result.facts["top"][0]["parameter"] == "group 0, parameter 4"
+        self.check(tmp_path)
 
     def test_the_optimizer_alone_has_numbers_for_names(self, tmp_path, ill):
         net, optimizer = ill
@@ -180,6 +181,106 @@ def test_before_step_50_nothing_is_judged(tmp_path):
     assert result.verdict.value == "SKIP"
     assert "step 49" in result.checks[0].message
     assert probe(saved(tmp_path, net, optimizer), min_step=49).verdict.value == "PASS"
+    assert probe(saved(tmp_path, net, optimizer), fail_young=True).verdict.value == "FAIL"
+
+
+def test_a_path_may_be_a_text(tmp_path, net_and_optimizer):
+    path = saved(tmp_path, *net_and_optimizer)
+    assert probe_optimizer(str(path)).verdict.value == "PASS"
+    assert probe_checkpoint(str(path)).verdict.value == "PASS"
+
+
+def test_what_a_trainer_saves_about_the_run_is_reported(tmp_path):
+    _, optimizer = trained()
+    state = optimizer.state_dict()
+    for slots in state["state"].values():
+        del slots["step"]
+    torch.save({"optimizer": state, "best_val_loss": 0.25}, tmp_path / "training.pt")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 60, "epoch": 1.5, "log": []}')
+    (tmp_path / "training_config.json").write_text('{"use_qlora": true, "epoch": "two"}')
+    (tmp_path / "broken.json").write_text("{")
+    result = probe(tmp_path)
+    assert result.verdict.value == "PASS", result.checks
+    assert result.facts["training"] == {
+        "global_step": 60,
+        "epoch": 1.5,
+        "best_val_loss": 0.25,
+        "use_qlora": True,
+    }
+    assert "global_step 60, epoch 1.5, best_val_loss 0.25, use_qlora True" in result.notes
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 49}')
+    assert verdicts(probe(tmp_path, fail_young=True))["step"] == "FAIL"
+    assert verdicts(probe(tmp_path, global_step=60))["step"] == "PASS"
+
+
+class Adapter(nn.Module):
+    """Low-rank matrices beside two projections in each layer, as PEFT names and orders them."""
+
+    def __init__(self, layers: int = 12, width: int = 16, rank: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    name: nn.ModuleDict(
+                        {
+                            "lora_A": nn.Linear(width, rank, bias=False),
+                            "lora_B": nn.Linear(rank, out, bias=False),
+                        }
+                    )
+                    for name, out in (("q_proj", width), ("o_proj", width), ("v_proj", 8))
+                }
+            )
+            for _ in range(layers)
+        )
+        self.base = nn.Parameter(torch.randn(8, width) / 4, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            low = {name: each["lora_B"](each["lora_A"](x)) for name, each in layer.items()}  # type: ignore[index]
+            x = x + torch.tanh(low["q_proj"] + low["o_proj"] + low["v_proj"] @ self.base)
+        return x
+
+
+def test_an_adapter_directory_is_grouped_by_layer_and_named(tmp_path):
+    """Its weights are sorted by name, so `q_proj` and `o_proj` are not told apart."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    net = Adapter()
+    optimizer = torch.optim.AdamW(net.layers.parameters(), lr=1e-3)
+    for _ in range(60):
+        x = torch.randn(32, 16)
+        optimizer.zero_grad()
+        (net(x) - x.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+    trained_weights = [(n, p.detach()) for n, p in net.named_parameters() if p.requires_grad]
+    weights = {f"base_model.model.model.{name}": each for name, each in trained_weights}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    assert probe(tmp_path).verdict.value == "PASS"
+    for kind in ("v_proj.lora_B", "q_proj.lora_A"):
+        weight = net.get_parameter(f"layers.10.{kind}.weight")
+        optimizer.state[weight]["exp_avg_sq"] *= 1e5
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    result = probe(tmp_path, top=12)
+    (far,) = [each for each in result.facts["top"] if each["outlier"]]
+    assert far["layer"] == "base_model.model.model.layers.10"
+    names = {each["layer"]: each["parameter"] for each in result.facts["top"]}
+    assert names[far["layer"]] in (
+        "base_model.model.model.layers.10.v_proj.lora_B.weight",
+        "base_model.model.model.layers.10.*.lora_A.weight (parameter 60)",
+    )
+    spike_layers(net.layers[::2], optimizer, 1e3)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    assert verdicts(probe(tmp_path))["outliers"] == "FAIL"
+
+
+def spike_layers(layers: Iterable[nn.Module], optimizer: Any, factor: float) -> None:
+    for layer in layers:
+        for parameter in layer.parameters():
+            optimizer.state[parameter]["exp_avg_sq"] *= factor
 
 
 def test_nan_is_reported_before_step_50_too(tmp_path):
@@ -320,6 +421,32 @@ class TestOutliers:
                 optimizer.state[parameter]["exp_avg_sq"] *= 1e8
         assert verdicts(probe(saved(tmp_path, net, optimizer)))["outliers"] == "FAIL"
 
+    @pytest.mark.parametrize("names", [True, False], ids=["named", "numbered"])
+    @pytest.mark.parametrize(("blocks", "first"), [(8, 0), (8, 4), (12, 0), (12, 6)])
+    def test_half_of_the_layers_far_off_fail(self, tmp_path, blocks, first, names):
+        """Their median is among the risen ones; the lowest group of layers is the baseline."""
+        net, optimizer = trained(blocks=blocks)
+        risen = list(net.blocks)[first : first + blocks // 2]
+        spike_layers(risen, optimizer, 1e3)
+        path = saved(tmp_path, net, optimizer)
+        if not names:
+            torch.save(optimizer.state_dict(), path)
+        result = probe(path, top=blocks)
+        assert verdicts(result)["outliers"] == "FAIL"
+        assert f"{blocks // 2} of {blocks} that are alike" in result.checks[-1].message
+        far = {each["layer"] for each in result.facts["top"] if each["outlier"]}
+        if names:
+            assert far == {f"blocks.{at}" for at in range(first, first + blocks // 2)}
+        else:
+            begins = [1 + 4 * at for at in range(first, first + blocks // 2)]
+            assert far == {f"group 0, parameters {at} to {at + 3}" for at in begins}
+
+    def test_one_kind_of_parameter_far_off_in_half_of_the_layers_fails(self, tmp_path):
+        net, optimizer = trained(blocks=8)
+        for block in range(0, 8, 2):
+            optimizer.state[net.linear(block).weight]["exp_avg_sq"] *= 1e3
+        assert verdicts(probe(saved(tmp_path, net, optimizer)))["outliers"] == "FAIL"
+
     def test_a_younger_parameter_is_corrected_for_its_own_age(self, tmp_path):
         """The same gradients for 60 steps and for 3000 give very different running averages."""
         state = {}
@@ -449,6 +576,27 @@ def test_the_index_of_dcp_is_a_pickle_too(tmp_path):
     with pytest.raises(ProbeError, match="damaged"):
         probe(folder)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("eabcabcabch", (1, 3, 3)),
+        ("eabcabch", (0, 0, 0)),  # two blocks are no rule
+        ("aaaaaa", (0, 1, 6)),
+        ("ppabababkabababkabababkn", (2, 7, 3)),  # the longest run, not the shortest block
+        ("eabababa", (1, 2, 3)),
+        ("", (0, 0, 0)),
+    ],
+)
+def test_blocks_that_are_alike(text, found):
+    shapes = [(ord(each),) for each in text]
+    blocks = repeats(shapes)
+    assert tuple(blocks) == found
+    for at in range(len(shapes)):
+        place = blocks.place(at)
+        inside = found[0] <= at < found[0] + found[1] * found[2]
+        assert place == (divmod(at - found[0], found[1]) if inside else None)
 
 
 SHAPES = st.lists(st.sampled_from([(2,), (3,), (2, 3)]), max_size=8)

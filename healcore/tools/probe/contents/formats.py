@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from healcore import adapter_registry
 from healcore.plugins.checkpoint_contents import Contents, Damaged, ProbeError
@@ -15,6 +17,10 @@ from healcore.tools.probe.contents.saved_state import open_stored
 from healcore.tools.probe.result import NothingToProbe
 
 _TORCH = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
+TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
+"""What trainers save about a run beside the arrays."""
+_LARGEST_JSON = 1 << 24
+"""Bytes; a `trainer_state.json` has a line for each logged step."""
 
 
 def open_contents(path: Path, step: int | None = None) -> Contents:
@@ -33,7 +39,28 @@ def open_contents(path: Path, step: int | None = None) -> Contents:
         raise ProbeError(f"{path}: there is no such file or directory")
     if not path.is_dir():
         return _file(path)
-    return _of_store(path, step) or _folder(path)
+    contents = _of_store(path, step)
+    if contents is not None:
+        return contents
+    contents = _folder(path)
+    return contents._replace(values={**_training_facts(path), **contents.values})
+
+
+def _training_facts(folder: Path) -> dict[tuple[str, ...], Any]:
+    """The numbers and switches named in `TRAINING_FACTS` of a directory's JSON files, by path."""
+    facts: dict[tuple[str, ...], Any] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            if not path.is_file() or path.stat().st_size > _LARGEST_JSON:
+                continue
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue  # the directory's checkpoint is what is probed
+        given = content if isinstance(content, dict) else {}
+        for name in TRAINING_FACTS:
+            if isinstance(given.get(name), (bool, int, float)):
+                facts[(path.stem, name)] = given[name]
+    return facts
 
 
 def _file(path: Path) -> Contents:
