@@ -59,6 +59,7 @@ class Log:
     ) -> None:
         self.path = None if path is None else Path(path)
         self.run = run or new_run()
+        self.follow_links = follow_links
         self.seq = 0
         self.lost = 0
         self.error: str | None = None
