@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from healcore.core import regular_file
 from healcore.plugins.checkpoint_contents import (
     MOST_PARTS,
     PIECE,
@@ -255,7 +256,7 @@ def _part(folder: Path, place: Place) -> tuple[Any, int]:
     try:
         if not at.is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        with at.open("rb") as file:
+        with open(at, "rb", opener=regular_file.opener) as file:
             if place.offset + place.length > os.fstat(file.fileno()).st_size:
                 raise ProbeError(f"{at} is damaged: it ends before what should lie in it")
             file.seek(place.offset)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore.core import regular_file
 from healcore.plugins.checkpoint_contents import Damaged, ProbeError
 from healcore.runtime.inert_pickle import BadPickle, Global, Made, read
 
@@ -315,7 +316,10 @@ def check_legacy_file(path: Path) -> int:
     The result is the size of the value's pickle in bytes. ProbeError if the file names more storage
     than it has bytes, BadPickle if it is damaged or no such file; see also `storages`.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with (
+        open(path, "rb", opener=regular_file.opener) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
         magic, at = read(data)
         if magic != _MAGIC:
             raise BadPickle("it does not begin as a file of torch does")

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from healcore.core import regular_file
 from healcore.runtime import inert_pickle
 from healcore.runtime.inert_pickle import Global, Made
-from healcore.runtime.store import files
 
 INDEX = ".metadata"
 
@@ -66,7 +66,7 @@ def read(path: Path, *, only_dcp: bool = False) -> dict[str, IndexEntry]:
     `only_dcp` refuses an index that names objects that DCP itself does not write, even in a part
     that is not read. Savers of other projects may put their own there.
     """
-    content = files.read(path)
+    content = regular_file.read(path)
     try:
         objects: list[Made] = []
         metadata, _ = inert_pickle.read(content, objects=objects)

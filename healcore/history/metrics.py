@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core import regular_file
 from healcore.runtime.events.json_lines import MAX_LINE, lines_of
 from healcore.runtime.events.models import NONFINITE
 
@@ -61,7 +62,7 @@ class MetricsReader:
     def chunks(self) -> Iterator[MetricRows]:
         """Reads the file once; an unreadable one raises OSError."""
         rows: list[MetricRow] = []
-        with self.path.open("rb") as file:
+        with open(self.path, "rb", opener=regular_file.opener) as file:
             for number, line in enumerate(lines_of(file), start=1):
                 if not line.strip():
                     continue

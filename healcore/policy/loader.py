@@ -7,11 +7,11 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Unpack
 
 from pydantic import ValidationError
 
+from healcore.core import regular_file
 from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.document import SCHEMA, Policy
 from healcore.policy.errors import PolicyError, Problem, shown
@@ -144,7 +144,7 @@ def _read(path: str | os.PathLike[str]) -> str:
     """The file's text; raises `PolicyError`."""
     name = os.fsdecode(path)
     try:
-        with Path(path).open("rb") as file:
+        with open(path, "rb", opener=regular_file.opener) as file:
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
             raise ValueError(f"larger than {_LARGEST_FILE} bytes, which no policy is")

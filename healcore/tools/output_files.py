@@ -39,15 +39,22 @@ def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Name) -> Iterator[Path]:
+def replacing(path: Name, *, named: bool = True) -> Iterator[Path]:
     """A draft that replaces `path` if the block ends without an error; OutputError names the path.
 
-    The old file stays until then. A device or a pipe is written to directly.
+    The old file stays until then. If the user has `named` the path, a link there is followed, and a
+    device or a pipe is written to directly. A path that healcore chose may have been planted: only
+    a regular file is replaced there.
     """
     target = Path(path)
-    direct = target.exists() and not target.is_file()
+    if not named and (target.is_symlink() or (target.exists() and not target.is_file())):
+        raise OutputError(
+            f"{target} is a link, a pipe or a device, and healcore writes through none at a path "
+            "that it has chosen itself: remove it, or name the output"
+        )
+    direct = named and target.exists() and not target.is_file()
     # Through a link the file itself is replaced, not the link.
-    place = Path(os.path.realpath(target))
+    place = Path(os.path.realpath(target)) if named else target
     try:
         if direct:
             yield target

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from healcore.runtime.rollback.journal import NAME, JournalError
 from healcore.runtime.store import NotThere, StoreError, files
 from healcore.runtime.store.claim import LOCK
+from healcore.tools.cli import app
 from healcore.tools.output_files import replacing
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train
 from tests.hostile.run_directories import cut_short
+from tests.hostile.test_events import EVENT
 
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 EVENTS, METRICS = "healcore.events.jsonl", "healcore.metrics.jsonl"
@@ -216,3 +219,18 @@ def test_a_held_lock_is_not_waited_for_without_end(root):
         str(root),
     )
     assert "StoreInUse" in out
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_report_is_not_written_through_what_is_at_its_default_path(kind, root, precious):
+    (root / EVENTS).write_bytes(EVENT)
+    page = root / "healcore.report.html"
+    page.symlink_to(precious) if kind == "link" else os.mkfifo(page)
+    result = CliRunner().invoke(app, ["report", str(root / EVENTS)])
+    assert result.exit_code == 2
+    assert "is a link, a pipe or a device" in result.output
+    assert precious.read_text() == "precious\n"
+    if kind == "link":  # the user may name the link
+        result = CliRunner().invoke(app, ["report", str(root / EVENTS), "--out", str(page)])
+        assert result.exit_code == 0
+        assert precious.read_text().startswith("<!")

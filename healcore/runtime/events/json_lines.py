@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from healcore.core import regular_file
+
 MAX_LINE = 1 << 24
 """Bytes. No event has as many: a longer line is damage, and is not held in memory."""
 
@@ -174,13 +176,13 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 def first_line(path: Path) -> bytes | None:
     """The first line that is not blank, or None; may raise OSError."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file.opener) as file:
         return next((line for line in lines_of(file) if line.strip()), None)
 
 
 def lines_reversed(path: Path) -> Iterator[bytes]:
     """The lines of a file from last to first, read in blocks, without those over `MAX_LINE`."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file.opener) as file:
         place, rest, size = file.seek(0, os.SEEK_END), b"", _BLOCK
         too_long = False  # in a line that is not held
         while place > 0:

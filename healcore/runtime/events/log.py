@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore.core import regular_file
 from healcore.runtime.events import fork_safety, json_lines
 from healcore.runtime.events.json_lines import MAX_LINE, LineAppender
 from healcore.runtime.events.process import current_process, environment
@@ -59,6 +60,7 @@ class Log:
     ) -> None:
         self.path = None if path is None else Path(path)
         self.run = run or new_run()
+        self.follow_links = follow_links
         self.seq = 0
         self.lost = 0
         self.error: str | None = None
@@ -188,7 +190,7 @@ def read(path: str | os.PathLike[str]) -> History:
     problems: list[LineProblem] = []
     seen: dict[tuple[str, int], int] = {}
     ended, warned = set[str](), set[str]()
-    with Path(path).open("rb") as file:
+    with open(path, "rb", opener=regular_file.opener) as file:
         for number, line in enumerate(json_lines.lines_of(file), start=1):
             if not line.strip():  # two writers ended the same torn line
                 continue

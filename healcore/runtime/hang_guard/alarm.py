@@ -1,8 +1,7 @@
-"""One alarm: the guards of all ranks meet in a directory, and come to one verdict.
+"""One alarm: the guards of all ranks meet in a folder, and come to one verdict.
 
-Files in it: `alarm`, by which the first guard calls the others; `rank<n>.json`, the evidence of
-each; `collector`, which is taken by the one that sums up; `verdict`. Each appears whole or not at
-all.
+Files in it, after the number of the alarm: `alarm`, by which the first guard calls the others;
+`rank<n>`, the evidence of each; `collector`, which is taken by the one that sums up; `verdict`.
 Standard library only: the guard imports this file.
 """
 
@@ -10,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.runtime.hang_guard.heartbeat import Heartbeat
+from healcore.runtime.hang_guard.meeting_folder import MeetingFolder
 from healcore.runtime.hang_guard.settings import Settings
 from healcore.runtime.hang_guard.watched_process import WatchedProcess
 
@@ -103,8 +100,9 @@ class Alarm:
     """The alarm of this number; the first is 1."""
 
     def __init__(self, settings: Settings, number: int) -> None:
-        self._settings = settings
-        self.folder = Path(f"{settings.folder}-{number}")
+        self._settings, self._number = settings, number
+        self._folder = MeetingFolder(settings.folder, settings.secret)
+        self._is_mine = False
 
     @property
     def _window_s(self) -> float:
@@ -112,13 +110,14 @@ class Alarm:
         return min(max(self._settings.timeout_s / 10, 0.2), 30.0)
 
     def raised(self) -> bool:
-        """Whether a guard of any rank has raised it."""
-        return (self.folder / "alarm").exists()
+        """Whether a guard of any rank has raised it: this one also where no other can learn it."""
+        return self._is_mine or self._folder.get(self._name("alarm")) is not None
 
     def raise_it(self) -> None:
         """Calls the guards of all ranks."""
+        self._is_mine = True
         with contextlib.suppress(OSError):
-            self.folder.mkdir(mode=0o700, exist_ok=True)
+            self._folder.make()
         self._put("alarm", {"rank": self._settings.rank})
 
     def evidence(
@@ -173,7 +172,7 @@ class Alarm:
             patience_s: as in `wait_for`.
         """
         settings = self._settings
-        self._put(f"rank{settings.rank}.json", mine._asdict())
+        self._put(f"rank{settings.rank}", mine._asdict())
         self.wait_for(settings.world, patience_s + 2 * _SLACK_S)  # a stopped one comes last
         first = min(each.rank for each in self._found() or [mine])
         until = time.monotonic() + _REPORT_S + 2 * _SLACK_S
@@ -200,10 +199,11 @@ class Alarm:
         given = {
             "path": settings.path,
             "events": settings.events,
+            "follow_links": settings.follow_links,
             "run": settings.run,
             "world": settings.world,
             "observes": settings.observes,
-            "folder": str(self.folder),
+            "folder": settings.folder,
             "found": [each._asdict() for each in found],
             **made._asdict(),
         }
@@ -212,42 +212,31 @@ class Alarm:
             # Left to itself after that: waiting for one that a dead disk holds would never end.
             writer.communicate(json.dumps(given).encode(), timeout=_REPORT_S)
 
-    # -- the directory --------------------------------------------------------------------------
+    # -- the folder -----------------------------------------------------------------------------
+
+    def _name(self, what: str) -> str:
+        return f"{self._number}.{what}"
 
     def _found(self) -> list[Evidence]:
-        found = []
-        for path in self.folder.glob("rank*.json"):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                found.append(Evidence(**json.loads(path.read_text())))
+        found = [
+            Evidence(**content)
+            for name in self._folder.names()
+            if name.startswith(self._name("rank"))
+            and (content := self._folder.get(name)) is not None
+        ]
         return sorted(found, key=lambda each: each.rank)
 
     def _made(self) -> Verdict | None:
-        try:
-            return Verdict(**json.loads((self.folder / "verdict").read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
+        content = self._folder.get(self._name("verdict"))
+        return None if content is None else Verdict(**content)
 
     def _taken(self) -> bool:
         """Whether this guard is the one that sums up."""
-        try:
-            os.close(os.open(self.folder / "collector", os.O_CREAT | os.O_EXCL))
-        except OSError:
-            return False
-        return True
+        return self._folder.take(self._name("collector"))
 
-    def _put(self, name: str, content: dict[str, Any]) -> None:
+    def _put(self, what: str, content: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            new = self.folder / f".{name}.{self._settings.rank}"
-            new.write_text(json.dumps(content))
-            new.replace(self.folder / name)
-
-
-def remove_all(folder: str) -> None:
-    """Removes what alarms have left on this machine; the events have it."""
-    number = 1
-    while Path(f"{folder}-{number}").exists():
-        shutil.rmtree(f"{folder}-{number}", ignore_errors=True)
-        number += 1
+            self._folder.put(self._name(what), content)
 
 
 def listed(ranks: Sequence[int]) -> str:

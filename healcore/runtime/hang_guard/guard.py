@@ -13,8 +13,9 @@ import signal
 import sys
 import time
 
-from healcore.runtime.hang_guard.alarm import Alarm, remove_all
+from healcore.runtime.hang_guard.alarm import Alarm
 from healcore.runtime.hang_guard.heartbeat import Heartbeat
+from healcore.runtime.hang_guard.meeting_folder import MeetingFolder
 from healcore.runtime.hang_guard.settings import Settings
 from healcore.runtime.hang_guard.watched_process import WatchedProcess
 
@@ -110,4 +111,4 @@ def main() -> None:
     guard.run()
     if settings.removes and guard.alarms:
         time.sleep(_LINGER_S)
-        remove_all(settings.folder)
+        MeetingFolder(settings.folder, settings.secret).remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -14,11 +15,11 @@ from pathlib import Path
 
 import healcore
 from healcore.policy.faults import Hang
-from healcore.runtime.events.metrics import stem
+from healcore.runtime.events import Log
 from healcore.runtime.events.process import machine
 from healcore.runtime.hang_guard import process_signals
-from healcore.runtime.hang_guard.alarm import remove_all
 from healcore.runtime.hang_guard.heartbeat import SIZE, Heartbeat
+from healcore.runtime.hang_guard.meeting_folder import MeetingFolder
 from healcore.runtime.hang_guard.settings import Settings
 from healcore.runtime.store.ranks import Ranks
 
@@ -51,21 +52,30 @@ class HangGuard:
         self._closed = False
         self._do_nothing()
 
-    def start(
-        self, rule: Hang, *, ends: bool, observes: bool, ranks: Ranks, events: Path | None, run: str
-    ) -> None:
-        """Starts it. Every rank calls this at the same place: they exchange where they will meet.
+    def start(self, rule: Hang, *, ends: bool, observes: bool, ranks: Ranks, events: Log) -> None:
+        """Starts it. Every rank calls this at the same place: rank 0 says where they will meet.
 
         Args:
             rule: of the policy.
             ends: whether the policy ends a run that hangs.
             observes: whether the policy only observes.
             ranks: of the run.
-            events: this rank's events file.
-            run: its id of the run.
+            events: of this rank.
         """
-        of_ranks = ranks.gather((None if events is None else str(events), run, machine()))
-        events_of_first, run_of_first, host = of_ranks[0]
+        path = None if events.path is None else str(events.path)
+        secret, meeting = secrets.token_hex(32), f"healcore.hang.{secrets.token_hex(8)}"
+        of_ranks = ranks.gather(
+            (
+                machine(),
+                path,
+                events.follow_links,
+                events.run,
+                secret,
+                tempfile.gettempdir(),
+                meeting,
+            )
+        )
+        host, path, follow_links, run, secret, local, meeting = of_ranks[0]
         if not process_signals.supported():
             return
         self._memory = os.memfd_create("healcore-heartbeat")
@@ -74,7 +84,9 @@ class HangGuard:
         self.watch, self.resume, self.stepped = beat.watch, beat.resume, beat.stepped
         self.pause = beat.watch if rule.between_steps else beat.pause
         installed = process_signals.install()
-        one_machine = all(each[2] == host for each in of_ranks)
+        one_machine = all(each[0] == host for each in of_ranks)
+        # A local folder cannot hang.
+        parent = local if path is None or one_machine else os.path.dirname(path)
         settings = Settings(
             pid=os.getpid(),
             thread=threading.get_ident(),
@@ -83,10 +95,12 @@ class HangGuard:
             heartbeat=self._memory,
             stacks=installed.stacks,
             dump=installed.dump,
-            folder=_shared_folder(events_of_first, run_of_first, one_machine),
+            folder=os.path.join(parent, meeting),
+            secret=secret,
             removes=one_machine and ranks.rank == 0,
-            events=events_of_first,
-            run=run_of_first,
+            events=path,
+            follow_links=follow_links,
+            run=run,
             timeout_s=rule.timeout_s,
             first_step_s=rule.first_step_s,
             confirm=rule.confirm,
@@ -163,11 +177,4 @@ class HangGuard:
         os.close(self._guard)
         self._guard = -1
         if self._settings is not None and self._settings.removes:
-            remove_all(self._settings.folder)
-
-
-def _shared_folder(events: str | None, run: str, one_machine: bool) -> str:
-    """Where the guards meet: a local directory, which cannot hang, if they are on one machine."""
-    if events is None or one_machine:
-        return str(Path(tempfile.gettempdir(), f"healcore.hang.{run}"))
-    return str(Path(events).with_name(f"{stem(Path(events))}.hang.{run}"))
+            MeetingFolder(self._settings.folder, self._settings.secret).remove()

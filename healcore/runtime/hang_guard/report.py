@@ -36,7 +36,7 @@ def write(given: Mapping[str, Any]) -> None:
     text = why + (f"; not ended: {given['why_not']}" if given["why_not"] else "")
     step = max(each.step for each in found)
     end = postmortem.end_of_hung(given["events"], step=step, why=why)
-    events = Log(given["events"], run=given["run"])
+    events = Log(given["events"], run=given["run"], follow_links=given["follow_links"])
     events.write(
         "fault",
         step=end.step,

@@ -21,11 +21,15 @@ class Settings(NamedTuple):
     dump: int
     """The signal at which it does; 0: there is none."""
     folder: str
-    """Where the guards of all ranks meet at an alarm; its number is added. Not there before one."""
+    """Where the guards of all ranks meet; it is made at the first alarm."""
+    secret: str
+    """By which they know each other's files in it."""
     removes: bool
-    """It is a directory of this machine, for this rank to remove at the end."""
+    """It is a folder of this machine, for this rank to remove at the end."""
     events: str | None
     """Events file of rank 0."""
+    follow_links: bool
+    """The user has named the events file, so a link in its place is followed."""
     run: str
     """Id of rank 0's run in it."""
     timeout_s: float

@@ -257,8 +257,7 @@ def _start(
             ends="stop" in policy.answers(Cause.HANG),
             observes=policy.observes,
             ranks=ranks,
-            events=events,
-            run=log.events.run,
+            events=log.events,
         )
     driver.on_step(loop.guard.on_step)
     heartbeats = driver.rank_heartbeats() if ranks.world > 1 and policy.hang.probe_every_s else None

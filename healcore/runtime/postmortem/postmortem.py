@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore.core import regular_file
 from healcore.core.verdict import Cause
 from healcore.history import Run
 from healcore.history.process import KnownGood
@@ -121,7 +122,7 @@ def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a postmortem file; raises OSError, or ValueError if it is not JSON."""
-    return json.loads(Path(path).read_text())
+    return json.loads(regular_file.read(Path(path)))
 
 
 def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:

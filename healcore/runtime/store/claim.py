@@ -57,7 +57,7 @@ class StoreInUse(StoreError):
         self.root = root
         self.process = process
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         if self.process is None:
             who = f"a process that {LOCK} does not name"
         elif self.process == current_process():

@@ -28,7 +28,7 @@ class CheckpointDamaged(StoreError):
         self.file = file
         self.difference = difference
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         return (
             f"the checkpoint of step {self.step} is damaged: {self.file} {self.difference} "
             f"(in {self.path}); nothing was restored, use an older one"
@@ -44,7 +44,7 @@ class NotThere(StoreError):
         self.there = tuple(there)
         self.where = where
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         newest = ", ".join(str(step) for step in self.there[-5:]) or "none"
         more = "..., " if len(self.there) > 5 else ""
         return f"no complete checkpoint of step {self.step} in {self.where}; there: {more}{newest}"
@@ -61,7 +61,7 @@ class LastGoodKept(StoreError):
         super().__init__(step)
         self.step = step
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         return (
             f"step {self.step} is the last known-good checkpoint and stays: mark a newer one good "
             "first, or remove its directory by hand"
@@ -76,7 +76,7 @@ class NotFinite(StoreError):
         self.step = step
         self.names = tuple(names)
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         shown = ", ".join(self.names[:5]) or "its arrays"
         more = f" and {len(self.names) - 5} more" if len(self.names) > 5 else ""
         return (
@@ -96,7 +96,7 @@ class SaveFailed(StoreError):
         self.error = error
         self.hint = hint
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         what = f"{type(self.error).__name__}: {self.error}"
         hint = f"; {self.hint}" if self.hint else ""
         return f"step {self.step} was not saved, {self.doing}: {what}{hint}"
@@ -110,7 +110,7 @@ class StateMismatch(StoreError):
         self.step = step
         self.differences = tuple(differences)
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         shown = "; ".join(self.differences[:3])
         more = f"; and {len(self.differences) - 3} more" if len(self.differences) > 3 else ""
         which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"

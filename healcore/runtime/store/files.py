@@ -1,7 +1,7 @@
-"""Files in a run directory: only regular ones are read, and a crash leaves them whole.
+"""Writes files in a run directory: a crash leaves them whole.
 
-Others may be able to write to the directory. A pipe there would block its reader, a device never
-ends, and a write through a link changes somebody else's file, so writing always makes a new file.
+Others may be able to write to the directory, and a write through a link changes somebody else's
+file, so writing always makes a new file.
 Its bytes go to disk first, then its name, then the directory that holds the name: without the last
 step a power cut can take the name back.
 
@@ -11,13 +11,11 @@ next start can remove what a killed process left.
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import re
 import secrets
 import shutil
-import stat
 from pathlib import Path
 
 import xxhash
@@ -31,19 +29,6 @@ _CLOSED_IN_CHILDREN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _TEMPORARY = re.compile(r"\.tmp-healcore-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
 _in_use: set[str] = set()
 """Temporary names that this process is using."""
-
-
-def read(path: Path) -> bytes:
-    """The content of a regular file; OSError for a pipe, a device or a directory."""
-    handle = os.open(path, os.O_RDONLY | NO_WAITING | _CLOSED_IN_CHILDREN)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
-    except BaseException:
-        os.close(handle)
-        raise
-    with os.fdopen(handle, "rb") as file:
-        return file.read()
 
 
 def create(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
+from healcore.core import regular_file
 from healcore.runtime.store.snapshot import Block, fresh
 
 _BUFFER = 1 << 18
@@ -55,7 +56,7 @@ def file_digest(path: Path, *, sync: bool = False) -> Digest:
     state, size = xxhash.xxh3_128(), 0
     buffer = bytearray(_BUFFER)
     view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=regular_file.opener) as file:
         while count := file.readinto(buffer):
             state.update(view[:count])
             size += count

@@ -57,7 +57,6 @@ def report(
     """One HTML page of a run: curves to zoom into, incidents, policy. It needs no network."""
     from healcore.extras import MissingExtraError, require
     from healcore.policy import PolicyError, load
-    from healcore.runtime.events.metrics import stem
     from healcore.tools.report.runs import ReportError, find_events, read_reports
 
     if metrics is not None and len(events) > 1:
@@ -91,8 +90,7 @@ def report(
             echo(f"and {len(read.problems) - _PRINTED} more: see the page", err=True)
     if first is None:
         raise typer.Exit(UNUSABLE)
-    page = out or first.with_name(f"{stem(first)}.report.html")
-    _write(page, png, reports, [*inputs, *(each for each in (metrics, policy) if each)])
+    _write(out, first, png, reports, [*inputs, *(each for each in (metrics, policy) if each)])
     raise typer.Exit(SOME if failed else OK)
 
 
@@ -107,13 +105,19 @@ def _reading(path: Path) -> contextlib.AbstractContextManager[object]:
 
 
 def _write(
-    page: Path, png: Path | None, reports: Sequence[RunReport], inputs: Sequence[str | Path]
+    out: Path | None,
+    events: Path,
+    png: Path | None,
+    reports: Sequence[RunReport],
+    inputs: Sequence[str | Path],
 ) -> None:
+    from healcore.runtime.events.metrics import stem
     from healcore.tools.report.page import render
 
+    page = out or events.with_name(f"{stem(events)}.report.html")
     try:
         check_outputs([page, *([png] if png else [])], inputs)
-        with replacing(page) as draft:
+        with replacing(page, named=out is not None) as draft:
             draft.write_text(render(reports), encoding="utf-8")
         echo(f"page: {page}")
         if png is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from healcore.core import regular_file
 from healcore.tools.cli.options import (
     Column,
     Join,
@@ -175,7 +176,7 @@ def _text(found: Sweep, policy: str) -> str:
     if found.verdict.take:
         return dumps(found.policy)
     preset = policy in (*preset_names(), *recipe_names())
-    text = preset_text(policy) if preset else Path(policy).read_text(encoding="utf-8")
+    text = preset_text(policy) if preset else regular_file.read(Path(policy)).decode()
     # The file may have changed during the sweep.
     return text if loads(text) == found.policy else dumps(found.policy)
 

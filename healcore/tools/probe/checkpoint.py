@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core import regular_file
 from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
 from healcore.runtime.rollback.host_state import ITEM, pickled_parts
-from healcore.runtime.store import StoreError, files, inspection, manifest, structure
+from healcore.runtime.store import StoreError, inspection, manifest, structure
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import Found, Wrong
 from healcore.runtime.store.protocol import Saved
@@ -225,7 +226,7 @@ def _pickled_parts(folder: Path) -> tuple[str, ...]:
     found: list[str] = []
     for file in sorted(folder.glob("state*.json")):
         try:
-            for name, entry in json.loads(files.read(file)).items():
+            for name, entry in json.loads(regular_file.read(file)).items():
                 if name == ITEM:
                     found += pickled_parts(entry)
                 tree = "tree" in entry

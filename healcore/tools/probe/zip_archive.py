@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from healcore.core import regular_file
+
 _HEADER = struct.Struct("<4s5H3I2H")
 """The header of a record: signature, version, flags, method, time, date, CRC, sizes, lengths."""
 _HAS_DESCRIPTOR = 8
@@ -44,7 +46,7 @@ def check_records(path: Path) -> ArchiveCheck:
             if damaged is not None:
                 message = f"{damaged} is not what was written: its CRC-32 differs"
                 return ArchiveCheck(len(records), message)
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_file.opener) as file:
             for record in records:
                 if not _agrees(file, record):
                     message = f"{record.filename} is listed as something else than it is"

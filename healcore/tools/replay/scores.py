@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core import regular_file
 from healcore.core.engine import EngineConfig
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action
@@ -167,7 +168,7 @@ class Labels:
 def read_labels(path: Path) -> Labels:
     """Reads a JSON list of `{"file", "points", "spikes", "ambiguous"}`, or raises LabelError."""
     try:
-        return Labels([_label(each) for each in json.loads(path.read_text(encoding="utf-8"))])
+        return Labels([_label(each) for each in json.loads(regular_file.read(path))])
     except OSError as error:
         raise LabelError(f"{path} cannot be read: {error.strerror or error}") from error
     except (

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.core import regular_file
 from healcore.core.errors import HealcoreError
 from healcore.history import Curves, Incident, Run
 from healcore.history.curves import MetricCounts, gather
@@ -74,7 +75,7 @@ def first_lines(what: str, found: Iterable[str], count: int | None = None) -> li
 
 def _is_ours(path: Path) -> bool:
     """Whether a Healer has written a file: by its first lines, one of which may be torn."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file.opener) as file:
         first = list(itertools.islice(lines_of(file), 5))
     return any(not isinstance(parse_metrics(line), str) for line in first)
 

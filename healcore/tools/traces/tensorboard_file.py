@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from healcore import extras
+from healcore.core import regular_file
 from healcore.tools.traces.text import is_compressed
 from healcore.tools.traces.trace import Findings, TraceError
 
@@ -67,7 +68,7 @@ def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
     For that one the reader would allocate as many bytes as it declares, up to 2**64.
     """
     with (
-        open(path, "rb") as file,
+        open(path, "rb", opener=regular_file.opener) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
         at, size = 0, len(data)

@@ -9,6 +9,7 @@ import os
 import zlib
 from typing import Any, BinaryIO, TextIO, cast
 
+from healcore.core import regular_file
 from healcore.tools.traces.trace import TraceError
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -29,7 +30,7 @@ _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 
 
 def _open_bytes(path: str) -> BinaryIO:
-    file = open(path, "rb")  # noqa: SIM115 - handed to the caller
+    file = open(path, "rb", opener=regular_file.opener)  # noqa: SIM115 - handed to the caller
     if file.peek(2)[:2] == _GZIP:
         return cast(BinaryIO, io.BufferedReader(_Unpacked(file), 1 << 16))
     return file
@@ -81,7 +82,7 @@ def head(path: str) -> bytes:
 
 def is_compressed(path: str) -> bool:
     """Whether it is a .gz file, by content."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_file.opener) as file:
         return file.read(2) == _GZIP
 
 

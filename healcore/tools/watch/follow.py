@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from healcore.core import regular_file
 from healcore.core.errors import HealcoreError
 from healcore.policy import Policy
 from healcore.runtime.events.metrics import path_next_to
@@ -72,7 +73,7 @@ class Tail:
         """The new lines. Errors are not raised: see `there` and `error_text`."""
         self.error_text = ""
         try:
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=regular_file.opener) as file:
                 self.there = True
                 return self._read(file, os.fstat(file.fileno()))
         except FileNotFoundError:

@@ -9,8 +9,8 @@ from healcore.runtime.hang_guard.settings import Settings
 def settings(*, world: int = 2, confirm: bool = True) -> Settings:
     return Settings(
         pid=1, thread=1, rank=0, world=world, heartbeat=0, stacks=0, dump=0, folder="",
-        removes=False, events=None, run="", timeout_s=1.0, first_step_s=1.0,
-        confirm=confirm, ends=True, observes=False, path=(),
+        secret="", removes=False, events=None, follow_links=False, run="", timeout_s=1.0,
+        first_step_s=1.0, confirm=confirm, ends=True, observes=False, path=(),
     )  # fmt: skip
 
 

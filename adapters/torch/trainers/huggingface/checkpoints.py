@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from healcore.core import regular_file
 from healcore.runtime.checkpoints.catalog import probation_passed
 from healcore.runtime.store import Saved, files
 
@@ -154,7 +155,7 @@ def found(folder: Path) -> list[Path]:
 def read(path: Path) -> Record | None:
     """What is recorded about a checkpoint; None: nothing that can be read."""
     try:
-        data = json.loads((path / RECORD).read_bytes())
+        data = json.loads(regular_file.read(path / RECORD))
         return Record(**{name: data[name] for name in Record._fields})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -192,7 +193,7 @@ def defect(path: Path, nonfinite_ok: frozenset[str] = frozenset()) -> str:
     `nonfinite_ok` are names of tensors in which NaN and Inf are meant, see `nonfinite_in`.
     """
     try:
-        json.loads((path / _STATE).read_bytes())
+        json.loads(regular_file.read(path / _STATE))
     except OSError:
         return f"incomplete: it has no {_STATE}, which the Trainer writes last"
     except ValueError:

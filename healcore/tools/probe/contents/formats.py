@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore import adapter_registry
+from healcore.core import regular_file
 from healcore.plugins.checkpoint_contents import Contents, Damaged, ProbeError
 from healcore.runtime.store import manifest
 from healcore.tools.probe.contents.orbax import open_orbax
@@ -70,7 +71,7 @@ def _file(path: Path) -> Contents:
         raise ProbeError(f"{path} is empty")
     if is_safetensors(path):
         return read_safetensors(path)
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file.opener) as file:
         start = file.read(2)
     # A zip archive, or a pickle of protocol 2 or later as torch wrote before 1.6.
     if start == b"PK" or start[:1] == b"\x80":
@@ -183,7 +184,7 @@ def archives(path: Path) -> list[Path]:
     """The zip archives of `torch.save` at a path: the file itself, or files in the directory."""
     found = []
     for each in [path] if path.is_file() else _files(path):
-        with each.open("rb") as file:
+        with open(each, "rb", opener=regular_file.opener) as file:
             if each.suffix != ".distcp" and file.read(2) == b"PK":
                 found.append(each)
     return found

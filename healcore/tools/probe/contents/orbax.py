@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from healcore.core import regular_file
 from healcore.extras import require
 from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
 
@@ -74,7 +75,7 @@ class _Tree:
         try:
             if not at.is_file():
                 raise ValueError
-            data = at.read_bytes()
+            data = regular_file.read(at)
             content, budget = json.loads(data), PathBudget(len(data))
             self.entries: dict[tuple[str, ...], Mapping[str, Any]] = {
                 budget.take(tuple(str(key["key"])[:1000] for key in entry["key_metadata"])): {

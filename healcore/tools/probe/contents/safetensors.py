@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from healcore.core import regular_file
 from healcore.plugins.checkpoint_contents import (
     PIECE,
     Array,
@@ -34,7 +35,7 @@ _NUMPY = {*_DTYPES.values(), "complex128"} - _BYTES.keys()
 
 def is_safetensors(path: Path) -> bool:
     """Whether a file begins like a safetensors file."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file.opener) as file:
         start = file.read(9)
     return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") >= 2
 
@@ -112,7 +113,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file.opener) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_MOST_HEADER, size - 8):
             raise ProbeError(f"{path} is no safetensors file: its header would have {length} bytes")
@@ -131,7 +132,7 @@ def _reader(
     path: Path, at: int, length: int, dtype: str, width: int
 ) -> Callable[[], Iterator[np.ndarray]]:
     def read() -> Iterator[np.ndarray]:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_file.opener) as file:
             file.seek(at)
             left = length
             while left:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from healcore import adapter_registry
+from healcore.core import regular_file
 from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
 from healcore.tools.probe.contents import orbax
 from healcore.tools.probe.contents.safetensors import widened
@@ -56,7 +57,7 @@ def _leaves(folder: Path) -> Iterator[tuple[tuple[str, ...], str, Any]]:
         try:
             if not file.is_file():
                 raise ValueError("it is no file")
-            content = file.read_bytes()
+            content = regular_file.read(file)
             budget = PathBudget(len(content))
             for name, entry in json.loads(content).items():
                 if "tree" in entry:
