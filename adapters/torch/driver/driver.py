@@ -216,6 +216,11 @@ class TorchDriver:
                     module.reshard()  # type: ignore[operator]
         return ""
 
+    def hyperparameters(self) -> dict[str, Any]:
+        """Those of the optimizers' parameter groups, and of the schedulers."""
+        self._settle()
+        return live_state.hyperparameters(self._state)
+
     def learning_rate(self) -> float | None:
         """The first optimizer's, of its first group. A sync if it is a tensor on a device."""
         self._settle()
