@@ -89,10 +89,18 @@ def set_lr_scale(opt_state: State, scale: chex.Numeric) -> State:
 
 def injected_rates(tree: Any) -> list[chex.Array]:
     """The learning rates that `optax.inject_hyperparams` holds in a state: floating, 0-d."""
-    return [
-        leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if jax.tree_util.keystr(path).endswith(".hyperparams['learning_rate']")
+    found = injected_hyperparameters(tree)
+    return [leaf for path, leaf in found.items() if path.endswith(".hyperparams['learning_rate']")]
+
+
+def injected_hyperparameters(tree: Any) -> dict[str, chex.Array]:
+    """Path -> each number that `optax.inject_hyperparams` holds in a state: floating, 0-d."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in leaves
+        if len(path) > 1
+        and getattr(path[-2], "name", None) == "hyperparams"
         and jnp.shape(leaf) == ()
         and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-    ]
+    }

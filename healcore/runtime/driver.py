@@ -6,6 +6,7 @@ Healer chooses the checkpoint, keeps budgets and learning rate, and determines w
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
@@ -250,6 +251,14 @@ class Driver(Protocol):
         """How each optimizer is healed: name -> dataclass with lines as `str()`. Empty in JAX."""
         ...
 
+    def hyperparameters(self) -> dict[str, Any]:
+        """The hyperparameters in the state: name -> number, text, bool, or a list of them.
+
+        A schedule's own changes do not count where its start value is known. A value with which a
+        scheduler was built is one of them: a checkpoint restores it too.
+        """
+        ...
+
     def learning_rate(self) -> float | None:
         """The user's own learning rate now, without the multiplier; None: unknown."""
         ...
@@ -291,6 +300,18 @@ class Driver(Protocol):
     def close(self) -> None:
         """Removes the hooks that the driver has installed."""
         ...
+
+
+def json_setting(value: Any) -> Any:
+    """A hyperparameter as JSON holds it, or None if it is none: a tensor, a function, an object."""
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, tuple | list):
+        items = [json_setting(each) for each in value]
+        return None if not items or None in items else items
+    return None
 
 
 class UnknownState(HealcoreError, TypeError):

@@ -15,10 +15,11 @@ from healcore.jax.driver.checkpoint_layout import CheckpointLayout, as_live
 from healcore.jax.driver.gradient_window import GradientWindow
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
 from healcore.jax.driver.state_accessor import accessor_for, value
-from healcore.jax.lr import injected_rates
+from healcore.jax.lr import injected_hyperparameters, injected_rates
 from healcore.jax.state import HealState, HealStateError
 from healcore.jax.state_transfer import without_heal_state
 from healcore.policy import PolicyLike, engine_of
+from healcore.runtime.driver import json_setting
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 
@@ -230,6 +231,15 @@ class JaxDriver:
     def optimizer_reports(self) -> dict[str, object]:
         """Empty: the transformation in the step has nothing to report."""
         return {}
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The numbers that optax.inject_hyperparams holds. Reads the device."""
+        found = jax.device_get(injected_hyperparameters(self._accessor.read()))
+        short = [path.rpartition("['")[2].removesuffix("']") for path in found]
+        names = short if len(set(short)) == len(short) else list(found)
+        # The shortest decimal number: 0.001 and not 0.0010000000474974513.
+        values = [json_setting(float(str(each))) for each in found.values()]
+        return dict(zip(names, values, strict=True))
 
     def learning_rate(self) -> float | None:
         """The rate of optax.inject_hyperparams, read from the device; None without exactly one."""

@@ -220,6 +220,11 @@ class TorchDriver:
         """How each optimizer is healed: name -> `Report`."""
         return {name: healing.report() for name, healing in self.healings.items()}
 
+    def hyperparameters(self) -> dict[str, Any]:
+        """Those of the optimizers' parameter groups, and of the schedulers."""
+        self._settle()
+        return live_state.hyperparameters(self._state)
+
     def learning_rate(self) -> float | None:
         """The first optimizer's, of its first group. A sync if it is a tensor on a device."""
         self._settle()

@@ -14,11 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from healcore.runtime.driver import json_setting
 from healcore.torch import gradients
 from healcore.torch.attachment import scaler_of
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.state_identity import is_scheduler, optimizers
+
+_NO_HYPERPARAMETERS = {
+    *("params", "param_names", "initial_lr"),
+    *("foreach", "fused", "capturable", "differentiable"),
+}
+"""Entries of a parameter group that do not change what is learnt."""
+_COUNTED = {"last_epoch", "base_lrs"}
 
 _EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": scheduler}'
 
@@ -55,6 +63,37 @@ def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
     found = [v for v in state.values() if isinstance(v, torch.amp.GradScaler)]
     found += [s for v in state.values() if isinstance(v, Optimizer) and (s := scaler_of(v))]
     return found[0] if len({*map(id, found)}) == 1 else None
+
+
+def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of optimizers and schedulers: `optimizer.lr` -> a value of JSON.
+
+    `lr` is the rate that a scheduler starts from. Groups that differ have a list of values.
+    """
+    found: dict[str, Any] = {}
+    for name, optimizer in optimizers(state).items():
+        groups = optimizer.param_groups
+        for key in dict.fromkeys(key for group in groups for key in group):
+            if key in _NO_HYPERPARAMETERS:
+                continue
+            source = "initial_lr" if key == "lr" else key
+            values = [_setting(group.get(source, group.get(key))) for group in groups]
+            if None not in values:
+                same = all(value == values[0] for value in values)
+                found[f"{name}.{key}"] = values[0] if same else values
+    for name, value in state.items():
+        if is_scheduler(value):
+            for key, each in getattr(value, "scheduler", value).state_dict().items():
+                # The rest are counters, and the rates that the optimizer has too.
+                setting = None if key[0] == "_" or key in _COUNTED else json_setting(each)
+                if setting is not None:
+                    found[f"{name}.{key}"] = setting
+    return found
+
+
+def _setting(value: Any) -> Any:
+    single = isinstance(value, Tensor) and value.numel() == 1
+    return json_setting(value.item() if single else value)
 
 
 class RngState:

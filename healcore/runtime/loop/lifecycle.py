@@ -27,6 +27,12 @@ from healcore.runtime.loop.end_of_ranks import (
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_facts import run_end
 from healcore.runtime.loop.run_lines import end_line, start_line
+from healcore.runtime.loop.run_settings import (
+    RunSettings,
+    SettingsChange,
+    record_end,
+    record_start,
+)
 from healcore.runtime.loop.termination import (
     EndRequested,
     Interrupted,
@@ -49,8 +55,19 @@ from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import agreed
 
 
-def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
-    """Resumes, or takes the first snapshot. `died`: the postmortem of a killed predecessor."""
+def begin(
+    loop: Loop,
+    settings: RunSettings,
+    change: SettingsChange | None,
+    *,
+    resume: bool,
+    died: Any | None,
+) -> None:
+    """Resumes, or takes the first snapshot.
+
+    `settings` are those of this start, and `change` is their difference from an earlier start.
+    `died` is the postmortem of a killed predecessor.
+    """
     loop.log.attach_console()
     loop.rollbacks.find_damage()
     if not resume:
@@ -72,6 +89,7 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
     loop.read_engines()
     loop.had_completed = resume and loop.step == completed_at
     state.ending = None
+    record_start(loop.journal, settings)
     loop.rollbacks.write_journal(loop.step)
     loop.set_start(loop.step, resumed=resume)
     loop.checkpoints.reload()
@@ -80,6 +98,11 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
         loop.save("first")
     loop.termination.start()
     loop.log.info(start_line(loop.policy, loop.step, _checkpoints(loop), resumed=resume))
+    if change is not None and any(change):
+        loop.warn(
+            f"other settings than at the start of this run (saved -> given): {change}. To train "
+            "with new settings from the start, pass an empty directory"
+        )
 
 
 def _begin_lineage(loop: Loop) -> None:
@@ -424,6 +447,8 @@ def _not_saved(loop: Loop, problems: list[str]) -> str:
 def _write_ending(loop: Loop, ending: Ending) -> None:
     """Writes to the journal how the process ended; without it, the process was killed."""
     loop.journal.state.ending = ending
+    with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
+        record_end(loop.journal, loop.driver)
     loop.rollbacks.write_journal(loop.step)
 
 
@@ -467,7 +492,13 @@ def _write_end(
     )
     state = loop.journal.state
     newest = state.newest_on_disk if loop.journal.path is not None else None
-    loop.log.info(end_line(end, rollbacks=state.rollbacks, newest=newest))
+    if ending == Ending.COMPLETED and loop.had_completed and loop.resumed_here:
+        loop.log.warning(
+            f"completed earlier, at step {loop.step}: nothing was trained, and the state is the "
+            "saved one; an empty directory begins a new run"
+        )
+    else:
+        loop.log.info(end_line(end, rollbacks=state.rollbacks, newest=newest))
 
 
 def _why(error: BaseException | None) -> str:

@@ -29,6 +29,7 @@ from healcore.runtime.loop.fault_answers import FaultAnswers
 from healcore.runtime.loop.last_state import LastState
 from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.run_facts import run_end, run_facts
+from healcore.runtime.loop.run_settings import change_of_batch_size
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.stop_file import StopFile
 from healcore.runtime.loop.termination import EndRequested, TerminationWatch, exit_for
@@ -176,6 +177,8 @@ class Loop:
         """Number of the loader that yielded the last batch."""
         self._generators: HostParts | None = None
         self._resumed_at: int | None = None
+        self._ended = False
+        """A loader had no further batch."""
         self._open: set[int | None] = set()
         """Numbers of the loaders whose loop has a batch in hand."""
         self.ended_early = False
@@ -209,6 +212,7 @@ class Loop:
         else:
             number = self.loaders.begin(loader, epochs)
             self._restore_generators()
+        self._check_batch_size(number, loader)
         for line in self.loaders.notices:
             self.log.event("data", step=self.step, outcome=line)
             self.log.info(f"data: {line}")
@@ -220,6 +224,7 @@ class Loop:
             except StopIteration:
                 self.guard.pause()
                 if not self._back_from_the_end(number):
+                    self._ended = True
                     break
                 continue
             finally:
@@ -243,6 +248,15 @@ class Loop:
         if number != self.loaders.current:  # an evaluation: its batches wait for no step
             self._ids.pop(number, None)
         self.loaders.close(number)
+
+    def _check_batch_size(self, number: int, loader: Any) -> None:
+        """Warns of a loader whose batches have another size than at the start of the run."""
+        change = change_of_batch_size(self.journal, number, loader)
+        if change:
+            self.warn(
+                f"{change} (saved -> given): the loader continues at the same number of batches, "
+                "which is another position in the data; to begin it anew, pass an empty directory"
+            )
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
@@ -473,8 +487,10 @@ class Loop:
         self._log_driver_warnings()
         if self._batches_since_step >= _MIN_WITHOUT_STEP:
             self._warn_no_step()
-        if self.step == self._resumed_at:
-            self.warn(f"no step was taken: the data had been used up at step {self.step}")
+        if self.resumed_here and not self.had_completed:
+            used_up = self._ended and not self._batches_since_step
+            why = "the data had been used up" if used_up else "the loop ended without one"
+            self.warn(f"no step was taken: {why} at step {self.step}")
         for step, request in self.read_last_steps():
             if request is not None:
                 what = ", ".join(names(request.action))

@@ -32,6 +32,12 @@ from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop import start_of_ranks
 from healcore.runtime.loop.lifecycle import begin, describe
 from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.run_settings import (
+    RunSettings,
+    SettingsChange,
+    change_since,
+    continues_completed,
+)
 from healcore.runtime.loop.stop_file import StopFile
 from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, TerminationWatch
 from healcore.runtime.loop.unequal_batches import UnequalBatches
@@ -54,7 +60,7 @@ _loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 
 
 class StoreNotEmpty(StoreError):
-    """There are checkpoints of an earlier run, and `resume` is False."""
+    """The store holds an earlier run: `resume` is False, or it completed with other settings."""
 
 
 class Options(NamedTuple):
@@ -210,8 +216,11 @@ def _start(
     _refuse_to_start(loop.stop_file, ranks, log)
     loop.journal.read()
     saves = loop.rollbacks.saves()
+    settings = RunSettings.of(driver, policy, options.state)
+    change = agreed(ranks, change_since(loop.journal, settings)) if saves else None
     try:
-        _check_resume(options.resume, agreed(ranks, loop.journal.state.ending), saves, store)
+        ending = agreed(ranks, loop.journal.state.ending)
+        _check_resume(options, ending, saves, store, change)
     except AlreadyCompleted as completed:
         log.attach_console()
         log.info(str(completed))
@@ -240,7 +249,7 @@ def _start(
     for each in warnings:
         _logger.warning("%s", each)
     try:
-        begin(loop, resume=bool(saves), died=died)
+        begin(loop, settings, change, resume=bool(saves), died=died)
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
         raised = "".join(traceback.format_exception_only(error)).strip()
@@ -427,8 +436,13 @@ def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
 
 
 def _check_resume(
-    resume: Any, ending: str | None, saves: list[Saved], store: CheckpointStore
+    options: Options,
+    ending: str | None,
+    saves: list[Saved],
+    store: CheckpointStore,
+    change: SettingsChange | None,
 ) -> None:
+    resume = options.resume
     if not saves or resume is True:
         return
     where = _folder(store) or "the store"
@@ -438,7 +452,16 @@ def _check_resume(
             f"{where} holds checkpoints of an earlier run, up to step {newest}: pass an empty "
             'directory, or resume="auto" to resume from them'
         )
-    if ending == Ending.COMPLETED:
+    if ending != Ending.COMPLETED:
+        return
+    if change is not None and change.changes_model:
+        raise StoreNotEmpty(
+            f"{where} holds a run that completed at step {newest} with other settings "
+            f"(saved -> given): {change}. Nothing was trained. To train with the new settings, "
+            "pass an empty directory; resume=True resumes the saved run, whose state keeps the "
+            "saved values"
+        )
+    if not continues_completed(options.state):
         raise AlreadyCompleted(
             f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
             "trains it further, an empty directory begins a new one"

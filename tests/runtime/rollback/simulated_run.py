@@ -131,6 +131,9 @@ class Nothing:
     def load_healing(self, engines: Any) -> None:
         pass
 
+    def hyperparameters(self) -> dict[str, Any]:
+        return {}
+
     def learning_rate(self) -> None:
         pass
 

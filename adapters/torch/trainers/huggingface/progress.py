@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from healcore.runtime.driver import json_setting
 from healcore.torch.trainers.huggingface.counts import COUNTERS
 
 if TYPE_CHECKING:
@@ -27,6 +28,17 @@ _STATE = (
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
 
 
+_SETTINGS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "label_smoothing_factor",
+)
+"""Fields of `TrainingArguments`."""
+
+
 @dataclass(eq=False)
 class Progress:
     """An item of the Healer's state: without it global_step would go on while weights go back.
@@ -42,6 +54,18 @@ class Progress:
     """Whether Trainer's loop has begun. Before, it sets its sums of the loss itself."""
     max_steps: int | None = None
     """`max_steps` of the run that was loaded; None: nothing was."""
+
+    @property
+    def run_settings(self) -> dict[str, Any]:
+        """The arguments that decide what is learnt; the optimizer has the others.
+
+        The seed is not one of them: a resumed run has the random states of its checkpoint.
+        """
+        args = self.trainer.args
+        length = "max_steps" if args.max_steps > 0 else "num_train_epochs"
+        names = (*_SETTINGS, length)
+        found = {name: json_setting(_plain(getattr(args, name, None))) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
     def state_dict(self) -> dict[str, str]:
         """The present counters. Reads one scalar from the device."""

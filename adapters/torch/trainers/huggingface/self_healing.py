@@ -160,10 +160,6 @@ class SelfHealingTrainer:
             store = os.path.join(trainer.args.output_dir or "trainer_output", "_healcore")
         self._loss_fn = loss_fn_of(trainer) if loss_fn == "auto" else loss_fn
         self._options = {**options, "policy": policy, "store": store, "loss_fn": self._loss_fn}
-        if self._options["resume"] == "auto":
-            # "auto" of a Healer ends the program if the run had completed, and what comes after
-            # train(), such as save_model(), would never run again.
-            self._options["resume"] = True
         self._host_policy = HostPolicy.of(policy)
         self._split: SplitSteps | None = None
         Healer(state={}, **self._options)  # raises at once if an option or the policy is invalid

@@ -120,10 +120,6 @@ class LightningHealingCallback(Callback):
             resolve(policy, _overrides(self._options))
         else:
             self._options = {"store": store, **options}
-            if options.get("resume", "auto") == "auto":
-                # "auto" of a Healer ends the program if the run had completed, and what comes
-                # after fit(), such as test(), would never run again.
-                self._options["resume"] = True
             # Checks them now; that of the fit is made when the optimizers are there.
             Healer(policy, state={}, loss_fn=loss_fn, **self._options)
         self._run: InStep | WholeRun | None = None

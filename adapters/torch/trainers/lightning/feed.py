@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +9,6 @@ from healcore.runtime.data.epoch_reader import EmptyLoader
 from healcore.runtime.healer import Healer
 from healcore.torch.trainers.lightning.progress import Progress
 from healcore.torch.trainers.lightning.train_loader import TrainBatch, TrainLoader
-
-_log = logging.getLogger("healcore")
 
 
 class Feed:
@@ -84,7 +81,6 @@ class Feed:
             had_completed = self._healer.had_completed
             self.nothing_to_do = self._progress.is_complete(had_completed=had_completed)
             if self.nothing_to_do:
-                _log.info("nothing to do: the run in the store completed at this step")
                 raise StopIteration
         if self._batches is None:
             # One iteration over all epochs: a rollback may lead into an earlier one.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from healcore.runtime.driver import json_setting
+
 
 class Progress:
     """The counters of `trainer.fit_loop`, an item of the Healer's state.
@@ -43,6 +45,23 @@ class Progress:
         """Lightning's limits of a fit; -1: none."""
         found = {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
         return {name: -1 if limit is None else limit for name, limit in found.items()}
+
+    @property
+    def run_settings(self) -> dict[str, Any]:
+        """What decides what is learnt: the Trainer's options and the module's `hparams`."""
+        trainer = self._fit.trainer
+        loaders = self._fit._combined_loader
+        sizes = [getattr(each, "batch_size", None) for each in getattr(loaders, "flattened", ())]
+        hparams = getattr(trainer.lightning_module, "hparams", {})
+        found = {
+            **{f"hparams.{name}": value for name, value in hparams.items()},
+            **self._limits(),
+            "batch_size": sizes[0] if len(sizes) == 1 else sizes,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "precision": str(trainer.precision),
+        }
+        plain = {name: json_setting(value) for name, value in found.items()}
+        return {name: value for name, value in plain.items() if value is not None}
 
     def count_left_out(self, length: int) -> None:
         """Before the last of `length` batches: counts those of its epoch that were left out.

@@ -1,0 +1,136 @@
+"""Compares what a program gives a run with what the run was given at its start.
+
+A checkpoint brings back the optimizer's hyperparameters and the schedule, so a changed learning
+rate would have no effect, and a run that had completed would return the old model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from healcore.runtime.driver import Driver
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.rollback.journal import Journal
+
+_SHOWN = 6
+"""Differences that one line names."""
+_LENGTHS = {"max_steps", "max_epochs", "num_train_epochs"}
+"""Settings of a longer run, which trains the same model further."""
+
+
+class RunSettings(NamedTuple):
+    """Settings of one start: name -> a value that JSON can hold."""
+
+    saved: dict[str, Any]
+    """Hyperparameters in the state: a checkpoint replaces the given ones."""
+    given: dict[str, Any]
+    """Settings outside the state, such as the batch size: the given ones take effect."""
+    policy: str
+
+    @classmethod
+    def of(cls, driver: Driver, policy: HostPolicy, state: Any) -> RunSettings:
+        """The settings of a program that has restored nothing yet."""
+        return cls(driver.hyperparameters(), settings_of(state), _named(policy))
+
+
+class SettingsChange(NamedTuple):
+    """How the settings of a start differ from those of the run's start."""
+
+    saved: tuple[str, ...]
+    """`name: saved -> given`, where the saved value stays in force."""
+    given: tuple[str, ...]
+    """The same, where the given value takes effect."""
+    policy: str
+    """The same for the policy, or an empty string."""
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether the model of the run is not the one that these settings would train."""
+        return bool(self.saved or self._of_training)
+
+    @property
+    def _of_training(self) -> list[str]:
+        return [each for each in self.given if each.partition(":")[0] not in _LENGTHS]
+
+    def __str__(self) -> str:
+        parts = [_listed(self.saved, "the saved value stays in force")]
+        parts.append(_listed((*self.given, *filter(None, [self.policy])), "the new one is used"))
+        return "; ".join(filter(None, parts))
+
+
+def settings_of(state: Any) -> dict[str, Any]:
+    """The settings of the trainer that owns the state: name -> value; empty without a trainer."""
+    parts = state.values() if isinstance(state, Mapping) else ()
+    found = [getattr(part, "run_settings", None) for part in parts]
+    return {name: each for some in found if isinstance(some, dict) for name, each in some.items()}
+
+
+def continues_completed(state: Any) -> bool:
+    """Whether a trainer owns the state, which knows itself what is left of a completed run."""
+    parts = state.values() if isinstance(state, Mapping) else ()
+    return any(hasattr(part, "run_settings") for part in parts)
+
+
+def change_since(journal: Journal, now: RunSettings) -> SettingsChange:
+    """The difference from the settings in the journal, if it has any.
+
+    A value that the run's last process ended with is no difference: an optimizer that is used again
+    in the same process has it.
+    """
+    at_start, at_end = journal.state.settings or {}, journal.state.settings_at_end or {}
+
+    def of(kind: str, values: dict[str, Any]) -> tuple[str, ...]:
+        before, last = at_start.get(kind, {}), at_end.get(kind, {})
+        return tuple(
+            f"{name}: {_shown(before[name])} -> {_shown(value)}"
+            for name, value in values.items()
+            if name in before and value != before[name] and value != last.get(name, before[name])
+        )
+
+    policy = at_start.get("policy", now.policy)
+    changed = "" if policy == now.policy else f"policy: {policy} -> {now.policy}"
+    return SettingsChange(of("saved", now.saved), of("given", now.given), changed)
+
+
+def change_of_batch_size(journal: Journal, number: int, loader: Any) -> str:
+    """`batch size: saved -> given` of a loader that has one, or an empty string; records it."""
+    size, settings = getattr(loader, "batch_size", None), journal.state.settings
+    if type(size) is not int or settings is None:
+        return ""
+    sizes = settings.setdefault("batch_sizes", {})
+    before = sizes.get(str(number), size)
+    sizes[str(number)] = size
+    return "" if before == size else f"batch size: {before} -> {size}"
+
+
+def record_start(journal: Journal, now: RunSettings) -> None:
+    """Records the settings in force; the caller writes the journal."""
+    before = journal.state.settings or {}
+    saved = {**now.saved, **before.get("saved", {})}
+    journal.state.settings = {
+        **before,
+        "saved": saved,
+        "given": now.given,
+        "policy": now.policy,
+    }
+
+
+def record_end(journal: Journal, driver: Driver) -> None:
+    """Records the hyperparameters that this process ends with; the caller writes the journal."""
+    journal.state.settings_at_end = {"saved": driver.hyperparameters()}
+
+
+def _named(policy: HostPolicy) -> str:
+    return f"{policy.name} ({(policy.fingerprint or 'unnamed')[:8]})"
+
+
+def _listed(changes: tuple[str, ...], effect: str) -> str:
+    if not changes:
+        return ""
+    more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    return f"{', '.join(changes[:_SHOWN])}{more} ({effect})"
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}"

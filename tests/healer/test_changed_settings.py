@@ -1,0 +1,137 @@
+"""A run that is started again with other hyperparameters says so, and says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from healcore import Healer
+from healcore.jax import protect
+from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.runtime.loop.termination import AlreadyCompleted
+from tests.healer.training_loops import SKIPS
+from tests.healer.run_directory import events
+
+ROWS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+
+
+def fit(
+    folder: Path,
+    *,
+    lr: float = 0.01,
+    batch: int = 2,
+    stop_at: int | None = None,
+    policy: Any = SKIPS,
+    scheduled: bool = True,
+    **options: Any,
+) -> float:
+    """Trains on 40 rows, and returns the learning rate at the end."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    state = {"model": model, "optimizer": optimizer}
+    if scheduled:
+        state["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
+    with Healer(policy, state=state, store=folder, framework="torch", **options) as healer:
+        for rows in healer.batches(DataLoader(ROWS, batch_size=batch)):  # type: ignore[arg-type]
+            loss = model(rows).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduled:
+                state["scheduler"].step()
+            if healer.step == (stop_at or 0) - 1:
+                raise KeyboardInterrupt
+    return optimizer.param_groups[0]["lr"]
+
+
+def warned(folder: Path) -> list[str]:
+    return [event["problem"] for event in events(folder, "problem")]
+
+
+def test_an_interrupted_run_that_is_given_another_learning_rate_says_which_holds(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, stop_at=8)
+    rate = fit(tmp_path, lr=0.5)
+    assert rate < 0.01
+    (line,) = warned(tmp_path)
+    assert "optimizer.lr: 0.01 -> 0.5 (the saved value stays in force)" in line
+    assert "empty directory" in line
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_same_program_again_gives_no_line(tmp_path: Path, scheduled: bool):
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path, stop_at=8, scheduled=scheduled)
+    fit(tmp_path, scheduled=scheduled)
+    assert warned(tmp_path) == []
+
+
+def test_a_completed_run_that_is_given_another_learning_rate_is_not_returned(tmp_path: Path):
+    fit(tmp_path)
+    with pytest.raises(AlreadyCompleted, match="nothing to do"):
+        fit(tmp_path)
+    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.01 -> 0\.5.*Nothing was trained"):
+        fit(tmp_path, lr=0.5)
+    with pytest.raises(AlreadyCompleted, match="nothing to do"):
+        fit(tmp_path)  # the refusal has changed nothing
+
+
+def test_an_optimizer_used_again_in_the_same_process_is_no_change(tmp_path: Path):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for stop_at in (4, 9):
+        state = {"model": model, "optimizer": optimizer}
+        with pytest.raises(KeyboardInterrupt), Healer(SKIPS, state=state, store=tmp_path) as healer:
+            for rows in healer.batches(list(ROWS)):
+                optimizer.param_groups[0]["lr"] = 0.1 / (healer.step + 1)  # a schedule by hand
+                loss = model(rows).square().mean()
+                healer.observe(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if healer.step == stop_at:
+                    raise KeyboardInterrupt
+    assert warned(tmp_path) == []
+
+
+def test_a_changed_batch_size_and_policy_are_named(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, stop_at=8)
+    fit(tmp_path, batch=4, policy="default")
+    lines = warned(tmp_path)
+    assert any("policy: skips (" in line and "-> default (" in line for line in lines)
+    assert any("batch size: 2 -> 4" in line for line in lines)
+
+
+def test_hyperparameters_of_a_jax_state(tmp_path: Path):
+    def run(lr: float, steps: int) -> None:
+        tx = optax.inject_hyperparams(optax.adam)(learning_rate=lr)
+        tx = protect(tx, SKIPS)
+        params = jnp.ones(3)
+        state = (params, tx.init(params))
+        with Healer(SKIPS, state=state, store=tmp_path) as healer:
+            for _ in healer.batches(list(range(6))):
+                params, inner = healer.state
+                updates, inner = tx.update(params, inner, params, value=jnp.sum(params))
+                healer.update((optax.apply_updates(params, updates), inner))
+                if healer.step == steps:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(0.001, 2)
+    with pytest.raises(KeyboardInterrupt):
+        run(0.001, 3)
+    assert warned(tmp_path) == []
+    run(0.5, 10)
+    (line,) = warned(tmp_path)
+    assert "learning_rate: 0.001 -> 0.5 (the saved value stays in force)" in line
+    with pytest.raises(StoreNotEmpty, match="learning_rate: 0.001 -> 0.5"):
+        run(0.5, 10)

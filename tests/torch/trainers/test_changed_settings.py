@@ -1,0 +1,64 @@
+"""A finished cell that is run again with other hyperparameters does not return the old model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.torch import LightningHealingCallback, heal
+from tests.torch.trainers.huggingface.small_runs import trainer as hf_trainer
+from tests.torch.trainers.huggingface.small_runs import weights
+from tests.torch.trainers.lightning.fits import Regression, data
+from tests.torch.trainers.lightning.fits import trainer as lightning_trainer
+
+
+def train_hf(folder: Path, **arguments: Any) -> Any:
+    run = hf_trainer(folder, steps=8, **arguments)
+    healed = heal(run, "default")
+    healed.train()
+    return run
+
+
+def fit(folder: Path, rate: float = 0.05, batch: int = 8, epochs: int = 1) -> Regression:
+    module = Regression(rate)
+    callback = LightningHealingCallback(store=folder)
+    running = lightning_trainer(callback, max_epochs=epochs)
+    running.fit(module, DataLoader(data(), batch_size=batch))
+    return module
+
+
+def test_heal_of_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    first = train_hf(tmp_path)
+    caplog.set_level(logging.INFO, "healcore")
+    caplog.clear()
+    again = train_hf(tmp_path)
+    assert torch.equal(weights(first), weights(again))
+    assert "completed earlier, at step 8: nothing was trained" in caplog.text
+    assert "other settings" not in caplog.text
+    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.01 -> 0\.5 .*Nothing was trained"):
+        train_hf(tmp_path, learning_rate=0.5, weight_decay=0.1)
+    with pytest.raises(StoreNotEmpty, match="per_device_train_batch_size: 4 -> 2"):
+        train_hf(tmp_path, per_device_train_batch_size=2)
+    caplog.clear()
+    longer = train_hf(tmp_path, num_train_epochs=2)
+    assert longer.state.global_step == 16
+    assert "num_train_epochs: 1 -> 2 (the new one is used)" in caplog.text
+
+
+def test_a_fit_of_lightning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    fit(tmp_path)
+    caplog.set_level(logging.INFO, "healcore")
+    caplog.clear()
+    assert fit(tmp_path).seen == []
+    assert "completed earlier, at step 8: nothing was trained" in caplog.text
+    with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.05 -> 0\.5"):
+        fit(tmp_path, rate=0.5)
+    with pytest.raises(StoreNotEmpty, match=r"batch_size: 8 -> 16"):
+        fit(tmp_path, batch=16)
+    assert len(fit(tmp_path, epochs=2).seen) == 8
