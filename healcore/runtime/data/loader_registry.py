@@ -142,6 +142,11 @@ class LoaderRegistry:
         if number in self._entries:
             self._entries[number].in_loop = False
 
+    def at_end(self, number: int | None) -> bool:
+        """See `Cursor.at_end`."""
+        entry = None if number is None else self._entries.get(number)
+        return entry is not None and entry.cursor.at_end
+
     def is_last(self, length: int) -> bool:
         """Whether all batches of an epoch of the loader in use are read or left out.
 

@@ -172,12 +172,16 @@ class Loop:
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
+        self._last_ids: list[BatchId] = []
+        """Ids of the last step's batches."""
         self._current = 0
         """Number of the loader that yielded the last batch."""
         self._generators: HostParts | None = None
         self._resumed_at: int | None = None
         self._open: set[int | None] = set()
         """Numbers of the loaders whose loop has a batch in hand."""
+        self._went_back = False
+        """Whether there was a rollback since the last `after_step`."""
         self.ended_early = False
         """Whether this rank's loop has ended although others go on."""
 
@@ -246,6 +250,17 @@ class Loop:
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
+        self._between_steps(last=last)
+        went_back, self._went_back = self._went_back, False
+        return went_back
+
+    def after_update(self) -> None:
+        """See `Healer.update`. The state that it returns has to be that of the next step."""
+        number = self.loaders.current
+        if not self._between_steps() and number in self._open and self.loaders.at_end(number):
+            self._back_from_the_end(number)
+
+    def _between_steps(self, *, last: bool = False) -> bool:
         self.guard.pause()
         pending = self.driver.poll_step()
         if pending is not None:
@@ -325,7 +340,8 @@ class Loop:
 
     def _push(self, pending: PendingDispatch) -> None:
         """Queues a dispatch, with the batches of the loader that yielded last."""
-        ids = self._ids.get(self._current, [])
+        again = self._last_ids if self._current in self._open else []  # of one batch, two updates
+        self._last_ids = ids = self._ids.get(self._current, again)
         self._ids.clear()  # a step may take batches of several loaders
         self.loaders.stepped(self._current, ids[-1] if ids else None)
         batch = self._batch if self._assesses_batches and ids else None
@@ -373,6 +389,7 @@ class Loop:
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
         """Continues after a rollback to `target`; `request` is that of the state check, if any."""
+        self._went_back = True
         self.step = target
         self._saves.reset(target)
         self._state_check.on_rollback(request)
@@ -381,6 +398,7 @@ class Loop:
         self._assessor.on_rollback(target)
         self.metrics.went_back()
         self._ids.clear()
+        self._last_ids = []
         self.read_engines()
 
     # -- saving ---------------------------------------------------------------------------------

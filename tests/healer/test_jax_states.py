@@ -1,0 +1,155 @@
+"""Loops in JAX that keep the state in a variable of their own, or pass another state to `update`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from healcore.jax import HealStateError
+from healcore.runtime.healer import Healer
+from tests.healer.run_directory import events
+from tests.healer.training_loops import SKIPS, rules
+from tests.jax.driver.small_runs import batch, plain
+
+RULES = rules()
+BAD = 23
+
+
+def healed(loop: Any, tmp_path: Any, policy: Any = RULES, data: Any = range(40), **options: Any):
+    """A run with one bad batch under `loop(healer, run, numbers)`, and its final weights."""
+    run = plain(policy=policy)
+    options = {"store": tmp_path, "save_every": 5, **options}
+    with Healer(policy, state=run.state, **options) as healer:
+        loop(healer, run, data)
+    weights = [np.asarray(leaf) for leaf in jax.tree.leaves(healer.state["params"])]
+    return healer, weights
+
+
+def step(run: Any, state: Any, number: int) -> Any:
+    return run.step(state, batch(number, bad=number == BAD))
+
+
+def from_the_healer(healer: Any, run: Any, numbers: Any) -> None:
+    for number in healer.batches(list(numbers)):
+        healer.update(step(run, healer.state, number))
+
+
+def from_what_update_returns(healer: Any, run: Any, numbers: Any) -> None:
+    state = healer.state
+    for number in healer.batches(list(numbers)):
+        state = healer.update(step(run, state, number))
+
+
+def from_a_variable(healer: Any, run: Any, numbers: Any) -> None:
+    state = healer.state
+    for number in healer.batches(list(numbers)):
+        state = step(run, state, number)
+        healer.update(state)
+
+
+@pytest.mark.parametrize("bad", [BAD, 39])
+def test_a_loop_continues_with_what_update_returns(bad, tmp_path, monkeypatch):
+    """Also if the last batch is the bad one: its rollback comes before the data end."""
+    monkeypatch.setitem(globals(), "BAD", bad)
+    healer, weights = healed(from_what_update_returns, tmp_path / "a")
+    assert (healer.rollbacks, healer.step) == (1, 39)
+    other, expected = healed(from_the_healer, tmp_path / "b")
+    assert (other.rollbacks, other.step) == (1, 39)
+    assert all(np.array_equal(*pair) for pair in zip(weights, expected, strict=True))
+
+
+def test_a_stale_state_is_refused_in_the_next_update(tmp_path):
+    line = r"state = healer\.update\(step\(healer\.state, batch\)\)"
+    with pytest.raises(HealStateError, match=line):
+        healed(from_a_variable, tmp_path)
+    assert len(events(tmp_path, "rollback")) == 1
+    (end,) = events(tmp_path, "end")
+    assert end["ending"] == "exception"
+
+
+def test_without_an_edit_any_variable_will_do(tmp_path):
+    healer, _ = healed(from_a_variable, tmp_path, policy=SKIPS)
+    assert healer.step == 40
+
+
+def test_an_announced_change_is_an_edit_too(tmp_path):
+    def loop(healer: Any, run: Any, numbers: Any) -> None:
+        state = healer.state
+        for number in numbers:
+            state = healer.update(step(run, state, number))
+            if number == 3:
+                healer.expect_change()
+                state = healer.state
+            if number == 5:
+                healer.expect_change()
+
+    with pytest.raises(HealStateError, match="expect_change"):
+        healed(loop, tmp_path, data=range(10))
+
+
+def test_a_loop_without_batches_is_healed(tmp_path):
+    """`update` does all that `batches` and `after_step` do between two steps."""
+
+    def loop(healer: Any, run: Any, numbers: Any) -> None:
+        state = healer.state
+        for number in numbers:
+            state = healer.update(step(run, state, number))
+
+    healer, weights = healed(loop, tmp_path)
+    assert healer.rollbacks == 1
+    assert healer.step < 40, "the steps of the rollback are not repeated"
+    assert len(events(tmp_path, "save")) > 5
+    assert all(np.isfinite(each).all() for each in weights)
+
+
+def test_after_step_tells_of_a_rollback_within_update(tmp_path):
+    told = []
+
+    def loop(healer: Any, run: Any, numbers: Any) -> None:
+        for number in numbers:
+            healer.update(step(run, healer.state, number))
+            told.append(healer.after_step())
+
+    healer, _ = healed(loop, tmp_path)
+    assert told.count(True) == healer.rollbacks == 1
+
+
+def test_a_restored_state_of_the_users_own_is_taken(tmp_path):
+    """A state with an earlier edit number, at the start or between two steps, is no stale one."""
+    kept = []
+
+    def loop(healer: Any, run: Any, numbers: Any) -> None:
+        for number in healer.batches(list(numbers)):
+            if number == 30:
+                healer.update(step(run, jax.tree.map(jnp.copy, kept[0]), number))
+                continue
+            state = healer.update(step(run, healer.state, number))
+            if number == 10:
+                kept.append(jax.tree.map(jnp.copy, state))
+
+    healer, _ = healed(loop, tmp_path / "a")
+    assert healer.rollbacks == 1
+    run = plain(policy=RULES)
+    mine = jax.tree.map(jnp.copy, healer.state)
+    with Healer(RULES, state=mine, store=tmp_path / "b") as other:
+        for number in other.batches([50, 51]):
+            mine = other.update(run.step(mine, batch(number)))
+        assert other.step == 2
+
+
+def test_two_updates_for_one_batch(tmp_path):
+    """Both steps are of that batch, which a rollback for the second one leaves out."""
+
+    def loop(healer: Any, run: Any, numbers: Any) -> None:
+        state = healer.state
+        for number in healer.batches(list(numbers)):
+            state = healer.update(run.step(state, batch(number)))
+            state = healer.update(step(run, state, number))
+
+    healer, _ = healed(loop, tmp_path)
+    assert healer.left_out == {(0, BAD)}
+    assert healer.rollbacks == 1
