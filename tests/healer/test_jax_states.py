@@ -1,4 +1,4 @@
-"""Loops in JAX that keep the state in a variable of their own, or pass another state to `update`."""
+"""Loops in JAX that keep the state in a variable, or pass another state to `update`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from healcore.jax import HealStateError
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
-from tests.healer.training_loops import SKIPS, rules
+from tests.healer.training_loops import rules
 from tests.jax.driver.small_runs import batch, plain
 
 RULES = rules()
@@ -72,8 +72,8 @@ def test_a_stale_state_is_refused_in_the_next_update(tmp_path):
 
 
 def test_without_an_edit_any_variable_will_do(tmp_path):
-    healer, _ = healed(from_a_variable, tmp_path, policy=SKIPS)
-    assert healer.step == 40
+    healer, _ = healed(from_a_variable, tmp_path, data=range(BAD))
+    assert healer.step == BAD
 
 
 def test_an_announced_change_is_an_edit_too(tmp_path):

@@ -88,6 +88,10 @@ class Loop:
         self.finalizer: weakref.finalize[..., Loop] | None = None
         """Cleans up if the `with` block of the Healer is never left."""
         self.step = 0
+        self.steps_taken = 0
+        """Steps of this process, those that a rollback has undone included."""
+        self.polled = False
+        """The loop has called `batches`, `after_step` or `update`."""
         self.had_completed = False
         """The run in the store had completed, and this process has its last state."""
         self.began = time.monotonic()
@@ -262,6 +266,7 @@ class Loop:
 
     def _between_steps(self, *, last: bool = False) -> bool:
         self.guard.pause()
+        self.polled = True
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
@@ -347,6 +352,7 @@ class Loop:
         batch = self._batch if self._assesses_batches and ids else None
         self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
+        self.steps_taken += pending.count
         self._saves.count(pending.count)
         self.guard.stepped(self.step)
         self.last_state.after_step()
@@ -447,6 +453,11 @@ class Loop:
         """
         ended = self.loaders.end_of_current() if self.ended_early else {}
         return {**ended, **{number: ids[0] for number, ids in self._ids.items() if ids}}
+
+    @property
+    def left_by_break(self) -> str:
+        """Where a `break` has left the loop before the end of the epochs asked for, or ""."""
+        return self.loaders.left_at()
 
     @property
     def resumed_here(self) -> bool:
