@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from healcore import StateMismatch
 from healcore.jax import HealStateError
+from healcore.jax.driver import JaxDriver
+from healcore.jax.store import OrbaxStore
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
 from tests.healer.training_loops import rules
@@ -153,3 +156,83 @@ def test_two_updates_for_one_batch(tmp_path):
     healer, _ = healed(loop, tmp_path)
     assert healer.left_out == {(0, BAD)}
     assert healer.rollbacks == 1
+
+
+def changed(state: Any, how: str) -> Any:
+    params = state["params"]
+    if how == "dtype":
+        params = {**params, "hidden": params["hidden"].astype(jnp.bfloat16)}
+    if how == "shape":
+        params = {**params, "hidden": jnp.zeros((4, 5))}
+    if how == "missing":
+        params = {"hidden": params["hidden"]}
+    if how == "more":
+        params = {**params, "ema": jnp.zeros(3)}
+    return (state, 0.5) if how == "tuple" else {**state, "params": params}
+
+
+FOUND = {
+    "dtype": r"state\['params'\]\['hidden'\] is bfloat16\(4, 3\), and was float32\(4, 3\)",
+    "shape": r"state\['params'\]\['hidden'\] is float32\(4, 5\), and was float32\(4, 3\)",
+    "missing": r"state\['params'\]\['out'\]\['w'\] is missing, and was float32\(3, 1\)",
+    "more": r"state\['params'\]\['ema'\] is float32\(3,\), and was not there",
+    "tuple": r"element 0 is the state: write `state, loss = step\(",
+    "none": r"update takes the state that the step returns, got None: does the step have its",
+}
+
+
+@pytest.mark.parametrize("how", FOUND)
+def test_another_state_is_refused_before_it_is_taken(how, tmp_path):
+    def loop(healer: Any, run: Any, numbers: Any) -> None:
+        for number in healer.batches(list(numbers)):
+            new = step(run, healer.state, number)
+            if number == 7:
+                given = None if how == "none" else changed(new, how)
+                with pytest.raises(HealStateError, match=FOUND[how]):
+                    healer.update(given)
+            healer.update(new)
+
+    healer, _ = healed(loop, tmp_path, data=range(BAD))
+    assert healer.step == BAD
+
+
+def test_a_number_may_become_an_array():
+    """As the `step` of a TrainState does in a compiled step."""
+    run = plain(policy=RULES)
+    with Healer(RULES, state={**run.state, "count": 0}) as healer:
+        for number in healer.batches(range(3)):
+            state = step(run, {**healer.state, "count": jnp.asarray(number)}, number)
+            healer.update(state)
+
+
+def test_a_restart_uses_the_older_checkpoint_that_fits(tmp_path):
+    """Arrays in place of those of the checkpoint, as older releases let `update` take them."""
+    run = plain(policy=RULES)
+    shapes = {"hidden": (4, 3), "wider": (4, 5)}
+
+    def state_with(extra: str) -> Any:
+        return {**plain(policy=RULES).state, "extra": jnp.zeros(shapes[extra])}
+
+    def train(state: Any, steps: int) -> int:
+        options = {"store": tmp_path, "save_every": 5, "resume": True}
+        with Healer(RULES, state=state, **options) as healer:
+            start = healer.step
+            for number in healer.batches(range(100), epochs=None):
+                if healer.step >= steps:
+                    break
+                healer.update(step(run, healer.state, number + 1000))
+        return start
+
+    assert train(state_with("hidden"), 10) == 0
+    with pytest.raises(StateMismatch, match=rf"step 10 in {tmp_path} does not fit.*extra"):
+        train(state_with("wider"), 20)
+    other = OrbaxStore(tmp_path)
+    driver = JaxDriver(jax.tree.map(jnp.copy, state_with("wider")), RULES)
+    newest = max(each.step for each in other.steps())
+    healing = other.restore(newest, JaxDriver(state_with("hidden"), RULES).items()).healing
+    other.save(newest + 5, driver.items(), healing=healing)
+    other.wait()
+    assert train(state_with("hidden"), 20) == newest
+    (problem,) = [each["problem"] for each in events(tmp_path, "problem")][-1:]
+    assert f"step {newest + 5} in {tmp_path} does not fit" in problem
+    assert f"resumes from the older checkpoint of step {newest}, which fits" in problem

@@ -90,6 +90,7 @@ class JaxDriver:
             return
         before, self._accessor.state = self._accessor.state, state
         try:
+            self._layout.check(self._accessor.read())
             states = self._states()
             if self._edit_is_new:  # a sync, in the first update after an edit only
                 self._edit_is_new = any(each != self._edit for each in in_state.edits(states))

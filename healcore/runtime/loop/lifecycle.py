@@ -139,6 +139,9 @@ def _resume(loop: Loop) -> None:
     except NoGoodCheckpoint as error:
         raise no_usable_checkpoint(journal, saves, loop.rollbacks.damage) from error
     loop.set_restored(step, generators)
+    for error in loop.rollbacks.unfit:
+        loop.warn(f"{error}. The run resumes from the older checkpoint of step {step}, which fits")
+        unknown.add(error.step)
     # Otherwise the run would treat it as one of its own once it has passed its step.
     loop.checkpoints.quarantine([at for at in unknown if at > step], now=step)
     last = journal.state.last_rollback
@@ -443,13 +446,13 @@ def _shortfall(loop: Loop) -> BaseException | None:
             f"batches were read). Write `{write}`. Nothing was trained: the next start begins at "
             f"step {loop.step}"
         )
-    left_out = loop.loaders.left_out_count
+    left_out = loop.steps_left_out
     skipped, total = loop.ledger.skips - loop.ledger.undone_skips, loop.step + left_out
     if not loop.policy.observes and 2 * (skipped + left_out) > total:
         try:
             loop.stop(
                 "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps {skipped} were skipped, and the batches of {left_out} left out"
+                f"{total} steps, {skipped} were skipped and {left_out} had their batches left out"
             )
         except RunStopped as stop:
             return stop

@@ -455,6 +455,11 @@ class Loop:
         return {**ended, **{number: ids[0] for number, ids in self._ids.items() if ids}}
 
     @property
+    def steps_left_out(self) -> int:
+        """Steps, about, whose batches are left out."""
+        return self.loaders.left_out_count // max(1, len(self._last_ids))
+
+    @property
     def left_by_break(self) -> str:
         """Where a `break` has left the loop before the end of the epochs asked for, or ""."""
         return self.loaders.left_at()

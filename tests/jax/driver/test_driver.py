@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from healcore.jax import HealStateError
+from healcore.jax import HealStateError, with_heal_state, without_heal_state
 from healcore.jax.driver import JaxDriver
 from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
 
@@ -107,12 +107,26 @@ def test_updates_of_several_steps_are_none_of_this():
     assert handle.read()[0].step == 6
 
 
-def test_only_the_first_step_after_it_is_looked_at():
-    """Starting the optimizer again later, on purpose, is allowed."""
+@pytest.mark.parametrize("every_step", [True, False])
+def test_a_fresh_optimizer_state_in_the_loop_is_noticed(every_step):
+    """A call of `tx.init` within the loop; one that keeps the healing state is allowed."""
     run = plain()
-    driver, _ = went_back(run)
-    advance(driver, run, [batch(2)])
-    begun = plain().state["opt_state"]
-    driver.update({**driver.state, "opt_state": begun})
-    (handle,) = advance(driver, run, [batch(3)])
-    assert handle.read()[0].step == 1
+    driver = JaxDriver(run.state, POLICY)
+
+    def restarted() -> Any:
+        return {**driver.state, "opt_state": jax.tree.map(jnp.copy, run.state["opt_state"])}
+
+    run = run._replace(state=jax.tree.map(jnp.copy, run.state))
+    handles = advance(driver, run, [batch(i) for i in range(3)])
+    kept = with_heal_state(without_heal_state(restarted()), like=driver.state)
+    driver.update(run.step(kept, batch(3)))
+    handles.append(driver.poll_step())
+    assert [handle.read()[0].step for handle in handles] == [1, 2, 3, 4]
+    driver.update(run.step(restarted(), batch(4)))
+    handle = driver.poll_step()
+    if every_step:
+        driver.update(run.step(restarted(), batch(5)))
+        handle = driver.poll_step()
+    assert handle is not None
+    with pytest.raises(HealStateError, match=r'of "opt_state" has begun again.*tx\.init\(params\)'):
+        handle.read()
