@@ -34,6 +34,7 @@ __all__ = [
     "Healer",
     "HealerError",
     "IncidentContext",
+    "IncompleteRun",
     "Interrupted",
     "JournalError",
     "Keep",

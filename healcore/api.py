@@ -23,6 +23,7 @@ from healcore.runtime.incidents.hooks import IncidentContext as IncidentContext
 from healcore.runtime.loop.setup import StoreNotEmpty as StoreNotEmpty
 from healcore.runtime.loop.termination import AlreadyCompleted as AlreadyCompleted
 from healcore.runtime.loop.termination import EndRequested as EndRequested
+from healcore.runtime.loop.termination import IncompleteRun as IncompleteRun
 from healcore.runtime.loop.termination import Interrupted as Interrupted
 from healcore.runtime.loop.termination import LastStateNotSaved as LastStateNotSaved
 from healcore.runtime.loop.termination import RunStopped as RunStopped

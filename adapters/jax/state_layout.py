@@ -19,7 +19,7 @@ from jax import lax
 from healcore.core import step_record, tree
 from healcore.core.engine import Engine
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of this layout."""
 STEPS = 32
 """Steps whose records are kept by default."""
@@ -46,6 +46,9 @@ class Header(NamedTuple):
     """1 as soon as there was a finite loss."""
     orders: Any
     """Number of steps with an order so far."""
+    edit: Any
+    """Number of the Healer's last edit of the state. A step keeps it, so a state that was computed
+    from one before the edit has another number."""
 
 
 _ENGINE = len(Header._fields)
@@ -69,7 +72,7 @@ class StateLayout:
     def __init__(self, engine: Engine, groups: int) -> None:
         self.template = engine.init(groups=groups)
         high, low = _fingerprint_ints(engine.fingerprint)
-        self.header = Header(*(np.int32(each) for each in (SCHEMA, high, low, 0, 0)))
+        self.header = Header(*(np.int32(each) for each in (SCHEMA, high, low, 0, 0, 0)))
         leaves = dict(_named(self.template, ""))
         self._names = list(leaves)
         floats = {name: leaf for name, leaf in leaves.items() if leaf.dtype == np.float32}
@@ -116,9 +119,17 @@ def step(ints: Any) -> Any:
 
 def with_change_expected(ints: Any) -> jax.Array:
     """The integers with the engine's flag set that a change is expected."""
-    flag = np.zeros(ints.shape[-1], np.int32)
-    flag[_ENGINE + _HEAD.index(_CHANGE_EXPECTED)] = 1
-    return ints | flag  # an indexed update fails outside of jit on a mesh of several processes
+    return _with(ints, _ENGINE + _HEAD.index(_CHANGE_EXPECTED), 1)
+
+
+def with_edit(ints: Any, number: int) -> jax.Array:
+    """The integers with the number of an edit."""
+    return _with(ints, Header._fields.index("edit"), number)
+
+
+def _with(ints: Any, index: int, value: int) -> jax.Array:
+    # An indexed update fails outside of jit on a mesh of several processes.
+    return jnp.where(np.arange(ints.shape[-1]) == index, np.int32(value), ints)
 
 
 def head(floats: Any, ints: Any) -> dict[str, Any]:

@@ -323,9 +323,30 @@ class Healer(Generic[State]):
         method = self._driver_method("observe_eval", "in JAX pass eval_loss=... to tx.update")
         method(eval_loss, optimizer)
 
-    def update(self, state: State | None = None) -> None:
-        """JAX: passes the state after the step; None for nnx objects, which change in place."""
+    def update(self, state: State | None = None) -> State:
+        """JAX: passes the state after the step, and does everything that happens between two steps.
+
+            for batch in healer.batches(loader):
+                state = healer.update(step(state, batch))  # the step may donate its state
+
+        A loop that does not take its batches from `batches` needs no `after_step`.
+
+        Args:
+            state: what the step has returned, in the structure that the run began with; None for
+                nnx objects, which change in place.
+
+        Returns:
+            `state`, the state from which the next step has to start: after a rollback, a declined
+            order or `expect_change` it is not the one that was passed.
+
+        Raises:
+            HealStateError: `state` has another structure, shape or dtype, or was computed from a
+                state before the last rollback, declined order or `expect_change`.
+            RunStopped, Terminated, EndRequested: as in `batches`.
+        """
         self._driver_method("update", "in torch the state changes in place")(state)
+        self._live.after_update()
+        return self.state
 
     @property
     def state(self) -> State:

@@ -13,7 +13,7 @@ from healcore import policy as policies
 from healcore.core.verdict import Action
 from healcore.jax import store as jax_stores
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
+from healcore.runtime.loop.termination import IncompleteRun, LastStateNotSaved, RunStopped
 from healcore.torch import store as torch_stores
 from tests.healer.run_directory import events, events_of
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
@@ -111,9 +111,11 @@ def test_two_optimizers_are_one_run(tmp_path):
 
 def test_a_loop_that_never_steps_is_reported(tmp_path):
     loop = loop_of("jax", policy=rules())
-    with Healer(rules(), state=loop.state, store=tmp_path) as healer:
-        for number in healer.batches(range(150)):
-            loop.step(None, number)  # the Healer never hears of it
+    healer = Healer(rules(), state=loop.state, store=tmp_path).__enter__()
+    for number in healer.batches(range(150)):
+        loop.step(None, number)  # the Healer never hears of it
+    with pytest.raises(IncompleteRun, match=r"healer\.update"):
+        healer.__exit__(None, None, None)
     assert any("healer.update" in event["problem"] for event in events(tmp_path, "problem"))
 
 
@@ -122,7 +124,7 @@ def test_used_where_it_cannot_be():
     healer = Healer(rules(), state=loop.state)
     with pytest.raises(RuntimeError, match="with Healer"):
         healer.observe(1.0)
-    with healer, pytest.raises(RuntimeError, match="other framework"):
+    with pytest.raises(IncompleteRun), healer, pytest.raises(RuntimeError, match="other framework"):
         healer.update(None)
     with pytest.raises(RuntimeError, match="over"):
         next(healer.batches([1]))

@@ -177,5 +177,5 @@ def test_nonfinite_ok_reaches_a_store_that_was_given(tmp_path):
     from healcore.torch.store import DCPStore
 
     store = DCPStore(tmp_path, nonfinite_ok=["model.a"])
-    with Healer(rules(), state=loop_of("torch").state, store=store, nonfinite_ok=["model.b"]):
-        assert store.nonfinite_ok == ("model.a", "model.b")
+    Healer(rules(), state=loop_of("torch").state, store=store, nonfinite_ok=["model.b"]).__enter__()
+    assert store.nonfinite_ok == ("model.a", "model.b")

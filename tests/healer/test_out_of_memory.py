@@ -126,14 +126,14 @@ def test_a_batch_of_another_kind_has_a_size_of_its_own():
     data = [torch.ones(8, 2), np.ones((8, 2), np.float32)]
     model = nn.Linear(2, 1)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    with healcore.Healer(state=state) as healer:
-        for part in healer.microbatches({"x": data[0]}):
-            with part:
-                memory.use(len(part.batch["x"]))
-        memory.fits = 8
-        for part in healer.microbatches({"x": data[0], "y": data[1]}):
-            with part:
-                memory.use(len(part.batch["x"]))
+    healer = healcore.Healer(state=state).__enter__()
+    for part in healer.microbatches({"x": data[0]}):
+        with part:
+            memory.use(len(part.batch["x"]))
+    memory.fits = 8
+    for part in healer.microbatches({"x": data[0], "y": data[1]}):
+        with part:
+            memory.use(len(part.batch["x"]))
     assert memory.sizes == [4, 4, 8]
 
 
@@ -239,6 +239,7 @@ def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
         for part in healer.microbatches(torch.ones(8, 2)):
             with part:
                 memory.use(len(part.batch))
+        healer.after_step()
     assert memory.sizes == [4, 4]
 
 
@@ -258,6 +259,7 @@ def test_an_optimizer_that_accumulates_over_more_batches(out_of_memory):
             for part in healer.microbatches(torch.ones(8, 2)):
                 with part:
                     memory.use(len(part.batch))
+        healer.after_step()
     assert "there were gradients before its first part" in note_of(out_of_memory)
 
 
@@ -280,8 +282,8 @@ def test_a_part_that_is_not_entered():
     model = nn.Linear(2, 1)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     with (
-        healcore.Healer(state=state) as healer,
         pytest.raises(MicrobatchError, match="`with part:`"),
+        healcore.Healer(state=state) as healer,
     ):
         for _ in healer.microbatches(torch.ones(8, 2)):
             pass

@@ -10,6 +10,7 @@ import torch
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.setup import AlreadyCompleted, StoreNotEmpty
 from healcore.runtime.loop.termination import (
+    IncompleteRun,
     LastStateNotSaved,
 )
 from healcore.runtime.store import SaveFailed, StateMismatch
@@ -176,6 +177,7 @@ def test_two_runs_in_one_directory(tmp_path):
 
     first, second = loop_of("torch"), loop_of("torch")
     with (
+        pytest.raises(IncompleteRun),
         Healer(rules(), state=first.state, store=tmp_path),
         pytest.raises(StoreInUse, match="another directory"),
     ):

@@ -20,8 +20,8 @@ INTERNAL = {
 }  # fmt: skip
 HOMES = ("healcore", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {
-    "RunStopped", "AlreadyCompleted", "EndRequested", "LastStateNotSaved", "Terminated",
-    "Interrupted",
+    "RunStopped", "AlreadyCompleted", "EndRequested", "IncompleteRun", "LastStateNotSaved",
+    "Terminated", "Interrupted",
 }  # fmt: skip
 
 

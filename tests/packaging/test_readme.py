@@ -70,7 +70,7 @@ def test_healer_snippet(tmp_path, monkeypatch):
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
-        "loader": [torch.ones(4, 3), *[bad] * 12, torch.ones(4, 3)],
+        "loader": [*[torch.ones(4, 3)] * 12, *[bad] * 12, torch.ones(4, 3)],
     }
     exec(snippet("Healer("), scope)
     assert torch.isfinite(model.weight).all()

@@ -36,6 +36,7 @@ SURFACE = {
         "JournalError",
         "Keep",
         "LastGoodKept",
+        "IncompleteRun",
         "LastStateNotSaved",
         "MicrobatchError",
         "MissingExtraError",

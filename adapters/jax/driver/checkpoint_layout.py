@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from healcore.jax.state import map_nodes, nodes
+from healcore.jax.state import HealStateError, map_nodes, nodes
 from healcore.jax.state_transfer import with_heal_state, without_heal_state
 from healcore.runtime.store.errors import StateMismatch
 
@@ -24,6 +24,8 @@ STATE = "state"
 SIDE_STATE = "healcore.side_state"
 _PROTECT = ("heal_update_norm", "heal_reset_moments")
 """Fields of `ProtectState` that belong to the parameters and moments, not to the engine."""
+_SHOWN = 3
+"""Differences that a message names."""
 
 
 class CheckpointLayout:
@@ -32,6 +34,40 @@ class CheckpointLayout:
     def __init__(self, tree: Any, *, named: bool) -> None:
         self._named = named
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
+        self._forms = _forms(tree)
+        self._checked: tuple[Any, list[Any]] | None = None
+        """Structure and abstract values of the last state that fitted."""
+
+    def check(self, tree: Any) -> None:
+        """Raises HealStateError unless a state has the leaves, shapes and dtypes of the first state.
+
+        A compiled step returns the same `aval` objects every time, which are compared first.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        avals = [getattr(leaf, "aval", None) or _form(_as_saved(leaf)) for leaf in leaves]
+        found = structure, avals
+        if found == self._checked:
+            return
+        forms, wanted = _forms(tree), self._forms
+        for index, part in enumerate(tree if isinstance(tree, tuple) else ()):
+            if _forms(part) == wanted:
+                raise HealStateError(
+                    f"update takes the state alone, got a tuple whose element {index} is the state:"
+                    " write `state, loss = step(healer.state, batch); healer.update(state)`"
+                )
+        wrong = [
+            f"state{path} is {forms.get(path, 'missing')}, and was {wanted.get(path, 'not there')}"
+            for path in {**wanted, **forms}
+            if forms.get(path) != wanted.get(path)
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise HealStateError(
+                "update takes the state in the structure, shapes and dtypes that the run began "
+                f"with: {'; '.join(wrong[:_SHOWN])}{more}. Nothing was saved or replaced: return "
+                "the whole state from the step, and cast what has changed, x.astype(old.dtype)"
+            )
+        self._checked = found
 
     def items(self, tree: Any) -> dict[str, Any]:
         """The items of a state by their names."""
@@ -139,6 +175,12 @@ def _emptied(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
 
 def _is_kept(path: tuple[Any, ...]) -> bool:
     return bool(path) and getattr(path[-1], "name", None) in _PROTECT
+
+
+def _forms(tree: Any) -> dict[str, str]:
+    """The form of each leaf, by its path."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {keystr(path): _form(_as_saved(leaf)) for path, leaf in found}
 
 
 def _is_number(leaf: Any) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.jax import moments, state_layout
+from healcore.jax import moments
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.checkpoint_layout import CheckpointLayout, as_live
 from healcore.jax.driver.gradient_window import GradientWindow
@@ -49,7 +49,6 @@ class JaxDriver:
         self._engines = in_state.find(tree, self._accessor.trained(), self._engine)
         self._layout = CheckpointLayout(tree, named=self._accessor.named)
         self._not_finite = _not_finite(tree)
-        self._restore_point: RestorePoint | None = None
         self._step: Dispatch | None = None
         self._stride: int | None = None
         """Steps of one dispatch, once known."""
@@ -63,6 +62,10 @@ class JaxDriver:
         self.warnings: list[str] = []
         self._on_step: Callable[[], None] = lambda: None
         self._remember_step()
+        self._edit = max(in_state.edits(self._states()))
+        """Number of the last edit of the state, by a rollback, a declined order, ..."""
+        self._edit_is_new = False
+        """No `update` has shown yet that the loop continues from the edited state."""
 
     # -- the training loop ------------------------------------------------------------------------
 
@@ -75,19 +78,25 @@ class JaxDriver:
         """Takes the state that a step has returned; None where nnx objects were updated in place.
 
         Raises:
-            HealStateError: the healing state has moved, or the step did not start from the restored
-                state. The old state stays.
+            HealStateError: it is no state of this run, or was computed from one before the Healer's
+                last edit. The old state stays.
         """
         self._on_step()
         if state is None:
+            if not self._accessor.in_place:
+                raise HealStateError(
+                    "update takes the state that the step returns, got None: does the step have "
+                    f"its `return`? Write `{_LINE}`"
+                )
             return
         before, self._accessor.state = self._accessor.state, state
         try:
-            counters = _counter_arrays(self._states())
-            # A sync, in the first step after a rollback only.
-            point = self._restore_point
-            if point is not None and point.has_advanced([state_layout.step(i) for i in counters]):
-                self._restore_point = None
+            self._layout.check(self._accessor.read())
+            states = self._states()
+            if self._edit_is_new:  # a sync, in the first update after an edit only
+                self._edit_is_new = any(each != self._edit for each in in_state.edits(states))
+                if self._edit_is_new:
+                    raise HealStateError(_STALE)
         except HealStateError:
             self._accessor.state = before
             raise
@@ -140,7 +149,7 @@ class JaxDriver:
         def zeroed(leaf: Any) -> Any:
             return as_live(jnp.zeros_like(leaf), leaf)
 
-        self._accessor.write(moments.reset(self._accessor.read(), zeroed))
+        self._edit_state(moments.reset(self._accessor.read(), zeroed))
 
     def moments_obstacle(self) -> str:
         """Names an array of the optimizers whose first value is not known."""
@@ -174,11 +183,11 @@ class JaxDriver:
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        self._edit_healing(in_state.with_change_expected(self._accessor.read()))
+        self._edit_state(in_state.with_change_expected(self._accessor.read()))
 
     def decline(self, *, cut: bool = False) -> None:
         """Reports to every engine that the rollback it ordered is not carried out."""
-        self._edit_healing(in_state.declined(self._engine, self._accessor.read(), cut=cut))
+        self._edit_state(in_state.declined(self._engine, self._accessor.read(), cut=cut))
 
     def interrupted(self) -> bool:
         """Whether the last step has failed because another process did not take it. A sync then.
@@ -317,19 +326,19 @@ class JaxDriver:
         return [in_state.at(roots, each.path) for each in self._engines]
 
     def _put(self, tree: Any) -> None:
-        """Makes the tree the live state, from which the next step has to start. A sync."""
-        ahead = self._readback.steps()
-        self._accessor.write(tree)
+        """Makes the tree the live state; a step that was not polled yet is dropped."""
+        self._edit_state(tree)
         self._remember_step()
-        stride = None if self._step is None else self._step.moved()
-        self._restore_point = RestorePoint(self._readback.steps(), ahead, stride)
 
     def _all_polled(self, counters: list[Any]) -> bool:
         return all(now is then for now, then in zip(counters, self._last_counters, strict=True))
 
-    def _edit_healing(self, tree: Any) -> None:
-        """Makes the tree, with an edited healing state, the live state; the edit is no step."""
+    def _edit_state(self, tree: Any) -> None:
+        """Makes the tree the live state, from which the next step has to start; it is no step."""
         all_polled = self._all_polled(_counter_arrays(self._states()))
+        if not self._accessor.in_place:
+            self._edit, self._edit_is_new = self._edit + 1, True
+            tree = in_state.with_edit(tree, self._edit)
         self._accessor.write(tree)
         if all_polled:  # otherwise `poll_step` has to see the step before the edit
             self._last_counters = _counter_arrays(self._states())
@@ -340,34 +349,13 @@ class JaxDriver:
         self._last_counters = _counter_arrays(states)
 
 
-class RestorePoint(NamedTuple):
-    """The engines' step counters when a state was restored: int arrays, one element per engine."""
-
-    start: np.ndarray
-    """In the restored state."""
-    ahead: np.ndarray
-    """In the state that it replaced."""
-    stride: np.ndarray | None
-    """Steps of the last update before; None: not known yet."""
-
-    def has_advanced(self, steps: Sequence[Any]) -> bool:
-        """Whether the update that led to these counters has judged a step. A sync.
-
-        HealStateError if the update did not start from the restored state.
-        """
-        moved = np.asarray(jax.device_get(list(steps))) - self.start
-        elsewhere = moved < 0
-        if self.stride is not None:
-            # An update of the replaced state leads to its counters or beyond, and that is more than
-            # one update away from the restored state.
-            farther = moved > np.maximum(self.stride, 1)
-            elsewhere |= farther & (moved + self.start >= self.ahead)
-        if elsewhere.any():
-            raise HealStateError(
-                "this state does not come from the one that was restored: after a rollback or a "
-                "resume take the next step from healer.state, not from a variable of your own"
-            )
-        return bool(moved.any())
+_LINE = "state = healer.update(step(healer.state, batch))"
+_STALE = (
+    "this state was computed from one before the Healer changed it: a rollback, a resume, a "
+    f"declined order or expect_change() has made a new healer.state. Write `{_LINE}`, and take no "
+    "step from a variable that is older. For a state that you have restored yourself: "
+    "with_heal_state(without_heal_state(mine), like=healer.state)"
+)
 
 
 def _never() -> bool:

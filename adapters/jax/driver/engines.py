@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from healcore.core.engine import Engine
 from healcore.jax import state as heal_state
 from healcore.jax import state_layout
 from healcore.jax.driver.checkpoint_layout import as_live
+from healcore.jax.driver.state_accessor import value
 from healcore.jax.gradients import is_gradient
 from healcore.jax.lr import ScaleByHealLrState
 from healcore.jax.state import (
@@ -116,10 +117,23 @@ def loaded(
 
 def with_change_expected(tree: Any) -> Any:
     """The tree with every engine's grace window opened."""
+    return _with_ints(state_layout.with_change_expected, tree)
 
+
+def with_edit(tree: Any, number: int) -> Any:
+    """The tree with the number of the Healer's last edit in every engine."""
+    return _with_ints(lambda ints: state_layout.with_edit(ints, number), tree)
+
+
+def edits(states: Sequence[HealState]) -> list[int]:
+    """The number of the last edit in each state. A sync."""
+    found = [state_layout.header(value(each.heal_ints)).edit for each in states]
+    return [int(each) for each in jax.device_get(found)]
+
+
+def _with_ints(change: Callable[[Any], jax.Array], tree: Any) -> Any:
     def one(state: HealState) -> HealState:
-        ints = as_live(state_layout.with_change_expected(state.heal_ints), state.heal_ints)
-        return state._replace(heal_ints=ints)
+        return state._replace(heal_ints=as_live(change(state.heal_ints), state.heal_ints))
 
     return map_nodes(HealState, one, tree)
 

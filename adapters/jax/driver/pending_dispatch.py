@@ -20,7 +20,7 @@ from healcore.core.step_record import StepRecord
 from healcore.jax import state_layout
 from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.state_accessor import value
-from healcore.jax.state import HealState
+from healcore.jax.state import HealState, HealStateError
 from healcore.jax.state_layout import StepCounts, last_record, records_between
 
 
@@ -103,8 +103,12 @@ class Dispatch:
 
         An engine that has judged more (a critic's five updates for one of the generator) has
         several records in a step.
+
+        HealStateError if an engine has begun again, as a fresh `tx.init` makes it.
         """
         if self._steps is None:
+            for each in zip(self._engines, self._before.read(), self._after.read(), strict=True):
+                self._check_continues(*each)
             self._steps = [[] for _ in range(self._count_steps())]
             for each in zip(self._engines, self._before.read(), self._after.read(), strict=True):
                 self._add(*each, self._steps)
@@ -112,6 +116,19 @@ class Dispatch:
 
     def _count_steps(self) -> int:
         return min((int(moved) for moved in self.moved() if moved > 0), default=1)
+
+    def _check_continues(self, engine: EngineEntry, before: Readback, after: Readback) -> None:
+        now = after.counts.steps
+        moved = now - before.counts.steps
+        # A step that was not judged leaves the norms as they are.
+        other = before.norms.tobytes() != after.norms.tobytes()
+        if moved < 0 <= self.count - now or (moved == 0 and other):
+            raise HealStateError(
+                f'the optimizer state of "{engine.name}" has begun again, with step {now} after '
+                f"step {before.counts.steps}: tx.init(params) within the loop loses the moments, "
+                "the detectors and the budgets. Call it once, before the Healer. To restart the "
+                "moments on purpose: with_heal_state(without_heal_state(tx.init(params)), like=old)"
+            )
 
     def _add(
         self, engine: EngineEntry, before: Readback, after: Readback, steps: list[list[StepRecord]]

@@ -159,6 +159,22 @@ class Cursor:
         ended, following = self._reader.ended, self._reader.next_id
         return None if ended is None or following != BatchId(ended.epoch + 1, 0) else ended
 
+    @property
+    def at_end(self) -> bool:
+        """Whether no batch is to come; False also if the loader has no length."""
+        length, last = self._reader.length, self._until is not None and self._until - 1
+        return length is not None and self._reader.epoch == last and self.is_last(length)
+
+    def left_at(self) -> str:
+        """Where the cursor is before the last batch, for a sentence; "" at the end or without one.
+
+        There is no end without a number of epochs or without a length of the loader.
+        """
+        (epoch, index), length = self._reader.next_id, self._reader.length
+        if length is None or self._until is None or epoch >= self._until or self.at_end:
+            return ""
+        return f"a `break` in epoch {epoch}, before batch {index} of {length},"
+
     def is_last(self, length: int) -> bool:
         """Whether no batch of this epoch, which has `length` batches, is to come.
 

@@ -113,12 +113,17 @@ class EpochReader:
         self.index += 1
         return batch
 
+    @property
+    def length(self) -> int | None:
+        """Batches of an epoch, as the loader says, or None."""
+        try:
+            return len(self._loader)
+        except TypeError:
+            return None
+
     def should_have(self, index: int) -> bool:
         """Whether an epoch has a batch of this index, by the loader's length; True without one."""
-        try:
-            return index < len(self._loader)
-        except TypeError:
-            return True
+        return self.length is None or index < self.length
 
     def position(self) -> Position:
         """The position with the state to return to; may raise anything that the loader raises."""

@@ -142,6 +142,21 @@ class LoaderRegistry:
         if number in self._entries:
             self._entries[number].in_loop = False
 
+    def at_end(self, number: int | None) -> bool:
+        """See `Cursor.at_end`."""
+        entry = None if number is None else self._entries.get(number)
+        return entry is not None and entry.cursor.at_end
+
+    def left_at(self) -> str:
+        """Where a `break` has left the loop before its last batch, for a sentence, or ""."""
+        entry = None if self.current is None else self._entries[self.current]
+        return entry.cursor.left_at() if entry is not None and entry.in_loop else ""
+
+    @property
+    def left_out_count(self) -> int:
+        """Number of batches, of all loaders, that are left out."""
+        return sum(map(len, self._left_out.values()))
+
     def is_last(self, length: int) -> bool:
         """Whether all batches of an epoch of the loader in use are read or left out.
 

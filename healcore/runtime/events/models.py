@@ -38,7 +38,7 @@ class Ending(enum.StrEnum):
     SIGNAL = "signal"
     INTERRUPTED = "interrupted"
     REQUESTED = "requested"
-    """By a stop file."""
+    """By a stop file, or by a `break` before the end of the epochs that the loop asked for."""
     KILLED = "killed"
 
 

@@ -35,6 +35,7 @@ from healcore.runtime.loop.run_settings import (
 )
 from healcore.runtime.loop.termination import (
     EndRequested,
+    IncompleteRun,
     Interrupted,
     LastStateNotSaved,
     RunStopped,
@@ -161,6 +162,9 @@ def _resume(loop: Loop) -> None:
     except NoGoodCheckpoint as error:
         raise no_usable_checkpoint(journal, saves, loop.rollbacks.damage) from error
     loop.set_restored(step, generators)
+    for error in loop.rollbacks.unfit:
+        loop.warn(f"{error}. The run resumes from the older checkpoint of step {step}, which fits")
+        unknown.add(error.step)
     # Otherwise the run would treat it as one of its own once it has passed its step.
     loop.checkpoints.quarantine([at for at in unknown if at > step], now=step)
     last = journal.state.last_rollback
@@ -328,6 +332,11 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         # The journal must not have "completed": the program started again resumes and saves it.
         error = instead = LastStateNotSaved(_not_saved(loop, problems))
         ending = Ending.EXCEPTION
+    elif completed and together:
+        error = instead = _shortfall(loop)
+        ending = ending_of(error)
+        if error is None and loop.left_by_break:
+            ending = Ending.REQUESTED
     if together:
         attempt("checkpoints on probation", lambda: loop.checkpoints.finish(loop.ledger, loop.step))
         attempt("the last saves", loop.checkpoints.nonfinite_checkpoints)
@@ -444,6 +453,42 @@ def _not_saved(loop: Loop, problems: list[str]) -> str:
     )
 
 
+def _shortfall(loop: Loop) -> BaseException | None:
+    """What a loop that has ended by itself raises because its run is not complete, or None."""
+    steps, unread = loop.steps_taken, len(loop.unused)
+    write = _LOOPS[loop.driver.framework]
+    if steps and not loop.polled:
+        return IncompleteRun(
+            "healcore: the loop took its steps without the Healer, which could not save between "
+            f"them, roll back or stop. Write `{write}`, or call healer.after_step() after each "
+            "step. The last state is saved"
+        )
+    if not steps and (loop.step == 0 or (unread and not loop.left_by_break)):
+        return IncompleteRun(
+            f"healcore: the loop has ended, and the Healer has seen no step ({unread or 'no'} "
+            f"batches were read). Write `{write}`. Nothing was trained: the next start begins at "
+            f"step {loop.step}"
+        )
+    left_out = loop.steps_left_out
+    skipped, total = loop.ledger.skips - loop.ledger.undone_skips, loop.step + left_out
+    if not loop.policy.observes and 2 * (skipped + left_out) > total:
+        try:
+            loop.stop(
+                "the data have ended, and the run has not trained on most of them: of "
+                f"{total} steps, {skipped} were skipped and {left_out} had their batches left out"
+            )
+        except RunStopped as stop:
+            return stop
+    return None
+
+
+_LOOPS = {
+    "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
+    "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
+}
+"""The loop to write."""
+
+
 def _write_ending(loop: Loop, ending: Ending) -> None:
     """Writes to the journal how the process ended; without it, the process was killed."""
     loop.journal.state.ending = ending
@@ -472,7 +517,8 @@ def _write_end(
         trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
         loop.read_engines()
-    end = run_end(loop, ending, _why(error), exception, fault)
+    why = loop.left_by_break if ending == Ending.REQUESTED and error is None else _why(error)
+    end = run_end(loop, ending, why, exception, fault)
     # Before the event: the next start looks for a missing postmortem only if there is no end event.
     events = loop.log.events
     if events.path is not None and not loop.ranks.rank:

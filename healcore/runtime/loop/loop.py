@@ -89,6 +89,10 @@ class Loop:
         self.finalizer: weakref.finalize[..., Loop] | None = None
         """Cleans up if the `with` block of the Healer is never left."""
         self.step = 0
+        self.steps_taken = 0
+        """Steps of this process, those that a rollback has undone included."""
+        self.polled = False
+        """The loop has called `batches`, `after_step` or `update`."""
         self.had_completed = False
         """The run in the store had completed, and this process has its last state."""
         self.began = time.monotonic()
@@ -173,6 +177,8 @@ class Loop:
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
+        self._last_ids: list[BatchId] = []
+        """Ids of the last step's batches."""
         self._current = 0
         """Number of the loader that yielded the last batch."""
         self._generators: HostParts | None = None
@@ -181,6 +187,8 @@ class Loop:
         """A loader had no further batch."""
         self._open: set[int | None] = set()
         """Numbers of the loaders whose loop has a batch in hand."""
+        self._went_back = False
+        """Whether there was a rollback since the last `after_step`."""
         self.ended_early = False
         """Whether this rank's loop has ended although others go on."""
 
@@ -260,7 +268,19 @@ class Loop:
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
+        self._between_steps(last=last)
+        went_back, self._went_back = self._went_back, False
+        return went_back
+
+    def after_update(self) -> None:
+        """See `Healer.update`. The state that it returns has to be that of the next step."""
+        number = self.loaders.current
+        if not self._between_steps() and number in self._open and self.loaders.at_end(number):
+            self._back_from_the_end(number)
+
+    def _between_steps(self, *, last: bool = False) -> bool:
         self.guard.pause()
+        self.polled = True
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
@@ -339,12 +359,14 @@ class Loop:
 
     def _push(self, pending: PendingDispatch) -> None:
         """Queues a dispatch, with the batches of the loader that yielded last."""
-        ids = self._ids.get(self._current, [])
+        again = self._last_ids if self._current in self._open else []  # of one batch, two updates
+        self._last_ids = ids = self._ids.get(self._current, again)
         self._ids.clear()  # a step may take batches of several loaders
         self.loaders.stepped(self._current, ids[-1] if ids else None)
         batch = self._batch if self._assesses_batches and ids else None
         self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
         self.step += pending.count
+        self.steps_taken += pending.count
         self._saves.count(pending.count)
         self.guard.stepped(self.step)
         self.last_state.after_step()
@@ -387,6 +409,7 @@ class Loop:
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
         """Continues after a rollback to `target`; `request` is that of the state check, if any."""
+        self._went_back = True
         self.step = target
         self._saves.reset(target)
         self._state_check.on_rollback(request)
@@ -395,6 +418,7 @@ class Loop:
         self._assessor.on_rollback(target)
         self.metrics.went_back()
         self._ids.clear()
+        self._last_ids = []
         self.read_engines()
 
     # -- saving ---------------------------------------------------------------------------------
@@ -443,6 +467,16 @@ class Loop:
         """
         ended = self.loaders.end_of_current() if self.ended_early else {}
         return {**ended, **{number: ids[0] for number, ids in self._ids.items() if ids}}
+
+    @property
+    def steps_left_out(self) -> int:
+        """Steps, about, whose batches are left out."""
+        return self.loaders.left_out_count // max(1, len(self._last_ids))
+
+    @property
+    def left_by_break(self) -> str:
+        """Where a `break` has left the loop before the end of the epochs asked for, or ""."""
+        return self.loaders.left_at()
 
     @property
     def resumed_here(self) -> bool:

@@ -17,7 +17,7 @@ _ENDINGS = {
     Ending.EXCEPTION: "ended by an exception",
     Ending.INTERRUPTED: "interrupted",
     Ending.SIGNAL: "ended by a signal",
-    Ending.REQUESTED: "ended by the stop file",
+    Ending.REQUESTED: "ended by",
 }
 
 
@@ -75,8 +75,11 @@ def end_line(
         done.append(f"learning rate × {end.lr_scale:.3g} at the end")
     good = "none" if end.last_good is None else f"step {end.last_good}"
     disk = "" if newest is None else f"checkpoint {newest} is on disk, "
+    ended = _ENDINGS[Ending(end.ending)]
+    if end.ending == Ending.REQUESTED:
+        ended += f" {end.why}"
     return (
-        f"{_ENDINGS[Ending(end.ending)]} after step {end.step}: "
+        f"{ended} after step {end.step}: "
         f"{', '.join(done) or 'no intervention'}; {disk}newest known-good checkpoint: {good}"
     )
 

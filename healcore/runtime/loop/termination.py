@@ -91,6 +91,14 @@ class LastStateNotSaved(HealcoreError, SystemExit):
     """
 
 
+class IncompleteRun(HealcoreError, SystemExit):
+    """The loop has ended, and has taken no step, or none that the Healer could see.
+
+    Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The run
+    does not count as completed: the program resumes it when it is started again.
+    """
+
+
 class Terminated(HealcoreError, SystemExit):
     """A signal has ended the run; the exit status is the shell's, 128 + the signal's number."""
 

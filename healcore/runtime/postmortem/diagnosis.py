@@ -173,8 +173,10 @@ def _headline(end: RunEnd) -> str:
         case Ending.EXCEPTION:
             raised = f": {end.exception}" if end.exception else ""
             return _wrapped(f"The training loop raised an exception {at}{raised}")
-        case Ending.SIGNAL | Ending.REQUESTED:
+        case Ending.SIGNAL:
             return f"The run was ended from outside {at}{because}."
+        case Ending.REQUESTED:
+            return f"The run was ended on request {at}{because}."
         case Ending.INTERRUPTED:
             return f"The run was interrupted from the keyboard {at}{because}."
         case Ending.KILLED:

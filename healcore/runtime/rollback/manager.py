@@ -121,6 +121,8 @@ class RollbackManager:
     """Step of the snapshot or checkpoint that this process started from."""
     damage: list[CheckpointDamaged] = field(default_factory=list, init=False)
     """Errors of the checkpoints that this process has found damaged."""
+    unfit: list[StateMismatch] = field(default_factory=list, init=False)
+    """Errors of the checkpoints that do not fit the state, newest first; `resume` used an older."""
     journal_outdated: bool = field(default=False, init=False)
     """The journal could not be written; the next save tries again."""
     _behind: Background = field(default_factory=lambda: Background("healcore-journal"), init=False)
@@ -270,8 +272,27 @@ class RollbackManager:
         """Resumes from the newest intact checkpoint of `order`, steps with the newest first.
 
         Returns its step, and what to pass to `HostState.put_back` once the loop has named its
-        loader. NoGoodCheckpoint if none is intact, StateMismatch if they are of another state.
+        loader. NoGoodCheckpoint if none is intact, StateMismatch if they are of another state. One
+        process passes over checkpoints of another state if an older one fits: see `unfit`.
         """
+        try:
+            return self._resume(order)
+        except StateMismatch as error:
+            step = order[0] if error.step is None else error.step
+            error = StateMismatch(step, error.differences, self._where())
+            older = order[order.index(step) + 1 :]
+            if not older or self.ranks.world > 1:
+                raise error from None
+            self.unfit.append(error)
+        try:
+            return self.resume(older)
+        except (StateMismatch, NoGoodCheckpoint):
+            raise self.unfit[0] from None
+
+    def _where(self) -> str:
+        return "" if self.journal.path is None else str(self.journal.path.parent)
+
+    def _resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
         result = self._restore(order, order[0])
         check_lineage(self.journal, result)
         engines = self._saved_engines(result, result.step)

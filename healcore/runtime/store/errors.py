@@ -105,16 +105,20 @@ class SaveFailed(StoreError):
 class StateMismatch(StoreError):
     """The checkpoint holds another state than the one it is to be restored into."""
 
-    def __init__(self, step: int | None, differences: Sequence[str]) -> None:
-        super().__init__(step, tuple(differences))
+    def __init__(self, step: int | None, differences: Sequence[str], where: str = "") -> None:
+        super().__init__(step, tuple(differences), where)
         self.step = step
         self.differences = tuple(differences)
+        self.where = where
 
     def _message(self) -> str:
         shown = "; ".join(self.differences[:3])
         more = f"; and {len(self.differences) - 3} more" if len(self.differences) > 3 else ""
         which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"
-        return f"{which} does not fit: {shown}{more}. Pass the state that the run was saved from"
+        place, write = "", "Pass the state that the run was saved from"
+        if self.where:
+            place, write = f" in {self.where}", f"{write}, or an empty directory to begin a new run"
+        return f"{which}{place} does not fit: {shown}{more}. {write}"
 
 
 class UnsavableState(StoreError, TypeError):
