@@ -286,6 +286,20 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
         )
 
 
+def check_leaves(tree: Any, name: str, write: str) -> None:
+    """Raises HealStateError for a leaf that is neither an array nor a number, as a function.
+
+    JAX's own error does not name the leaf. `name` is that of the tree, `write` what to pass.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        if not is_array and not isinstance(leaf, bool | int | float | complex):
+            raise HealStateError(
+                f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, and not an array "
+                f"or a number: {write}. In a class of your own, make the field static"
+            )
+
+
 def child(node: Any, key: Any) -> Any:
     """The part of a node at one key of a path."""
     if hasattr(key, "name"):

@@ -18,7 +18,7 @@ from healcore.jax import state as heal_state
 from healcore.jax.commit import step_or_keep
 from healcore.jax.lr import injected_rates
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
-from healcore.jax.state import HealState, on_mesh_of
+from healcore.jax.state import HealState, check_leaves, on_mesh_of
 from healcore.jax.state_layout import STEPS, check_records
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 OnSkip = Literal["zero", "nan"]
 _TARGETS = ("reciprocal", "mean", "max")
+_ARRAYS_ONLY = "for an Equinox module write `tx.init(eqx.filter(model, eqx.is_array))`"
 
 
 def heal(
@@ -239,6 +240,7 @@ def protect(
     reads_update_norm = "update_norm" in engine.needs
 
     def init(params: optax.Params) -> ProtectState:
+        check_leaves(params, "params", _ARRAYS_ONLY)
         state = ProtectState(
             heal=heal_state.init(engine, count_leaves(params), kept),
             heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
@@ -325,6 +327,7 @@ def _transformation(
     filling = 0.0 if on_skip == "zero" else math.nan
 
     def init(params: optax.Params) -> HealState:
+        check_leaves(params, "params", _ARRAYS_ONLY)
         return on_mesh_of(params, heal_state.init(engine, count_leaves(params), kept))
 
     def update(

@@ -232,28 +232,18 @@ def documented(root: Path) -> dict[str, Any]:
 
     os.chdir(root)
     params = everywhere({name: each.astype(np.float32) for name, each in initial().items()})
-    scope: dict[str, Any] = {"jax": jax, "params": params, "loss_fn": loss_fn}
-    exec(snippet("README.md", "protect("), scope)
-    step, state = scope["train_step"], scope["state"]
-    moved, state, _ = step(params, state, rows_of(0))
-    kept, state, _ = step(moved, state, rows_of(1, bad=1))
+    scope: dict[str, Any] = {"params": params, "loss_fn": loss_fn}
+    scope["loader"] = [rows_of(0), rows_of(1, bad=1)]
+    exec(snippet("README.md", "tx = protect("), scope)
+    first = params, scope["tx"].init(params)
+    (moved, _), (kept, _) = scope["train_step"](first, rows_of(0)), scope["state"]
     digest = trained_together.digest
     outcome = {"moved": digest(moved) != digest(params), "kept": digest(kept) == digest(moved)}
-
-    def train_step(state: Any, batch: Any) -> Any:  # that of the first snippet
-        params, opt_state, _ = step(state["params"], state["opt_state"], batch)
-        return {"params": params, "opt_state": opt_state}
-
-    scope = {
-        "healcore": healcore,
-        "state": {"params": params, "opt_state": scope["tx"].init(params)},
-        "train_step": train_step,
-        "loader": [rows_of(number, bad=3) for number in range(12)],
-    }
-    exec(snippet("docs/jax.md", "healer.update("), scope)
+    scope |= {"state": first, "loader": [rows_of(number, bad=3) for number in range(12)]}
+    exec(snippet("docs/jax.md", "# may donate"), scope)
     healer = scope["healer"]
-    tally = healer.driver.healing()["opt_state"]["state"]["tally"]
-    outcome["loop"] = [healer.step, tally["skips"], digest(healer.state["params"])]
+    (engine,) = healer.driver.healing().values()
+    outcome["loop"] = [healer.step, engine["state"]["tally"]["skips"], digest(healer.state[0])]
     return outcome
 
 

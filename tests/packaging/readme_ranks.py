@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.healer.elastic_runs import run_ranks
-from tests.packaging.test_readme import snippet
+from tests.packaging.test_readme import TORCH, snippet
 
 ROWS, BAD = 64, (9, 13)
 """Rows of the data set, and those that are NaN: odd, so that rank 1 gets them."""
@@ -61,7 +61,7 @@ def main(root: Path) -> None:
     """Runs each snippet, and the whole loop a second time, which has nothing to do then."""
     importlib.import_module("torch._dynamo")  # the first step would, in every rank
     os.chdir(root)
-    for part in ("attach(", "Healer(", "Healer("):
+    for part in (*TORCH, TORCH[1]):
 
         def target(part: str = part) -> None:
             found = trained(part)

@@ -24,41 +24,39 @@ def snippet(part: str) -> str:
     return block
 
 
-def test_optax_snippet():
-    import jax
+JAX = ("tx = protect(", "healer.update(")
+TORCH = ("attach(", "scheduler.step()")
+
+
+def test_every_snippet_is_run():
+    """Those with an ellipsis are run by `tests.packaging.trainers_ranks`."""
+    whole = [block for block in blocks("python") if "(..." not in block]
+    assert sorted(map(snippet, JAX + TORCH)) == sorted(whole)
+
+
+def test_the_optax_snippets_one_after_the_other(tmp_path, monkeypatch):
     import jax.numpy as jnp
 
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"] - 1) ** 2)
 
-    scope = {"jax": jax, "params": {"w": jnp.ones(3)}, "loss_fn": loss_fn}
-    exec(snippet("protect("), scope)
-    step, params, state = scope["train_step"], scope["params"], scope["state"]
+    monkeypatch.chdir(tmp_path)
     good, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.nan)
-    moved, state, _ = step(params, state, good)
-    kept, state, _ = step(moved, state, bad)
+    first, params = [good, bad], {"w": jnp.ones(3)}
+    scope = {"params": params, "loss_fn": loss_fn, "loader": first}
+    exec(snippet(JAX[0]), scope)
+    (kept, _), step = scope["state"], scope["train_step"]
+    moved, _ = step((params, scope["tx"].init(params)), good)
     assert not jnp.array_equal(moved["w"], params["w"])
     assert jnp.array_equal(kept["w"], moved["w"])
+    scope["loader"] = [good, bad, *[good] * 4]
+    exec(snippet(JAX[1]), scope)
+    healer = scope["healer"]
+    assert (healer.step, healer.run_end().skips) == (6, 1)
+    assert jnp.array_equal(healer.state[0]["w"], scope["state"][0]["w"])
 
 
-def test_torch_snippet():
-    import torch
-
-    model = torch.nn.Linear(3, 1, bias=False)
-    scope = {
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
-        "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
-        "loader": [torch.ones(4, 3), torch.full((4, 3), torch.nan)],
-    }
-    before = model.weight.detach().clone()
-    exec(snippet("attach("), scope)
-    assert torch.isfinite(model.weight).all()
-    assert not torch.equal(model.weight, before)
-    assert int(scope["heal"].metrics()["heal/skips"]) == 1
-
-
-def test_healer_snippet(tmp_path, monkeypatch):
+def test_the_torch_snippets_one_after_the_other(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.chdir(tmp_path)
@@ -70,9 +68,15 @@ def test_healer_snippet(tmp_path, monkeypatch):
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
-        "loader": [*[torch.ones(4, 3)] * 12, *[bad] * 12, torch.ones(4, 3)],
+        "loader": [torch.ones(4, 3), bad],
     }
-    exec(snippet("Healer("), scope)
+    before = model.weight.detach().clone()
+    exec(snippet(TORCH[0]), scope)
+    assert torch.isfinite(model.weight).all()
+    assert not torch.equal(model.weight, before)
+    assert int(scope["heal"].metrics()["heal/skips"]) == 1
+    scope["loader"] = [*[torch.ones(4, 3)] * 12, *[bad] * 12, torch.ones(4, 3)]
+    exec(snippet(TORCH[1]), scope)
     assert torch.isfinite(model.weight).all()
     assert scope["healer"].rollbacks == 0  # the weights are finite: skipping them is enough
     assert list(tmp_path.glob("checkpoints/step-*"))

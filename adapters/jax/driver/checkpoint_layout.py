@@ -39,7 +39,7 @@ class CheckpointLayout:
         """Structure and abstract values of the last state that fitted."""
 
     def check(self, tree: Any) -> None:
-        """Raises HealStateError unless a state has the leaves, shapes and dtypes of the first state.
+        """Raises HealStateError unless the leaves have the first state's paths, shapes and dtypes.
 
         A compiled step returns the same `aval` objects every time, which are compared first.
         """

@@ -16,7 +16,7 @@ from healcore.jax.driver.gradient_window import GradientWindow
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
 from healcore.jax.driver.state_accessor import accessor_for, value
 from healcore.jax.lr import injected_hyperparameters, injected_rates
-from healcore.jax.state import HealState, HealStateError
+from healcore.jax.state import HealState, HealStateError, check_leaves
 from healcore.jax.state_transfer import without_heal_state
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import json_setting
@@ -37,7 +37,8 @@ class JaxDriver:
         policy: the one that the optimizer was built with.
 
     Raises:
-        HealStateError: there is no healing state in it, or it is of another policy.
+        HealStateError: there is no healing state in it, it is of another policy, or a leaf is neither
+            an array nor a number.
     """
 
     framework = "jax"
@@ -46,6 +47,7 @@ class JaxDriver:
         self._engine = engine_of(policy)
         self._accessor = accessor_for(state)
         tree = self._accessor.read()
+        check_leaves(tree, "state", _ARRAYS_ONLY)
         self._engines = in_state.find(tree, self._accessor.trained(), self._engine)
         self._layout = CheckpointLayout(tree, named=self._accessor.named)
         self._not_finite = _not_finite(tree)
@@ -349,6 +351,10 @@ class JaxDriver:
         self._last_counters = _counter_arrays(states)
 
 
+_ARRAYS_ONLY = (
+    "for an Equinox module write `params, static = eqx.partition(model, eqx.is_array)`, pass params "
+    "in the state, and begin the step with `model = eqx.combine(params, static)`"
+)
 _LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (
     "this state was computed from one before the Healer changed it: a rollback, a resume, a "
