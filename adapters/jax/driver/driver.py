@@ -37,8 +37,8 @@ class JaxDriver:
         policy: the one that the optimizer was built with.
 
     Raises:
-        HealStateError: there is no healing state in it, it is of another policy, or a leaf is neither
-            an array nor a number.
+        HealStateError: there is no healing state in it, it is of another policy, or a leaf is
+            neither an array nor a number.
     """
 
     framework = "jax"
@@ -352,8 +352,8 @@ class JaxDriver:
 
 
 _ARRAYS_ONLY = (
-    "for an Equinox module write `params, static = eqx.partition(model, eqx.is_array)`, pass params "
-    "in the state, and begin the step with `model = eqx.combine(params, static)`"
+    "for an Equinox module write `params, static = eqx.partition(model, eqx.is_array)`, pass "
+    "params in the state, and begin the step with `model = eqx.combine(params, static)`"
 )
 _LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (
