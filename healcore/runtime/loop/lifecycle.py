@@ -25,7 +25,7 @@ from healcore.runtime.loop.end_of_ranks import (
     end_of_ranks,
 )
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.run_facts import run_end
+from healcore.runtime.loop.run_facts import run_end, shortfall
 from healcore.runtime.loop.run_lines import end_line, start_line
 from healcore.runtime.loop.run_settings import (
     RunSettings,
@@ -35,7 +35,6 @@ from healcore.runtime.loop.run_settings import (
 )
 from healcore.runtime.loop.termination import (
     EndRequested,
-    IncompleteRun,
     Interrupted,
     LastStateNotSaved,
     RunStopped,
@@ -333,7 +332,7 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         error = instead = LastStateNotSaved(_not_saved(loop, problems))
         ending = Ending.EXCEPTION
     elif completed and together:
-        error = instead = _shortfall(loop)
+        error = instead = shortfall(loop)
         ending = ending_of(error)
         if error is None and loop.left_by_break:
             ending = Ending.REQUESTED
@@ -451,42 +450,6 @@ def _not_saved(loop: Loop, problems: list[str]) -> str:
         f"healcore: the loop has ended at step {loop.step}, and its last state is not saved "
         f"({why}). Remove the cause and start the program again: it {target}"
     )
-
-
-def _shortfall(loop: Loop) -> BaseException | None:
-    """What a loop that has ended by itself raises because its run is not complete, or None."""
-    steps, unread = loop.steps_taken, len(loop.unused)
-    write = _LOOPS[loop.driver.framework]
-    if steps and not loop.polled:
-        return IncompleteRun(
-            "healcore: the loop took its steps without the Healer, which could not save between "
-            f"them, roll back or stop. Write `{write}`, or call healer.after_step() after each "
-            "step. The last state is saved"
-        )
-    if not steps and (loop.step == 0 or (unread and not loop.left_by_break)):
-        return IncompleteRun(
-            f"healcore: the loop has ended, and the Healer has seen no step ({unread or 'no'} "
-            f"batches were read). Write `{write}`. Nothing was trained: the next start begins at "
-            f"step {loop.step}"
-        )
-    left_out = loop.steps_left_out
-    skipped, total = loop.ledger.skips - loop.ledger.undone_skips, loop.step + left_out
-    if not loop.policy.observes and 2 * (skipped + left_out) > total:
-        try:
-            loop.stop(
-                "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps, {skipped} were skipped and {left_out} had their batches left out"
-            )
-        except RunStopped as stop:
-            return stop
-    return None
-
-
-_LOOPS = {
-    "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
-    "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
-}
-"""The loop to write."""
 
 
 def _write_ending(loop: Loop, ending: Ending) -> None:

@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING
 from healcore.core.verdict import Cause
 from healcore.runtime.events.models import Ending
 from healcore.runtime.incidents.hooks import RunFacts
+from healcore.runtime.loop.termination import IncompleteRun, RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.store import Saved, StoreError
 
 if TYPE_CHECKING:
     from healcore.runtime.loop.loop import Loop
+
+_LOOPS = {
+    "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
+    "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
+}
+"""The loop to write."""
 
 
 def run_end(
@@ -55,6 +62,35 @@ def run_facts(loop: Loop) -> RunFacts:
         last_good=loop.checkpoints.good,
         checkpoints=tuple(_listed(loop)),
     )
+
+
+def shortfall(loop: Loop) -> BaseException | None:
+    """What a loop that has ended by itself raises because its run is not complete, or None."""
+    steps, unread = loop.steps_taken, len(loop.unused)
+    write = _LOOPS[loop.driver.framework]
+    if steps and not loop.polled:
+        return IncompleteRun(
+            "healcore: the loop took its steps without the Healer, which could not save between "
+            f"them, roll back or stop. Write `{write}`, or call healer.after_step() after each "
+            "step. The last state is saved"
+        )
+    if not steps and (loop.step == 0 or (unread and not loop.left_by_break)):
+        return IncompleteRun(
+            f"healcore: the loop has ended, and the Healer has seen no step ({unread or 'no'} "
+            f"batches were read). Write `{write}`. Nothing was trained: the next start begins at "
+            f"step {loop.step}"
+        )
+    left_out = loop.steps_left_out
+    skipped, total = loop.ledger.skips - loop.ledger.undone_skips, loop.step + left_out
+    if not loop.policy.observes and 2 * (skipped + left_out) > total:
+        try:
+            loop.stop(
+                "the data have ended, and the run has not trained on most of them: of "
+                f"{total} steps, {skipped} were skipped and {left_out} had their batches left out"
+            )
+        except RunStopped as stop:
+            return stop
+    return None
 
 
 def _listed(loop: Loop) -> list[Saved]:
