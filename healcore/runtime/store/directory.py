@@ -29,6 +29,7 @@ from typing import Any
 
 import xxhash
 
+from healcore.core import regular_file
 from healcore.runtime.store import (
     commit,
     files,
@@ -175,7 +176,7 @@ class DirectoryStore(ABC):
             ) from error
         healing = None
         if found.manifest.healing:
-            healing = json.loads(files.read(found.folder / manifest.HEALING))
+            healing = json.loads(regular_file.read(found.folder / manifest.HEALING))
         return Restored(state, healing)
 
     def mark(self, step: int, status: Status) -> None:
@@ -370,10 +371,10 @@ class DirectoryStore(ABC):
 
     def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
         """The state in fresh memory, from verified files. On every rank."""
-        saved = json.loads(files.read(found.folder / manifest.STATE))
+        saved = json.loads(regular_file.read(found.folder / manifest.STATE))
         own = _own(self._ranks.rank)
         if own in found.manifest.files:
-            saved |= json.loads(files.read(found.folder / own))
+            saved |= json.loads(regular_file.read(found.folder / own))
         like = protocol.wanted(saved, like)
         step = found.manifest.step
         try:
