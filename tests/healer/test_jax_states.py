@@ -181,19 +181,16 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("how", FOUND)
-def test_another_state_is_refused_before_it_is_taken(how, tmp_path):
+def test_another_state_is_refused_before_it_is_taken(tmp_path):
     def loop(healer: Any, run: Any, numbers: Any) -> None:
-        for number in healer.batches(list(numbers)):
+        for how, number in zip(FOUND, healer.batches(list(numbers)), strict=True):
             new = step(run, healer.state, number)
-            if number == 7:
-                given = None if how == "none" else changed(new, how)
-                with pytest.raises(HealStateError, match=FOUND[how]):
-                    healer.update(given)
+            with pytest.raises(HealStateError, match=FOUND[how]):
+                healer.update(None if how == "none" else changed(new, how))
             healer.update(new)
 
-    healer, _ = healed(loop, tmp_path, data=range(BAD))
-    assert healer.step == BAD
+    healer, _ = healed(loop, tmp_path, data=range(len(FOUND)))
+    assert healer.step == len(FOUND)
 
 
 def test_a_number_may_become_an_array():
