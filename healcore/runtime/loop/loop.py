@@ -187,8 +187,8 @@ class Loop:
         """A loader had no further batch."""
         self._open: set[int | None] = set()
         """Numbers of the loaders whose loop has a batch in hand."""
-        self._went_back = False
-        """Whether there was a rollback since the last `after_step`."""
+        self._update_went_back = False
+        """Whether an `update` since the last `after_step` has brought a rollback."""
         self.ended_early = False
         """Whether this rank's loop has ended although others go on."""
 
@@ -268,15 +268,17 @@ class Loop:
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
-        self._between_steps(last=last)
-        went_back, self._went_back = self._went_back, False
+        went_back = self._between_steps(last=last) or self._update_went_back
+        self._update_went_back = False
         return went_back
 
     def after_update(self) -> None:
         """See `Healer.update`. The state that it returns has to be that of the next step."""
         number = self.loaders.current
-        if not self._between_steps() and number in self._open and self.loaders.at_end(number):
-            self._back_from_the_end(number)
+        went_back = self._between_steps()
+        if not went_back and number in self._open and self.loaders.at_end(number):
+            went_back = self._back_from_the_end(number)
+        self._update_went_back |= went_back
 
     def _between_steps(self, *, last: bool = False) -> bool:
         self.guard.pause()
@@ -409,7 +411,6 @@ class Loop:
 
     def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
         """Continues after a rollback to `target`; `request` is that of the state check, if any."""
-        self._went_back = True
         self.step = target
         self._saves.reset(target)
         self._state_check.on_rollback(request)
