@@ -162,8 +162,10 @@ class Cursor:
     @property
     def at_end(self) -> bool:
         """Whether no batch is to come; False also if the loader has no length."""
-        length, last = self._reader.length, self._until is not None and self._until - 1
-        return length is not None and self._reader.epoch == last and self.is_last(length)
+        if self._until is None or self._reader.epoch != self._until - 1:
+            return False
+        length = self._reader.length
+        return length is not None and self.is_last(length)
 
     def left_at(self) -> str:
         """Where the cursor is before the last batch, for a sentence; "" at the end or without one.
