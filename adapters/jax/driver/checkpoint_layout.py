@@ -44,8 +44,7 @@ class CheckpointLayout:
         A compiled step returns the same `aval` objects every time, which are compared first.
         """
         leaves, structure = jax.tree.flatten(tree)
-        avals = [getattr(leaf, "aval", None) or _form(_as_saved(leaf)) for leaf in leaves]
-        found = structure, avals
+        found = structure, [getattr(leaf, "aval", None) or _kind(leaf) for leaf in leaves]
         if found == self._checked:
             return
         forms, wanted = _forms(tree), self._forms
@@ -175,6 +174,10 @@ def _emptied(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
 
 def _is_kept(path: tuple[Any, ...]) -> bool:
     return bool(path) and getattr(path[-1], "name", None) in _PROTECT
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    return type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
 
 
 def _forms(tree: Any) -> dict[str, str]:
