@@ -35,6 +35,10 @@ class CheckpointDamaged(StoreError):
         )
 
 
+class CheckpointMalformed(CheckpointDamaged):
+    """A checkpoint with the bytes that were written, which no healcore writes. Use an older one."""
+
+
 class NotThere(StoreError):
     """No complete checkpoint of that step in the store."""
 

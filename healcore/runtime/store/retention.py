@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
+    CheckpointMalformed,
     NoGoodCheckpoint,
     NotThere,
     StoreError,
@@ -121,7 +122,9 @@ def restore_first_intact(
         except CheckpointDamaged as error:
             damaged.append(error)
             on_damage(error)
-            _quarantine(store, step)
+            # A malformed one stays as it is: another version of healcore may be able to read it.
+            if not isinstance(error, CheckpointMalformed):
+                _quarantine(store, step)
     reasons = "; ".join(str(error) for error in damaged) or "none of them exists any more"
     raise NoGoodCheckpoint(
         f"none of the checkpoints of steps {list(order)} can be restored: {reasons}"
