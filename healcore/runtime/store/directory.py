@@ -45,7 +45,6 @@ from healcore.runtime.store.claim import held_by_another
 from healcore.runtime.store.commit import Item, Written
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
-    CheckpointMalformed,
     LastGoodKept,
     NotFinite,
     NotThere,
@@ -453,13 +452,14 @@ def _damaged(found: Found, wrong: Wrong) -> CheckpointDamaged:
     return CheckpointDamaged(found.manifest.step, str(found.folder), wrong.file, wrong.difference)
 
 
-def _malformed(found: Found, error: Exception) -> CheckpointMalformed:
+def _malformed(found: Found, error: Exception) -> CheckpointDamaged:
     why = f"{type(error).__name__}: {str(error)[:200]}"
-    return CheckpointMalformed(
+    return CheckpointDamaged(
         found.manifest.step,
         str(found.folder),
         manifest.STATE,
         f"holds a state that healcore does not write ({why})",
+        malformed=True,
     )
 
 

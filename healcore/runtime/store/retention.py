@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
-    CheckpointMalformed,
     NoGoodCheckpoint,
     NotThere,
     StoreError,
@@ -123,7 +122,7 @@ def restore_first_intact(
             damaged.append(error)
             on_damage(error)
             # A malformed one stays as it is: another version of healcore may be able to read it.
-            if not isinstance(error, CheckpointMalformed):
+            if not error.malformed:
                 _quarantine(store, step)
     reasons = "; ".join(str(error) for error in damaged) or "none of them exists any more"
     raise NoGoodCheckpoint(
