@@ -216,7 +216,7 @@ recoveries = 3
 def test_a_rollback_does_not_depend_on_whether_the_disk_is_there(tmp_path):
     """What the disk did not get is in memory, becomes known-good, and the window is the same."""
 
-    def run(name: str, gone_at: int | None) -> tuple[list[object], Any]:
+    def run(name: str, gone_at: int | None) -> tuple[list[Any], Any]:
         def lose(healer, number):
             if number == gone_at and (tmp_path / name).is_dir():
                 healer.store.wait()

@@ -83,11 +83,15 @@ class Claim:
     """The right to work in a directory, until it is released or forgotten, or the process ends.
 
     `warning` is why another run may be there too; None if the directory is certainly this run's.
+    `locked` is whether the file system has locked it.
     """
 
-    def __init__(self, root: Path, token: str, handle: int | None, warning: str | None) -> None:
+    def __init__(
+        self, root: Path, token: str, handle: int | None, warning: str | None, locked: bool = False
+    ) -> None:
         self.root = root
         self.warning = warning
+        self.locked = locked
         self._handle = handle
         self._end = weakref.finalize(self, _unlock, root / LOCK, token, handle, os.getpid())
         _claims[token] = self
@@ -131,7 +135,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         if handle is not None:
             os.close(handle)
         raise
-    return Claim(root, token, handle, warning)
+    return Claim(root, token, handle, warning, locked=no_locks is None)
 
 
 def held_by_another(root: Path) -> bool:

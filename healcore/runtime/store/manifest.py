@@ -288,8 +288,11 @@ def problems(root: Path) -> list[str]:
             found += _oddities(each)
     for name in _names(root):
         if files.is_temporary(name):
-            if f"-{files.place()}-" not in name:  # processes elsewhere cannot be seen from here
-                found.append(f"{name} is work of a process that is not known here")
+            if not files.is_of_this_place(name):
+                found.append(
+                    f"{name} is work of a process that cannot be seen from here: a start an hour "
+                    "after its last change removes it"
+                )
         elif step_of(root / name) is None and not name.startswith(HEALER):
             found.append(f"{name} was not written by healcore")
     return found
