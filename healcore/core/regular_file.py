@@ -47,4 +47,4 @@ def read(path: Path, most: int | None = None) -> bytes:
         if most is not None and size > most:
             why = f"has {size} bytes, and is never larger than {most}"
             raise OSError(errno.EFBIG, why, str(path))
-        return file.read() if most is None else file.read(most)
+        return file.read() if most is None else file.read(size)

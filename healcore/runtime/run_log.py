@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from healcore.core.printable import clean
 from healcore.runtime.events import Log
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.trackers import Trackers
@@ -78,12 +79,12 @@ class RunLog:
     def info(self, line: str) -> None:
         """Logs at INFO."""
         if self._enabled:
-            _console.info("%s", line)
+            _console.info("%s", clean(line))
 
     def warning(self, line: str) -> None:
         """Logs at WARNING."""
         if self._enabled:
-            _console.warning("%s", line)
+            _console.warning("%s", clean(line))
 
     def report_trackers(self, step: int) -> None:
         """Reports what has failed in trackers since the last call."""

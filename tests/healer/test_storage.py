@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
+from healcore import policy as policies
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.setup import AlreadyCompleted, StoreNotEmpty
 from healcore.runtime.loop.termination import (
@@ -14,7 +17,7 @@ from healcore.runtime.loop.termination import (
     LastStateNotSaved,
 )
 from healcore.runtime.store import SaveFailed, StateMismatch
-from tests.healer.run_directory import events, flip_a_bit, postmortems
+from tests.healer.run_directory import events, events_of, flip_a_bit, postmortems
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -184,3 +187,52 @@ def test_two_runs_in_one_directory(tmp_path):
         Healer(rules(), state=second.state, store=tmp_path).__enter__()
     assert not second.optimizer._optimizer_step_pre_hooks
     assert not list(tmp_path.glob("*.lock"))
+
+
+ROW = policies.loads(
+    """
+schema = 1
+name = "row"
+[detect.nonfinite]
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "alert"]
+[[respond]]
+to = ["nonfinite"]
+when = { consecutive = 6 }
+do = ["rollback"]
+[incident]
+quiet_steps = 2
+[rollback]
+probation = 4
+region = 30
+[budget]
+recoveries = 3
+"""
+)
+"""Rolls back from the sixth bad batch in a row on."""
+
+
+def test_a_rollback_does_not_depend_on_whether_the_disk_is_there(tmp_path):
+    """What the disk did not get is in memory, becomes known-good, and the window is the same."""
+
+    def run(name: str, gone_at: int | None) -> tuple[list[Any], Any]:
+        def lose(healer, number):
+            if number == gone_at and (tmp_path / name).is_dir():
+                healer.store.wait()
+                (tmp_path / name).rename(tmp_path / "away")
+                (tmp_path / name).write_text("no directory")
+
+        loop = loop_of("torch", Faults(always=range(33, 41)))
+        with pytest.raises(LastStateNotSaved) if gone_at else nullcontext():
+            log = tmp_path / f"{name}.jsonl"
+            train(loop, ROW, range(50), store=tmp_path / name, events=log, before=lose)
+        done = [event for event in events_of(log) if event["kind"] == "rollback"]
+        return [(e["step"], e["onset"], e["checkpoint"], e["batches"]) for e in done], loop
+
+    healthy, loop = run("healthy", None)
+    lost, other = run("lost", 12)
+    assert [rollback[1:3] for rollback in healthy] == [(33, 25)]
+    assert lost == healthy
+    assert other.faults.order == loop.faults.order
+    assert same(other.weights(), loop.weights())

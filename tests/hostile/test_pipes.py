@@ -8,8 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from healcore.core import regular_file
 from healcore.policy import PolicyError, load
@@ -27,7 +26,8 @@ OF_THE_SYSTEM = {
 }  # fmt: skip
 """They read /proc, /sys and /etc only."""
 OF_THE_INSTALLATION = {
-    "adapters/torch/trainers/huggingface/dry_run.py", "healcore/policy/presets.py", "healcore/tools/report/page.py", "healcore/demo/scenario.py"
+    "adapters/torch/trainers/huggingface/dry_run.py", "healcore/policy/presets.py",
+    "healcore/tools/report/page.py", "healcore/demo/scenario.py"
 }  # fmt: skip
 """They read what is part of Python or healcore, or what they have just written."""
 

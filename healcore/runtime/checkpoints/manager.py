@@ -73,7 +73,7 @@ class CheckpointManager:
         self._saved_once = False
         self._deleted: deque[set[int]] = deque()
         self._in_memory_only: set[int] = set()
-        """Steps of the checkpoints that a busy disk did not get."""
+        """Steps of the checkpoints that a busy or failing disk did not get."""
         self._logged_good: set[int] = set()
         self._nonfinite: dict[int, tuple[str, ...]] = {}
         self._pending_quarantine = PendingQuarantine(ranks)
@@ -399,7 +399,11 @@ class CheckpointManager:
         self._verifier.discard()
 
     def _save_failed(self, step: int, error: Exception) -> None:
-        self.catalog.remove(step)
+        memory: Any = getattr(self.store, "memory", None)
+        if memory is None or step not in {saved.step for saved in memory.steps()}:
+            self.catalog.remove(step)
+        elif self._ranks.world == 1:  # ranks notice a failure at different steps
+            self._in_memory_only.add(step)
         self.unsaved.add(step)
         line = f"checkpoint {step} was not saved: {error}"
         self._report_failure(step, str(error), line)

@@ -47,7 +47,8 @@ from healcore.runtime.rollback.journal import NAME, Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
-from healcore.runtime.store.claim import Claim, claim, open_to_others
+from healcore.runtime.store.claim import LOCK, Claim, claim, open_to_others
+from healcore.runtime.store.commit import sweep
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.snapshot import fits
@@ -180,7 +181,7 @@ def _clean_up(
 
 
 def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
-    """Claims the store's directory for this run, before anything in it is swept or deleted.
+    """Claims the store's directory for this run, then removes what killed processes left in it.
 
     Returns the claim and a warning for the log; both None without a directory. Raises StoreInUse if
     another run is using it.
@@ -194,6 +195,8 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         nonlocal own_claim
         folder.mkdir(parents=True, exist_ok=True)
         own_claim = claim(folder)
+        if own_claim.locked:
+            sweep(folder, sole_since=(folder / LOCK).stat().st_mtime)
         return own_claim.warning
 
     try:

@@ -9,11 +9,15 @@ restart from the checkpoint alone would refund the attempt and restore the old l
 
 from __future__ import annotations
 
+import json
+import shlex
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from healcore.core.errors import HealcoreError
 from healcore.runtime.store import (
@@ -24,7 +28,6 @@ from healcore.runtime.store import (
     checksummed_json,
     files,
 )
-from healcore.runtime.store.checksummed_json import ChecksumError
 from healcore.runtime.store.manifest import STATUS, stated
 
 NAME = "healcore.json"
@@ -103,6 +106,9 @@ class JournalState:
     """The hyperparameters that the last process ended with."""
 
 
+_STATE = TypeAdapter(JournalState)
+
+
 class Journal:
     """One file, replaced as a whole at every change. Rank 0 writes; every rank reads at the start.
 
@@ -120,26 +126,26 @@ class Journal:
         """Reads the file of an earlier process, if any; JournalError if it cannot be used."""
         if self.path is None or not self.path.exists():
             return self.state
+        without = f"resume without it: {_moved_away(self.path)}"
         try:
             content = checksummed_json.read(self.path)
-        except (OSError, ChecksumError) as error:
+            schema = content.pop("schema", None)
+            if schema == SCHEMA:
+                self.state = _STATE.validate_json(json.dumps(content), strict=True)
+        except (OSError, ValueError) as error:
+            malformed = isinstance(error, ValidationError)
+            why = "has fields that healcore does not write" if malformed else str(error)
             raise JournalError(
-                f"{self.path} {error}: it holds the budgets after the last rollback, and which "
-                "checkpoints are quarantined. To resume without them, delete it"
+                f"{self.path} {why}: it holds the budgets after the last rollback, which "
+                "checkpoints are quarantined, and whether a rollback is unfinished. Restore an "
+                f"intact copy of this one file, or {without}"
             ) from error
-        schema = content.pop("schema", None)
         if schema != SCHEMA:
             raise JournalError(
                 f"{self.path} has schema {schema!r}, this version of healcore reads {SCHEMA}: use "
-                "the version that wrote it. To resume without the budgets after the last rollback, "
-                "delete it"
+                "the version that wrote it. It holds the budgets after the last rollback. To "
+                f"{without}"
             )
-        pending, last = content.pop("pending"), content.pop("last_rollback")
-        self.state = JournalState(
-            **content,
-            pending=None if pending is None else RollbackPlan(**pending),
-            last_rollback=None if last is None else _completed(**last),
-        )
         return self.state
 
     def write(self) -> None:
@@ -163,8 +169,9 @@ class Journal:
         return write
 
 
-def _completed(plan: dict[str, Any], **rest: Any) -> CompletedRollback:
-    return CompletedRollback(**rest, plan=RollbackPlan(**plan))
+def _moved_away(path: Path) -> str:
+    """The command that takes the journal out of the way and keeps it."""
+    return f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.old')}"
 
 
 # -- which run the journal and the checkpoints of a directory belong to --------------------------

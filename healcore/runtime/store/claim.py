@@ -22,6 +22,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from healcore.core.printable import clean
 from healcore.runtime.events import fork_safety
 from healcore.runtime.events.process import Process, current_process
 from healcore.runtime.store import checksummed_json, files
@@ -80,11 +83,15 @@ class Claim:
     """The right to work in a directory, until it is released or forgotten, or the process ends.
 
     `warning` is why another run may be there too; None if the directory is certainly this run's.
+    `locked` is whether the file system has locked it.
     """
 
-    def __init__(self, root: Path, token: str, handle: int | None, warning: str | None) -> None:
+    def __init__(
+        self, root: Path, token: str, handle: int | None, warning: str | None, locked: bool = False
+    ) -> None:
         self.root = root
         self.warning = warning
+        self.locked = locked
         self._handle = handle
         self._end = weakref.finalize(self, _unlock, root / LOCK, token, handle, os.getpid())
         _claims[token] = self
@@ -128,7 +135,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         if handle is not None:
             os.close(handle)
         raise
-    return Claim(root, token, handle, warning)
+    return Claim(root, token, handle, warning, locked=no_locks is None)
 
 
 def held_by_another(root: Path) -> bool:
@@ -143,7 +150,7 @@ def held_by_another(root: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _read(lock).get("token") not in _claims
+        return str(_read(lock).get("token")) not in _claims
     except OSError:
         return False
     finally:
@@ -220,7 +227,7 @@ def _flock(handle: int) -> str | None:
 
 
 def _read(lock: Path) -> dict[str, Any]:
-    """Its content; empty if it is missing or torn."""
+    """The content, or an empty dictionary if the file is missing or torn."""
     try:
         return checksummed_json.read(lock)
     except (OSError, ChecksumError):
@@ -228,10 +235,12 @@ def _read(lock: Path) -> dict[str, Any]:
 
 
 def _holder(found: dict[str, Any]) -> Process | None:
+    fields = {field: found.get(field) for field in Process._fields}
     try:
-        return Process(*(found[field] for field in Process._fields))
-    except KeyError:
+        holder = TypeAdapter(Process).validate_python(fields, strict=True)
+    except ValidationError:
         return None
+    return holder if holder.pid > 0 else None  # other numbers stand for groups of processes
 
 
 def _unless_free(root: Path, no_locks: str | None) -> str | None:
@@ -242,15 +251,17 @@ def _unless_free(root: Path, no_locks: str | None) -> str | None:
     lock, found = root / LOCK, _read(root / LOCK)
     holder = _holder(found)
     if holder is not None:
-        gone = found.get("token") not in _claims if holder == current_process() else holder.gone()
+        gone = (
+            str(found.get("token")) not in _claims if holder == current_process() else holder.gone()
+        )
         if gone is False:
             raise StoreInUse(root, holder)
         # Same boot: a live process, even in another container, would still have the lock.
         seen = no_locks is None and holder.boot == current_process().boot
         if gone is None and not seen:
             return (
-                f"{lock} names process {holder.pid} on {holder.host}, which cannot be seen from "
-                "here: if that run is still alive, and the disk does not lock files across "
+                f"{lock} names process {holder.pid} on {clean(holder.host)}, which cannot be seen "
+                "from here: if that run is still alive, and the disk does not lock files across "
                 "machines, the two delete each other's checkpoints"
             )
     if no_locks is not None:

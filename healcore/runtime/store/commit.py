@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ _HINTS = {
     errno.ENOENT: "the store's directory has gone: has somebody deleted it?",
 }
 
+_SAFE_AGE_S = 3600.0
+"""Seconds without a change after which no process works on a file any more."""
 _QUARANTINED_KEPT = 2
 """How many quarantined saves stay after their step was saved again."""
 
@@ -107,13 +110,40 @@ def remove(root: Path, folder: Path) -> None:
         files.end_temporary(name)
 
 
-def sweep(root: Path) -> list[str]:
-    """Removes the stale files of killed processes, healcore's own names only; returns the names."""
+def sweep(root: Path, *, sole_since: float | None = None) -> list[str]:
+    """Removes the stale files of killed processes, healcore's own names only; returns the names.
+
+    Processes of other machines and containers cannot be seen. Their files are removed only by a run
+    that has locked the directory, and only if nothing in them has changed for an hour.
+
+    Args:
+        root: the store's directory.
+        sole_since: when the run has locked the directory, in seconds by the clock of its disk, or
+            None if the directory may be another run's too.
+    """
+
+    def stale(path: Path) -> bool:
+        if files.is_abandoned(path.name):
+            return True
+        if sole_since is None or files.is_of_this_place(path.name):
+            return False
+        return _last_change(path) < sole_since - _SAFE_AGE_S
+
     return [
         path.relative_to(root).as_posix()
         for path in _temporaries(root)
-        if files.is_abandoned(path.name) and files.discard(path)
+        if stale(path) and files.discard(path)
     ]
+
+
+def _last_change(path: Path) -> float:
+    """The newest time of a change in a file or directory, or infinity if it cannot be read."""
+    try:
+        below = [Path(at, name) for at, _, names in os.walk(path) for name in names]
+        folders = [Path(at) for at, _, _ in os.walk(path)]
+        return max(each.lstat().st_mtime for each in (path, *folders, *below))
+    except OSError:
+        return math.inf
 
 
 def _temporaries(root: Path) -> Iterator[Path]:

@@ -53,7 +53,7 @@ from healcore.runtime.store.errors import (
     StoreError,
 )
 from healcore.runtime.store.inspection import Digest
-from healcore.runtime.store.manifest import Found
+from healcore.runtime.store.manifest import Found, Wrong
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.snapshot import Copier
@@ -165,19 +165,11 @@ class DirectoryStore(ABC):
         """Verifies every file, then reads."""
         found = self._checked(step)
         try:
-            state = self._read(found, like)
+            return self._read(found, like)
         except StoreError:
             raise
         except _CRAFTED as error:
-            why = f"{type(error).__name__}: {str(error)[:200]}"
-            raise StoreError(
-                f"{found.folder} holds a state that healcore does not write ({why}): nothing was "
-                "restored, use an older checkpoint"
-            ) from error
-        healing = None
-        if found.manifest.healing:
-            healing = json.loads(regular_file.read(found.folder / manifest.HEALING))
-        return Restored(state, healing)
+            raise _malformed(found, error) from error
 
     def mark(self, step: int, status: Status) -> None:
         """Sets the status, in one atomic step."""
@@ -369,12 +361,9 @@ class DirectoryStore(ABC):
 
     # -- restoring ------------------------------------------------------------------------------
 
-    def _read(self, found: Found, like: Mapping[str, Any]) -> dict[str, Any]:
+    def _read(self, found: Found, like: Mapping[str, Any]) -> Restored:
         """The state in fresh memory, from verified files. On every rank."""
-        saved = json.loads(regular_file.read(found.folder / manifest.STATE))
-        own = _own(self._ranks.rank)
-        if own in found.manifest.files:
-            saved |= json.loads(regular_file.read(found.folder / own))
+        saved, healing = self._small_files(found)
         like = protocol.wanted(saved, like)
         step = found.manifest.step
         try:
@@ -387,7 +376,37 @@ class DirectoryStore(ABC):
             raise StateMismatch(step, [str(error)]) from error
         entries = {name: saved[name] for name in like}
         arrays = self._read_arrays(found, entries, like, live)
-        return self._copier.assemble(entries, arrays, like, live)
+        return Restored(self._copier.assemble(entries, arrays, like, live), healing)
+
+    def _small_files(self, found: Found) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """The structure of the state and the healing state, each from one read. On every rank.
+
+        The digest is of the bytes that are parsed. If one rank finds damage, all raise its error.
+        """
+        own = _own(self._ranks.rank)
+
+        def content(name: str) -> dict[str, Any]:
+            try:
+                data = regular_file.read(found.folder / name)
+            except OSError as error:
+                raise _damaged(found, Wrong(name, f"cannot be read ({error.strerror})")) from error
+            if Digest(len(data), xxhash.xxh3_128_hexdigest(data)) != found.manifest.files[name]:
+                raise _damaged(found, Wrong(name, manifest.DIFFERS))
+            return {**json.loads(data)}
+
+        saved, healing, wrong = dict[str, Any](), None, None
+        try:
+            saved = content(manifest.STATE)
+            saved |= content(own) if own in found.manifest.files else {}
+            healing = content(manifest.HEALING) if found.manifest.healing else None
+        except CheckpointDamaged as error:
+            wrong = error
+        except _CRAFTED as error:
+            wrong = _malformed(found, error)
+        for error in self._ranks.gather(wrong):
+            if error is not None:
+                raise error
+        return saved, healing
 
     def _listed(self, found: Found) -> Saved:
         return manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
@@ -418,7 +437,7 @@ class DirectoryStore(ABC):
         mine = sorted(found.manifest.files)[self._ranks.rank :: self._ranks.world]
         for wrong in self._ranks.gather(manifest.first_difference(found, mine)):
             if wrong is not None:
-                raise CheckpointDamaged(step, str(found.folder), wrong.file, wrong.difference)
+                raise _damaged(found, wrong)
         return found
 
     def _change(self, what: str, action: Callable[[], None]) -> None:
@@ -427,6 +446,21 @@ class DirectoryStore(ABC):
             ranks.on_first(self._ranks, action)
         except OSError as error:
             raise StoreError(f"{what} in {self.root}: {error.strerror or error}") from error
+
+
+def _damaged(found: Found, wrong: Wrong) -> CheckpointDamaged:
+    return CheckpointDamaged(found.manifest.step, str(found.folder), wrong.file, wrong.difference)
+
+
+def _malformed(found: Found, error: Exception) -> CheckpointDamaged:
+    why = f"{type(error).__name__}: {str(error)[:200]}"
+    return CheckpointDamaged(
+        found.manifest.step,
+        str(found.folder),
+        manifest.STATE,
+        f"holds a state that healcore does not write ({why})",
+        malformed=True,
+    )
 
 
 def _own(rank: int) -> str:

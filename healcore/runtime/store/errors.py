@@ -19,14 +19,18 @@ class CheckpointDamaged(StoreError):
         path: its directory, or "memory".
         file: the file (or array) that differs, relative to `path`.
         difference: what differs.
+        malformed: the digests are right, but this version of healcore cannot read the content.
     """
 
-    def __init__(self, step: int, path: str, file: str, difference: str) -> None:
-        super().__init__(step, path, file, difference)
+    def __init__(
+        self, step: int, path: str, file: str, difference: str, malformed: bool = False
+    ) -> None:
+        super().__init__(step, path, file, difference, malformed)
         self.step = step
         self.path = path
         self.file = file
         self.difference = difference
+        self.malformed = malformed
 
     def _message(self) -> str:
         return (

@@ -115,6 +115,11 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
+def is_of_this_place(name: str) -> bool:
+    """Whether a temporary name is of a process of this machine or container."""
+    return f"-{place()}-" in name
+
+
 def is_abandoned(name: str) -> bool:
     """Whether the process of a temporary name is gone, as far as that can be known from here.
 
@@ -123,7 +128,7 @@ def is_abandoned(name: str) -> bool:
     use is from before a restart.
     """
     found = _TEMPORARY.fullmatch(name)
-    if found is None or found[2] != place():
+    if found is None or not is_of_this_place(name):
         return False
     pid = int(found[1])
     if pid == os.getpid():

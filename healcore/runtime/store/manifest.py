@@ -10,9 +10,9 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
@@ -32,6 +32,7 @@ HEALER = "healcore."
 """Prefix of the files that a Healer keeps in the root about its run; no store touches them."""
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{8}")
 NAMES_KEPT = 1000
+DIFFERS = "is not what was written: its digest differs"
 _ONCE_KEPT = 20
 """How many names manifests without `unnamed`, which are older, kept."""
 
@@ -104,21 +105,56 @@ def read(folder: Path) -> Manifest:
     content.pop("finite", None)
     try:
         listed = {_inside(name): Digest(**digest) for name, digest in content.pop("files").items()}
-        if not listed:
-            raise BadManifest(f"{MANIFEST} lists no file")
         nonfinite = tuple(content.pop("nonfinite"))
         content.setdefault("unnamed", int(len(nonfinite) >= _ONCE_KEPT))
-        return Manifest(files=listed, nonfinite=nonfinite, **content)
+        record = Manifest(files=listed, nonfinite=nonfinite, **content)
     except (TypeError, KeyError, AttributeError):
         raise BadManifest(f"{MANIFEST} lacks a field") from None
+    if not listed:
+        raise BadManifest(f"{MANIFEST} lists no file")
+    wrong = [field for field, holds in _RULES.items() if not holds(getattr(record, field))]
+    if wrong:
+        raise BadManifest(f"{MANIFEST} has a {wrong[0]} that healcore does not write")
+    return record
+
+
+def _count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 1 << 63
+
+
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "step": _count,
+    "created": lambda value: type(value) in (int, float) and abs(value) < 1 << 40,
+    "save": lambda value: _count(value, 1),
+    "writer": lambda value: isinstance(value, str),
+    "format": lambda value: isinstance(value, str),
+    "files": lambda value: all(
+        _count(each.bytes) and re.fullmatch("[0-9a-f]{32}", str(each.xxh3_128))
+        for each in value.values()
+    ),
+    "arrays": _count,
+    "nonfinite": lambda value: all(isinstance(name, str) for name in value),
+    "healing": lambda value: isinstance(value, bool),
+    "unnamed": _count,
+}
+"""Field of a manifest -> whether it has a value that a store writes. Digests are no secret, so
+somebody else may have written the file."""
 
 
 def _inside(name: str) -> str:
-    """The name; BadManifest if it leads to a file outside the checkpoint."""
+    """The name; BadManifest if it leads to a file outside the checkpoint, or to no file."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
-        raise BadManifest(f"{MANIFEST} lists a file outside the checkpoint: {name!r:.200}")
+    outside = path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts
+    if outside or "\0" in name or not _encodes(name):
+        raise BadManifest(f"{MANIFEST} lists a file outside the checkpoint: {name!a:.200}")
     return name
+
+
+def _encodes(name: str) -> bool:
+    try:
+        return bool(os.fsencode(name))
+    except UnicodeError:
+        return False
 
 
 def missing_or_resized(folder: Path, manifest: Manifest) -> Wrong | None:
@@ -150,7 +186,7 @@ def differences(found: Found, names: Iterable[str]) -> list[Wrong]:
         except OSError as error:
             return Wrong(name, f"cannot be read ({error.strerror})")
         if now != found.manifest.files[name]:
-            return Wrong(name, "is not what was written: its digest differs")
+            return Wrong(name, DIFFERS)
         return None
 
     results = mapped(wrong, list(names), found.manifest.bytes)
@@ -252,8 +288,11 @@ def problems(root: Path) -> list[str]:
             found += _oddities(each)
     for name in _names(root):
         if files.is_temporary(name):
-            if f"-{files.place()}-" not in name:  # processes elsewhere cannot be seen from here
-                found.append(f"{name} is work of a process that is not known here")
+            if not files.is_of_this_place(name):
+                found.append(
+                    f"{name} is work of a process that cannot be seen from here: a start an hour "
+                    "after its last change removes it"
+                )
         elif step_of(root / name) is None and not name.startswith(HEALER):
             found.append(f"{name} was not written by healcore")
     return found

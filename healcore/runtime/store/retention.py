@@ -121,7 +121,9 @@ def restore_first_intact(
         except CheckpointDamaged as error:
             damaged.append(error)
             on_damage(error)
-            _quarantine(store, step)
+            # A malformed one stays as it is: another version of healcore may be able to read it.
+            if not error.malformed:
+                _quarantine(store, step)
     reasons = "; ".join(str(error) for error in damaged) or "none of them exists any more"
     raise NoGoodCheckpoint(
         f"none of the checkpoints of steps {list(order)} can be restored: {reasons}"

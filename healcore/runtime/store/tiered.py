@@ -290,7 +290,8 @@ class TieredStore:
                 results.append(self._together(tier, action))
             except CheckpointDamaged as error:
                 damage.append(error)
-                self._take_out(tier, step)
+                if not error.malformed:
+                    self._take_out(tier, step)
             if first and results:
                 break
         self._trouble += damage if results else damage[:-1]

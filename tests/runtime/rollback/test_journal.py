@@ -109,7 +109,7 @@ def test_a_journal_in_the_directory_of_another_run_is_refused(tmp_path):
 def test_a_journal_of_another_version_is_refused(tmp_path):
     path = tmp_path / "healcore.json"
     path.write_bytes(checksummed_json.dumps({"schema": 2, "begun": None}))
-    with pytest.raises(JournalError, match=r"has schema 2, .* reads 3: .*delete it"):
+    with pytest.raises(JournalError, match=r"has schema 2, .* reads 3: .*resume without it: mv "):
         Journal(path).read()
 
 

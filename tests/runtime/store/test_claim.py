@@ -20,6 +20,8 @@ from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.manifest import problems
 from healcore.torch.store import DCPStore
 from tests.forked_programs import ROOT
+from tests.healer.run_directory import events
+from tests.hostile.run_directories import cut_short, go_on
 from tests.runtime.store.programs import finish, start
 
 PROGRAM = "tests.runtime.store.claim_program"
@@ -234,3 +236,35 @@ def test_a_disk_that_takes_no_file_is_a_warning(tmp_path):
     assert held.warning is not None
     assert "a second run in this directory would not be noticed" in held.warning
     held.release()
+
+
+def test_the_work_of_pods_that_are_gone_is_removed_by_a_run_that_has_the_lock(tmp_path):
+    """Also where the lock still names the pod, which cannot be seen from here."""
+    cut_short("torch", tmp_path)
+    (checkpoint, *_) = sorted(tmp_path.glob("step-*"))
+    old, inside, at_work, foreign = (
+        folder / name
+        for folder, name in (
+            (tmp_path, ".tmp-healcore-1-deadbeef-0000000a"),
+            (checkpoint, ".tmp-healcore-1-deadbeef-0000000b"),
+            (tmp_path, ".tmp-healcore-1-deadbeef-0000000c"),
+            (tmp_path, ".tmp-somebody"),
+        )
+    )
+    two_hours_ago = time.time() - 7200
+    for path in (old, inside, at_work, foreign):
+        (path / "data").mkdir(parents=True)
+        (path / "data" / "part").write_text("")
+        for each in (path / "data" / "part", path / "data", path):
+            os.utime(each, (two_hours_ago, two_hours_ago))
+    (at_work / "data" / "part").write_text("still being written")
+    pod = {**current_process()._asdict(), "host": "pod-1", "boot": "another", "token": "x"}
+    (tmp_path / LOCK).write_bytes(checksummed_json.dumps({"schema": 1, **pod}))
+    DCPStore(tmp_path)
+    assert old.exists(), "a store alone does not know whether another run is at work"
+    go_on("torch", tmp_path)
+    assert not old.exists()
+    assert not inside.exists()
+    assert at_work.exists()
+    assert foreign.exists()
+    assert any("an hour after" in event["problem"] for event in events(tmp_path, "problem"))

@@ -52,9 +52,7 @@ def _training_facts(folder: Path) -> dict[tuple[str, ...], Any]:
     facts: dict[tuple[str, ...], Any] = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            if not path.is_file() or path.stat().st_size > _LARGEST_JSON:
-                continue
-            content = json.loads(path.read_bytes())
+            content = json.loads(regular_file.read(path, _LARGEST_JSON))
         except (OSError, ValueError, RecursionError):
             continue  # the directory's checkpoint is what is probed
         given = content if isinstance(content, dict) else {}

@@ -1,0 +1,208 @@
+"""Small files of a run directory with values that healcore does not write, sealed again.
+
+Whoever can write a file can write its digest. Such a checkpoint is reported as damaged, the run
+goes on from an older one, and no error is a raw one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import random
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from healcore.runtime.rollback.journal import NAME, Journal, JournalError
+from healcore.runtime.store import CheckpointDamaged, StoreError, StoreInUse, checksummed_json
+from healcore.runtime.store.claim import LOCK, claim
+from healcore.runtime.store.manifest import HEALING, MANIFEST, STATE, STATUS
+from healcore.torch.store import DCPStore
+from tests.healer.run_directory import events
+from tests.hostile.run_directories import checkpoints, cut_short, go_on, sealed_again
+
+JUNK = (
+    None, True, -1, 1 << 70, 10**400, 1.5, "", "x", "\0", "\ud800", "\x1b[2J", [], {}, [[]], [None],
+    {"a": 1}, {"": {}}, {"x": {"bytes": 1}}, {"x\0": {"bytes": 1, "xxh3_128": "0" * 32}},
+)  # fmt: skip
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a JSON document."""
+    if path:
+        yield path
+    if isinstance(node, dict | list):
+        for key in node if isinstance(node, dict) else range(len(node)):
+            yield from places(node[key], (*path, key))
+
+
+def mutants(content: Any) -> Iterator[tuple[Any, Any]]:
+    """(place and value, document) with one value replaced or left out."""
+    for path in places(content):
+        for value in (*JUNK, ...):
+            mutant = copy.deepcopy(content)
+            inner = mutant
+            for key in path[:-1]:
+                inner = inner[key]
+            if value is not ...:
+                inner[path[-1]] = value
+            else:
+                del inner[path[-1]]
+            yield (path, value), mutant
+
+
+def two_checkpoints(root: Path) -> tuple[DCPStore, Path, dict[str, Any]]:
+    """A store, its newest checkpoint and a state to restore into."""
+    store = DCPStore(root)
+    state = {"model": {"w": torch.ones(2), "n": [1, (2.5, b"x")]}}
+    for step in (1, 2):
+        store.save(step, state, healing={"step": step})
+        store.wait()
+    return store, checkpoints(root)[-1], state
+
+
+def test_a_malformed_manifest_is_a_damaged_checkpoint(tmp_path):
+    store, newest, state = two_checkpoints(tmp_path)
+    content = checksummed_json.read(newest / MANIFEST)
+    raw = []
+    for name, mutant in mutants(content):
+        (newest / MANIFEST).write_bytes(checksummed_json.dumps(mutant))
+        try:
+            found = [each.step for each in store.steps()]
+            assert found in ([1], [1, 2]), name
+            assert (found == [1]) == bool(store.damaged()), name
+            assert all(text.isprintable() for text in store.problems()), name
+            store.verify(1)
+            if found == [1, 2]:
+                store.restore(2, state)
+        except StoreError:
+            pass
+        except Exception as error:
+            raw.append((name, error))
+    assert raw == []
+
+
+@pytest.mark.parametrize("file", [STATE, HEALING, STATUS])
+def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
+    store, newest, state = two_checkpoints(tmp_path)
+    if file == STATUS:
+        store.mark(2, "good")
+    content = json.loads((newest / file).read_bytes())
+    content.pop("digest", None)
+    every = [*mutants(content), *((("whole", value), value) for value in JUNK)]
+    raw = []
+    for name, mutant in random.Random(0).sample(every, min(150, len(every))):
+        if file != STATUS:
+            (newest / file).write_text(json.dumps(mutant))
+            sealed_again(newest)
+        elif isinstance(mutant, dict):
+            (newest / file).write_bytes(checksummed_json.dumps(mutant))
+        try:
+            store.steps()
+            store.problems()
+            store.restore(2, state)
+        except StoreError:
+            pass
+        except Exception as error:
+            raw.append((name, error))
+    assert raw == []
+
+
+@pytest.mark.parametrize("file", [MANIFEST, STATE])
+def test_a_run_goes_on_from_the_older_checkpoint(file, tmp_path):
+    cut_short("torch", tmp_path)
+    newest = checkpoints(tmp_path)[-1]
+    if file == MANIFEST:
+        content = checksummed_json.read(newest / MANIFEST)
+        content["files"] = {"x\0": {"bytes": 1, "xxh3_128": "0" * 32}}
+        (newest / MANIFEST).write_bytes(checksummed_json.dumps(content))
+    else:
+        (newest / STATE).write_text("[[]]")
+        sealed_again(newest)
+    with pytest.raises(CheckpointDamaged):
+        DCPStore(tmp_path).restore(int(newest.name[5:15]), {"model": {}})
+    assert go_on("torch", tmp_path)["step"] == 36
+    (damaged,) = events(tmp_path, "damaged")
+    assert damaged["step"] == int(newest.name[5:15])
+    assert file in damaged["problem"]
+
+
+def test_a_sparse_manifest_is_not_read(tmp_path):
+    store, newest, _ = two_checkpoints(tmp_path)
+    os.truncate(newest / MANIFEST, 6 << 30)
+    assert [each.step for each in store.steps()] == [1]
+
+
+def test_each_file_is_parsed_from_the_bytes_that_are_digested(tmp_path, monkeypatch):
+    """A bit that flips after the files were verified is noticed."""
+    store, newest, state = two_checkpoints(tmp_path)
+    checked = store._checked
+
+    def flip_after(step: int) -> Any:
+        found = checked(step)
+        data = (newest / STATE).read_bytes()
+        (newest / STATE).write_bytes(data.replace(b"2.5", b"2.4"))
+        return found
+
+    monkeypatch.setattr(store, "_checked", flip_after)
+    with pytest.raises(CheckpointDamaged, match="digest differs"):
+        store.restore(2, state)
+
+
+def test_a_malformed_journal_is_refused_with_the_command_that_helps(tmp_path):
+    """The same message comes for one damaged bit."""
+    cut_short("torch", tmp_path)
+    at = tmp_path / NAME
+    content = checksummed_json.read(at)
+    content.pop("digest", None)
+    raw = []
+    for name, mutant in mutants(content):
+        at.write_bytes(checksummed_json.dumps(mutant))
+        try:
+            Journal(at).read()
+        except JournalError:
+            continue
+        except Exception as error:
+            raw.append((name, error))
+    assert raw == []
+    whole = bytearray(checksummed_json.dumps(content))
+    whole[len(whole) // 2] ^= 1
+    at.write_bytes(whole)
+    with pytest.raises(JournalError, match="resume without it: mv ") as refused:
+        go_on("torch", tmp_path)
+    command = str(refused.value).rpartition("resume without it: ")[2]
+    subprocess.run(shlex.split(command), check=True)
+    assert go_on("torch", tmp_path)["step"] == 36
+
+
+def test_a_malformed_lock_is_no_raw_error(tmp_path, caplog):
+    own = claim(tmp_path)
+    content = checksummed_json.read(tmp_path / LOCK)
+    own.release()
+    for name, mutant in mutants(content):
+        (tmp_path / LOCK).write_bytes(checksummed_json.dumps(mutant))
+        try:
+            found = claim(tmp_path)
+        except StoreInUse as error:
+            assert str(error).isprintable(), name
+        else:
+            assert (found.warning or "x").isprintable(), name
+            found.release()
+        (tmp_path / LOCK).unlink(missing_ok=True)
+
+
+def test_the_name_of_a_host_is_printed_without_control_characters(tmp_path, caplog):
+    content = {"host": "a\x1b]0;title\x07\x1b[2J", "pid": 1, "boot": None, "born": 1, "token": "x"}
+    cut_short("torch", tmp_path)
+    (tmp_path / LOCK).write_bytes(checksummed_json.dumps({"schema": 1, **content}))
+    with caplog.at_level(logging.WARNING, "healcore"):
+        go_on("torch", tmp_path)
+    assert "process 1 on a" in caplog.text
+    assert "\x1b" not in caplog.text
