@@ -109,6 +109,7 @@ class StepHooks:
     def on_state_loaded(self) -> None:
         """Call it when the engine's state was replaced."""
         self.measurer.clear()
+        self.incident_log.answered()
         self._cuts, self._resets_next = moments.CutsOnDevice(), False
         if self._undo.reevaluates and self._engine.mode != "observe":
             # L-BFGS uses the multiplier of the step before, see `_before`.

@@ -88,18 +88,29 @@ def test_an_order_that_attach_cannot_carry_out_and_a_cut_rate(where: Where, line
     loop = Loop(ORDERS, where)
     loop.steps(*[1.0] * 4, *[NAN] * 3, *[1.0] * 30)
     (order,) = logged(lines, "STOP")
-    assert "attach() alone cannot carry that out" in order
+    assert "attach() alone cannot carry it out" in order
     assert logged(lines, "learning rate × ")
     assert len(logged(lines)) <= 5
 
 
 @host_and_device
-def test_a_loop_that_reads_the_decisions_is_expected_to_act(where: Where, lines: Lines):
+@pytest.mark.parametrize("answer", ["nothing", "last_decision", "decision", "decline", "load"])
+def test_an_order_is_answered_and_not_only_read(where: Where, lines: Lines, answer: str):
     loop = Loop(ORDERS, where)
     loop.steps(*[1.0] * 4)
-    loop.heal.last_decision()
-    loop.steps(*[NAN] * 3, *[1.0] * 30)
-    assert not logged(lines, "STOP")
+    for _ in range(60):
+        loop.steps(NAN)
+        decision = loop.heal.last_decision()
+        assert decision is not None
+        if answer == "decline":
+            loop.heal.decline()
+        elif answer == "load":
+            loop.heal.load_state_dict(loop.heal.state_dict())
+        elif answer == "decision":
+            assert loop.heal.decision is not None
+    stops = logged(lines, "STOP", "the loop trains on")
+    assert bool(stops) == (answer not in ("decline", "load"))
+    assert len(stops) <= 6
 
 
 def test_the_line_names_observe_mode(lines: Lines):
