@@ -93,6 +93,10 @@ class IncidentLog:
             return
         self._collect(live_engine)
 
+    def problem(self, line: str) -> None:
+        """Logs a likely mistake of the loop, once."""
+        self._once(line, line)
+
     def answered(self) -> None:
         """Call it when the loop has carried out or declined an order."""
         self._open_orders = Action(0)

@@ -128,7 +128,8 @@ class SelfHealingTrainer:
     """A trainer that goes back by itself. Created by `heal`.
 
     `train` of this one trainer object is replaced. While it trains, other methods are replaced too;
-    afterwards, whatever happens, they are as before. Methods of a subclass of the user's are called as always.
+    afterwards, whatever happens, they are as before. Methods of a subclass of the user's are called
+    as always.
 
     Attributes:
         trainer: the trainer that was given.
