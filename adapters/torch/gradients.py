@@ -226,11 +226,8 @@ class ClearedGradients:
 
     def _before_accumulation(self, _: Tensor) -> None:
         """A backward pass is about to add to the gradient, which raises its version."""
-        if self._grad is None or self._param is None:
-            self.close()
-            return
-        grad = self._param.grad
-        if grad is not self._grad or grad._version != self._version:
+        grad = None if self._param is None else self._param.grad
+        if grad is None or grad is not self._grad or grad._version != self._version:
             self.close()
         elif self._steps == _UNCLEARED - 1 and not bool(grad.any().cpu().numpy()):
             self.close()  # `grad.data.zero_()` raises no version; a sync, in a wrong loop only
