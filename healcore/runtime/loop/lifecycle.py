@@ -80,6 +80,12 @@ def begin(loop: Loop, *, resume: bool, died: Any | None) -> None:
         loop.save("first")
     loop.termination.start()
     loop.log.info(start_line(loop.policy, loop.step, _checkpoints(loop), resumed=resume))
+    if loop.loss_fn is not None and loop.ranks.world > 1:
+        loop.warn(
+            f"loss_fn is not called on several ranks ({loop.ranks.world} here), which see "
+            "different losses: a rollback needs other evidence, such as instability or weights "
+            "that are not finite"
+        )
 
 
 def _begin_lineage(loop: Loop) -> None:
