@@ -136,6 +136,7 @@ class Healing:
     def decline(self, *, cut: bool = False) -> None:
         """Reports that the rollback ordered last is not carried out; see `Engine.decline`."""
         self.live_engine.decline(cut=cut)
+        self.hooks.incident_log.answered()
 
     def discard(self) -> None:
         """Drops the losses since the last step; for loops that discard a step themselves."""
@@ -190,7 +191,6 @@ class Healing:
 
         NumPy scalars from the host engine, torch tensors from the device engine.
         """
-        self.hooks.incident_log.is_polled = True
         return self.live_engine.decision
 
     def last_decision(self) -> Decision | None:
@@ -198,7 +198,6 @@ class Healing:
 
         On an accelerator this waits for the step: a sync. None before the first step.
         """
-        self.hooks.incident_log.is_polled = True
         decision = self.live_engine.decision
         if decision is None:
             return None

@@ -6,6 +6,7 @@ On an accelerator flags are collected, copied every few steps, and read when the
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -29,7 +30,11 @@ WITHOUT_LOSS = 20
 WITHOUT_STEP = 100
 """Losses without a step after which a warning is logged: fewer may be accumulation."""
 
-_ORDERS = (Action.ROLLBACK, Action.STOP)
+_ANSWERS = {
+    Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback(), or heal.decline(),",
+    Action.STOP: "end the run",
+}
+"""What a loop of its own does about an order."""
 
 
 class IncidentLog:
@@ -40,17 +45,21 @@ class IncidentLog:
         self._engine = engine
         self.enabled = True
         """False where another rank logs the same."""
-        self.is_polled = False
-        """Whether the loop reads the decisions, and so may carry out their orders."""
         self.resets_moments = False
         """Whether a cut of the learning rate resets the moments too."""
         self._steps = self._losses = 0
         self._incident = 0
         self._logged: set[str] = set()
         self._ceiling = NormCeiling()
+        self._open_orders = Action(0)
+        """Orders of earlier steps that the loop has not answered."""
+        self._ordered_at = 0
+        self._ignored: Counter[Action] = Counter()
         self._flags: Tensor | None = None
         """int32 (2,): causes and actions since the last copy, on the device."""
         self._pending: tuple[PendingRecord, AsyncCopy] | None = None
+        self._is_answered = False
+        """Whether the loop has answered the orders that are being copied."""
 
     def observed(self) -> None:
         """Call it when a loss is observed."""
@@ -67,6 +76,7 @@ class IncidentLog:
         """Call it when a step was judged."""
         self._steps += 1
         self._losses = 0
+        self._log_ignored_orders()
         if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
             self._once(
                 "no loss",
@@ -82,6 +92,17 @@ class IncidentLog:
                 self._log_step(live_engine.pending_record()(), cause, action)
             return
         self._collect(live_engine)
+
+    def problem(self, line: str) -> None:
+        """Logs a likely mistake of the loop, once."""
+        self._once(line, line)
+
+    def answered(self) -> None:
+        """Call it when the loop has carried out or declined an order."""
+        self._open_orders = Action(0)
+        self._is_answered = self._pending is not None
+        if self._flags is not None:
+            self._flags[1] = 0
 
     def _collect(self, live_engine: LiveEngine) -> None:
         decision = live_engine.state.last.decision
@@ -100,6 +121,8 @@ class IncidentLog:
             return
         (record, flags), self._pending = self._pending, None
         cause, action = flags.read().tolist()
+        if self._is_answered:
+            action, self._is_answered = 0, False
         self._log_step(record(), cause, action)
 
     def _log_step(self, record: StepRecord, cause: int, action: int) -> None:
@@ -111,15 +134,24 @@ class IncidentLog:
         if action & Action.CUT_LR and not observes and is_logged(record.incident):
             reset = ", moments reset" if self.resets_moments else ""
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")
-        if observes or self.is_polled:
-            return
-        for order in _ORDERS:
-            if action & order:
-                self._once(
-                    str(order),
-                    f"step {record.step - 1}: the policy orders {names(order)[0]}, and attach() "
-                    "alone cannot carry that out: use healcore.Healer, or act on "
-                    "heal.last_decision().action",
+        orders = Action(action) & (Action.ROLLBACK | Action.STOP)
+        if orders and not observes:
+            self._open_orders, self._ordered_at = orders, record.step - 1
+
+    def _log_ignored_orders(self) -> None:
+        """Logs orders that the loop has not answered before its next step."""
+        orders, self._open_orders = self._open_orders, Action(0)
+        for order, answer in _ANSWERS.items():
+            if not orders & order:
+                continue
+            self._ignored[order] += 1
+            number = self._ignored[order]
+            if number & (number - 1) == 0:
+                again = f" ({number} times so far)" if number > 1 else ""
+                self._write(
+                    f"step {self._ordered_at}: the policy orders {names(order)[0]}, and the loop "
+                    f"trains on{again}: attach() alone cannot carry it out; use healcore.Healer, "
+                    f"or {answer} where heal.last_decision().action has it"
                 )
 
     def _incident_line(self, record: StepRecord, cause: int) -> str:

@@ -38,6 +38,7 @@ class StepHooks:
         on_judged: called at every step that was judged, before the optimizer updates.
         on_ended: called after the step, with whether the policy or a GradScaler skipped it: a bool,
             or a 0-d float32 of exactly 0 or 1. In observe mode always False.
+        on_problem: called with a line about a likely mistake of the loop.
         grows: whether per-tensor clipping begins a history for parameters that are added, instead
             of raising `ParametersChangedError`.
     """
@@ -82,9 +83,11 @@ class StepHooks:
         self.incident_log = IncidentLog(type(optimizer).__name__, live_engine.engine)
         self.incident_log.resets_moments = self._resets_moments
         self.late_loss = LateLoss()
+        self._cleared = gradients.ClearedGradients()
         self.last_norms: StepNorms | None = None
         self.on_judged: Callable[[StepNorms], None] | None = None
         self.on_ended: Callable[[bool | Tensor], None] | None = None
+        self.on_problem: Callable[[str], object] = self.incident_log.problem
         self.grows = False
 
         # Dynamo drops what an ordinary hook writes to the optimizer. With a disabled hook it breaks
@@ -109,6 +112,7 @@ class StepHooks:
     def on_state_loaded(self) -> None:
         """Call it when the engine's state was replaced."""
         self.measurer.clear()
+        self.incident_log.answered()
         self._cuts, self._resets_next = moments.CutsOnDevice(), False
         if self._undo.reevaluates and self._engine.mode != "observe":
             # L-BFGS uses the multiplier of the step before, see `_before`.
@@ -126,6 +130,7 @@ class StepHooks:
             handle.remove()
         self.handles = []
         self.on_judged = self.on_ended = None
+        self._cleared.close()
         self.restore()
         self.open_step.clear()
         self.measurer.clear()
@@ -138,6 +143,8 @@ class StepHooks:
             return None  # step() of a subclass called super().step()
         self.measurer.dropped.find_scaler(self.open_step.frame)
         self.restore()  # a step that raised had no post-hook
+        if self._cleared.before_step(optimizer):
+            self.on_problem(gradients.NOT_CLEARED)
         self._judged = self._turned_nonfinite = False
         self._skipped = None
         last, self._order = self._order, None
@@ -165,6 +172,7 @@ class StepHooks:
         if self.update_clip is not None:
             self._update_norm = self.update_clip.after(undone=self._turned_nonfinite)
         self.restore()
+        self._cleared.after_step()
         self.measurer.clear()  # losses of a closure's later evaluations
         if self._skipped is not None and self.on_ended is not None:
             self.on_ended(self._turned_nonfinite or self._skipped)

@@ -82,8 +82,8 @@ class Healer(Generic[State]):
         loss_fn: the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
             `loss_fn(state, batch)` if the state is a pytree. Called at alarms, without gradients
             and in evaluation mode, on a few batches from before the trouble: it distinguishes a
-            damaged model from different data. None, or several ranks, which see different
-            losses: without that evidence.
+            damaged model from different data. Not called on several ranks, which see
+            different losses, and a warning says so. None: without that evidence.
         on_incident: functions that receive an incident and may override what is done.
         on_saved: functions that receive the event of each save, a mapping: `step`, `why`,
             `seconds`; see docs/events.md. Called on every rank, between two steps.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.healer import Healer
-from tests.healer.run_directory import events
+from tests.healer.run_directory import events, events_of
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 
 
@@ -64,3 +64,25 @@ def test_a_new_loader_for_every_epoch(tmp_path):
         run(26)
     after = run(None)
     assert after == [n for epoch in range(12, 20) for n in (epoch, epoch + 100)][1:]
+
+
+class TwoAlike:
+    """Two ranks that have the same at every exchange."""
+
+    rank, world = 0, 2
+
+    def gather(self, item):
+        return [item, item]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("ranks", [TwoAlike(), None])
+def test_a_loss_fn_that_several_ranks_do_not_call_is_named(framework, ranks, tmp_path):
+    loop = loop_of(framework, policy=rules())
+    options = {"loss_fn": lambda *arguments: 1.0, "ranks": ranks}
+    train(loop, rules(), range(3), events=tmp_path / "events", **options)
+    problems = [
+        event["problem"] for event in events_of(tmp_path / "events")[:-1] if "problem" in event
+    ]
+    assert len(problems) == (ranks is not None)
+    assert all("loss_fn is not called on several ranks (2 here)" in each for each in problems)

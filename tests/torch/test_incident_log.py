@@ -14,6 +14,7 @@ from healcore.core.engine import Engine, RuleConfig
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
 from healcore.torch import Healing, attach
+from healcore.torch.driver import TorchDriver
 from healcore.torch.incident_log import EVERY, WITHOUT_LOSS, WITHOUT_STEP
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
@@ -88,18 +89,29 @@ def test_an_order_that_attach_cannot_carry_out_and_a_cut_rate(where: Where, line
     loop = Loop(ORDERS, where)
     loop.steps(*[1.0] * 4, *[NAN] * 3, *[1.0] * 30)
     (order,) = logged(lines, "STOP")
-    assert "attach() alone cannot carry that out" in order
+    assert "attach() alone cannot carry it out" in order
     assert logged(lines, "learning rate × ")
     assert len(logged(lines)) <= 5
 
 
 @host_and_device
-def test_a_loop_that_reads_the_decisions_is_expected_to_act(where: Where, lines: Lines):
+@pytest.mark.parametrize("answer", ["nothing", "last_decision", "decision", "decline", "load"])
+def test_an_order_is_answered_and_not_only_read(where: Where, lines: Lines, answer: str):
     loop = Loop(ORDERS, where)
     loop.steps(*[1.0] * 4)
-    loop.heal.last_decision()
-    loop.steps(*[NAN] * 3, *[1.0] * 30)
-    assert not logged(lines, "STOP")
+    for _ in range(60):
+        loop.steps(NAN)
+        decision = loop.heal.last_decision()
+        assert decision is not None
+        if answer == "decline":
+            loop.heal.decline()
+        elif answer == "load":
+            loop.heal.load_state_dict(loop.heal.state_dict())
+        elif answer == "decision":
+            assert loop.heal.decision is not None
+    stops = logged(lines, "STOP", "the loop trains on")
+    assert bool(stops) == (answer not in ("decline", "load"))
+    assert len(stops) <= 6
 
 
 def test_the_line_names_observe_mode(lines: Lines):
@@ -123,6 +135,58 @@ def test_a_replaced_or_copied_optimizer_is_logged(lines: Lines):
     loop.steps(*[1.0] * 2 * WITHOUT_STEP)
     (line,) = logged(lines)
     assert "replaced or copied" in line
+
+
+def clears_data(loop: Loop) -> None:
+    if loop.p.grad is not None:
+        loop.p.grad.data.zero_()  # which raises no version
+
+
+CLEARED = {
+    "nothing": lambda loop: None,
+    "clip": lambda loop: torch.nn.utils.clip_grad_norm_([loop.p], 1e-3),
+    "none": lambda loop: loop.optimizer.zero_grad(),
+    "zero": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    "data": clears_data,
+}
+
+
+@pytest.mark.parametrize("cleared", CLEARED)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("by_product", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_forgotten_zero_grad_is_logged_once(
+    lines: Lines, cleared: str, parts: int, by_product: bool, fused: bool
+):
+    """Neither an accumulation, nor gradients of another network's backward pass, are one."""
+    loop = Loop()
+    loop.heal.detach()
+    loop.optimizer = AdamW([loop.p], fused=fused)
+    loop.heal = attach(loop.optimizer, policies.SKIPS)
+    for _ in range(12):
+        if cleared != "clip":
+            CLEARED[cleared](loop)
+        for _ in range(parts):
+            (loop.p**2).sum().backward()
+        if cleared == "clip":
+            CLEARED[cleared](loop)
+        loop.optimizer.step()
+        if by_product:
+            loop.p.sum().backward()
+    assert len(logged(lines, "zero_grad()")) == (cleared in ("nothing", "clip"))
+    assert not loop.p._backward_hooks
+
+
+def test_a_healer_warns_of_a_forgotten_zero_grad():
+    loop = Loop()
+    state = {"p": [loop.p], "optimizer": loop.optimizer}
+    driver = TorchDriver(state, policies.SKIPS)
+    for _ in range(12):
+        driver.observe(1.0)
+        (loop.p**2).sum().backward()
+        loop.optimizer.step()
+        driver.poll_step()
+    assert sum("zero_grad()" in line for line in driver.warnings) == 1
 
 
 def test_a_long_accumulation_is_fine(lines: Lines):

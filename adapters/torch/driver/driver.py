@@ -341,6 +341,7 @@ class TorchDriver:
             accumulation.close()
         for healing in self.healings.values():
             healing.hooks.on_judged = None
+            healing.hooks.on_problem = healing.hooks.incident_log.problem
             healing.hooks.grows, healing.own_loss = False, True
             healing.settle()
         self._detach()

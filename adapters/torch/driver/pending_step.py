@@ -98,6 +98,7 @@ class Recorder:
         """Norms of the last step without an alarm."""
         self.restart()
         healing.hooks.on_judged = self._record
+        healing.hooks.on_problem = warn
 
     def restart(self) -> None:
         """Call it when the engine's state was replaced. A sync."""

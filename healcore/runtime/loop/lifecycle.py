@@ -103,6 +103,12 @@ def begin(
             f"other settings than at the start of this run (saved -> given): {change}. To train "
             "with new settings from the start, pass an empty directory"
         )
+    if loop.loss_fn is not None and loop.ranks.world > 1:
+        loop.warn(
+            f"loss_fn is not called on several ranks ({loop.ranks.world} here), which see "
+            "different losses: a rollback needs other evidence, such as instability or weights "
+            "that are not finite"
+        )
 
 
 def _begin_lineage(loop: Loop) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, NoReturn, Unpack
 
 from healcore.extras import require
 
@@ -159,6 +159,16 @@ class HealingCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
         """Detaches everything."""
         self.close(None)
+
+    def setup(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises TypeError: this is Lightning's first hook, and the callback is not Lightning's."""
+        raise TypeError(
+            "HealingCallback is for a transformers or TRL Trainer, and Lightning has called it: "
+            "write callbacks=[healcore.torch.LightningHealingCallback(policy)]"
+        )
+
+    on_exception = setup  # which Lightning calls next
+    state_key = "HealingCallback"  # which Lightning reads before
 
     def close(self, error: BaseException | None) -> None:
         """Ends the present run, if any. Called at the end of `train()`, also when that raises."""

@@ -66,6 +66,8 @@ def heal(
         healed = heal(trainer, "default")
         healed.train()
 
+    From then on `trainer.train()` is healed too. To train it unhealed, build another Trainer.
+
     Every step is judged by its loss and its gradient norm, then clipped or skipped. When the model
     is damaged, weights, optimizer, learning-rate schedule, random states, data and Trainer's own
     counters go back together to a known-good checkpoint, within the same call of `train()`.
@@ -132,8 +134,9 @@ def heal(
 class SelfHealingTrainer:
     """A trainer that goes back by itself. Created by `heal`.
 
-    While it trains, methods of this one trainer object are replaced; afterwards, whatever happens,
-    they are as before. Methods of a subclass of the user's are called as always.
+    `train` of this one trainer object is replaced. While it trains, other methods are replaced too;
+    afterwards, whatever happens, they are as before. Methods of a subclass of the user's are called
+    as always.
 
     Attributes:
         trainer: the trainer that was given.
@@ -163,6 +166,7 @@ class SelfHealingTrainer:
         self._host_policy = HostPolicy.of(policy)
         self._split: SplitSteps | None = None
         Healer(state={}, **self._options)  # raises at once if an option or the policy is invalid
+        self._own_train = _heal_train(trainer, self)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the trainer's own."""
@@ -200,7 +204,7 @@ class SelfHealingTrainer:
         _check(self.trainer)
         with ExitStack() as stack:
             _Run(self, stack).replace_methods()
-            return self.trainer.train(ignore_keys_for_eval=ignore_keys_for_eval)
+            return self._own_train(ignore_keys_for_eval=ignore_keys_for_eval)
 
     def report(self) -> HealingReport:
         """What has happened so far: incidents, rollbacks, learning rate, how it ended.
@@ -344,6 +348,26 @@ class _Run:
         if healer is not None and "eval_loss" in metrics:
             healer.observe_eval(metrics["eval_loss"])
         return metrics
+
+
+def _heal_train(trainer: Any, healed: SelfHealingTrainer) -> Callable[..., Any]:
+    """Makes the trainer's own `train` heal, for `heal(trainer); trainer.train()`; returns it."""
+    own = trainer.train
+    if hasattr(own, "__healed__"):  # by an earlier heal(), under another policy
+        own = own.__wrapped__
+
+    @functools.wraps(own)
+    def train(*args: Any, trial: Any = None, **kwargs: Any) -> Any:
+        if trial is not None or len(args) > 1:
+            raise AttachError(
+                "hyperparameter_search with heal(): the trials would share one store and one "
+                "history; search with a Trainer that has HealingCallback among its callbacks"
+            )
+        return healed.train(*args, **kwargs)
+
+    train.__healed__ = healed  # type: ignore[attr-defined]
+    trainer.train = train
+    return own
 
 
 def _check(trainer: Any) -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -239,6 +239,15 @@ class LightningHealingCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the engines of a Lightning checkpoint, for the fit that begins."""
         self._engines = state_dict.get("engines", {})
+
+    def on_init_end(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises TypeError: this is an event of transformers, and the callback is Lightning's."""
+        raise TypeError(
+            "LightningHealingCallback is for a Lightning Trainer, and transformers has called it: "
+            "write callbacks=[healcore.torch.HealingCallback(policy)]"
+        )
+
+    on_train_begin = on_init_end  # of a callback that was added later
 
     # -- within ---------------------------------------------------------------------------------
 

@@ -270,9 +270,25 @@ def test_one_trainer_has_one_policy(tmp_path: Path):
     for action in (lambda: heal(both), healed.train):
         with pytest.raises(AttachError, match=r"remove_callback\(HealingCallback\)"):
             action()
-    both.add_callback(HealingCallback("zclip"))
+    both.remove_callback(HealingCallback)
+    other = tiny.plain(tmp_path, max_steps=1)
+    other.add_callback(HealingCallback("default"))
+    other.add_callback(HealingCallback("zclip"))
     with pytest.raises(AttachError, match=r"this one has 2 \(policies 'default', 'zclip'\)"):
-        both.train()
+        other.train()
+
+
+def test_the_trainer_itself_is_healed(tmp_path: Path):
+    """`heal(trainer)` without a use of what it returns; the policy that was given last holds."""
+    trainer = tiny.plain(tmp_path, max_steps=3)
+    heal(trainer, "zclip")
+    healed = heal(trainer, "default")
+    trainer.train()
+    assert healed.healer is not None
+    assert healed.healer.step == 3
+    assert healed.report().policy == "default"
+    with pytest.raises(AttachError, match="hyperparameter_search"):
+        trainer.train(trial={"learning_rate": 0.1})
 
 
 def test_a_trainer_without_the_methods_is_refused_in_words(tmp_path: Path, monkeypatch: Any):
