@@ -148,15 +148,20 @@ def test_a_read_in_lightning(tmp_path: Path):
     assert torch.equal(*found)
 
 
-def test_a_loader_without_a_way_back(tmp_path: Path):
+def test_a_loader_without_a_way_back():
     model = nn.Linear(1, 1)
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.01)}
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
     loader = DataLoader(Remote(torch.rand(20, 1), Failing((7,))), batch_size=2)
-    with pytest.raises(ConnectionResetError) as raised, Healer(state=state, retry=QUICK) as healer:
-        for batch in healer.batches(loader):
-            loss = model(batch).square().mean()
-            healer.observe(loss)
-            loss.backward()
-            state["optimizer"].step()
-            state["optimizer"].zero_grad()
+
+    def train() -> None:
+        with Healer(state={"model": model, "optimizer": optimizer}, retry=QUICK) as healer:
+            for batch in healer.batches(loader):
+                loss = model(batch).square().mean()
+                healer.observe(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(ConnectionResetError) as raised:
+        train()
     assert any("healcore.retrying(call)" in note for note in raised.value.__notes__)
