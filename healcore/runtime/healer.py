@@ -373,6 +373,23 @@ class Healer(Generic[State]):
         """
         return self._live.faults.retrying(call)
 
+    def mark_step(self) -> Callable[[], None]:
+        """Prepares to repeat a step that fails, for trainers that are not loops of the user's.
+
+        Returns:
+            A function that restores random states and batch statistics to their present values.
+            The caller drops the gradients.
+        """
+        loop = self._live
+        states = loop.rollbacks.host.drawn()
+
+        def restore() -> None:
+            loop.rollbacks.host.set_generators(states)
+            if why_not := loop.driver.undo_window():
+                loop.warn(f"a step is repeated, and something else differs: {why_not}")
+
+        return restore
+
     def report_fault(self, error: BaseException, problem: str, answer: str) -> None:
         """Writes an event about an exception that the loop has dealt with itself.
 

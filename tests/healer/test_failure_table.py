@@ -166,26 +166,33 @@ def oom(folder: Path) -> None:
         return part.mean() + (run.weights * 0.5).sum()
 
     state = {"weights": {"w": run.weights}, "optimizer": run.optimizer}
-    with Healer("default", state=state, store=folder) as healer:
-        for batch in healer.batches([torch.ones(8) * n for n in range(5)]):
-            for part in healer.microbatches(batch):
-                with part:
-                    (loss_of(part.batch) * part.weight).backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+
+    def train() -> None:
+        with Healer("default", state=state, store=folder) as healer:
+            for batch in healer.batches([torch.ones(8) * n for n in range(5)]):
+                for part in healer.microbatches(batch):
+                    with part:
+                        (loss_of(part.batch) * part.weight).backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            torch.empty(1 << 50)  # outside of a part
+
+    with pytest.raises(RuntimeError, match="allocate"):
+        train()
 
 
 class Unreadable(list):
-    """The fifth batch raises when it is read."""
+    """The fifth batch raises when it is read, and so do all from the tenth on."""
 
     def __getitem__(self, index: Any) -> Any:
-        if index == 5:
+        if index == 5 or index >= 10:
             raise OSError(5, "input/output error")
         return super().__getitem__(index)
 
 
 def data_error(folder: Path) -> None:
-    Run(folder)(Unreadable(healthy(20)))
+    with pytest.raises(OSError, match="input/output"):
+        Run(folder)(Unreadable(healthy(20)))
 
 
 def get(url: str) -> None:
@@ -194,9 +201,10 @@ def get(url: str) -> None:
 
 def network(folder: Path) -> None:
     run = Run(folder)
-    with serving(503, 200) as server:
-        run.before = lambda healer, number: number == 7 and healer.retrying(get)(server.url)
-        run(list(healthy(20)))
+    with serving(503, 200, 404) as server:
+        run.before = lambda healer, number: number in (7, 9) and healer.retrying(get)(server.url)
+        with pytest.raises(requests.HTTPError, match="404"):
+            run(list(healthy(20)))
 
 
 def hang(folder: Path) -> None:

@@ -114,6 +114,21 @@ def test_a_single_sample_that_does_not_fit_stops_the_run(tmp_path):
     assert "activation checkpointing" in postmortem.read_text()
 
 
+def test_a_stop_loses_no_step(tmp_path):
+    """The state after the last complete step is saved, and its batch comes again."""
+    memory = Memory(fits=8)
+
+    def shrink(healer):
+        memory.fits = 8 if healer.step < 3 else 0
+
+    with pytest.raises(healcore.RunStopped):
+        train(batches(6), memory, each_step=shrink, store=tmp_path / "run")
+    memory = Memory(fits=8)
+    healer = train(batches(6), memory, store=tmp_path / "run")
+    assert healer.step == 6
+    assert sum(memory.sizes) == 2 * 8, "the samples of the last two steps"
+
+
 def test_the_budget_of_shrinks(tmp_path):
     memory = Memory(fits=1)
     with pytest.raises(healcore.RunStopped, match="budget of 2 shrinks is used"):

@@ -16,7 +16,7 @@ import healcore
 # Raised and caught within healcore; nobody outside ever sees one.
 INTERNAL = {
     "StepSkipped", "BadPickle", "ChecksumError", "BadManifest", "NotRecordable", "NotProvided",
-    "CannotShrink", "WentBack",
+    "CannotShrink", "EpochChanged",
 }  # fmt: skip
 HOMES = ("healcore", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {

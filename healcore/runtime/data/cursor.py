@@ -259,7 +259,7 @@ class Cursor:
             return False
         try:
             self._reader.restore(target)
-            for _ in range(target.behind):
+            while self._reader.next_id < BatchId(target.epoch, target.index):
                 self._drop()
         except Exception as error:  # the loader's code may raise anything
             self._refused = f"{name} does not take the position: {_text(error)}"
@@ -271,6 +271,16 @@ class Cursor:
         self._left_out |= left_out
         self._refused = None
         return True
+
+    def reread(self) -> bool:
+        """Moves back to before the batch whose reading raised, so that `next` reads it again.
+
+        Returns:
+            False if the loader has no way back to it; then it has not moved.
+        """
+        batch = self.unreadable
+        position = None if batch is None or not self.can_rewind else self.position_before(batch)
+        return position is not None and self.rewind(position)
 
     def fast_forward(self, position: Mapping[str, Any]) -> str:
         """Moves forward by reading and dropping batches, for loaders without a state.

@@ -150,11 +150,14 @@ class EpochReader:
         """
         self._sampler_epochs.restore(target.epoch, target.sampler_epoch)
         self._batches, self._between = None, True
-        if target.state is not None:
-            self._batches = self.adapter.resume(target.state)
+        state, behind = target.state, target.behind
+        if behind and state is not None and (later := self.adapter.advanced(state, behind)):
+            state, behind = later, 0
+        if state is not None:
+            self._batches = self.adapter.resume(state)
             self._resumed, self._between = True, False
         self.exhausted = False
-        self.epoch, self.index = target.epoch, target.index - target.behind
+        self.epoch, self.index = target.epoch, target.index - behind
 
     def jump(self, target: Position) -> None:
         """Moves to the beginning of the position's epoch, without a state."""

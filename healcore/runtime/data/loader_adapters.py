@@ -53,6 +53,10 @@ class LoaderAdapter:
         """The state before a batch; only if `by_index`."""
         return None
 
+    def advanced(self, state: Any, count: int) -> Any:
+        """The state that many batches later; None: to come there, the batches have to be read."""
+        return None
+
     def resume(self, state: Any) -> Iterator[Any]:
         """The rest of the epoch that the state is of, or the next epoch."""
         raise NotImplementedError(self.why_not)
@@ -89,6 +93,12 @@ class _StatefulLoader(LoaderAdapter):
             generator.set_state(its_state)
         # The next epoch has begun by now, with an order drawn before the generators were set.
         return self.start() if self._generators and state["ended"] else batches
+
+    def advanced(self, state: Any, count: int) -> Any:
+        advanced = getattr(self._loader, "advanced", None)
+        if advanced is None or state["ended"]:
+            return None
+        return {**state, "loader": advanced(state["loader"], count)}
 
     def _state(self, *, ended: bool) -> dict[str, Any]:
         return {

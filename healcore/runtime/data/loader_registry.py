@@ -117,6 +117,10 @@ class LoaderRegistry:
         found = {number: each.cursor.unreadable for number, each in self._entries.items()}
         return {number: batch for number, batch in found.items() if batch is not None}
 
+    def reread(self, number: int) -> bool:
+        """Moves a loader to before its unreadable batch; see `Cursor.reread`."""
+        return self._entries[number].cursor.reread()
+
     def replaced(self, number: int) -> BatchId:
         """The id of the unreadable batch for which the loop gets another one: it counts as read."""
         cursor = self._entries[number].cursor

@@ -142,21 +142,21 @@ FAILURES: dict[Cause, Failure] = {
         "Memory ran out: activation checkpointing, shorter sequences (whether one input was longer "
         "than the others), bf16, an 8-bit optimizer, offloading; a smaller micro-batch only if it "
         "has more than one sample.",
-        ("shrink_microbatch", "clear_cache"),
+        ("shrink_microbatch", "clear_cache", "save"),
         (_TABLE,),
     ),
     Cause.DATA: Failure(
         "data_error",
         Severity.ERROR,
         "The data could not be read: the batch named above, then the storage behind it.",
-        ("skip_batch",),
+        ("skip_batch", "save"),
         (_TABLE,),
     ),
     Cause.NETWORK: Failure(
         "api_error",
         Severity.ERROR,
         "A network call failed for good: the service, its quota, the credentials.",
-        ("retry",),
+        ("retry", "save"),
         (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
     ),
     # Published: stop all ranks with their stacks, and start again. A time-out that a library raises

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import random as random_module
 import time
 from collections.abc import Callable
+from random import SystemRandom
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import tenacity
@@ -24,6 +24,9 @@ T = TypeVar("T")
 
 _LONGEST_S = 3600.0
 """A server that asks to wait longer than an hour is not waited for."""
+
+own_random = SystemRandom().random
+"""Draws for the waits; a run's own random state stays as it is."""
 
 _logger = logging.getLogger("healcore")
 
@@ -55,7 +58,7 @@ def retrying(
     policy: PolicyLike = "default",
     *,
     sleep: Callable[[float], None] = time.sleep,
-    random: Callable[[], float] = random_module.random,
+    random: Callable[[], float] = own_random,
 ) -> Callable[P, T]:
     """A function that makes a call, and makes it again after a failure in the network that passes.
 
@@ -93,7 +96,7 @@ def repeated(
     *,
     report: Callable[[Attempt], object],
     sleep: Callable[[float], None],
-    random: Callable[[], float] = random_module.random,
+    random: Callable[[], float] = own_random,
 ) -> Callable[P, T]:
     """A function that makes a call again after a failure in the network that passes.
 
@@ -117,12 +120,25 @@ def repeated(
 
     @functools.wraps(call)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
+        failed: list[Exception] = []
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if classify(error).cause is not Cause.NETWORK:
+                raise
+            failed.append(error)
+
+        def next_attempt() -> T:
+            if failed:  # the first attempt, which was made without the cost of what follows
+                raise failed.pop()
+            return call(*args, **kwargs)
+
         def before_sleep(state: tenacity.RetryCallState) -> None:
             number, wait_s = state.attempt_number, state.upcoming_sleep
             report(Attempt(_name(call), number, _error(state), _fault(state), wait_s))
 
         loop = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_is_retried),
+            retry=tenacity.retry_if_exception(lambda error: is_retried(classify(error))),
             stop=tenacity.stop_after_attempt(rules.attempts),
             wait=wait,
             sleep=sleep,
@@ -130,15 +146,13 @@ def repeated(
             reraise=True,
         )
         try:
-            result = loop(call, *args, **kwargs)
+            result = loop(next_attempt)
         except Exception as error:
             fault = classify(error)
             if fault.cause is Cause.NETWORK:
                 report(Attempt(_name(call), loop.statistics["attempt_number"], error, fault))
             raise
-        number = loop.statistics["attempt_number"]
-        if number > 1:
-            report(Attempt(_name(call), number))
+        report(Attempt(_name(call), loop.statistics["attempt_number"]))
         return result
 
     return again
@@ -157,8 +171,8 @@ def delay(retry: Retry, attempt: int, fault: Fault, random: float) -> float:
     return max(wait * (1 - retry.jitter * random), fault.retry_after_s or 0.0)
 
 
-def _is_retried(error: BaseException) -> bool:
-    fault = classify(error)
+def is_retried(fault: Fault) -> bool:
+    """Whether a call that failed with this fault may succeed the next time, soon enough."""
     return fault.transient and (fault.retry_after_s or 0.0) <= _LONGEST_S
 
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from healcore.core.verdict import Cause, names
+from healcore.policy.faults import Retry
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.retry import Attempt, repeated
+from healcore.runtime.faults.retry import Attempt, delay, is_retried, own_random, repeated
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.termination import TerminationWatch
+from healcore.runtime.rollback.host_state import HostState
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
@@ -42,6 +44,7 @@ class FaultAnswers:
     policy: HostPolicy
     loaders: LoaderRegistry
     ranks: Ranks
+    host: HostState
     termination: TerminationWatch
     log: RunLog
     step: Callable[[], int]
@@ -57,14 +60,18 @@ class FaultAnswers:
         self._failed: dict[int, Exception] = {}
         """Number of a loader -> what reading the batch has raised that was replaced."""
 
+    @property
+    def _retry(self) -> Retry | None:
+        """How the policy repeats what has failed in the network; None: it does not."""
+        return self.policy.retry if "retry" in self.policy.answers(Cause.NETWORK) else None
+
     # -- network --------------------------------------------------------------------------------
 
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
         """See `Healer.retrying`."""
-        answers = "retry" in self.policy.answers(Cause.NETWORK)
         return repeated(
             call,
-            self.policy.retry if answers else None,
+            self._retry,
             report=self._report_attempt,
             sleep=self.termination.sleep,
         )
@@ -89,6 +96,7 @@ class FaultAnswers:
         """The next batch of a loader that can be read, and its id; StopIteration after the last."""
         failed = self._failed.pop(number, None)
         pending: _Skip | None = None  # it is skipped once the loader has gone on after it
+        attempt = 1
         while True:
             self._reads += 1
             try:
@@ -98,6 +106,9 @@ class FaultAnswers:
                     self._carry_out(number, pending)
                 if isinstance(error, StopIteration) or error is failed:
                     raise
+                if self._repeats_read(number, attempt, error):
+                    attempt, pending, failed = attempt + 1, None, None
+                    continue
                 pending = self._skip_of(number, error)
                 if pending is None:
                     raise
@@ -109,10 +120,34 @@ class FaultAnswers:
             else:
                 if pending is not None:
                     self._carry_out(number, pending)
+                if attempt > 1:
+                    self._report_attempt(Attempt(_reading(found[1]), attempt))
                 self._in_a_row = 0
                 if self.ranks.world > 1:
                     self._last[number] = _copied(found[0])
                 return found
+
+    def _repeats_read(self, number: int, attempt: int, error: Exception) -> bool:
+        """Whether the read is repeated; then it has waited, and the batch comes next."""
+        batch, fault = self.loaders.unreadable(number), classify(error)
+        if batch is None or not is_retried(fault) or not self._retry:
+            return False
+        wait_s = None
+        if attempt < self._retry.attempts:
+            states = self.host.drawn()
+            if self.loaders.reread(number):
+                wait_s = delay(self._retry, attempt, fault, own_random())
+            else:
+                error.add_note(
+                    "healcore: the read was not repeated, because the loader has no way back to "
+                    "this batch: repeat it in the dataset, with healcore.retrying(call)"
+                )
+            self.host.set_generators(states)  # moving a loader draws numbers
+        self._report_attempt(Attempt(_reading(batch), attempt, error, fault, wait_s))
+        if wait_s is None:
+            return False
+        self.termination.sleep(wait_s)
+        return True
 
     def _skip_of(self, number: int, error: Exception) -> _Skip | None:
         """How the batch that has raised is skipped; None if its error propagates."""
@@ -176,6 +211,10 @@ class FaultAnswers:
             batches=batches,
         )
         self.log.warning(f"step {self.step()}: {problem}")
+
+
+def _reading(batch: BatchId) -> str:
+    return f"reading batch {batch.index} of epoch {batch.epoch}"
 
 
 def _line_of(error: Exception) -> str:

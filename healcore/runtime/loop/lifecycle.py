@@ -324,8 +324,8 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
             error = instead = stop
             ending = Ending.STOPPED
     between_steps = loop.between_steps
-    if fault is not None and isinstance(error, Exception):
-        attempt("the fault could not be dealt with", partial(_answer, loop, fault, error))
+    if fault is not None and isinstance(raised, Exception):  # the cause of a stop too
+        attempt("the fault could not be dealt with", partial(_answer, loop, fault, raised))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state half changed.
         waiting = loop.waiting_batches()

@@ -119,6 +119,7 @@ class Loop:
             policy=policy,
             loaders=self.loaders,
             ranks=ranks,
+            host=self.rollbacks.host,
             termination=self.termination,
             log=self.log,
             step=lambda: self.step,

@@ -85,7 +85,11 @@ class HostState:
             self._looked_at.clear()  # what was drawn before the loop does not count
         if self._steps <= _WATCHED:
             self._compared()
-        self._remembered = {name: self._now(name) for name in self._drawn}
+        self._remembered = self.drawn()
+
+    def drawn(self) -> dict[str, Any]:
+        """The present states of the generators that the loop draws from, for `set_generators`."""
+        return {name: self._now(name) for name in self._drawn}
 
     @contextmanager
     def before_batches(self, data: dict[str, Any]) -> Iterator[None]:
@@ -155,12 +159,19 @@ class HostState:
     def put_back(self, parts: HostParts) -> None:
         """Sets the generators; call it after the loaders were moved, which draws from them."""
         self._steps = 0
-        if parts.python is not None:
-            random.setstate(parts.python)
-        if parts.numpy is not None:
-            np.random.set_state(parts.numpy)  # noqa: NPY002
-        if parts.framework is not None and self._generators is not None:
-            self._generators.load_state_dict(parts.framework)
+        self.set_generators({name: getattr(parts, name) for name in _GENERATORS})
+
+    def set_generators(self, states: Mapping[str, Any]) -> None:
+        """Sets generators by name, except where the state is None."""
+        for name, state in states.items():
+            if state is None:
+                continue
+            if name == "python":
+                random.setstate(state)
+            elif name == "numpy":
+                np.random.set_state(state)  # noqa: NPY002
+            elif self._generators is not None:
+                self._generators.load_state_dict(state)
 
     def _generator(self, state: Mapping[str, Any], name: str) -> Any:
         found = state[name]

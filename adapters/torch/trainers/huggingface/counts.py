@@ -45,6 +45,8 @@ class WindowCounts:
         self.in_loss = LossCounts(trainer)
         self.tokens_seen = trainer.state.num_input_tokens_seen
         self.tr_loss = trainer._tr_loss.clone()
+        self.buffered = getattr(trainer, "_buffered_inputs", None)
+        """GRPO's and RLOO's generated batches, which a later micro-batch of the step replaces."""
         self.counters = {
             name: copy.deepcopy(getattr(trainer, name))
             for name in COUNTERS

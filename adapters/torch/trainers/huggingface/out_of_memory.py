@@ -1,4 +1,6 @@
-"""Repeats an accumulation window of a Trainer in smaller parts when memory runs out.
+"""Repeats an accumulation window of a Trainer: in smaller parts when memory runs out.
+
+After a failure in the network, of a reward function for instance, it is repeated as it was.
 
 The effective batch stays exactly what it was: no batch size and no number of accumulation steps is
 changed, and no sample is lost. A loss that is divided by the items of the whole window (tokens of
@@ -74,50 +76,82 @@ class SplitSteps:
         self.sizes = MicrobatchSizes(shrinks=policy.shrinks, grow_after=policy.refund_after)
         self.before: WindowCounts | None = None
         self._window: list[_MicroBatch] = []
+        self._todo: list[_MicroBatch] = []
+        self._restore: Callable[[], None] = lambda: None
+        self._tokens = 0
+        """Tokens that the micro-batches of the window have counted themselves."""
+        self._attempt: Callable[..., tuple[Tensor | None, _Failure | None]] | None = None
 
     def training_step(
         self, own: Callable[..., Tensor], model: Any, inputs: Any, items: Any = None
     ) -> Tensor:
-        """One micro-batch; redoes all of the window if it does not fit.
+        """One micro-batch; redoes all of the window if it does not fit, or if the network fails.
 
         Raises:
             RunStopped: a single sample does not fit, or the budget is used.
             Exception: what `classify` calls OOM, if the policy has no rule for it or the batch
-                cannot be split; and every other error.
+                cannot be split; a failure in the network, after `[retry]`; and every other error.
         """
-        todo = [_MicroBatch(model, inputs, items)]
+        self._todo = [_MicroBatch(model, inputs, items)]
         if not self._window:
             self.before = WindowCounts(self._trainer)
+            self._restore, self._tokens = self._healer().mark_step(), 0
             size = self._size(inputs) if self._why_not() is None else None
             if size is not None:
                 self.sizes.grow(size, self._healer().step)
-        self._window += todo
+        self._window += self._todo
+        attempt = self._attempt or self._repeated()
         while True:
-            loss, failure = self._run(own, todo)
+            loss, failure = attempt(own)
             if failure is None:
                 break
             self._shrink(failure)
             failure.error.__traceback__ = None  # its frames hold activations
             del failure
-            for parameter in model.parameters():
-                parameter.grad = None  # of all that the window has accumulated
-            if self.before is not None:
-                self.before.in_loss.restore()
+            self._take_back()
             if "clear_cache" in self._answers and torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            todo = list(self._window)
         if self._trainer.accelerator.gradient_state.sync_gradients:
             self._window.clear()
         assert loss is not None
         return loss
 
-    def _run(
-        self, own: Callable[..., Tensor], todo: list[_MicroBatch]
-    ) -> tuple[Tensor | None, _Failure | None]:
-        """The loss of the last of these micro-batches, or what did not fit."""
-        loss = None
-        for batch in todo:
-            parts = 1
+    def _repeated(self) -> Callable[..., tuple[Tensor | None, _Failure | None]]:
+        """`_run`, again after a failure in the network (in a reward function, say)."""
+
+        def attempt(own: Callable[..., Tensor]) -> tuple[Tensor | None, _Failure | None]:
+            try:
+                return self._run(own)
+            except Exception as error:
+                if classify(error).transient:
+                    self._take_back()
+                raise
+
+        attempt.__qualname__ = f"{type(self._trainer).__name__}.training_step"
+        self._attempt = attempt
+        if self._trainer.accelerator.num_processes == 1:  # other ranks would wait within the step
+            self._attempt = self._healer().retrying(attempt)
+        return self._attempt
+
+    def _take_back(self) -> None:
+        """Makes everything as it was before the window, all of which is then to be done."""
+        trainer, before = self._trainer, self.before
+        for parameter in trainer.model.parameters():
+            parameter.grad = None  # of all that the window has accumulated
+        if before is not None:
+            before.in_loss.restore()
+            if "_step" in before.counters:
+                trainer._step, trainer._buffered_inputs = before.counters["_step"], before.buffered
+        trainer.state.num_input_tokens_seen -= self._tokens
+        self._tokens = 0
+        self._restore()
+        self._todo = list(self._window)
+
+    def _run(self, own: Callable[..., Tensor]) -> tuple[Tensor | None, _Failure | None]:
+        """The loss of the last micro-batch that is to be done, or what did not fit."""
+        loss, state = None, self._trainer.state
+        for batch in self._todo:
+            parts, tokens = 1, state.num_input_tokens_seen
             try:
                 size = self._size(batch.inputs)
                 if size is not None:
@@ -127,6 +161,8 @@ class SplitSteps:
                 if classify(error).cause is not Cause.OOM:
                     raise
                 return None, _Failure(batch, parts, error)
+            finally:
+                self._tokens += state.num_input_tokens_seen - tokens
         return loss, None
 
     def _in_parts(self, own: Callable[..., Tensor], batch: _MicroBatch, parts: int) -> Tensor:

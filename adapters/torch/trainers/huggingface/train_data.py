@@ -78,6 +78,10 @@ class RewindableBatches:
         first = self._firsts.get(self.epoch)
         return {"epoch": self.epoch, "index": self.index, "random": self._random, "first": first}
 
+    def advanced(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """The position that many batches later in the same epoch."""
+        return {**state, "index": state["index"] + count}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a position for the next `iter`.
 

@@ -85,10 +85,8 @@ class TrainLoader:
         batches = iter(self._combined)
         if loaded is None:
             return batches
-        if loaded["index"] < loaded["length"]:
-            self._index, self.length = loaded["index"], loaded["length"]
-            return batches
-        return iter(self._combined)  # the first one has brought the loader behind its last batch
+        self._index, self.length = loaded["index"], loaded["length"]
+        return batches
 
     def _sized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
         assert self.length is not None

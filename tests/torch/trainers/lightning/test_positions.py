@@ -47,3 +47,21 @@ def test_after_an_exception_each_batch_is_used_by_one_step(at: int, tmp_path: Pa
     assert (running.global_step, running.current_epoch) == (expected.global_step, 2)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 5}])
+def test_a_completed_fit_is_continued_as_if_it_had_not_ended(options: Any, tmp_path: Path):
+    def fit(store: Path, epochs: int) -> tuple[Raising, Any]:
+        torch.manual_seed(0)
+        module = Raising(None)
+        running = trainer(LightningHealingCallback(store=store), max_epochs=epochs, **options)
+        running.fit(module, StatefulDataLoader(data(7), batch_size=8, shuffle=True))
+        return module, running
+
+    whole, expected = fit(tmp_path / "whole", 3)
+    first, _ = fit(tmp_path / "continued", 2)
+    again, running = fit(tmp_path / "continued", 3)
+    assert [*first.seen, *again.seen] == whole.seen
+    assert (running.global_step, running.current_epoch) == (expected.global_step, 3)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])

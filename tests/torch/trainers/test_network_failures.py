@@ -1,0 +1,167 @@
+"""A failure in the network within a step or a read is repeated; the run ends with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from healcore.runtime.healer import Healer
+from healcore.torch import LightningHealingCallback, heal
+from tests.healer.run_directory import events
+from tests.torch.trainers.huggingface import small_runs
+from tests.torch.trainers.huggingface import tiny_trainers as tiny
+from tests.torch.trainers.lightning import fits
+
+QUICK = {"base_delay_s": 0.01, "max_delay_s": 0.02}
+
+
+class Failing:
+    """Raises ConnectionResetError at some of its calls, which count from 0."""
+
+    def __init__(self, at: tuple[int, ...]) -> None:
+        self.at = at
+        self._calls = torch.zeros((), dtype=torch.int64).share_memory_()  # with loaders' workers
+
+    @property
+    def calls(self) -> int:
+        return int(self._calls)
+
+    def __call__(self) -> None:
+        self._calls += 1
+        if self.calls - 1 in self.at:
+            raise ConnectionResetError("the judge is gone")
+
+
+class Remote(Dataset):
+    """A data set whose reads may fail."""
+
+    def __init__(self, rows: Any, failing: Failing) -> None:
+        self.rows, self.failing = rows, failing
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.failing()
+        return self.rows[index]
+
+
+def answers(folder: Path) -> list[str | None]:
+    return [each.get("answer") for each in events(folder, "fault")]
+
+
+class Dropped(small_runs.InOrder):
+    """Draws a mask in each micro-batch, and asks `judge` after the backward pass."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = {**inputs, "x": nn.functional.dropout(inputs["x"], 0.3)}
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        vars(self)["judge"]()
+        return loss
+
+
+@pytest.mark.parametrize("at", [(), (0,), (4, 5), (7,)])
+def test_a_step_of_a_trainer(at: tuple[int, ...], tmp_path: Path):
+    """With the gradients and the random state of before the step, in its second micro-batch too."""
+    found = []
+    for own in ((), at):
+        folder = tmp_path / str(own)
+        trainer = small_runs.trainer(folder, steps=5, cls=Dropped, gradient_accumulation_steps=2)
+        vars(trainer)["judge"] = Failing(own)
+        heal(trainer, store=folder / "store", retry=QUICK).train()
+        assert trainer.state.global_step == 5
+        assert answers(folder / "store") == ["retry"] * len(own)
+        found.append((small_runs.weights(trainer), small_runs.logged(trainer, "loss")))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_a_reward_function(tmp_path: Path):
+    found = []
+    for at in ((), (0, 2)):
+        folder = tmp_path / str(at)
+        trainer = tiny.grpo(folder, max_steps=4, num_iterations=2)
+        judge, failing = trainer.reward_funcs[0], Failing(at)
+
+        def reward(judge: Any = judge, failing: Failing = failing, **given: Any) -> Any:
+            failing()
+            return judge(**given)
+
+        trainer.reward_funcs[0] = reward
+        heal(trainer, store=folder / "store", retry=QUICK).train()
+        assert answers(folder / "store") == ["retry"] * len(at)
+        rows = [
+            {name: value for name, value in row.items() if "time" not in name}
+            for row in trainer.state.log_history[:-1]
+        ]
+        found.append((rows, tiny.weights(trainer)))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_an_error_that_does_not_pass_ends_the_run_with_its_state_saved(tmp_path: Path):
+    trainer = small_runs.trainer(tmp_path, steps=8, cls=Dropped)
+    vars(trainer)["judge"] = Failing(tuple(range(5, 100)))
+    with pytest.raises(ConnectionResetError):
+        heal(trainer, store=tmp_path / "store", retry={**QUICK, "attempts": 3}).train()
+    assert answers(tmp_path / "store") == ["retry", "retry", None, "save"]
+    again = small_runs.trainer(tmp_path, steps=8, cls=Dropped)
+    vars(again)["judge"] = Failing(())
+    heal(again, store=tmp_path / "store").train()
+    assert vars(again)["judge"].calls == 3, "it goes on after step 5"
+
+
+# -- reads ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_read_of_a_trainer(workers: int, tmp_path: Path):
+    found = []
+    for at in ((), (1, 9, 10, 21)):
+        folder = tmp_path / str(at)
+        trainer = small_runs.trainer(folder, steps=8, dataloader_num_workers=workers)
+        trainer.train_dataset = Remote(trainer.train_dataset, Failing(at))
+        heal(trainer, store=folder / "store", retry=QUICK).train()
+        assert trainer.state.global_step == 8
+        assert set(answers(folder / "store")) == ({"retry"} if at else set())
+        found.append(small_runs.weights(trainer))
+    assert torch.equal(*found)
+
+
+def test_a_read_in_lightning(tmp_path: Path):
+    found = []
+    for at in ((), (11, 33)):
+        torch.manual_seed(0)
+        module = fits.Regression()
+        callback = LightningHealingCallback(store=tmp_path / str(at), retry=QUICK)
+        loader = StatefulDataLoader(Remote(fits.data(4), Failing(at)), batch_size=8, shuffle=True)
+        fits.trainer(callback, max_epochs=2).fit(module, loader)
+        assert len(module.seen) == 8
+        assert answers(tmp_path / str(at)) == ["retry"] * len(at)
+        found.append(module.net[0].weight)
+    assert torch.equal(*found)
+
+
+def test_a_loader_without_a_way_back():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loader = DataLoader(Remote(torch.rand(20, 1), Failing((7,))), batch_size=2)
+
+    def train() -> None:
+        with Healer(state={"model": model, "optimizer": optimizer}, retry=QUICK) as healer:
+            for batch in healer.batches(loader):
+                loss = model(batch).square().mean()
+                healer.observe(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(ConnectionResetError) as raised:
+        train()
+    assert any("healcore.retrying(call)" in note for note in raised.value.__notes__)
