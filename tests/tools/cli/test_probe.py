@@ -244,13 +244,26 @@ def test_bad_input_has_a_clear_message(tmp_path, content):
     strict(run("loss", path, "--json").output)
 
 
-def test_the_loss_probe_needs_no_framework(tmp_path):
-    path = write(tmp_path, falling(300, 0.05))
+def test_probes_import_little(tmp_path):
+    """No framework without one of its files, and neither policies nor the runtime's loop."""
+    from safetensors.numpy import save_file
+
+    log, file = write(tmp_path, falling(300, 0.05)), tmp_path / "optimizer.safetensors"
+    save_file(
+        {f"state.{at}.exp_avg_sq": np.ones(4, np.float32) for at in range(4)}
+        | {f"state.{at}.step": np.full(1, 60, np.float32) for at in range(4)},
+        file,
+    )
     code = (
         "import sys; from typer.testing import CliRunner; from healcore.tools.cli import app; "
-        f"done = CliRunner().invoke(app, ['probe', 'loss', {str(path)!r}]); "
-        "assert done.exit_code == 0, done.output; "
-        "assert not {'torch', 'jax', 'pandas', 'matplotlib'} & set(sys.modules), 'too much'"
+        f"commands = ('loss', {str(log)!r}), ('optimizer', {str(file)!r}), "
+        f"('checkpoint', {str(file)!r})\n"
+        "for command in commands:\n"
+        "    done = CliRunner().invoke(app, ['probe', *command])\n"
+        "    assert done.exit_code == 0, done.output\n"
+        "heavy = {'torch', 'jax', 'pandas', 'matplotlib', 'plotly', 'healcore.policy.document', "
+        "'healcore.core.engine', 'healcore.runtime.driver'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     root = Path(__file__).parents[3]
     done = subprocess.run(
