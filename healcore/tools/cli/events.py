@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from healcore.runtime.events import read
 from healcore.tools.cli.options import fail
 from healcore.tools.terminal import console, echo, echo_json
 
@@ -45,6 +44,8 @@ def show(
     ] = None,
 ) -> None:
     """One line per event: when, at which step, what. Damaged lines go to standard error."""
+    from healcore.runtime.events import read
+
     try:
         history = read(file)
     except OSError as error:

@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import json
 from itertools import repeat
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from healcore.policy import (
-    Policy,
-    PolicyError,
-    diff,
-    dumps,
-    fingerprint,
-    load,
-    preset_names,
-    preset_text,
-    recipe_names,
-    to_dict,
-)
 from healcore.tools.cli.options import UNUSABLE, Set, fail, overrides_of
 from healcore.tools.terminal import console, echo, echo_json
+
+if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
+    from healcore.policy import Policy
 
 OK, WRONG = 0, 1
 
@@ -41,6 +32,8 @@ _Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 @app.command("list")
 def list_(as_json: _Json = False) -> None:
     """The policies that come with healcore: its presets, and published recipes."""
+    from healcore.policy import fingerprint, load, preset_names, recipe_names
+
     presets = [load(name) for name in preset_names()]
     recipes = [load(name) for name in recipe_names()]
     if as_json:
@@ -83,6 +76,8 @@ def show(
     set_: Set = None,
 ) -> None:
     """A policy as TOML: a preset or recipe with its comments, or with --full or --set every key."""
+    from healcore.policy import dumps, preset_names, preset_text, recipe_names, to_dict
+
     loaded = _load(policy, set_)
     if as_json:
         echo_json(json.dumps(to_dict(loaded), indent=2))
@@ -99,6 +94,8 @@ def check(
     ],
 ) -> None:
     """Prints what is wrong with a policy, and what to write instead."""
+    from healcore.policy import PolicyError, fingerprint, load, to_dict
+
     status = OK
     for name in policies:
         try:
@@ -119,6 +116,8 @@ def check(
 @app.command("diff")
 def diff_(left: _Named, right: _Named, as_json: _Json = False) -> None:
     """The keys in which two policies differ, defaults included."""
+    from healcore.policy import diff
+
     found = diff(_load(left), _load(right))
     if as_json:
         echo_json(json.dumps([difference._asdict() for difference in found], indent=2))
@@ -133,6 +132,8 @@ def diff_(left: _Named, right: _Named, as_json: _Json = False) -> None:
 
 
 def _load(name: str, pairs: list[str] | None = None) -> Policy:
+    from healcore.policy import PolicyError, load
+
     try:
         return load(name, **overrides_of(pairs))
     except PolicyError as error:

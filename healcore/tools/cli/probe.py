@@ -17,8 +17,9 @@ import typer
 from pydantic import BaseModel, ValidationError
 from typer.core import TyperCommand, TyperGroup
 
+from healcore.plugins.checkpoint_contents import ProbeError
 from healcore.tools.cli.options import Column, Join, columns_of, fail
-from healcore.tools.probe.inputs import CheckpointInputs, LossInputs, OptimizerInputs
+from healcore.tools.probe.inputs import CheckpointInputs, LossInputs, OptimizerInputs, read_spec
 from healcore.tools.terminal import console, echo_json
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
@@ -90,6 +91,8 @@ def _with_options(model: type[BaseModel]) -> Callable[[Callable[..., None]], Non
     fields = model.model_fields
     options = []
     for name, field in fields.items():
+        if isinstance(field.default, dict):
+            continue  # a table, which a spec has
         kinds = {field.annotation, *get_args(field.annotation)}
         help_, metavar = field.description or "", None
         kind: Any = next((each for each in (bool, int, float) if each in kinds), str)
@@ -112,8 +115,8 @@ def _with_options(model: type[BaseModel]) -> Callable[[Callable[..., None]], Non
         own = inspect.signature(command, eval_str=True).parameters
 
         def run(**given: Any) -> None:
-            values = {name: given.pop(name) for name in fields}
-            command(**given, inputs=_checked(model, values))
+            values = {name: given.pop(name) for name in fields if name in given}
+            command(**given, inputs=_checked(model, values, given.get("spec")))
 
         run.__doc__ = command.__doc__
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -138,9 +141,18 @@ def loss(
     inputs: LossInputs,
     column: Column = None,
     join: Join = False,
+    spec: Annotated[
+        Path | None,
+        typer.Option(
+            "--spec",
+            metavar="FILE",
+            help="TOML with the options below as keys, and the score's [weights].",
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """The loss curve: does it fall, does it hold, does it end well?"""
+    del spec  # its keys are in `inputs`
     from healcore.tools.probe.loss import probe_loss
     from healcore.tools.traces import TraceError, open_traces
 
@@ -197,7 +209,7 @@ def probe_each(
 ) -> list[ProbeResult]:
     """Probes each path or trace; one that cannot be read gives a result too."""
     from healcore.extras import MissingExtraError
-    from healcore.tools.probe.result import ProbeError, unexpected, unreadable
+    from healcore.tools.probe.result import unexpected, unreadable
     from healcore.tools.traces import TraceError
 
     results = []
@@ -219,7 +231,7 @@ def _no_traces(failed: Sequence[Unreadable], paths: Sequence[str]) -> list[Probe
     if not failed:
         return []
     from healcore.tools.probe.checkpoint import is_store
-    from healcore.tools.probe.result import ProbeError, unreadable
+    from healcore.tools.probe.result import unreadable
 
     results: dict[tuple[str, str], ProbeResult] = {}
     stores = {path for path in paths if is_store(Path(path))}
@@ -235,15 +247,17 @@ def _no_traces(failed: Sequence[Unreadable], paths: Sequence[str]) -> list[Probe
     return list(results.values())
 
 
-def _checked(model: type[BaseModel], given: dict[str, Any]) -> BaseModel:
-    """The inputs, with defaults for options that were not given; exits if they are not valid."""
-    from healcore.tools.probe.result import ProbeError
-
+def _checked(model: type[BaseModel], options: dict[str, Any], spec: Path | None) -> BaseModel:
+    """The inputs from the options, then the spec, then defaults; exits if they are not valid."""
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        return model(**{name: value for name, value in given.items() if value is not None})
+        return model(**{**(read_spec(spec) if spec else {}), **given})
     except ValidationError as error:
         first = error.errors()[0]
-        option = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "the options"
+        if not first["loc"]:  # of several inputs together
+            _unusable(str(first.get("ctx", {}).get("error", first["msg"])))
+        key = ".".join(map(str, first["loc"]))
+        option = "--" + key.replace("_", "-") if key in given else f"{key} in {spec}"
         _unusable(f"{option} is {first['input']!r}: {first['msg'].lower()}")
     except ProbeError as error:
         _unusable(str(error))

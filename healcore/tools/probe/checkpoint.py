@@ -16,7 +16,6 @@ import numpy as np
 
 from healcore.core import regular_file
 from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
-from healcore.runtime.rollback.host_state import ITEM, pickled_parts
 from healcore.runtime.store import StoreError, inspection, manifest, structure
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import Found, Wrong
@@ -223,6 +222,9 @@ def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheck
 
 def _pickled_parts(folder: Path) -> tuple[str, ...]:
     """Names of the pickled parts of a checkpoint except DCP's index, which is read safely."""
+    # Imported here: a probe of other checkpoints does without the runtime, and starts fast.
+    from healcore.runtime.rollback.host_state import ITEM, pickled_parts
+
     found: list[str] = []
     for file in sorted(folder.glob("state*.json")):
         try:

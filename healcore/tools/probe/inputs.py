@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from healcore.plugins.checkpoint_contents import ProbeError
 
-EVENT_SIGMAS, EVENT_POINTS = 5.0, 3
+EVENT_SIGMAS, EVENT_POINTS, ROLLING_WINDOW = 5.0, 3, 16
+LOSS_CHECKS = (
+    "finite",
+    "final_loss",
+    "progress",
+    "convergence_ratio",
+    "regret",
+    "smoothness",
+    "instability_events",
+)
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """The inputs of a probe in a TOML file; ProbeError if it cannot be read."""
+    try:
+        if not path.is_file():
+            raise ValueError("there is no such file")
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ProbeError(f"{path} is no spec in TOML: {reason}") from None
 
 
 class LossInputs(BaseModel):
@@ -55,6 +77,12 @@ class LossInputs(BaseModel):
     event_points: int = Field(
         default=EVENT_POINTS, ge=1, description="How many of 5 values are that high."
     )
+    rolling_window: int = Field(
+        default=ROLLING_WINDOW,
+        ge=4,
+        le=1000,
+        description="How many values before each value are its level.",
+    )
     max_events: int = Field(default=0, ge=0, description="WARN if there are more events.")
     # A curve that ends in NaN or Inf fails whatever the value.
     max_nonfinite: int = Field(default=0, ge=0, description="WARN if more values are NaN or Inf.")
@@ -64,6 +92,8 @@ class LossInputs(BaseModel):
         le=100_000,
         description="Points of the curve in the JSON; extremes are kept.",
     )
+    # Of each check in the score; the others count 1.
+    weights: dict[str, float] = Field(default={}, description="Weights of the checks in the score.")
 
     @model_validator(mode="after")
     def _ordered(self) -> LossInputs:
@@ -71,6 +101,17 @@ class LossInputs(BaseModel):
             raise ProbeError(
                 f"fail_regret is {self.fail_regret}, below warn_regret {self.warn_regret}: "
                 "pass the larger one as fail_regret"
+            )
+        unknown = [name for name in self.weights if name not in LOSS_CHECKS]
+        if unknown:
+            raise ProbeError(
+                f"weights has {unknown[0]!r}, which is no check: the checks are "
+                f"{', '.join(LOSS_CHECKS)}"
+            )
+        wrong = [name for name, weight in self.weights.items() if not weight >= 0]
+        if wrong or not any(self.weights.get(name, 1.0) for name in LOSS_CHECKS):
+            raise ProbeError(
+                f"weights is {self.weights}: each weight is at least 0, and one is above 0"
             )
         if self.event_points > 5:
             raise ProbeError(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from healcore.history.curves import Envelope
-from healcore.tools.probe.inputs import LossInputs
+from healcore.tools.probe.inputs import LOSS_CHECKS, LossInputs
 from healcore.tools.probe.loss_curve import CurveStatistics, Shape, logged, shape
 from healcore.tools.probe.loss_events import Events, Incidents
 from healcore.tools.probe.result import FAIL, PASS, SKIP, WARN, Check, NothingToProbe, ProbeResult
 from healcore.tools.traces.trace import Survey, Trace
 
 _SMOOTHNESS_NEEDS = 30
+_ALTERNATES = 3.0
+"""Minus the smoothness of a curve that alternates between two values, which is the lowest."""
 
 
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
@@ -33,7 +37,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     # The checks assume that lower is better; messages and facts show the numbers as logged.
     sign = 1.0 if inputs.goal == "down" else -1.0
     curve = CurveStatistics()
-    events = Events(inputs.event_sigmas, inputs.event_points)
+    events = Events(inputs.event_sigmas, inputs.event_points, inputs.rolling_window)
     # Only for losses: the detector expects their noise and reports many events in healthy norms.
     losses = inputs.signal in ("loss", "eval_loss")
     incidents = Incidents(inputs.event_sigmas, inputs.event_points) if losses else None
@@ -68,7 +72,42 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         },
     }
     checks = _checks(curve, events, inputs, sign, facts)
+    facts["score"] = score(checks, inputs)
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(_notes(survey)))
+
+
+def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
+    """How well the curve keeps the bounds, from 0 to 1; None if it could not be judged.
+
+    The mean over the checks that count, with the weights of the inputs: 1 for PASS, 0 for FAIL, and
+    for WARN a number in between that falls with the distance to the bound. A curve that ends in NaN
+    or Inf has 0.
+    """
+    counted = [check for check in checks if check.decides and check.name in LOSS_CHECKS]
+    if any(check.name == "finite" and check.verdict is FAIL for check in counted):
+        return 0.0
+    weights = [inputs.weights.get(check.name, 1.0) for check in counted]
+    if len(counted) < len(checks) and any(check.name == "length" for check in checks):
+        return None
+    total = sum(weights)
+    kept = sum(map(operator.mul, weights, map(_closeness, counted)))
+    return kept / total if total > 0 else None
+
+
+def _closeness(check: Check) -> float:
+    """1 for a check within its bound, 0 for a failed one."""
+    if check.verdict is not WARN:
+        return float(check.verdict is PASS)
+    value, bound = check.value, check.bound
+    if check.name == "convergence_ratio":
+        return bound / value
+    if check.name == "smoothness":
+        return max(0.0, (value + _ALTERNATES) / (bound + _ALTERNATES))
+    if check.name == "regret":
+        return (bound[1] - value) / (bound[1] - bound[0])
+    if check.name in ("finite", "instability_events"):
+        return (1 + bound) / (1 + value)
+    return 0.5  # no progress: its bound is one of certainty and no distance
 
 
 def _notes(survey: Survey) -> list[str]:

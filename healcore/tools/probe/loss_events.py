@@ -13,13 +13,11 @@ from healcore.core.detectors import loss_spike
 from healcore.core.recorded import record
 from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
-from healcore.tools.probe.inputs import EVENT_POINTS, EVENT_SIGMAS
+from healcore.tools.probe.inputs import EVENT_POINTS, EVENT_SIGMAS, ROLLING_WINDOW
 from healcore.tools.probe.loss_curve import OF_DEVIATION, Blocks
 
-_LEVEL = 16
 _SPREAD = 64
-_LEAST = 32
-"""Values before the first judged one."""
+"""Values whose deviations from their level give the unit; at least four windows."""
 _OF_QUANTILE = 1 / 1.2816
 """Standard deviation of Gaussian noise over its 90 % quantile."""
 _FLOOR = 1e-3
@@ -59,14 +57,16 @@ class Event(NamedTuple):
 class Events:
     """Finds events in a stream of finite values, by sliding windows.
 
-    A value is compared with the median of the 16 before it. The unit is a robust deviation of the
-    last 64 values from such medians: the larger of one from their median and one from their upper
-    tail, because noise may be one-sided (two kinds of batches). An event begins where `points` of
-    five values in a row are more than `sigmas` units high. A single high value is a bad batch and
-    counted as a jump.
+    A value is compared with the median of the `window` values before it. The unit is a robust
+    deviation of the last 64 values (four windows, if they are longer) from such medians: the larger
+    of one from their median and one from their upper tail, because noise may be one-sided (two
+    kinds of batches). An event begins where `points` of five values in a row are more than `sigmas`
+    units high. A single high value is a bad batch and counted as a jump.
     """
 
-    def __init__(self, sigmas: float, points: int) -> None:
+    def __init__(self, sigmas: float, points: int, window: int = ROLLING_WINDOW) -> None:
+        self._level = window
+        self._spread = max(_SPREAD, 4 * window)
         self.found: list[Event] = []
         """The first 1000."""
         self.count = 0
@@ -112,7 +112,7 @@ class Events:
     def _judge(self, until: int) -> None:
         """Judges the values before `until`; an event that begins there may end later."""
         self._levels = np.append(self._levels, self._levels_from(len(self._levels), until))
-        first = max(self._at, _LEAST)
+        first = max(self._at, 2 * self._level)  # fewer values before it are no level
         if first >= until:
             return
         units = self._units(first, until)
@@ -130,7 +130,7 @@ class Events:
         over = (self._values[onset : onset + _LONGEST] - level) / unit
         # Where single values jump often, several in a row may be chance: the more jumps there
         # were, the longer the curve must stay high.
-        recent = slice(max(0, onset - _SPREAD), onset)
+        recent = slice(max(0, onset - self._spread), onset)
         jumps = (self._values[recent] - self._levels[recent]) / unit > self._sigmas
         needed = _SUSTAINED + 2 * int(np.count_nonzero(jumps))
         if np.count_nonzero(over[:needed] > self._sigmas) < self._points * needed / _SUSTAINED:
@@ -159,22 +159,26 @@ class Events:
     def _levels_from(self, first: int, until: int) -> np.ndarray:
         if until <= first:
             return np.empty(0)
-        missing = max(0, min(_LEVEL, until) - first)
-        windows = sliding_window_view(self._values[: until - 1], _LEVEL) if until > _LEVEL else None
+        missing = max(0, min(self._level, until) - first)
+        windows = (
+            sliding_window_view(self._values[: until - 1], self._level)
+            if until > self._level
+            else None
+        )
         if windows is None:
             return np.full(missing, np.nan)
         with np.errstate(over="ignore", invalid="ignore"):
-            levels = np.median(windows[max(0, first - _LEVEL) :], axis=1)
+            levels = np.median(windows[max(0, first - self._level) :], axis=1)
         return np.append(np.full(missing, np.nan), levels)
 
     def _units(self, first: int, until: int) -> np.ndarray:
         """Robust standard deviation before each value, float64 (until - first,)."""
         with np.errstate(invalid="ignore", over="ignore"):
             residuals = self._values[: until - 1] - self._levels[: until - 1]
-            padded = np.append(np.full(_SPREAD, np.nan), residuals)
-            windows = sliding_window_view(padded, _SPREAD)[first:until]
+            padded = np.append(np.full(self._spread, np.nan), residuals)
+            windows = sliding_window_view(padded, self._spread)[first:until]
             # The NaN variants are several times slower, so only where a window is not full yet.
-            full = first >= _SPREAD + _LEVEL
+            full = first >= self._spread + self._level
             median, quantile = (np.median, np.quantile) if full else (np.nanmedian, np.nanquantile)
             spread = OF_DEVIATION * median(np.abs(windows), axis=1)
             units = np.maximum(spread, _OF_QUANTILE * quantile(windows, 0.9, axis=1))
@@ -182,7 +186,7 @@ class Events:
         return np.where(units > 0, units, np.inf)
 
     def _forget(self) -> None:
-        cut = max(0, min(self._at, len(self._levels)) - _SPREAD - _LEVEL)
+        cut = max(0, min(self._at, len(self._levels)) - self._spread - self._level)
         self._steps, self._values = self._steps[cut:], self._values[cut:]
         self._levels = self._levels[cut:]
         self._at -= cut

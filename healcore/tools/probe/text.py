@@ -36,6 +36,8 @@ def show(results: Sequence[ProbeResult], console: Console) -> None:
 def _shown(result: ProbeResult) -> RenderableType:
     # Text, not str: brackets in a path are not rich markup.
     head = Text.assemble(_label(result.verdict), " ", (clean(result.subject, keep=""), "bold"))
+    if result.facts.get("score") is not None:
+        head.append(f"  score {result.facts['score']:.2f}")
     checks = Table.grid(padding=(0, 2))
     checks.add_column(no_wrap=True)
     checks.add_column(no_wrap=True)

@@ -2,7 +2,8 @@
 
 `KillLossSpike` is llm-foundry's callback without Composer (which it needs, with GPUs' worth of
 dependencies); `LossWatchDog` is Axolotl's, on transformers' own callback classes. Written from the
-rules, faults included; step numbers as Composer's and the Trainer's are.
+rules, faults included; step numbers as Composer's and the Trainer's are. `SelfHealing` is the
+self-healing callback for the Trainer and TRL, from its `HealingConfig` and rules.
 """
 
 from __future__ import annotations
@@ -79,3 +80,49 @@ def watched(losses: Any, *, threshold: float = 5.0, logging_steps: int = 1) -> n
             state.log_history.append({"loss": sum(since) / len(since), "step": step})
             since = []
     return np.array(asked)
+
+
+class SelfHealing:
+    """The rules of the self-healing callback, for one logged loss and gradient norm after another.
+
+    Which of several rules goes first is left out: every rule that applies is reported.
+    """
+
+    def __init__(
+        self,
+        *,
+        nan_patience: int = 3,
+        loss_spike_factor: float = 5.0,
+        divergence_patience: int = 50,
+        zclip_z_threshold: float = 3.0,
+    ) -> None:
+        self.nan_patience, self.factor = nan_patience, loss_spike_factor
+        self.divergence_patience, self.z = divergence_patience, zclip_z_threshold
+        self.window: deque[float] = deque(maxlen=100)
+        self.nan = self.rises = 0
+        self.mean = self.deviation = 0.0
+
+    def see(self, loss: float, norm: float) -> set[str]:
+        """The failures of this step."""
+        failures = set()
+        if not np.isfinite(loss):
+            self.nan += 1
+            return {"nan_loss"} if self.nan >= self.nan_patience else failures
+        self.nan = 0
+        if len(self.window) == 100 and loss > self.factor * float(np.mean(self.window)):
+            failures.add("loss_spike")
+        self.rises = self.rises + 1 if self.window and loss > self.window[-1] else 0
+        if self.rises >= self.divergence_patience:
+            failures.add("divergence")
+        self.window.append(loss)
+        if norm > 100.0:
+            failures.add("grad_explosion")
+        if norm < 1e-7:
+            failures.add("grad_vanishing")
+        return failures
+
+    def clip(self, norm: float) -> float:
+        """The norm after its ZClip: the moving averages take the raw norm before the test."""
+        self.mean = 0.99 * self.mean + 0.01 * norm
+        self.deviation = 0.99 * self.deviation + 0.01 * abs(norm - self.mean)
+        return min(norm, self.mean + self.z * self.deviation)

@@ -1,7 +1,8 @@
 """The self-healing system for HF and TRL: its table of failures, its thresholds, its presets.
 
-It is not on PyPI; the numbers and faults are those that the notes on it record. Each row of its
-table is one test, and so is each of its faults that a policy can have (others are the Healer's).
+Each row of its table is one test, and so is each of its faults that a policy can have (others are
+the Healer's). Its rules are an oracle (`originals.SelfHealing`), with which the detectors are
+compared where they can express these rules.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import pytest
 from healcore.core.verdict import Action, Cause
 from healcore.policy import diff, load
 from tests.catalogue.watch import curves
+from tests.parity import recorded_runs
 
+originals = pytest.importorskip("tests.catalogue.watch.originals")
+
+SYNTHETIC = curves.synthetic()
 PRESETS = {  # NaN in a row, multiple of the mean, steps of divergence, z, recoveries
     "default": (3, 5.0, 50, 3.0, 5),
     "aggressive": (1, 3.0, 20, 2.0, 10),
@@ -42,7 +47,8 @@ def test_the_numbers_of_the_presets(preset):
     assert policy.clip.z_threshold == z
     assert policy.clip.ema_decay == 0.99
     assert policy.detect.loss_ratio.ratio == ratio
-    assert policy.detect.loss_ratio.window == 100
+    assert policy.detect.loss_ratio.window == policy.detect.loss_ratio.warmup_steps == 100
+    assert policy.clip.target == "max"
     assert policy.detect.divergence.patience == divergence
     assert policy.detect.grad_ceiling.ceiling == 100
     assert policy.detect.vanishing.threshold == 1e-7
@@ -141,6 +147,96 @@ def test_what_needs_a_person_only_alerts(failure, cause):
     assert decisions.reports(cause).any()
     assert set(decisions.action[decisions.action != 0]) == {int(Action.ALERT)}
     assert not decisions.skip.any()
+
+
+# -- compared with its rules ----------------------------------------------------------------------
+
+
+def failures(losses, norms=None, **options):
+    """Failure -> at which steps the original reports it."""
+    rules, found = originals.SelfHealing(**options), {}
+    for step, loss in enumerate(losses):
+        for failure in rules.see(float(loss), 1.0 if norms is None else float(norms[step])):
+            found.setdefault(failure, []).append(step)
+    return found
+
+
+def spikes(losses, ratio):
+    """At which steps the port reports a loss spike."""
+    policy = load("self-healing-trl-default", detect={"loss_ratio": {"ratio": ratio}})
+    return np.flatnonzero(curves.decisions_of(policy, losses).reports(Cause.LOSS_SPIKE)).tolist()
+
+
+def same_spikes(losses, ratio):
+    """Whether the first spike is the same, and where it is; the original then learns it."""
+    ours = spikes(losses, ratio)
+    theirs = failures(losses, loss_spike_factor=ratio).get("loss_spike", [])
+    return ours[:1] == theirs[:1], theirs[:1]
+
+
+@pytest.mark.parametrize("ratio", [1.5, 3.0, 5.0])
+def test_the_same_first_loss_spike(ratio):
+    answers = {name: same_spikes(losses, ratio) for name, losses in SYNTHETIC.items()}
+    assert all(same for same, _ in answers.values()), answers
+    assert any(at for _, at in answers.values())
+
+
+@recorded_runs.needed
+@curves.SOME_AND_ALL
+def test_the_same_first_loss_spike_on_recorded_runs(most):
+    runs = curves.from_runs(300, most)
+    answers = [same_spikes(losses, ratio) for losses in runs.values() for ratio in (1.2, 2.0)]
+    print(f"{len(runs)} runs, two factors each: {sum(bool(at) for _, at in answers)} first spikes")
+    assert all(same for same, _ in answers)
+
+
+def test_the_spike_is_in_the_mean_of_the_original_and_not_in_ours():
+    losses, _ = quiet()
+    losses[300], losses[330] = 200.0, 16.0
+    assert failures(losses)["loss_spike"] == [300]
+    assert spikes(losses, 5.0) == [300, 330]
+
+
+def test_the_same_nan_step(preset):
+    policy, (patience, *_) = preset
+    rng = np.random.default_rng(patience)
+    for _ in range(5):
+        losses, norms = quiet(260)
+        for start in rng.choice(np.arange(110, 250, 70), 2, replace=False):
+            losses[start : start + int(rng.integers(1, patience + 2))] = np.nan
+        orders = curves.decisions_of(policy, losses, norms).orders(Action.ROLLBACK)
+        expected = failures(losses, norms, nan_patience=patience).get("nan_loss", [])
+        assert curves.first(orders) == next(iter(expected), None)
+
+
+def test_the_same_explosions():
+    losses, norms = quiet()
+    norms[[150, 151, 300]] = 100.5, 4000.0, 99.9
+    decisions = curves.decisions_of("self-healing-trl-default", losses, norms)
+    reported = np.flatnonzero(decisions.reports(Cause.GRAD_SPIKE)).tolist()
+    assert reported == failures(losses, norms)["grad_explosion"] == [150, 151]
+
+
+def test_a_ramp_without_noise_is_divergence_for_both():
+    losses = np.full(700, 2.0)
+    losses[300:] += np.linspace(0, 20, 400)
+    assert failures(losses)["divergence"][0] == 350
+    decisions = curves.decisions_of("self-healing-trl-default", losses)
+    order = curves.first(decisions.orders(Action.ROLLBACK))
+    assert order is not None
+    assert 300 < order < 480
+
+
+def test_its_zclip_lets_four_percent_of_any_spike_through():
+    """It takes the spike into mean and deviation before the test; ours judges first."""
+    losses, norms = quiet()
+    norms[400] = 5000.0
+    clip = originals.SelfHealing()
+    clipped = [clip.clip(float(norm)) for norm in norms[:401]]
+    assert 0.03 * 5000 < clipped[400] < 0.05 * 5000
+    scale = curves.decisions_of("self-healing-trl-default", losses, norms).grad_scale[400]
+    mean, deviation = norms[:400].mean(), norms[:400].std()
+    assert scale * 5000 == pytest.approx(mean + 3 * deviation, rel=0.1)
 
 
 # -- its faults -----------------------------------------------------------------------------------

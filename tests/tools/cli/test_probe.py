@@ -82,6 +82,30 @@ def test_json_is_strict_and_complete(tmp_path):
     assert (curve[50], curve[60], curve[299]) == ("nan", "-inf", "inf")
 
 
+def test_a_spec_has_bounds_and_weights_and_options_go_before_it(tmp_path):
+    path = write(tmp_path, falling(300, 0.05))
+    spec = tmp_path / "drift.toml"
+    spec.write_text("max_convergence_ratio = 0.1\nrolling_window = 20\n[weights]\nregret = 2\n")
+    document = strict(run("loss", path, "--spec", spec, "--json").output)
+    assert document["verdict"] == "WARN"
+    assert document["inputs"]["rolling_window"] == 20
+    assert document["inputs"]["weights"] == {"regret": 2.0}
+    assert 0 < document["results"][0]["facts"]["score"] < 1
+    assert "score 0." in run("loss", path, "--spec", spec).output
+    result = run("loss", path, "--spec", spec, "--max-convergence-ratio", "1")
+    assert (result.exit_code, "score 1.00" in result.output) == (0, True)
+    for text, message in (
+        ("min_smoothnes = 1", f"min_smoothnes in {spec} is 1"),
+        ("[weights]\nregrets = 1", "weights has 'regrets', which is no check"),
+        ("[weights", f"{spec} is no spec in TOML"),
+    ):
+        spec.write_text(text)
+        result = run("loss", path, "--spec", spec)
+        assert result.exit_code == 3
+        assert message in result.output.replace("\n", "")
+    assert run("loss", path, "--spec", tmp_path).exit_code == 3
+
+
 def test_a_reward_column(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,reward\n" + "\n".join(f"{i},{i / 100}" for i in range(100)) + "\n")
@@ -220,13 +244,26 @@ def test_bad_input_has_a_clear_message(tmp_path, content):
     strict(run("loss", path, "--json").output)
 
 
-def test_the_loss_probe_needs_no_framework(tmp_path):
-    path = write(tmp_path, falling(300, 0.05))
+def test_probes_import_little(tmp_path):
+    """No framework without one of its files, and neither policies nor the runtime's loop."""
+    from safetensors.numpy import save_file
+
+    log, file = write(tmp_path, falling(300, 0.05)), tmp_path / "optimizer.safetensors"
+    save_file(
+        {f"state.{at}.exp_avg_sq": np.ones(4, np.float32) for at in range(4)}
+        | {f"state.{at}.step": np.full(1, 60, np.float32) for at in range(4)},
+        file,
+    )
     code = (
         "import sys; from typer.testing import CliRunner; from healcore.tools.cli import app; "
-        f"done = CliRunner().invoke(app, ['probe', 'loss', {str(path)!r}]); "
-        "assert done.exit_code == 0, done.output; "
-        "assert not {'torch', 'jax', 'pandas', 'matplotlib'} & set(sys.modules), 'too much'"
+        f"commands = ('loss', {str(log)!r}), ('optimizer', {str(file)!r}), "
+        f"('checkpoint', {str(file)!r})\n"
+        "for command in commands:\n"
+        "    done = CliRunner().invoke(app, ['probe', *command])\n"
+        "    assert done.exit_code == 0, done.output\n"
+        "heavy = {'torch', 'jax', 'pandas', 'matplotlib', 'plotly', 'healcore.policy.document', "
+        "'healcore.core.engine', 'healcore.runtime.driver'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     root = Path(__file__).parents[3]
     done = subprocess.run(

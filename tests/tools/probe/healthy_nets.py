@@ -2,13 +2,17 @@
 
     python -m tests.tools.probe.healthy_nets
 
-prints the verdicts, and how often a parameter is named when its second moments are multiplied.
+prints the verdicts, how often a parameter is named when its second moments are multiplied, and how
+often half of the blocks of a transformer fail when all their second moments are.
 """
 
 from __future__ import annotations
 
+import copy
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,6 +142,51 @@ def named_when_multiplied(
     return hits, tries
 
 
+def verdict_of_half(
+    folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, factor: float, named: bool
+) -> str:
+    """The verdict when the second moments of every second block are multiplied by a factor."""
+    path = folder / "half.pt"
+    for of, parameter in net.named_parameters():
+        block = of.split("layers.")[-1].partition(".")[0]
+        if "layers." in of and int(block) % 2:
+            optimizer.state[parameter]["exp_avg_sq"].mul_(factor)
+    if named:
+        path = saved(folder, net, optimizer, path.name)
+    else:
+        torch.save(optimizer.state_dict(), path)
+    return probe(path).verdict.value
+
+
+def llama(depth: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=depth,
+    )
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = LlamaForCausalLM(config)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids=tokens).logits
+
+    return Logits()
+
+
+DEEP = [
+    *CASES[:3],
+    *(Case(f"Llama, {depth}", partial(llama, depth), sequences) for depth in (4, 8, 12)),
+]
+
+
 def main() -> None:
     """Prints it all."""
     passed = total = 0
@@ -161,7 +210,20 @@ def main() -> None:
                                 hits, tries = named_when_multiplied(folder, net, optimizer, factor)
                                 counts[0] += hits
                                 counts[1] += tries
+        half: dict[tuple[str, float], Counter[str]] = {}
+        for case in DEEP:
+            for lr in (1e-3, 1e-2):
+                for seed in (0, 1):
+                    for _, net, optimizer in trainings(case, lr, seed):
+                        for named in (True, False):
+                            kind = "with names" if named else "without names"
+                            for factor in (1.0, 1e3):
+                                made = copy.deepcopy((net, optimizer))
+                                verdict = verdict_of_half(folder, *made, factor, named)
+                                half.setdefault((kind, factor), Counter())[verdict] += 1
     print(f"{passed} of {total} healthy states pass")
+    for (kind, factor), verdicts in half.items():
+        print(f"every second block times {factor:g}, {kind}: {dict(verdicts)}")
     for factor, (hits, tries) in found.items():
         print(f"one parameter times {factor:g}: {hits} of {tries} named as outliers")
 

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from healcore.tools.probe.inputs import LossInputs
+from healcore.tools.probe.inputs import LOSS_CHECKS, LossInputs
 from healcore.tools.probe.loss import probe_loss
 from healcore.tools.probe.result import NothingToProbe
 from healcore.tools.traces import open_traces
@@ -226,3 +226,52 @@ def test_memory_does_not_grow_with_the_log(tmp_path):
         tracemalloc.stop()
     assert peaks[1] < 1.3 * peaks[0]
     assert peaks[1] < 40 << 20
+
+
+class TestScore:
+    """How well a curve keeps the bounds, from 0 to 1."""
+
+    def test_a_healthy_curve_has_1_and_one_that_ends_in_nan_0(self, tmp_path):
+        values = falling(300, 0.05)
+        assert probe_values(tmp_path, values).facts["score"] == 1.0
+        assert probe_values(tmp_path, np.append(values, np.nan)).facts["score"] == 0.0
+        assert probe_values(tmp_path, values[:5]).facts["score"] is None
+
+    def test_it_falls_with_the_distance_to_a_bound(self, tmp_path):
+        values = falling(300, 0.05)
+        ratio = probe_values(tmp_path, values).checks[3].value
+        scores = [
+            probe_values(tmp_path, values, max_convergence_ratio=bound).facts["score"]
+            for bound in (1.0, 0.9 * ratio, 0.5 * ratio, 0.1 * ratio)
+        ]
+        expected = [(6 + closeness) / 7 for closeness in (1.0, 0.9, 0.5, 0.1)]
+        assert np.allclose(scores, expected)
+
+    def test_with_weights(self, tmp_path):
+        """The bounds that another tool's drift probe asserts."""
+        values = falling(300, 0.6)
+        wanted = {"min_smoothness": 0.7, "max_convergence_ratio": 0.7}
+        alone = dict.fromkeys(LOSS_CHECKS, 0.0) | {"smoothness": 1.0}
+        result = probe_values(tmp_path, values, **wanted, weights=alone)
+        smoothness = next(each.value for each in result.checks if each.name == "smoothness")
+        assert smoothness < 0.7
+        assert np.isclose(result.facts["score"], (smoothness + 3) / 3.7)
+        twice = probe_values(tmp_path, values, **wanted, weights={"smoothness": 2.0})
+        once = probe_values(tmp_path, values, **wanted)
+        assert 0 < twice.facts["score"] < once.facts["score"] < 1
+
+    def test_weights_that_make_no_sense(self):
+        for wrong in ({"smoothnes": 1.0}, {"regret": -1.0}, dict.fromkeys(LOSS_CHECKS, 0.0)):
+            with pytest.raises(ValueError, match="weights"):
+                LossInputs.model_validate({"weights": wrong})
+
+
+def test_the_level_is_the_median_of_the_rolling_window(tmp_path):
+    """A ramp of 20 values is an event for a long window; a short one follows it."""
+    values = 3 + 0.01 * RANDOM.normal(size=600)
+    values[300:400] += np.concatenate([np.linspace(0, 1, 50), np.linspace(1, 0, 50)])
+    events = [
+        probe_values(tmp_path, values, rolling_window=window).facts["events"][0]
+        for window in (4, 64)
+    ]
+    assert events[0].height < events[1].height
