@@ -5,11 +5,10 @@ On an accelerator flags are collected, copied every few steps, and read when the
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
+from healcore import console
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
@@ -17,8 +16,6 @@ from healcore.runtime.incidents.step_lines import enforced_text, incident_text, 
 from healcore.torch.engines import HostEngine, LiveEngine, PendingRecord
 from healcore.torch.measurement import AsyncCopy
 from healcore.torch.norm_ceiling import NormCeiling
-
-_log = logging.getLogger("healcore")
 
 EVERY = 10
 """Steps between two reads of a device engine."""
@@ -40,6 +37,7 @@ class IncidentLog:
         self._engine = engine
         self.enabled = True
         """False where another rank logs the same."""
+        self.console: console.Console = "auto"
         self.is_polled = False
         """Whether the loop reads the decisions, and so may carry out their orders."""
         self.resets_moments = False
@@ -138,4 +136,4 @@ class IncidentLog:
 
     def _write(self, line: str) -> None:
         if self.enabled:
-            _log.warning("%s: %s", self._name, line)
+            console.warning(f"{self._name}: {line}", self.console)

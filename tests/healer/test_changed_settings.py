@@ -15,8 +15,8 @@ from healcore import Healer
 from healcore.jax import protect
 from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.runtime.loop.termination import AlreadyCompleted
-from tests.healer.training_loops import SKIPS
 from tests.healer.run_directory import events
+from tests.healer.training_loops import SKIPS
 
 ROWS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import random as random_module
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import tenacity
 
+from healcore import console
 from healcore.core.verdict import Cause
 from healcore.policy import PolicyLike
 from healcore.policy.faults import Retry
@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 _LONGEST_S = 3600.0
 """A server that asks to wait longer than an hour is not waited for."""
-
-_logger = logging.getLogger("healcore")
 
 
 class Attempt(NamedTuple):
@@ -84,7 +82,8 @@ def retrying(
 
 
 def _log(attempt: Attempt) -> None:
-    _logger.log(logging.INFO if attempt.error is None else logging.WARNING, "%s", attempt)
+    write = console.info if attempt.error is None else console.warning
+    write(str(attempt))
 
 
 def repeated(

@@ -68,7 +68,6 @@ def begin(
     `settings` are those of this start, and `change` is their difference from an earlier start.
     `died` is the postmortem of a killed predecessor.
     """
-    loop.log.attach_console()
     loop.rollbacks.find_damage()
     if not resume:
         _begin_lineage(loop)
@@ -358,7 +357,6 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         loop.driver.close,
         partial(release, loop),
         lambda: [loop.log.warning(each) for each in loop.log.trackers.close()],
-        loop.log.detach_console,
         loop.metrics.close,
         loop.log.events.close,
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ class Run:
     def __init__(self, capsys: pytest.CaptureFixture[str], policy: str = "default") -> None:
         self._capsys = capsys
         self.log = RunLog(Log(None), console=True)
-        self.log.attach_console()
         self.monitor = IncidentMonitor(
             policy=HostPolicy.of(policy),
             ledger=Ledger(),
@@ -49,11 +47,9 @@ class Run:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """A run under the default policy."""
-    made = Run(capsys)
-    yield made
-    made.log.detach_console()
+    return Run(capsys)
 
 
 def test_clipped_steps_without_an_alarm_say_nothing(run: Run):
@@ -117,5 +113,4 @@ def test_observe_mode_says_what_was_ordered(capsys: pytest.CaptureFixture[str]):
     run = Run(capsys, "observe")
     order = {"cause": Cause.INSTABILITY, "action": Action.ROLLBACK | Action.CUT_LR}
     (line,) = run.steps(1, incident=1, incident_open=True, **order)
-    run.log.detach_console()
     assert line.endswith("ROLLBACK and CUT_LR ordered; nothing is changed, the policy observes")

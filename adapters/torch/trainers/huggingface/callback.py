@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from healcore.console import Console, checked, warning
 from healcore.extras import require
 
 require("huggingface", "transformers", "accelerate")
@@ -28,8 +28,6 @@ from healcore.torch.store.gloo import GlooRanks, initialized  # noqa: E402
 from healcore.torch.trainers.huggingface import checkpoints  # noqa: E402
 from healcore.torch.trainers.huggingface.report import HealingReport  # noqa: E402
 from healcore.torch.trainers.huggingface.run import TrainingRun  # noqa: E402
-
-_log = logging.getLogger("healcore")
 
 
 class HealingCallback(TrainerCallback, ExportableState):
@@ -51,6 +49,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         events: the events file, next to which a postmortem is written; "auto":
             `_healcore/healcore.events.jsonl` in output_dir; None: neither is written.
         engine: see `healcore.torch.attach`.
+        console: whether lines are printed to standard error, as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Raises:
@@ -63,12 +62,14 @@ class HealingCallback(TrainerCallback, ExportableState):
         *,
         events: str | os.PathLike[str] | Literal["auto"] | None = "auto",
         engine: Literal["auto", "host", "device"] = "auto",
+        console: Console = "auto",
         **overrides: Unpack[Overrides],
     ) -> None:
         if isinstance(policy, Mapping):
             policy = from_dict(policy)
         self.policy: Policy = load(policy, **overrides)
         self._events, self._engine = events, engine
+        self._console = checked(console)
         self._run: TrainingRun | None = None
         self._last: HealingReport | None = None
 
@@ -90,6 +91,7 @@ class HealingCallback(TrainerCallback, ExportableState):
                 "policy": to_dict(self.policy),
                 "events": None if self._events is None else os.fspath(self._events),
                 "engine": self._engine,
+                "console": self._console,
             },
             "attributes": {"saved": None if self._run is None else self._run.exported()},
         }
@@ -119,7 +121,13 @@ class HealingCallback(TrainerCallback, ExportableState):
         # transformers 5.23 raises KeyError at the next save if the checkpoint did not have it.
         exported: Any = state.stateful_callbacks
         exported.setdefault(type(self).__name__, self.state())
-        self._run = TrainingRun(trainer, self.policy, events=self._events, engine=self._engine)
+        self._run = TrainingRun(
+            trainer,
+            self.policy,
+            events=self._events,
+            engine=self._engine,
+            console=self._console,
+        )
         self._run.start(saved)
 
     def on_step_end(self, args: Args, state: State, control: Control, **kwargs: object) -> Control:
@@ -258,11 +266,11 @@ def _good(trainer: Any, wanted: Any) -> Any:
     if trainer.args.should_save:
         for path, why in wrong.items():
             new = checkpoints.set_aside(path, why)
-            _log.warning("%s is no checkpoint to resume from (%s): moved to %s", path, why, new)
+            warning(f"{path} is no checkpoint to resume from ({why}): moved to {new}")
     trainer.accelerator.wait_for_everyone()
     if target is None:
         if wrong:
-            _log.warning("no good checkpoint is left in %s: training starts at step 0", folder)
+            warning(f"no good checkpoint is left in {folder}: training starts at step 0")
             return None
         return wanted
     return str(target)

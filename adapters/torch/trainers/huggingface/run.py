@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import traceback
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from healcore.console import Console
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import NONFINITE, Cause
 from healcore.policy import Policy
@@ -39,8 +39,6 @@ from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.checkpoints import FOLDER, Checkpoints
 from healcore.torch.trainers.huggingface.report import HealingReport
 
-_log = logging.getLogger("healcore")
-
 LAG = 1
 """Steps after which a step's decision is read on the host: by then it has arrived."""
 
@@ -53,11 +51,13 @@ _ELSEWHERE = (
 class TrainingRun:
     """One `train()` call, from `on_train_begin` on; `close` ends it.
 
-    `events` and `engine` are those of `HealingCallback`. Raises AttachError for a Trainer that it
-    cannot heal. Nothing has changed then.
+    `events`, `engine` and `console` are those of `HealingCallback`. Raises AttachError for a
+    Trainer that it cannot heal. Nothing has changed then.
     """
 
-    def __init__(self, trainer: Any, policy: Policy, *, events: Any, engine: str) -> None:
+    def __init__(
+        self, trainer: Any, policy: Policy, *, events: Any, engine: str, console: Console
+    ) -> None:
         _check(trainer)
         self._trainer = trainer
         limit = signals.max_grad_norm(trainer)
@@ -88,11 +88,10 @@ class TrainingRun:
             ranks = self.driver.ranks()
             self.log = RunLog(
                 Log(None if ranks.rank else _events(events, trainer)),
-                console=ranks.rank == 0,
+                console=console,
+                silent=ranks.rank > 0,
             )
             stack.callback(self.log.events.close)
-            self.log.attach_console()
-            stack.callback(self.log.detach_console)
             self._open = stack.pop_all()
         self._healing = self.driver.healings["optimizer"]
         self.ledger = Ledger(next_step=self.step)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+from healcore.console import Console
 from healcore.core.engine import Engine
 from healcore.policy import Overrides, Policy, PolicyLike, load
 from healcore.policy.loader import resolve
@@ -58,6 +59,7 @@ def heal(
     attach: Mapping[str, Any] | None = None,
     trust: bool = False,
     trackers: object = (),
+    console: Console = "auto",
     **overrides: Unpack[Overrides],
 ) -> SelfHealingTrainer:
     """Heals a `transformers.Trainer`, or a trainer of TRL, while it trains.
@@ -95,6 +97,7 @@ def heal(
         attach: options of `healcore.torch.attach`.
         trust: pickle and unpickle what has no plain form, as for `healcore.Healer`.
         trackers: as for `healcore.Healer`; besides those of the trainer's `report_to`.
+        console: whether lines are printed to standard error, as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Returns:
@@ -116,6 +119,7 @@ def heal(
         "attach": attach,
         "trust": trust,
         "trackers": trackers,
+        "console": console,
     }
     return SelfHealingTrainer(
         trainer, resolve(policy, overrides), store=store, loss_fn=loss_fn, options=options

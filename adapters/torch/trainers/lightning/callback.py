@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore.console import Console
 from healcore.extras import require
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import resolve
@@ -55,6 +56,7 @@ class FitOptions(Overrides, total=False):
     attach: Mapping[str, object] | None
     trust: bool
     stop_file: str | os.PathLike[str] | None
+    console: Console
 
 
 class LightningHealingCallback(Callback):
@@ -82,7 +84,8 @@ class LightningHealingCallback(Callback):
             by which a damaged model is distinguished from different data; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
         **options: further arguments of `healcore.Healer` (`events`, `save_every`, `resume`, ...)
-            and values to replace in the policy. With `in_step_only` only `attach` and the latter.
+            and values to replace in the policy. With `in_step_only` only `attach`, `console`
+            and the latter.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
@@ -109,10 +112,10 @@ class LightningHealingCallback(Callback):
                 raise ValueError(
                     "in_step_only=True has no checkpoints: leave store and loss_fn out"
                 )
-            if unknown := options.keys() - _OVERRIDES - {"attach"}:
+            if unknown := options.keys() - _OVERRIDES - {"attach", "console"}:
                 raise TypeError(
                     f"in_step_only=True has no Healer to give {', '.join(sorted(unknown))} to: "
-                    "leave it out; values of the policy and attach={...} are taken"
+                    "leave it out; values of the policy, attach={...} and console are taken"
                 )
             resolve(policy, _overrides(self._options))
         else:
@@ -164,7 +167,8 @@ class LightningHealingCallback(Callback):
         """Attaches, or puts the Healer between Lightning and its dataloaders."""
         if self._in_step_only or trainer.fast_dev_run:  # type: ignore[attr-defined]
             attach = self._fit_options.get("attach") or {}
-            options = {**attach, **_overrides(self._fit_options)}
+            console = self._fit_options.get("console", "auto")
+            options = {"console": console, **attach, **_overrides(self._fit_options)}
             self._run = InStep(trainer, self._policy, options, self._engines)
         else:
             self._run = WholeRun(
