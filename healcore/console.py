@@ -109,3 +109,8 @@ def _print(line: str) -> None:
             tqdm.tqdm.write(line, file=sys.stderr)
     except Exception:  # a closed stream must not end the run
         return
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """A number with its noun: "1 batch", "2 batches"."""
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"

@@ -5,6 +5,8 @@ On an accelerator flags are collected, copied every few steps, and read when the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,8 +34,11 @@ _ORDERS = (Action.ROLLBACK, Action.STOP)
 class IncidentLog:
     """Logs one line per incident, and one for each call that the loop seems to have forgotten."""
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    def __init__(
+        self, name: str, engine: Engine, learning_rate: Callable[[], float | None]
+    ) -> None:
         self._name = name
+        self._learning_rate = learning_rate
         self._engine = engine
         self.enabled = True
         """False where another rank logs the same."""
@@ -126,7 +131,7 @@ class IncidentLog:
             enforced = "; nothing is changed, the policy observes"
         elif record.onset == record.step - 1:
             enforced = enforced_text(record)
-        text = incident_text(record._replace(cause=Cause(cause)))
+        text = incident_text(record._replace(cause=Cause(cause)), self._learning_rate())
         return f"step {record.onset}: incident {record.incident}: {text}{enforced}"
 
     def _once(self, key: str, line: str) -> None:

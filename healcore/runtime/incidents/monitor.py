@@ -72,13 +72,15 @@ class IncidentMonitor:
     ranks: Ranks
     log: RunLog
     facts: Callable[[], RunFacts]
+    learning_rate: Callable[[], float | None]
+    """The user's own rate now, without the multiplier; see `Driver.learning_rate`."""
 
     def __post_init__(self) -> None:
         self.unreported_alarms = 0
         """Alarms without an event of their own."""
         self.first_alarm: FirstAlarm | None = None
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
-        self._lines = StepLines(self.policy, self.log)
+        self._lines = StepLines(self.policy, self.log, self.learning_rate)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._lr_scale: dict[str, float] = {}
         self._lr_scale_before: dict[str, float] = {}

@@ -32,6 +32,7 @@ from healcore.runtime.loop.run_settings import (
     SettingsChange,
     record_end,
     record_start,
+    start_rate,
 )
 from healcore.runtime.loop.termination import (
     EndRequested,
@@ -96,7 +97,15 @@ def begin(
         _allow_nonfinite(loop)
         loop.save("first")
     loop.termination.start()
-    loop.log.info(start_line(loop.policy, loop.step, _checkpoints(loop), resumed=resume))
+    line = start_line(
+        loop.policy,
+        loop.step,
+        _checkpoints(loop),
+        resumed=resume,
+        learning_rate=start_rate((state.settings or {}).get("saved", {})),
+        batch=settings.batch(loop.ranks.world),
+    )
+    loop.log.info(line)
     if change is not None and any(change):
         loop.warn(
             f"other settings than at the start of this run (saved -> given): {change}. To train "
@@ -224,11 +233,12 @@ def _log_rollback(
 
 
 def _checkpoints(loop: Loop) -> str:
-    """Where checkpoints go and how often, for the first line."""
+    """Where checkpoints go, for the first line."""
     store: Any = loop.checkpoints.store
+    if isinstance(store, SnapshotStore):
+        return "checkpoints in host memory only"
     folder = getattr(getattr(store, "disk", store), "root", None)
-    where = "" if folder is None else f" in {folder}"
-    return f"checkpoints every {loop.checkpoints.every} steps{where}, {describe(store)}"
+    return f"checkpoints in {type(store).__name__ if folder is None else folder}"
 
 
 def describe(store: Any) -> str:

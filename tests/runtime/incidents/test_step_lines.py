@@ -34,6 +34,7 @@ class Run:
             ranks=Alone(),
             log=self.log,
             facts=RunFacts,
+            learning_rate=lambda: 0.001,
         )
         self._step = 0
 
@@ -94,7 +95,9 @@ def test_outliers_that_were_only_clipped_are_said_at_powers_of_ten(run: Run):
     alert = {"cause": Cause.GRAD_SPIKE, "grad_scale": 0.01}
     lines = [line for _ in range(100) for line in run.steps(1, **alert) + run.steps(1)]
     assert [line.split(":")[1] for line in lines] == [" step 0", " step 18", " step 198"]
-    assert lines[0].endswith("grad spike; loss 0, gradient norm 0; gradients × 0.01")
+    assert lines[0].endswith(
+        "grad spike; loss 0, gradient norm 0, learning rate 0.001; gradients × 0.01"
+    )
 
 
 def test_every_cut_of_the_learning_rate_is_said_also_within_one_incident(run: Run):

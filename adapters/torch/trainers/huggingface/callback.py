@@ -69,7 +69,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             policy = from_dict(policy)
         self.policy: Policy = load(policy, **overrides)
         self._events, self._engine = events, engine
-        self._console = checked(console)
+        self._console: Console = checked(console)
         self._run: TrainingRun | None = None
         self._last: HealingReport | None = None
 

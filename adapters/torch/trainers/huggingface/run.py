@@ -28,6 +28,7 @@ from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.lifecycle import ending_of
 from healcore.runtime.loop.order_executor import OrderExecutor
 from healcore.runtime.loop.run_lines import end_line, start_line
+from healcore.runtime.loop.run_settings import batch_text, start_rate
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd
@@ -107,6 +108,7 @@ class TrainingRun:
             ranks=ranks,
             log=self.log,
             facts=RunFacts,
+            learning_rate=self.driver.learning_rate,
         )
         self._reader = DelayedReader(LAG)
         self._executor = _WithoutRollback(
@@ -146,7 +148,18 @@ class TrainingRun:
             self.log.event("resume", step=self.step, checkpoint=self.step)
             self._load(saved)
         resumed = self.step > 0
-        self.log.info(start_line(policy, self.step, where, resumed=resumed, goes_back=False))
+        args = self._trainer.args
+        line = start_line(
+            policy,
+            self.step,
+            f"{where}; a callback cannot roll back",
+            resumed=resumed,
+            learning_rate=start_rate(self.driver.hyperparameters()),
+            batch=batch_text(
+                args.per_device_train_batch_size, args.gradient_accumulation_steps, ranks.world
+            ),
+        )
+        self.log.info(line)
 
     def exported(self) -> dict[str, Any]:
         """What travels in the Trainer's checkpoints, JSON-safe. A sync on an accelerator."""
@@ -333,6 +346,9 @@ class _WithoutRollback(OrderExecutor):
     """Carries out what a callback can: it saves, stops, and says what it cannot do."""
 
     run: TrainingRun
+
+    def _why_unknown(self) -> str:
+        return "a callback cannot tell whether the model is worse: heal(trainer) can"
 
     def _roll_back(self, request: ActionRequest, step: int) -> None:
         run, cause = self.run, cause_text(request.cause)

@@ -17,6 +17,7 @@ from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import resolve
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.hooks import Hook
+from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.errors import AttachError
@@ -65,7 +66,8 @@ class LightningHealingCallback(Callback):
         trainer = Trainer(max_epochs=3, callbacks=[LightningHealingCallback(store="healing")])
         trainer.fit(module, loader)
 
-    Its numbers (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) go to the Trainer's loggers.
+    Its counts (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) go to the Trainer's loggers when
+    they change.
     Nothing else changes: automatic and manual optimization, several optimizers, accumulation,
     validation and other callbacks work as before. After a kill the same program goes on from
     the store. Works with `lightning` and with `pytorch_lightning`.
@@ -176,6 +178,7 @@ class LightningHealingCallback(Callback):
             )
             self._run.feed()
         self._last_run = self._run
+        self._metrics = ChangedMetrics(self._run.metrics)
         self._losses = Losses(trainer, self._run.observe)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -186,10 +189,10 @@ class LightningHealingCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Logs `heal/skips` and so on, every `log_every_n_steps`."""
+        """Logs what has changed of `heal/skips` and so on, every `log_every_n_steps`."""
         if self._run is None or not trainer._logger_connector.should_update_logs:
             return
-        metrics = self._run.metrics() if trainer.loggers else {}
+        metrics = self._metrics() if trainer.loggers else {}
         if metrics:
             for logger in trainer.loggers:
                 # As LearningRateMonitor does it; `self.log` would copy each number to the device.
