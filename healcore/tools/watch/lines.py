@@ -73,6 +73,9 @@ _TEXTS: dict[str, Callable[[EventRecord], str]] = {
     "incident": lambda event: (
         f"incident {_or(event.incident)}: {flag_names(event.cause or ()) or 'cause not known'}"
     ),
+    "alert": lambda event: (
+        f"{event.severity or 'alert'}: {flag_names(event.cause or ())}: {event.diagnosis or ''}"
+    ),
     "order": _order,
     "rollback": _rollback,
     "lr": _lr,
