@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -33,6 +34,24 @@ os.environ |= {
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_TRACKING_URI": (Path(_trackers.name) / "mlruns").as_uri(),
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Takes pytest's log handlers away from a test that reads standard error.
+
+    healcore prints its lines only in a program that has set up no logging.
+    """
+    names = {*pyfuncitem.fixturenames}
+    prints, root = bool({"capsys", "capfd"} & names) and "caplog" not in names, logging.root
+    handlers = root.handlers[:]
+    if prints:
+        root.handlers.clear()
+    try:
+        return (yield)
+    finally:
+        if prints:
+            root.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True, scope="module")

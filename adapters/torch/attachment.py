@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import torch
 from torch.optim import Optimizer
 
+from healcore.console import Console, checked
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, all_fused
 from healcore.torch.engines import DeviceEngine, HostEngine
@@ -37,6 +38,7 @@ def attach(
     compile: bool | Literal["auto"] = "auto",
     process_group: ProcessGroup | DeviceMesh | Literal["auto"] | None = "auto",
     pp_mesh: DeviceMesh | None = None,
+    console: Console = "auto",
     **overrides: Unpack[Overrides],
 ) -> Healing:
     """Heals an optimizer: the policy judges every `optimizer.step()`, then clips it or skips it.
@@ -71,6 +73,9 @@ def attach(
             every rank has the same loss and gradients anyway, or trains its own model.
         pp_mesh: the stages of a pipeline, `mesh["pp"]`, over which norms are added up. By default
             the dimension "pp" of the mesh that the parameters' meshes are parts of.
+        console: whether lines are printed to standard error. "auto": only if the program has set
+            up no logging for the logger `healcore`; False: never; True: unless the program's
+            logging prints them to the terminal already.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`.
 
@@ -86,7 +91,8 @@ def attach(
 
     scaler = scaler_of(optimizer) if scaler is None else scaler
     optimizer = unwrapped(optimizer)
-    return heal_optimizer(
+    printed = checked(console)
+    healing = heal_optimizer(
         optimizer,
         lambda: engine_of(policy, overrides),
         scaler=scaler,
@@ -96,6 +102,8 @@ def attach(
         process_group=process_group,
         pp_mesh=pp_mesh,
     )
+    healing.hooks.incident_log.console = printed
+    return healing
 
 
 def heal_optimizer(

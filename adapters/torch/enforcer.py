@@ -92,6 +92,15 @@ class Enforcer:
                 p.grad = None
         self.step_skipper.skip()
 
+    def learning_rate(self) -> float | None:
+        """The first group's rate, without this step's multiplier. A sync if it is on a device."""
+        group = self._optimizer.param_groups[0]
+        rate = group.get("lr")
+        for values, name, _, before in reversed(self._replaced):
+            if values is group and name == "lr":
+                rate = before
+        return None if rate is None else float(rate)
+
     def scale_lr(self, factor: float | Tensor) -> None:
         """Multiplies the learning rate of every group that has one.
 

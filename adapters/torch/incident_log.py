@@ -5,12 +5,13 @@ On an accelerator flags are collected, copied every few steps, and read when the
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from healcore import console
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
@@ -18,8 +19,6 @@ from healcore.runtime.incidents.step_lines import enforced_text, incident_text, 
 from healcore.torch.engines import HostEngine, LiveEngine, PendingRecord
 from healcore.torch.measurement import AsyncCopy
 from healcore.torch.norm_ceiling import NormCeiling
-
-_log = logging.getLogger("healcore")
 
 EVERY = 10
 """Steps between two reads of a device engine."""
@@ -40,11 +39,15 @@ _ANSWERS = {
 class IncidentLog:
     """Logs one line per incident, and one for each call that the loop seems to have forgotten."""
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    def __init__(
+        self, name: str, engine: Engine, learning_rate: Callable[[], float | None]
+    ) -> None:
         self._name = name
+        self._learning_rate = learning_rate
         self._engine = engine
         self.enabled = True
         """False where another rank logs the same."""
+        self.console: console.Console = "auto"
         self.resets_moments = False
         """Whether a cut of the learning rate resets the moments too."""
         self._steps = self._losses = 0
@@ -160,7 +163,7 @@ class IncidentLog:
             enforced = "; nothing is changed, the policy observes"
         elif record.onset == record.step - 1:
             enforced = enforced_text(record)
-        text = incident_text(record._replace(cause=Cause(cause)))
+        text = incident_text(record._replace(cause=Cause(cause)), self._learning_rate())
         return f"step {record.onset}: incident {record.incident}: {text}{enforced}"
 
     def _once(self, key: str, line: str) -> None:
@@ -170,4 +173,4 @@ class IncidentLog:
 
     def _write(self, line: str) -> None:
         if self.enabled:
-            _log.warning("%s: %s", self._name, line)
+            console.warning(f"{self._name}: {line}", self.console)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from healcore import console
 from healcore.core.signals import SignalError, check_scalar
 from healcore.torch.errors import ObservedTooLateError
-
-_log = logging.getLogger("healcore")
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -155,7 +153,7 @@ class LateLoss:
         if isinstance(loss, Tensor) and loss.requires_grad:
             self._hook = loss.register_hook(self._backward)
         else:
-            _log.warning(
+            console.warning(
                 "the first loss was observed after the first step: if it belongs to that step, "
                 "all losses come one step late; call observe(loss) before optimizer.step()"
             )

@@ -80,7 +80,9 @@ class StepHooks:
         self._resets_next = False
         """The next step that is not skipped begins with new moments. Not that of the cut, whose
         gradient is of the trouble."""
-        self.incident_log = IncidentLog(type(optimizer).__name__, live_engine.engine)
+        self.incident_log = IncidentLog(
+            type(optimizer).__name__, live_engine.engine, enforcer.learning_rate
+        )
         self.incident_log.resets_moments = self._resets_moments
         self.late_loss = LateLoss()
         self._cleared = gradients.ClearedGradients()

@@ -136,7 +136,7 @@ class _Warnings(logging.Handler):
         """Framework of the run whose turn it is."""
         self._console = console
         self._log = logging.getLogger("healcore")
-        self._before = self._log.level, self._log.propagate
+        self._before = self._log.propagate
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints one warning."""
@@ -145,13 +145,12 @@ class _Warnings(logging.Handler):
 
     def __enter__(self) -> _Warnings:
         self._log.addHandler(self)
-        self._log.setLevel(logging.INFO)  # at a higher level Healers would print themselves
         self._log.propagate = False
         return self
 
     def __exit__(self, *_: object) -> None:
         self._log.removeHandler(self)
-        self._log.level, self._log.propagate = self._before
+        self._log.propagate = self._before
 
 
 def _introduce(console: Console, scenario: Scenario, policy: Policy) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, SupportsFloat, TypeVar, Unpack
 
+from healcore.console import Console
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.cursor import Loader
@@ -109,6 +110,9 @@ class Healer(Generic[State]):
         stop_file: a file that ends the run once it is there, on all ranks at the same step, with
             the last state saved and exit status 0. Looked for once a second, on every rank; it is
             left there, and while it is no run starts. None: there is none.
+        console: whether lines are printed to standard error. "auto": only if the program has set
+            up no logging for the logger `healcore`; False: never; True: unless the program's
+            logging prints them to the terminal already.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`. In JAX pass the same ones to the optimizer.
 
@@ -144,6 +148,7 @@ class Healer(Generic[State]):
         trust: bool = False,
         trackers: object = (),
         stop_file: str | os.PathLike[str] | None = None,
+        console: Console = "auto",
         **overrides: Unpack[Overrides],
     ) -> None:
         self._options = Options(
@@ -168,6 +173,7 @@ class Healer(Generic[State]):
             trust=trust,
             trackers=select(trackers),
             stop_file=stop_file,
+            console=console,
         ).checked()
         self._run: Loop | None = None
         self._ending: Ending | None = None

@@ -8,6 +8,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 from healcore.core.step_record import StepRecord
@@ -15,6 +17,10 @@ from healcore.core.verdict import NONFINITE, Action, Cause, names
 
 _MAX_INCIDENTS = 1000
 """Incidents kept; the oldest are dropped."""
+
+
+LASTING = Cause.PLATEAU | Cause.OVERFIT
+"""Causes whose alarm lasts until they are gone. An alert on them is an incident of its own."""
 
 
 class PastRollback(NamedTuple):
@@ -46,6 +52,8 @@ class IncidentRecord:
     """The run went back to before its onset later."""
     number_in_engine: int = 0
     """The engine's count of incidents then; -1: it has begun again since."""
+    watched: bool = False
+    """The engine has opened no incident: the policy only alerts on its cause, a lasting one."""
 
     @property
     def only_skips(self) -> bool:
@@ -78,13 +86,15 @@ class Ledger:
         self.open = any(each.incident_open for each in records)
         cause = 0
         for each in records:
-            # An alert alone (a clipped gradient spike, a plateau) opens no incident.
+            # An alert alone (a clipped gradient spike) opens no incident.
             if each.incident_open or each.skip:
                 cause |= int(each.cause)
         if not cause:
-            if not self.open and self.incidents:
-                self.incidents[-1].over = True
-            return None
+            last = self._last
+            if not self.open and last is not None:
+                last.over = True
+            lasting = reduce(or_, (int(each.cause) for each in records), 0) & LASTING
+            return self._watch(index, lasting)
         self.unhealthy.append(index)
         skip = any(each.skip for each in records)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
@@ -100,9 +110,38 @@ class Ledger:
         incident.lr_scale = min(lasting, default=incident.lr_scale)
         return incident
 
+    @property
+    def _last(self) -> IncidentRecord | None:
+        """The last incident that an engine has opened."""
+        return next((each for each in reversed(self.incidents) if not each.watched), None)
+
+    def _watch(self, index: int, causes: int) -> IncidentRecord | None:
+        """The incident of lasting causes that the policy only alerts on; its steps are healthy."""
+        found = next((e for e in reversed(self.incidents) if e.watched), None)
+        if found is not None and (not causes or found.over or self.open):
+            found.over |= not causes
+            found = None
+        if not causes or self.open:
+            return None
+        if found is None:
+            found = self._append(IncidentRecord(0, index, index, 0, watched=True))
+        found.last, found.alarms = index, found.alarms + 1
+        found.cause |= causes
+        for name in names(Cause(causes)):
+            found.first.setdefault(name, index)
+        return found
+
+    def _append(self, incident: IncidentRecord) -> IncidentRecord:
+        """Numbers a new incident and keeps it."""
+        self.incident_count += 1
+        incident.number = self.incident_count
+        self.incidents.append(incident)
+        del self.incidents[:-_MAX_INCIDENTS]
+        return incident
+
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
         """The incident that an alarm belongs to. A skipped step is no onset of other trouble."""
-        last = self.incidents[-1] if self.incidents else None
+        last = self._last
         number = max(each.incident for each in records)
         if last is not None and last.only_skips:
             same = harmless and number == last.number_in_engine
@@ -111,10 +150,7 @@ class Ledger:
         if last is None or not same:
             if last is not None:
                 last.over = True
-            self.incident_count += 1
-            last = IncidentRecord(self.incident_count, index, index, 0, number_in_engine=number)
-            self.incidents.append(last)
-            del self.incidents[:-_MAX_INCIDENTS]
+            last = self._append(IncidentRecord(0, index, index, 0, number_in_engine=number))
         last.over = False
         return last
 
@@ -136,8 +172,8 @@ class Ledger:
         if counts:
             self.past_rollbacks.append(PastRollback(onset, target))
         self._rewind(target, saved)
-        if self.incidents:
-            self.incidents[-1].rollbacks += 1
+        if (last := self._last) is not None:
+            last.rollbacks += 1
 
     def forget(self, before: int) -> None:
         """Drops the unhealthy steps before a step, except the row that has not ended yet."""
@@ -152,9 +188,10 @@ class Ledger:
     def _rewind(self, step: int, saved: Ledger | None) -> None:
         self.next_step, self.open = step, False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
-        if self.incidents:
-            self.incidents[-1].over, self.incidents[-1].number_in_engine = True, -1
+        if (last := self._last) is not None:
+            last.over, last.number_in_engine = True, -1
         for incident in self.incidents:
+            incident.over |= incident.watched
             if incident.onset >= step and not incident.undone:
                 incident.undone = True
                 self.undone_incidents += 1

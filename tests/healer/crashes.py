@@ -19,7 +19,6 @@ def end_without_log(run: Any, error: BaseException | None) -> None:
     run.termination.stop()
     run.driver.close()
     release(run)
-    run.log.detach_console()
     assert error is None or isinstance(error, Crash)
 
 

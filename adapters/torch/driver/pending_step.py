@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from healcore import console
 from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.runtime.store.ranks import Ranks
@@ -17,8 +17,6 @@ from healcore.torch.healing import Healing
 from healcore.torch.measurement import AsyncCopy, StepNorms
 from healcore.torch.norm_ceiling import NormCeiling
 from healcore.torch.signal_allreduce import requests_vote
-
-_log = logging.getLogger("healcore")
 
 MOST = 64
 """Entries that are kept. A loop may take several steps between two batches, as in RL."""
@@ -57,12 +55,11 @@ class PendingEntries:
             self._entries = old[-MOST:] + self._entries[-MOST:]
         if not self._warned and self._count >= (_POLLED_BEFORE if self._polled else _NEVER_POLLED):
             self._warned = True
-            _log.warning(
-                "%d steps, and neither healer.batches(loader) nor healer.after_step() was called: "
-                "without one of them nothing is saved and no order of the policy is carried out; "
-                "take the batches from `for batch in healer.batches(loader)`, or call "
-                "healer.after_step() after each optimizer.step()",
-                self._count,
+            console.warning(
+                f"{self._count} steps, and neither healer.batches(loader) nor healer.after_step() "
+                "was called: without one of them nothing is saved and no order of the policy is "
+                "carried out; take the batches from `for batch in healer.batches(loader)`, or call "
+                "healer.after_step() after each optimizer.step()"
             )
 
     def take(self) -> list[PendingEntry]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from healcore.console import counted
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.epoch_reader import EpochReader
 from healcore.runtime.data.position import BatchId, DataError
@@ -308,14 +309,16 @@ class Cursor:
                 self._drop()
                 reached += 1
         except StopIteration:
+            batches = counted(reached, "batch", "batches")
             return (
-                f"epoch {goal.epoch} has only {reached} batches: goes on after it, not at batch "
+                f"epoch {goal.epoch} has only {batches}: goes on after it, not at batch "
                 f"{goal.index}"
             )
+        batches = counted(reached - first, "batch", "batches")
         return (
-            f"read {reached - first} batches and dropped them, up to batch {goal.index} of epoch "
-            f"{goal.epoch}; a DistributedSampler gives the same ones as the first time, a loader "
-            "that shuffles by itself may give others"
+            f"read {batches} and dropped them, up to batch {goal.index} of epoch {goal.epoch}; a "
+            "DistributedSampler gives the same ones as the first time, a loader that "
+            "shuffles by itself may give others"
         )
 
     def leave_out(self, ids: Iterable[BatchId]) -> None:

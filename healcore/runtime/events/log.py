@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import threading
@@ -16,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore import console
 from healcore.core import regular_file
 from healcore.runtime.events import fork_safety, json_lines
 from healcore.runtime.events.json_lines import MAX_LINE, LineAppender
@@ -26,7 +26,6 @@ SCHEMA = 2
 
 Event = dict[str, Any]
 
-_log = logging.getLogger(__name__)
 
 # A kill loses nothing: the line is in the kernel when `write` returns. A power cut loses what the
 # kernel has not written yet (Linux: some 30 s). So the log waits for the disk at these events, and
@@ -140,8 +139,8 @@ class Log:
         self.error = f"{type(error).__name__}: {error}"
         if self.lost == 1:
             with contextlib.suppress(Exception):  # the user's own logging handlers
-                _log.warning(
-                    "events are being lost, training goes on: %s (%s)", self.path, self.error
+                console.warning(
+                    f"events are being lost, training goes on: {self.path} ({self.error})"
                 )
 
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import time
 from pathlib import Path
 from typing import Any
 
+from healcore import console
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
 from healcore.runtime.events import fork_safety
 from healcore.runtime.events.json_lines import LineAppender
-
-_log = logging.getLogger(__name__)
 
 SCHEMA = 1
 KIND = "step"
@@ -119,9 +117,8 @@ class Metrics:
         except Exception as error:
             if not self.lost:
                 with contextlib.suppress(Exception):  # the user's own logging handlers
-                    _log.warning(
-                        "metrics are being lost, training goes on: %s (%s)", self._out.path, error
-                    )
+                    path = self._out.path
+                    console.warning(f"metrics are being lost, training goes on: {path} ({error})")
             self.lost += len(lines)
 
     def close(self) -> None:

@@ -95,6 +95,7 @@ MaybeWhole = Annotated[Whole | None, Field(title="whole number, or null")]
 Time = Annotated[
     str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$", title="date and time")
 ]
+Texts = Annotated[list[str], Field(title="array of texts")]
 Versions = Annotated[dict[str, str], Field(title="object of texts")]
 Causes = Annotated[list[str], *_names(Cause), Field(title="array of causes")]
 Actions = Annotated[list[str], *_names(Action), Field(title="array of actions")]
@@ -244,6 +245,10 @@ class EventFields(_EventsModel):
         "Python stacks of a run that hangs; once for ranks that stand at the same place."
     )
     diagnosis: Text = _may("For a person, in plain words.")
+    severity: Literal["warning", "error"] = _may(
+        "Whether the run can go on as it is; an error loses it."
+    )
+    references: Texts = _may("Where the answer to the cause is published.")
     # The run.
     host: Text = _may("Host name.")
     pid: Whole = _may("Process number.")

@@ -35,6 +35,11 @@ KINDS: dict[str, EventKind] = {
     "incident": EventKind(
         "An incident begins. `step` is the step that was judged.", ("incident", "onset", "cause")
     ),
+    "alert": EventKind(
+        "A rule alerts on a cause: at its first step in an incident; outside of incidents at its "
+        "1st, 10th, 100th. `step` is the step that was judged.",
+        ("cause", "action", "severity", "diagnosis", "references"),
+    ),
     "order": EventKind(
         "The policy orders an action on the host. `step` is the step that was judged.",
         ("action", "cause"),
@@ -91,7 +96,7 @@ KINDS: dict[str, EventKind] = {
     "end": EventKind("The process ends; a process that is killed writes none.", ("ending",)),
 }
 
-SEVERE = frozenset({"rollback", "stop", "problem", "save_failed", "damaged", "fault"})
+SEVERE = frozenset({"alert", "rollback", "stop", "problem", "save_failed", "damaged", "fault"})
 """Kinds that a person should see at once: highlighted by `healcore watch`, alerts in trackers."""
 
 

@@ -180,6 +180,12 @@ FAILURES: dict[Cause, Failure] = {
 """A row for every `Cause`."""
 
 
+def failures_of(causes: Cause) -> tuple[Failure, ...]:
+    """The rows of some causes, each type of failure once, errors first."""
+    rows = {FAILURES[each].name: FAILURES[each] for each in Cause if each & causes}
+    return tuple(sorted(rows.values(), key=lambda row: row.severity is not Severity.ERROR))
+
+
 class Fault(NamedTuple):
     """An exception, classified."""
 

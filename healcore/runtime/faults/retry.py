@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import time
 from collections.abc import Callable
 from random import SystemRandom
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import tenacity
 
+from healcore import console
 from healcore.core.verdict import Cause
 from healcore.policy import PolicyLike
 from healcore.policy.faults import Retry
@@ -27,8 +27,6 @@ _LONGEST_S = 3600.0
 
 own_random = SystemRandom().random
 """Draws for the waits; a run's own random state stays as it is."""
-
-_logger = logging.getLogger("healcore")
 
 
 class Attempt(NamedTuple):
@@ -87,7 +85,8 @@ def retrying(
 
 
 def _log(attempt: Attempt) -> None:
-    _logger.log(logging.INFO if attempt.error is None else logging.WARNING, "%s", attempt)
+    write = console.info if attempt.error is None else console.warning
+    write(str(attempt))
 
 
 def repeated(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Action, Cause, Decision
+from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store.protocol import Saved
 
 Batch = tuple[int, int]
@@ -54,6 +55,11 @@ class IncidentContext(NamedTuple):
     batches: tuple[Batch, ...] = ()
     """Ids of the step's batches."""
     facts: RunFacts = RunFacts()
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Severity, diagnosis, recipe and references of the causes, errors first."""
+        return failures_of(self.cause)
 
     @property
     def action(self) -> Action:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,11 +14,12 @@ from healcore.core.verdict import Action, Cause, names
 from healcore.history.incident import MOST_ALARMS
 from healcore.runtime.data import BatchId
 from healcore.runtime.events.models import Ending
+from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from healcore.runtime.incidents.run_metrics import RunMetrics
-from healcore.runtime.incidents.step_lines import StepLines
+from healcore.runtime.incidents.step_lines import StepLines, passes_power_of_ten
 from healcore.runtime.ledger import IncidentRecord, Ledger
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.run_log import RunLog
@@ -72,18 +74,22 @@ class IncidentMonitor:
     ranks: Ranks
     log: RunLog
     facts: Callable[[], RunFacts]
+    learning_rate: Callable[[], float | None]
+    """The user's own rate now, without the multiplier; see `Driver.learning_rate`."""
 
     def __post_init__(self) -> None:
         self.unreported_alarms = 0
         """Alarms without an event of their own."""
         self.first_alarm: FirstAlarm | None = None
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
-        self._lines = StepLines(self.policy, self.log)
+        self._lines = StepLines(self.policy, self.log, self.learning_rate)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._lr_scale: dict[str, float] = {}
         self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = 0
         self._last_incident = 0
+        self._alerts: Counter[tuple[int, Cause]] = Counter()
+        """Number of an incident (0: none) and causes -> steps with an alert."""
 
     def process(self, step: StepResult) -> ActionRequest | None:
         """Takes one step; returns a request if the host has to carry something out."""
@@ -238,6 +244,8 @@ class IncidentMonitor:
             for flags, depth_of_rank in of_ranks:
                 action |= Action(flags)
                 depth = max(depth, depth_of_rank)
+        if action & Action.ALERT:
+            self._alert(step, record, number, action)
         if self.policy.observes or action & ~_NO_ORDER:
             self.log.event(
                 "order",
@@ -263,6 +271,26 @@ class IncidentMonitor:
             bad=self._batches_between(since, step.index),
             overridden=action != ordered,
             loss=record.loss,
+        )
+
+    def _alert(self, step: StepResult, record: StepRecord, incident: int, action: Action) -> None:
+        """Writes the event of an alert: once for a cause in an incident, else at powers of ten."""
+        before = self._alerts[incident, record.cause]
+        self._alerts[incident, record.cause] += 1
+        if before if incident else not passes_power_of_ten(before, before + 1):
+            return
+        rows = failures_of(record.cause)
+        self.log.event(
+            "alert",
+            step=step.index,
+            incident=incident,
+            engine=record.engine,
+            cause=names(record.cause),
+            action=names(action),
+            severity=rows[0].severity,
+            diagnosis=" ".join(row.diagnosis for row in rows),
+            references=list(dict.fromkeys(each for row in rows for each in row.references)),
+            observed=self.policy.observes,
         )
 
     def _log_alarm(

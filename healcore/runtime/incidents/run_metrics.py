@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from healcore.core.step_record import StepRecord
@@ -13,6 +13,8 @@ COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 
 _LAST = ("loss", "threshold", "grad_scale", "lr_scale")
 """Numbers of the newest step, named as in `StepRecord`."""
+
+_OF_ONE_STEP = {"loss", "threshold", "grad_scale"}
 
 METRICS = (*_LAST, "incidents", *COUNTS)
 """The names of all metrics, after `heal/`."""
@@ -71,3 +73,30 @@ class RunMetrics:
                 if each not in self._left_out
             }
         return found
+
+
+class ChangedMetrics:
+    """Metrics for the rows of a trainer's own log: only what has changed since the row before.
+
+    Those of single steps are left out: they are `lag` steps older than the row, which has the loss
+    itself. A healthy row has none of the others.
+    """
+
+    def __init__(self, values: Callable[[], Mapping[str, float]]) -> None:
+        self._values = values
+        self._before: dict[str, float] = {}
+
+    def __call__(self) -> dict[str, float]:
+        """The changed counts and learning-rate multipliers, by their full names."""
+        now = {
+            name: value
+            for name, value in self._values().items()
+            if name.rpartition("/")[2] not in _OF_ONE_STEP
+        }
+        changed = {
+            name: value
+            for name, value in now.items()
+            if value != self._before.get(name, float(name.endswith("/lr_scale")))
+        }
+        self._before |= now
+        return changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from healcore.core.step_record import StepRecord
@@ -27,8 +28,11 @@ class StepLines:
     Rollbacks and stops, which end or undo steps, have lines where they are carried out.
     """
 
-    def __init__(self, policy: HostPolicy, log: RunLog) -> None:
+    def __init__(
+        self, policy: HostPolicy, log: RunLog, learning_rate: Callable[[], float | None]
+    ) -> None:
         self._policy = policy
+        self._learning_rate = learning_rate
         self._log = log
         self._alarms_outside = 0
 
@@ -46,12 +50,13 @@ class StepLines:
         if (
             (record.action & Action.CUT_LR and not self._policy.observes)
             or (incident is not None and is_new and is_logged(incident.number))
-            or _passes_power_of_ten(skips_before, skips)
-            or _passes_power_of_ten(outside_before, self._alarms_outside)
+            or passes_power_of_ten(skips_before, skips)
+            or passes_power_of_ten(outside_before, self._alarms_outside)
         ):
             number = f"incident {incident.number}: " if incident is not None else ""
             self._log.warning(
-                f"step {step.index}: {number}{incident_text(record)}{self._done(record, skips)}"
+                f"step {step.index}: {number}{incident_text(record, self._learning_rate())}"
+                f"{self._done(record, skips)}"
             )
 
     def _done(self, record: StepRecord, skips: int) -> str:
@@ -70,11 +75,12 @@ class StepLines:
         return done
 
 
-def incident_text(record: StepRecord) -> str:
-    """Causes and numbers of a step, for a sentence."""
+def incident_text(record: StepRecord, learning_rate: float | None) -> str:
+    """Causes and numbers of a step, for a sentence; the rate is without the multiplier."""
     of = "last finite " if record.cause & NONFINITE else ""
     numbers = f"{of}loss {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
-    return f"{cause_text(record.cause)}; {numbers}"
+    rate = "" if learning_rate is None else f", learning rate {learning_rate:.4g}"
+    return f"{cause_text(record.cause)}; {numbers}{rate}"
 
 
 def enforced_text(record: StepRecord) -> str:
@@ -94,7 +100,7 @@ def is_logged(number: int) -> bool:
     return number <= 10 or number & (number - 1) == 0
 
 
-def _passes_power_of_ten(before: int, now: int) -> bool:
+def passes_power_of_ten(before: int, now: int) -> bool:
     """Whether a count has reached 1, 10, 100, ..."""
     return now > before and (not before or len(str(now)) > len(str(before)))
 

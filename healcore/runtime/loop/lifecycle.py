@@ -32,6 +32,7 @@ from healcore.runtime.loop.run_settings import (
     SettingsChange,
     record_end,
     record_start,
+    start_rate,
 )
 from healcore.runtime.loop.termination import (
     EndRequested,
@@ -68,7 +69,6 @@ def begin(
     `settings` are those of this start, and `change` is their difference from an earlier start.
     `died` is the postmortem of a killed predecessor.
     """
-    loop.log.attach_console()
     loop.rollbacks.find_damage()
     if not resume:
         _begin_lineage(loop)
@@ -97,7 +97,15 @@ def begin(
         _allow_nonfinite(loop)
         loop.save("first")
     loop.termination.start()
-    loop.log.info(start_line(loop.policy, loop.step, _checkpoints(loop), resumed=resume))
+    line = start_line(
+        loop.policy,
+        loop.step,
+        _checkpoints(loop),
+        resumed=resume,
+        learning_rate=start_rate((state.settings or {}).get("saved", {})),
+        batch=settings.batch(loop.ranks.world),
+    )
+    loop.log.info(line)
     if change is not None and any(change):
         loop.warn(
             f"other settings than at the start of this run (saved -> given): {change}. To train "
@@ -234,11 +242,12 @@ def _log_rollback(
 
 
 def _checkpoints(loop: Loop) -> str:
-    """Where checkpoints go and how often, for the first line."""
+    """Where checkpoints go, for the first line."""
     store: Any = loop.checkpoints.store
+    if isinstance(store, SnapshotStore):
+        return "checkpoints in host memory only"
     folder = getattr(getattr(store, "disk", store), "root", None)
-    where = "" if folder is None else f" in {folder}"
-    return f"checkpoints every {loop.checkpoints.every} steps{where}, {describe(store)}"
+    return f"checkpoints in {type(store).__name__ if folder is None else folder}"
 
 
 def describe(store: Any) -> str:
@@ -372,7 +381,6 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         loop.driver.close,
         partial(release, loop),
         lambda: [loop.log.warning(each) for each in loop.log.trackers.close()],
-        loop.log.detach_console,
         loop.metrics.close,
         loop.log.events.close,
     ):

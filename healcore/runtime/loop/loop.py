@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from healcore.console import counted
 from healcore.core.verdict import Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
@@ -103,6 +104,7 @@ class Loop:
             ranks=ranks,
             log=self.log,
             facts=partial(run_facts, self),
+            learning_rate=driver.learning_rate,
         )
         self.reruns = Reruns(
             enabled=self.rerun,
@@ -560,7 +562,8 @@ class Loop:
             self.log.event(
                 "skipped_batches", step=self.step, batches=[list(each) for each in skipped]
             )
-            self.log.info(f"step {self.step}: {len(skipped)} batches skipped")
+            batches = counted(len(skipped), "batch", "batches")
+            self.log.info(f"step {self.step}: {batches} skipped")
 
     # -- within ---------------------------------------------------------------------------------
 

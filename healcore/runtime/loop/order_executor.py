@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -12,7 +13,7 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import AssessmentResult, Assessor, DamageVerdict
 from healcore.runtime.incidents.monitor import ActionRequest
-from healcore.runtime.incidents.step_lines import cause_text, is_logged
+from healcore.runtime.incidents.step_lines import cause_text, passes_power_of_ten
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
@@ -41,8 +42,8 @@ class OrderExecutor(ABC):
     run_end: Callable[[str], RunEnd]
     """Takes the reason of a stop; returns the facts for the diagnosis."""
     assessor: Assessor
-    _declined: int = field(default=0, init=False)
-    """Orders declined so far; trouble that lasts brings one every few steps."""
+    _declined: Counter[str] = field(default_factory=Counter, init=False)
+    """Reason -> orders declined; trouble that lasts brings one every few steps."""
 
     def execute(self, request: ActionRequest, step: int) -> ActionResult:
         """Carries out a request after `step` steps; raises RunStopped if it ends the run."""
@@ -143,17 +144,26 @@ class OrderExecutor(ABC):
             if result.by != "repetition"
             else "it has come again no later after a rollback",
             DamageVerdict.OPEN: "the model is worse and may recover by itself",
-            DamageVerdict.UNKNOWN: "there is no evidence that the model is worse"
+            DamageVerdict.UNKNOWN: self._why_unknown()
             if not evaluated
             else "earlier batches are worse too, which damage and new data both explain",
             DamageVerdict.DAMAGE: "the budget of rollbacks is exhausted",
         }
-        self._declined += 1
-        if is_logged(self._declined):
-            self.log.info(
-                f"step {request.index}: {cause_text(request.cause)}: {why[result.verdict]}; "
-                "the run continues"
-            )
+        reason = why[result.verdict]
+        self._declined[reason] += 1
+        times = self._declined[reason]
+        if passes_power_of_ten(times - 1, times):
+            again = f" ({times} times so far)" if times > 1 else ""
+            cause = cause_text(request.cause)
+            self.log.info(f"step {request.index}: {cause}: {reason}; the run continues{again}")
+
+    def _why_unknown(self) -> str:
+        """Why nothing was evaluated."""
+        if self.ranks.world > 1:
+            return "several ranks cannot tell whether the model is worse"
+        if self.assessor.loss_fn is None:
+            return "cannot tell without loss_fn whether the model is worse"
+        return "there is no evidence that the model is worse"
 
     def _exhausted(self, request: ActionRequest) -> str:
         """Why no further rollback is granted; "": it is.

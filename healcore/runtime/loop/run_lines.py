@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import reduce
-from operator import or_
-
-from healcore.core.verdict import Action
+from healcore.console import counted
 from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.postmortem.diagnosis import RunEnd, with_undone
@@ -22,32 +18,25 @@ _ENDINGS = {
 
 
 def start_line(
-    policy: HostPolicy, step: int, checkpoints: str, *, resumed: bool, goes_back: bool = True
+    policy: HostPolicy,
+    step: int,
+    where: str,
+    *,
+    resumed: bool,
+    learning_rate: float | None,
+    batch: str = "",
 ) -> str:
-    """Where a run starts, what the policy may do, and where checkpoints go.
+    """Where a run starts, under which policy and rate, and where its checkpoints are.
 
-    `goes_back` is False where no rollback can be carried out.
+    `batch` is the size of a batch as a trainer knows it. The event `start` has all details.
     """
     start = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
-    does = "observes and changes nothing"
-    if not policy.observes:
-        does = ", ".join(_actions(policy, goes_back)) or "only logs"
-    return f"{start} with policy {policy.name}: {does}; {checkpoints}"
-
-
-def _actions(policy: HostPolicy, goes_back: bool) -> Iterator[str]:
-    config = policy.engine.config
-    ordered = reduce(or_, (rule.action for rule in config.rules), 0)
-    if config.clip is not None or config.update_clip is not None:
-        yield "clips"
-    if any(rule.skip for rule in config.rules):
-        yield "skips"
-    if ordered & (Action.CUT_LR | Action.SOFT_STEP):
-        yield "cuts the learning rate"
-    if ordered & Action.ROLLBACK:
-        yield "rolls back" if goes_back else "cannot roll back"
-    if ordered & Action.STOP:
-        yield "stops"
+    parts = [f"policy {policy.name}{' (observes, changes nothing)' if policy.observes else ''}"]
+    if learning_rate is not None:
+        parts.append(f"learning rate {learning_rate:.4g}")
+    if batch:
+        parts.append(f"batch size {batch}")
+    return f"{start}: {', '.join(parts)}; {where}"
 
 
 def end_line(
@@ -59,10 +48,10 @@ def end_line(
     newest checkpoint on disk.
     """
     would = "would have " if end.observes else ""
-    skipped = with_undone(_count(end.skips, "step"), end.undone_skips)
+    skipped = with_undone(counted(end.skips, "step"), end.undone_skips)
     done = [f"{would}skipped {skipped}"] if end.skips else []
     done += [
-        f"{would}{what} {_count(number, noun)}"
+        f"{would}{what} {counted(number, noun)}"
         for number, what, noun in (
             (end.clips, "clipped", "step"),
             (end.lr_cuts, "cut the learning rate", "time"),
@@ -82,7 +71,3 @@ def end_line(
         f"{ended} after step {end.step}: "
         f"{', '.join(done) or 'no intervention'}; {disk}newest known-good checkpoint: {good}"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -33,6 +33,13 @@ class RunSettings(NamedTuple):
         """The settings of a program that has restored nothing yet."""
         return cls(driver.hyperparameters(), settings_of(state), _named(policy))
 
+    def batch(self, ranks: int) -> str:
+        """The size of a batch if a trainer knows it: `8`, or `8 × 4 accumulated × 2 ranks`."""
+        given = self.given
+        size = given.get("per_device_train_batch_size", given.get("batch_size"))
+        parts = given.get("gradient_accumulation_steps", given.get("accumulate_grad_batches", 1))
+        return "" if size is None else batch_text(size, parts, ranks)
+
 
 class SettingsChange(NamedTuple):
     """How the settings of a start differ from those of the run's start."""
@@ -57,6 +64,21 @@ class SettingsChange(NamedTuple):
         parts = [_listed(self.saved, "the saved value stays in force")]
         parts.append(_listed((*self.given, *filter(None, [self.policy])), "the new one is used"))
         return "; ".join(filter(None, parts))
+
+
+def start_rate(hyperparameters: Mapping[str, Any]) -> float | None:
+    """The learning rate that the schedule starts from, of the first optimizer; None: unknown."""
+    for name, value in hyperparameters.items():
+        if name == "learning_rate" or name.endswith((".lr", "['learning_rate']")):
+            first = value[0] if isinstance(value, list) else value
+            return first if isinstance(first, float) else None
+    return None
+
+
+def batch_text(size: object, accumulated: int, ranks: int) -> str:
+    """The size of a batch for the first line."""
+    more = f" × {accumulated} accumulated" if accumulated > 1 else ""
+    return f"{size}{more}{f' × {ranks} ranks' if ranks > 1 else ''}"
 
 
 def settings_of(state: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import traceback
 import weakref
@@ -13,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore import console
+from healcore.console import Console
 from healcore.core.verdict import Cause
 from healcore.policy import PolicyError
 from healcore.policy.errors import Problem
@@ -54,8 +55,6 @@ from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.snapshot import fits
 from healcore.runtime.trackers import Selection, Trackers
 
-_logger = logging.getLogger("healcore")
-
 _loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 """Runs of this process; ended ones too while they are referenced."""
 
@@ -88,10 +87,12 @@ class Options(NamedTuple):
     trust: bool
     trackers: tuple[Selection, ...] = ()
     stop_file: str | os.PathLike[str] | None = None
+    console: Console = "auto"
 
     def checked(self) -> Options:
         """Returns itself; raises ValueError if a number or a choice is out of range."""
         DelayedReader(self.lag)
+        console.checked(self.console)
         if self.keep is not None:
             self.keep.checked()
         for name in ("save_every", "restart_every"):
@@ -167,15 +168,8 @@ def _clean_up(
     log: RunLog,
 ) -> None:
     """Cleans up for a Healer deleted within its block; the claim has its own finalizer."""
-    console, trackers = log.detach_console, log.trackers.leave
-    for end in (
-        termination.stop,
-        guard.close,
-        stop_file.close,
-        driver.close,
-        console,
-        trackers,
-    ):
+    closing = (termination.stop, guard.close, stop_file.close, driver.close, log.trackers.leave)
+    for end in closing:
         with contextlib.suppress(Exception):
             end()
 
@@ -225,9 +219,7 @@ def _start(
         ending = agreed(ranks, loop.journal.state.ending)
         _check_resume(options, ending, saves, store, change)
     except AlreadyCompleted as completed:
-        log.attach_console()
         log.info(str(completed))
-        log.detach_console()
         raise
     log.event(
         "start",
@@ -250,7 +242,7 @@ def _start(
     for problem in [*warnings, *store.problems()]:
         log.event("problem", step=None, problem=problem)
     for each in warnings:
-        _logger.warning("%s", each)
+        log.warning(each)
     try:
         begin(loop, settings, change, resume=bool(saves), died=died)
     except BaseException as error:
@@ -259,7 +251,6 @@ def _start(
         log.event("problem", step=loop.step, problem=f"the run did not start: {raised}")
         log.event("end", step=loop.step, ending="exception")
         loop.termination.stop()
-        log.detach_console()
         log.events.close()
         raise
     log.trackers.start(loop.journal.state.lineage or log.events.run)
@@ -291,7 +282,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
     log = RunLog(
         events,
-        console=ranks.rank == 0,
+        console=options.console,
+        silent=ranks.rank > 0,
         trackers=Trackers(selected, run=events.run),
         hooks=options.hooks,
     )
@@ -348,7 +340,7 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given = options.store
     if given is None or isinstance(given, str | os.PathLike):
         own = driver.store(given, options.nonfinite_ok, trust=options.trust)
-        return _fitting(own, driver, ranks)
+        return _fitting(own, driver, ranks, options)
     if not isinstance(given, CheckpointStore):
         raise StoreError(
             f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"
@@ -364,7 +356,7 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     return given
 
 
-def _fitting(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
+def _fitting(store: Any, driver: Driver, ranks: Ranks, options: Options) -> CheckpointStore:
     """The default store, only its disk if the snapshots do not fit; StoreError if it has none."""
     memory: SnapshotStore = getattr(store, "memory", store)
     copies, nbytes = memory.keep.most + 1 + (memory is not store), driver.state_bytes()
@@ -377,9 +369,8 @@ def _fitting(store: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
         raise StoreError(
             f"{needed} do not fit into half of the free host memory: pass a directory as the store"
         )
-    _logger.warning(
-        "%s do not fit into half of the free host memory: checkpoints go to disk", needed
-    )
+    line = f"{needed} do not fit into half of the free host memory: checkpoints go to disk"
+    console.warning(line, options.console)
     return store.disk
 
 
@@ -432,9 +423,7 @@ def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
     """Raises EndRequested on all ranks if one of them finds the stop file."""
     if not any(ranks.gather(stop_file.there())):
         return
-    log.attach_console()
     log.info(f"nothing was done: {stop_file.why} is there; remove it to train")
-    log.detach_console()
     raise EndRequested(stop_file.why)
 
 

@@ -6,7 +6,6 @@ What differs would show later only, when the ranks wait for each other or nothin
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import threading
@@ -15,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from healcore import console
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks, on_first
-
-_logger = logging.getLogger("healcore")
 
 _SILENT_S = 30.0
 """A rank that waits as long for the others warns."""
@@ -41,10 +39,10 @@ def check_same(mine: Mapping[str, Any], ranks: Ranks) -> None:
 def warning_if_late() -> Iterator[None]:
     """Warns if the other ranks do not come: a program may have a Healer on rank 0 only."""
     line = (
-        "the Healer of this rank has waited %g s for those of the other ranks: every rank makes "
-        "one, with the same arguments (docs/ranks.md)"
+        f"the Healer of this rank has waited {_SILENT_S:g} s for those of the other ranks: every "
+        "rank makes one, with the same arguments (docs/ranks.md)"
     )
-    timer = threading.Timer(_SILENT_S, _logger.warning, (line, _SILENT_S))
+    timer = threading.Timer(_SILENT_S, console.warning, (line,))
     timer.daemon = True
     timer.start()
     try:

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from healcore.console import counted
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
@@ -231,7 +232,7 @@ def _actions(end: RunEnd) -> Iterator[str]:
         return
     done = []
     if end.skips:
-        done.append(f"skipped {with_undone(_count(end.skips, 'step'), end.undone_skips)}")
+        done.append(f"skipped {with_undone(counted(end.skips, 'step'), end.undone_skips)}")
     if len(end.rollbacks) > _SHOWN:
         done.append(f"{len(end.rollbacks) - _SHOWN} earlier rollbacks")
     done += [_rollback(each) for each in end.rollbacks[-_SHOWN:]]
@@ -254,7 +255,7 @@ def _actions(end: RunEnd) -> Iterator[str]:
 
 def _unsaved(end: RunEnd) -> Iterator[str]:
     if end.unsaved:
-        times = _count(end.unsaved, "checkpoint was", "checkpoints were")
+        times = counted(end.unsaved, "checkpoint was", "checkpoints were")
         yield _section("Storage", f"{times} not saved; the last one: {end.unsaved_why}.")
 
 
@@ -302,7 +303,7 @@ def why_none_is_good(step: int, probation: int | None) -> str:
 
 def incidents_text(end: RunEnd) -> str:
     """How many incidents there were."""
-    return with_undone(_count(end.incidents, "incident"), end.undone_incidents)
+    return with_undone(counted(end.incidents, "incident"), end.undone_incidents)
 
 
 def with_undone(count: str, undone: int) -> str:
@@ -332,12 +333,8 @@ def _rollback(rollback: RollbackRecord) -> str:
             "" if rollback.lr_limit is None else f" (the schedule had come to {rollback.lr:.3g})"
         )
     if rollback.left_out:
-        text += f" and without {_count(rollback.left_out, 'batch', 'batches')}"
+        text += f" and without {counted(rollback.left_out, 'batch', 'batches')}"
     return text
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _section(name: str, text: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore import console
 from healcore.core import regular_file
 from healcore.core.verdict import Cause
 from healcore.history import Run
@@ -24,8 +24,6 @@ from healcore.runtime.store import files
 from healcore.runtime.store.commit import sweep
 
 SCHEMA = 2
-
-_logger = logging.getLogger(__name__)
 
 
 class RankStacks(NamedTuple):
@@ -134,12 +132,12 @@ def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:
     try:
         found = _killed(Path(events))
     except Exception as error:
-        _logger.warning("how the last run in %s ended cannot be found out: %r", events, error)
+        console.warning(f"how the last run in {events} ended cannot be found out: {error!r}")
         return None
     if found is not None:
         problem = write(path_for(events, found.run), found)
         if problem is not None:
-            _logger.warning("%s", problem)
+            console.warning(problem)
     return found
 
 

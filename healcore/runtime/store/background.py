@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import weakref
 from collections import deque
@@ -11,10 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from healcore import console
 from healcore.runtime.events import fork_safety
 from healcore.runtime.store.errors import SaveFailed
-
-_log = logging.getLogger(__name__)
 
 
 class Background:
@@ -97,7 +95,7 @@ class Background:
     def _finish(self) -> None:
         self.join()
         for failure in self.failures():
-            _log.error("%s", failure)
+            console.warning(str(failure))
 
 
 def _before_the_end(method: Callable[[], None]) -> None:

@@ -55,3 +55,14 @@ def text_of(event: Mapping[str, Any]) -> str:
         parts.append(text if name == kind else f"{name} {text}")
     head = kind if step is None else f"{kind} at step {step}"
     return f"{head}: {', '.join(parts)}"[:_MAX_TEXT] if parts else head
+
+
+def title_of(event: Mapping[str, Any]) -> str:
+    """The title of an alert: what happened, and why."""
+    causes = ", ".join(event.get("cause", ())).lower().replace("_", " ")
+    return f"healcore: {event['kind']}{f': {causes}' if causes else ''}"
+
+
+def is_error(event: Mapping[str, Any]) -> bool:
+    """Whether the run cannot go on as it is: it was stopped, or the cause is an error."""
+    return event["kind"] == "stop" or event.get("severity") == "error"

@@ -11,7 +11,7 @@ from trackio import context_vars
 
 from healcore.runtime.events.schema import SEVERE
 from healcore.runtime.trackers.event_table import EventTable
-from healcore.runtime.trackers.tracker import TrackedRun, text_of
+from healcore.runtime.trackers.tracker import TrackedRun, is_error, text_of, title_of
 
 
 class Client:
@@ -39,9 +39,9 @@ class Client:
         """Adds it to the table, and alerts if a person should know."""
         self._events.add(event)
         if event["kind"] in SEVERE:
-            stopped = event["kind"] == "stop"
-            level = trackio.AlertLevel.ERROR if stopped else trackio.AlertLevel.WARN
-            self._run.alert(f"healcore: {event['kind']}", text_of(event), level, event["step"])
+            levels = trackio.AlertLevel
+            level = levels.ERROR if is_error(event) else levels.WARN
+            self._run.alert(title_of(event), text_of(event), level, event["step"])
 
     def close(self) -> None:
         """Logs the table, and finishes a run of its own."""

@@ -9,7 +9,7 @@ import wandb
 
 from healcore.runtime.events.schema import SEVERE
 from healcore.runtime.trackers.event_table import EventTable
-from healcore.runtime.trackers.tracker import TrackedRun, text_of
+from healcore.runtime.trackers.tracker import TrackedRun, is_error, text_of, title_of
 
 _SETTINGS: Any = {"console": "off"}
 """Settings of a run of its own, which does not record the program's standard output."""
@@ -54,8 +54,8 @@ class Client:
         """Adds it to the table, and alerts if a person should know."""
         self._events.add(event)
         if event["kind"] in SEVERE:
-            level = "ERROR" if event["kind"] == "stop" else "WARN"
-            self._run.alert(f"healcore: {event['kind']}", text_of(event), level=level)
+            level = "ERROR" if is_error(event) else "WARN"
+            self._run.alert(title_of(event), text_of(event), level=level)
 
     def close(self) -> None:
         """Logs the table, and finishes a run of its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.history import Counts, Incident, Mode
 from healcore.history.process import RunState
@@ -36,11 +37,6 @@ def fault_text(event: EventRecord) -> str:
     kinds = ", ".join(f"{FAILURES[each].name} ({FAILURES[each].severity})" for each in causes)
     done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
     return f"step {event.step}: {kinds or 'not known'}: {event.problem}{done}"
-
-
-def counted(number: int, what: str) -> str:
-    """A number with a noun: `1 step`, `2 steps`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def listed(names: Sequence[str]) -> str:

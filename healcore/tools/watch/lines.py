@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from healcore.console import counted
 from healcore.runtime.events.models import EventRecord
 from healcore.runtime.postmortem.diagnosis import RollbackRecord, why_none_is_good
-from healcore.tools.report.descriptions import counted, flag_names, rerun_verdict, trial
+from healcore.tools.report.descriptions import flag_names, rerun_verdict, trial
 from healcore.tools.terminal import clean
 from healcore.tools.watch.live_run import LiveRun
 
@@ -42,7 +43,8 @@ def _order(event: EventRecord) -> str:
 def _rollback(event: EventRecord) -> str:
     rate = RollbackRecord.of(event).lr_text
     rate = f", {rate}" if rate else ""
-    left = f", {len(event.batches)} batches left out" if event.batches else ""
+    number = len(event.batches or ())
+    left = f", {counted(number, 'batch', 'batches')} left out" if number else ""
     return trial(event) or f"back to the checkpoint of step {_or(event.checkpoint)}{rate}{left}"
 
 
@@ -70,6 +72,9 @@ _TEXTS: dict[str, Callable[[EventRecord], str]] = {
     "resume": lambda event: f"resumes from the checkpoint of step {_or(event.checkpoint)}",
     "incident": lambda event: (
         f"incident {_or(event.incident)}: {flag_names(event.cause or ()) or 'cause not known'}"
+    ),
+    "alert": lambda event: (
+        f"{event.severity or 'alert'}: {flag_names(event.cause or ())}: {event.diagnosis or ''}"
     ),
     "order": _order,
     "rollback": _rollback,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from healcore.console import counted
 from healcore.runtime.data import BatchId, Cursor, DataError
 from tests.runtime.data.loaders import (
     BATCHES,
@@ -71,7 +72,7 @@ def test_fast_forward(kind):
 
     cursor = Cursor(kind.make(), epochs=kind.epochs)
     done = cursor.fast_forward(earlier.position())
-    assert f"read {last.index} batches and dropped them" in done
+    assert f"read {counted(last.index, 'batch', 'batches')} and dropped them" in done
     assert take(cursor) == []
     assert cursor.skipped() == [last]
 

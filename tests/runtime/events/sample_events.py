@@ -39,6 +39,14 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "batches": [(0, 7)],
     },
     "incident": {"incident": 1, "onset": 4, "cause": Cause.LOSS_SPIKE, "batches": [(0, 7)]},
+    "alert": {
+        "incident": 1,
+        "cause": Cause.LOSS_SPIKE,
+        "action": Action.ALERT,
+        "severity": "warning",
+        "diagnosis": "The loss left its level and stayed there.",
+        "references": ["arXiv:2504.02507 (ZClip)"],
+    },
     "order": {
         "incident": 1,
         "cause": Cause.LOSS_SPIKE,

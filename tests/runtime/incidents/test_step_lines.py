@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ class Run:
     def __init__(self, capsys: pytest.CaptureFixture[str], policy: str = "default") -> None:
         self._capsys = capsys
         self.log = RunLog(Log(None), console=True)
-        self.log.attach_console()
         self.monitor = IncidentMonitor(
             policy=HostPolicy.of(policy),
             ledger=Ledger(),
@@ -36,6 +34,7 @@ class Run:
             ranks=Alone(),
             log=self.log,
             facts=RunFacts,
+            learning_rate=lambda: 0.001,
         )
         self._step = 0
 
@@ -49,11 +48,9 @@ class Run:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """A run under the default policy."""
-    made = Run(capsys)
-    yield made
-    made.log.detach_console()
+    return Run(capsys)
 
 
 def test_clipped_steps_without_an_alarm_say_nothing(run: Run):
@@ -98,7 +95,9 @@ def test_outliers_that_were_only_clipped_are_said_at_powers_of_ten(run: Run):
     alert = {"cause": Cause.GRAD_SPIKE, "grad_scale": 0.01}
     lines = [line for _ in range(100) for line in run.steps(1, **alert) + run.steps(1)]
     assert [line.split(":")[1] for line in lines] == [" step 0", " step 18", " step 198"]
-    assert lines[0].endswith("grad spike; loss 0, gradient norm 0; gradients × 0.01")
+    assert lines[0].endswith(
+        "grad spike; loss 0, gradient norm 0, learning rate 0.001; gradients × 0.01"
+    )
 
 
 def test_every_cut_of_the_learning_rate_is_said_also_within_one_incident(run: Run):
@@ -117,5 +116,4 @@ def test_observe_mode_says_what_was_ordered(capsys: pytest.CaptureFixture[str]):
     run = Run(capsys, "observe")
     order = {"cause": Cause.INSTABILITY, "action": Action.ROLLBACK | Action.CUT_LR}
     (line,) = run.steps(1, incident=1, incident_open=True, **order)
-    run.log.detach_console()
     assert line.endswith("ROLLBACK and CUT_LR ordered; nothing is changed, the policy observes")

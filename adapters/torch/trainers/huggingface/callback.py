@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Unpack
 
+from healcore.console import Console, checked, warning
 from healcore.extras import require
 
 require("huggingface", "transformers", "accelerate")
@@ -29,8 +29,6 @@ from healcore.torch.healing import Healing  # noqa: E402
 from healcore.torch.store.gloo import GlooRanks, initialized  # noqa: E402
 from healcore.torch.trainers.huggingface import checkpoints  # noqa: E402
 from healcore.torch.trainers.huggingface.run import TrainingRun  # noqa: E402
-
-_log = logging.getLogger("healcore")
 
 
 class HealingCallback(TrainerCallback, ExportableState):
@@ -54,6 +52,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         engine: see `healcore.torch.attach`.
         on_incident: functions that receive an incident and may override what is done; see
             `healcore.Healer`. A checkpoint does not hold these functions.
+        console: whether lines are printed to standard error, as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Raises:
@@ -67,6 +66,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         events: str | os.PathLike[str] | Literal["auto"] | None = "auto",
         engine: Literal["auto", "host", "device"] = "auto",
         on_incident: Hook | Iterable[Hook] = (),
+        console: Console = "auto",
         **overrides: Unpack[Overrides],
     ) -> None:
         if isinstance(policy, Mapping):
@@ -74,6 +74,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         self.policy: Policy = load(policy, **overrides)
         self._events, self._engine = events, engine
         self._hooks = Hooks(on_incident)
+        self._console: Console = checked(console)
         self._run: TrainingRun | None = None
         self._last: HealingReport | None = None
 
@@ -95,6 +96,7 @@ class HealingCallback(TrainerCallback, ExportableState):
                 "policy": to_dict(self.policy),
                 "events": None if self._events is None else os.fspath(self._events),
                 "engine": self._engine,
+                "console": self._console,
             },
             "attributes": {"saved": None if self._run is None else self._run.exported()},
         }
@@ -125,7 +127,12 @@ class HealingCallback(TrainerCallback, ExportableState):
         exported: Any = state.stateful_callbacks
         exported.setdefault(type(self).__name__, self.state())
         self._run = TrainingRun(
-            trainer, self.policy, events=self._events, engine=self._engine, hooks=self._hooks
+            trainer,
+            self.policy,
+            events=self._events,
+            engine=self._engine,
+            hooks=self._hooks,
+            console=self._console,
         )
         self._run.start(saved)
 
@@ -275,11 +282,11 @@ def _good(trainer: Any, wanted: Any) -> Any:
     if trainer.args.should_save:
         for path, why in wrong.items():
             new = checkpoints.set_aside(path, why)
-            _log.warning("%s is no checkpoint to resume from (%s): moved to %s", path, why, new)
+            warning(f"{path} is no checkpoint to resume from ({why}): moved to {new}")
     trainer.accelerator.wait_for_everyone()
     if target is None:
         if wrong:
-            _log.warning("no good checkpoint is left in %s: training starts at step 0", folder)
+            warning(f"no good checkpoint is left in {folder}: training starts at step 0")
             return None
         return wanted
     return str(target)

@@ -9,7 +9,6 @@ deleted.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import time
@@ -19,6 +18,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from healcore import console
 from healcore.core import regular_file
 from healcore.runtime.checkpoints.catalog import probation_passed
 from healcore.runtime.store import Saved, files
@@ -34,7 +34,6 @@ _STATE = "trainer_state.json"
 _SCHEMA = 1
 
 Status = Literal["candidate", "good", "quarantined"]
-_log = logging.getLogger("healcore")
 
 
 class Record(NamedTuple):
@@ -138,7 +137,7 @@ class Checkpoints:
             # The Trainer orders checkpoints by the time at which their folders were modified.
             os.utime(path, ns=(modified.st_atime_ns, modified.st_mtime_ns))
         except OSError as error:  # a full disk must not end the training
-            _log.warning("the record of %s could not be written: %s", path, error)
+            console.warning(f"the record of {path} could not be written: {error}")
 
 
 # -- before training ------------------------------------------------------------------------------

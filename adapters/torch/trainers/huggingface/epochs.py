@@ -6,18 +6,16 @@ it is called again for the rest of the epoch that the run has gone back to.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import TrainerCallback
 
+from healcore import console
 from healcore.runtime.data.epoch_reader import EmptyLoader
 from healcore.runtime.healer import Healer
 from healcore.torch.trainers.huggingface.train_data import RewindableBatches
-
-_log = logging.getLogger("healcore")
 
 
 class EpochChanged(BaseException):
@@ -217,11 +215,9 @@ def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], ca
                 run_epoch(**own)
                 control = trainer.control
             if feed.exhausted and not control.should_training_stop:
-                _log.warning(
-                    "the data have ended at step %d of %d, and an IterableDataset that cannot be "
-                    "read twice has one epoch: training ends here",
-                    state.global_step,
-                    state.max_steps,
+                console.warning(
+                    f"the data have ended at step {state.global_step} of {state.max_steps}, and an "
+                    "IterableDataset that cannot be read twice has one epoch: training ends here"
                 )
                 control.should_training_stop = True
             if control.should_training_stop:

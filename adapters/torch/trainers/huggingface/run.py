@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import traceback
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from healcore.console import Console
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import NONFINITE, Cause
 from healcore.policy import Policy
@@ -29,6 +29,7 @@ from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.lifecycle import ending_of
 from healcore.runtime.loop.order_executor import OrderExecutor
 from healcore.runtime.loop.run_lines import end_line, start_line
+from healcore.runtime.loop.run_settings import batch_text, start_rate
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd
@@ -38,8 +39,6 @@ from healcore.torch.driver import TorchDriver
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.checkpoints import FOLDER, Checkpoints
-
-_log = logging.getLogger("healcore")
 
 LAG = 1
 """Steps after which a step's decision is read on the host: by then it has arrived."""
@@ -53,12 +52,19 @@ _ELSEWHERE = (
 class TrainingRun:
     """One `train()` call, from `on_train_begin` on; `close` ends it.
 
-    `events` and `engine` are those of `HealingCallback`. Raises AttachError for a Trainer that it
-    cannot heal. Nothing has changed then.
+    `events`, `engine` and `console` are those of `HealingCallback`. Raises AttachError for a
+    Trainer that it cannot heal. Nothing has changed then.
     """
 
     def __init__(
-        self, trainer: Any, policy: Policy, *, events: Any, engine: str, hooks: Hooks
+        self,
+        trainer: Any,
+        policy: Policy,
+        *,
+        events: Any,
+        engine: str,
+        hooks: Hooks,
+        console: Console,
     ) -> None:
         _check(trainer)
         self._trainer = trainer
@@ -90,11 +96,10 @@ class TrainingRun:
             ranks = self.driver.ranks()
             self.log = RunLog(
                 Log(None if ranks.rank else _events(events, trainer)),
-                console=ranks.rank == 0,
+                console=console,
+                silent=ranks.rank > 0,
             )
             stack.callback(self.log.events.close)
-            self.log.attach_console()
-            stack.callback(self.log.detach_console)
             self._open = stack.pop_all()
         self._healing = self.driver.healings["optimizer"]
         self.ledger = Ledger(next_step=self.step)
@@ -110,6 +115,7 @@ class TrainingRun:
             ranks=ranks,
             log=self.log,
             facts=self._facts,
+            learning_rate=self.driver.learning_rate,
         )
         self._reader = DelayedReader(LAG)
         self._executor = _WithoutRollback(
@@ -149,7 +155,18 @@ class TrainingRun:
             self.log.event("resume", step=self.step, checkpoint=self.step)
             self._load(saved)
         resumed = self.step > 0
-        self.log.info(start_line(policy, self.step, where, resumed=resumed, goes_back=False))
+        args = self._trainer.args
+        line = start_line(
+            policy,
+            self.step,
+            f"{where}; a callback cannot roll back",
+            resumed=resumed,
+            learning_rate=start_rate(self.driver.hyperparameters()),
+            batch=batch_text(
+                args.per_device_train_batch_size, args.gradient_accumulation_steps, ranks.world
+            ),
+        )
+        self.log.info(line)
 
     def exported(self) -> dict[str, Any]:
         """What travels in the Trainer's checkpoints, JSON-safe. A sync on an accelerator."""
@@ -348,6 +365,9 @@ class _WithoutRollback(OrderExecutor):
     """Carries out what a callback can: it saves, stops, and says what it cannot do."""
 
     run: TrainingRun
+
+    def _why_unknown(self) -> str:
+        return "a callback cannot tell whether the model is worse: heal(trainer) can"
 
     def _roll_back(self, request: ActionRequest, step: int) -> None:
         run, cause = self.run, cause_text(request.cause)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+from healcore.console import Console
 from healcore.core.engine import Engine
 from healcore.policy import Overrides, Policy, PolicyLike, load
 from healcore.policy.loader import resolve
@@ -59,6 +60,7 @@ def heal(
     trust: bool = False,
     trackers: object = (),
     stop_file: str | os.PathLike[str] | None = None,
+    console: Console = "auto",
     **overrides: Unpack[Overrides],
 ) -> SelfHealingTrainer:
     """Heals a `transformers.Trainer`, or a trainer of TRL, while it trains.
@@ -101,6 +103,7 @@ def heal(
         trust: pickle and unpickle what has no plain form, as for `healcore.Healer`.
         trackers: as for `healcore.Healer`; besides those of the trainer's `report_to`.
         stop_file: as for `healcore.Healer`.
+        console: whether lines are printed to standard error, as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Returns:
@@ -125,6 +128,7 @@ def heal(
         "trust": trust,
         "trackers": trackers,
         "stop_file": stop_file,
+        "console": console,
     }
     return SelfHealingTrainer(
         trainer, resolve(policy, overrides), store=store, loss_fn=loss_fn, options=options

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore.runtime.incidents.run_metrics import ChangedMetrics
+
 
 def max_grad_norm(trainer: Any) -> float | None:
     """The limit that the Trainer clips at (TrainingArguments.max_grad_norm); None: it does not."""
@@ -97,15 +99,15 @@ def observed_losses(trainer: Any, observe: Callable[[Tensor], None]) -> Iterator
 
 @contextmanager
 def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
-    """Adds `metrics()` to each training row of the log.
+    """Adds to each training row of the log what has changed of `metrics()`.
 
     Before any callback sees the row: the trackers' callbacks come before those of the user.
     """
-    original = trainer.log
+    original, changed = trainer.log, ChangedMetrics(metrics)
 
     @functools.wraps(original)
     def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        original({**logs, **metrics()} if "loss" in logs else logs, *args, **kwargs)
+        original({**logs, **changed()} if "loss" in logs else logs, *args, **kwargs)
 
     with replaced(trainer, "log", log):
         yield

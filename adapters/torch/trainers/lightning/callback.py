@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore.console import Console
 from healcore.extras import require
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import resolve
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.hooks import EventHook, Hook
+from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.errors import AttachError
@@ -58,6 +60,7 @@ class FitOptions(Overrides, total=False):
     trust: bool
     trackers: object
     stop_file: str | os.PathLike[str] | None
+    console: Console
 
 
 class LightningHealingCallback(Callback):
@@ -66,7 +69,8 @@ class LightningHealingCallback(Callback):
         trainer = Trainer(max_epochs=3, callbacks=[LightningHealingCallback(store="healing")])
         trainer.fit(module, loader)
 
-    Its numbers (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) go to the Trainer's loggers.
+    Its counts (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) go to the Trainer's loggers when
+    they change.
     Nothing else changes: automatic and manual optimization, several optimizers, accumulation,
     validation and other callbacks work as before. After a kill the same program goes on from
     the store. Works with `lightning` and with `pytorch_lightning`.
@@ -85,7 +89,8 @@ class LightningHealingCallback(Callback):
             by which a damaged model is distinguished from different data; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
         **options: further arguments of `healcore.Healer` (`events`, `save_every`, `resume`, ...)
-            and values to replace in the policy. With `in_step_only` only `attach` and the latter.
+            and values to replace in the policy. With `in_step_only` only `attach`, `console`
+            and the latter.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
@@ -112,10 +117,10 @@ class LightningHealingCallback(Callback):
                 raise ValueError(
                     "in_step_only=True has no checkpoints: leave store and loss_fn out"
                 )
-            if unknown := options.keys() - _OVERRIDES - {"attach"}:
+            if unknown := options.keys() - _OVERRIDES - {"attach", "console"}:
                 raise TypeError(
                     f"in_step_only=True has no Healer to give {', '.join(sorted(unknown))} to: "
-                    "leave it out; values of the policy and attach={...} are taken"
+                    "leave it out; values of the policy, attach={...} and console are taken"
                 )
             resolve(policy, _overrides(self._options))
         else:
@@ -167,7 +172,8 @@ class LightningHealingCallback(Callback):
         """Attaches, or puts the Healer between Lightning and its dataloaders."""
         if self._in_step_only or trainer.fast_dev_run:  # type: ignore[attr-defined]
             attach = self._fit_options.get("attach") or {}
-            options = {**attach, **_overrides(self._fit_options)}
+            console = self._fit_options.get("console", "auto")
+            options = {"console": console, **attach, **_overrides(self._fit_options)}
             self._run = InStep(trainer, self._policy, options, self._engines)
         else:
             self._run = WholeRun(
@@ -175,6 +181,7 @@ class LightningHealingCallback(Callback):
             )
             self._run.feed()
         self._last_run = self._run
+        self._metrics = ChangedMetrics(self._run.metrics)
         self._losses = Losses(trainer, self._run.observe)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -185,10 +192,10 @@ class LightningHealingCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Logs `heal/skips` and so on, every `log_every_n_steps`."""
+        """Logs what has changed of `heal/skips` and so on, every `log_every_n_steps`."""
         if self._run is None or not trainer._logger_connector.should_update_logs:
             return
-        metrics = self._run.metrics() if trainer.loggers else {}
+        metrics = self._metrics() if trainer.loggers else {}
         if metrics:
             for logger in trainer.loggers:
                 # As LearningRateMonitor does it; `self.log` would copy each number to the device.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore import console
 from healcore.core.engine import StateError
 from healcore.runtime.incidents.run_metrics import METRICS
 from healcore.torch.attachment import attach
 from healcore.torch.healing import Healing
-
-_log = logging.getLogger("healcore")
 
 
 class InStep:
@@ -81,4 +79,4 @@ def load_engines(healings: Mapping[str, Healing], engines: Mapping[str, Any]) ->
             try:
                 healing.load_state_dict(engines[name])
             except StateError as error:
-                _log.warning("the baselines of %s start again: %s", name, error)
+                console.warning(f"the baselines of {name} start again: {error}")

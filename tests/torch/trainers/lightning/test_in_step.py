@@ -74,11 +74,9 @@ def test_one_bad_batch_is_noticed_in_its_step(tmp_path: Path, in_step_only: bool
         rows = {int(row["step"]): row for row in csv.DictReader(file)}
     # Written before the step: of the step before it, or of the one before that.
     late = 0 if in_step_only else 1
-    assert [step for step in range(2, 16) if float(rows[step]["heal/skips"]) == 1] == [
-        *range(4 + late, 12 + late)
-    ]
-    assert float(rows[15]["heal/skips"]) == 2
-    assert float(rows[15]["heal/loss"]) == callback.losses[14 - late]
+    skips = {step: row["heal/skips"] for step, row in rows.items() if row["heal/skips"]}
+    assert skips == {4 + late: "1.0", 12 + late: "2.0"}
+    assert not any("heal/loss" in row for row in rows.values())
 
 
 def test_without_the_callback_the_weights_are_lost():

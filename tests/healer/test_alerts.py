@@ -1,0 +1,112 @@
+"""An alert gives severity, diagnosis, action and reference; a lasting one is an incident."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from healcore import Healer, IncidentContext
+from healcore import policy as policies
+from healcore.history.incident import IncidentOutcome
+from healcore.history.run import runs_of
+from healcore.runtime.events import read
+from healcore.tools.watch.lines import event_line
+from tests.healer.run_directory import events
+
+POLICY = policies.loads(
+    """
+schema = 1
+name = "alerts"
+[detect.nonfinite]
+[detect.plateau]
+window = 5
+patience = 2
+[detect.overfit]
+max_gap = 0.5
+patience = 1
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "alert"]
+[[respond]]
+to = ["plateau", "overfit"]
+do = ["alert"]
+"""
+)
+
+
+class Alerts:
+    """A tracker that keeps the alerts."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+    def event(self, event: Any) -> None:
+        if event["kind"] == "alert":
+            self.seen.append(event)
+
+
+def run(folder: Path, losses: list[float], *, evaluates: bool, **options: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer}
+    with Healer(POLICY, state=state, store=folder, **options) as healer:
+        for _, wanted in zip(healer.batches(list(losses)), losses, strict=False):
+            loss = (model(torch.ones(1)) * 0).sum() + wanted
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates and healer.step == 35:
+                healer.observe_eval(9.0)
+
+
+@pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT", "NONFINITE_LOSS"])
+def test_an_alert_names_severity_diagnosis_action_and_reference(cause: str, tmp_path: Path):
+    losses = [3.0 - 0.05 * step for step in range(40)]
+    if cause == "PLATEAU":
+        losses = [3.0] * 40
+    if cause == "NONFINITE_LOSS":
+        losses[30] = losses[31] = float("nan")
+    alerts, contexts = Alerts(), []
+
+    def hook(incident: IncidentContext) -> None:
+        contexts.append(incident)
+
+    run(tmp_path, losses, evaluates=cause == "OVERFIT", trackers=alerts, on_incident=hook)
+    mine = [each for each in events(tmp_path, "alert") if cause in each["cause"]]
+    (alert,) = mine
+    assert (alert["incident"], "ALERT" in alert["action"]) == (1, True)
+    assert alert["severity"] == ("error" if cause == "NONFINITE_LOSS" else "warning")
+    assert alert["diagnosis"]
+    assert alert["references"]
+    assert [each["cause"] for each in alerts.seen] == [alert["cause"]]
+    assert contexts[0].failures[0].severity == alert["severity"]
+    assert set(contexts[0].failures[0].references) <= {*alert["references"]}
+
+
+@pytest.mark.parametrize("cause", ["PLATEAU", "OVERFIT"])
+def test_a_lasting_alert_is_an_incident_in_report_and_watch(cause: str, tmp_path: Path):
+    losses = [3.0] * 40 if cause == "PLATEAU" else [3.0 - 0.05 * step for step in range(40)]
+    run(tmp_path, losses, evaluates=cause == "OVERFIT")
+    found = read(tmp_path / "healcore.events.jsonl")
+    (history,) = runs_of({found.events[0]["run"]: found.events})
+    (incident,) = history.incidents
+    assert (incident.cause, incident.outcome) == ((cause,), IncidentOutcome.ALERT)
+    lines = [event_line(history.add(each)) or "" for each in found.events]
+    assert sum(f"incident 1: {cause.lower()}" in line.lower() for line in lines) == 1
+    assert events(tmp_path, "end")[0]["incidents"] == 1
+
+
+def test_a_nonfinite_step_within_a_plateau_is_an_incident_of_its_own(tmp_path: Path):
+    losses = [3.0] * 20 + [float("nan")] + [3.0] * 19
+    run(tmp_path, losses, evaluates=False)
+    causes = [each["cause"] for each in events(tmp_path, "incident")]
+    assert causes[0] == ["PLATEAU"]
+    assert "NONFINITE_LOSS" in causes[1][0]
+    assert len(causes) == 2
