@@ -13,7 +13,7 @@ from orbax.checkpoint import v1
 
 from healcore.jax.store import OrbaxStore
 
-SAVES = 24
+SAVES = 12
 
 
 class V0:
@@ -26,7 +26,7 @@ class V0:
     def save(self, step: int, state: dict[str, Any]) -> bool:
         return self._manager.save(step, args=v0.args.StandardSave(state))
 
-    def restore(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+    def restore(self, step: int, like: dict[str, Any]) -> Any:
         self._manager.wait_until_finished()
         return self._manager.restore(step, args=v0.args.StandardRestore(like))
 
@@ -38,21 +38,21 @@ class V1:
     """The user's `Checkpointer` of the newer API."""
 
     def __init__(self, root: Path, *, background: bool) -> None:
-        latest = v1.training.preservation_policies.LatestN(3)
-        self._manager = v1.training.Checkpointer(root, preservation_policy=latest)
+        latest: Any = v1.training.preservation_policies.LatestN(3)
+        # The default leaves out a save while another is being written.
+        always = v1.training.save_decision_policies.FixedIntervalPolicy(1)
+        self._manager = v1.training.Checkpointer(
+            str(root), preservation_policy=latest, save_decision_policy=always
+        )
         self._background = background
-        self._last: Any = None
 
     def save(self, step: int, state: dict[str, Any]) -> bool:
-        if not self._background:
-            return self._manager.save_checkpointables(step, {"state": state})
-        self._last = self._manager.save_checkpointables_async(step, {"state": state})
-        return True
+        if self._background:
+            return self._manager.save_checkpointables_async(step, {"state": state}) is not None
+        return self._manager.save_checkpointables(step, {"state": state})
 
-    def restore(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        if self._last is not None:
-            self._last.result()
-            self._manager.reload()
+    def restore(self, step: int, like: dict[str, Any]) -> Any:
+        self._manager.wait()
         return self._manager.load_checkpointables(step, {"state": like})["state"]
 
     def close(self) -> None:
