@@ -1,6 +1,8 @@
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,7 +95,8 @@ def test_a_cut_reaches_the_second_iterate(wrapper, period):
         expected = optax.apply_updates(expected, updates)
     np.testing.assert_allclose(params, expected, rtol=1e-6)
     second = "z" if wrapper is schedule_free else "cache"
-    np.testing.assert_allclose(optax.tree.get(state, second), optax.tree.get(base, second), 1e-6)
+    found: list[Any] = [optax.tree.get(each, second) for each in (state, base)]
+    np.testing.assert_allclose(*found, rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrapper", [schedule_free, sam, lambda base: optax.contrib.madgrad(0.1)])
