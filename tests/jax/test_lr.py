@@ -96,7 +96,7 @@ def test_a_cut_reaches_the_second_iterate(wrapper, period):
     np.testing.assert_allclose(params, expected, rtol=1e-6)
     second = "z" if wrapper is schedule_free else "cache"
     found: list[Any] = [optax.tree.get(each, second) for each in (state, base)]
-    np.testing.assert_allclose(*found, rtol=1e-6)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrapper", [schedule_free, sam, lambda base: optax.contrib.madgrad(0.1)])

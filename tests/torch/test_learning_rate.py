@@ -161,7 +161,8 @@ def test_a_cut_reaches_both_iterates_of_a_schedule_free_optimizer(name: str):
     healed, plain = Parameter(torch.ones(2)), Parameter(torch.ones(2))
     ours, theirs = make([healed], lr=0.1), make([plain], lr=0.1)
     heal = attach(ours, policies.CUTS)
-    ours.train(), theirs.train()
+    ours.train()
+    theirs.train()
     scales = []
     for number in range(12):
         bad = number == 3
