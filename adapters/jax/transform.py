@@ -16,7 +16,12 @@ from healcore.core.verdict import Action, Decision
 from healcore.jax import gradients, moments
 from healcore.jax import state as heal_state
 from healcore.jax.commit import step_or_keep
-from healcore.jax.lr import injected_rates
+from healcore.jax.lr import (
+    check_second_iterates,
+    has_lr_scale,
+    injected_rates,
+    with_lr_scale,
+)
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.state import HealState, check_leaves, on_mesh_of
 from healcore.jax.state_layout import STEPS, check_records
@@ -217,6 +222,8 @@ def protect(
 
     Raises:
         TypeError: `inner` is not an optax transformation.
+        HealStateError: from `init`, the policy cuts the learning rate and `inner` keeps a second
+            iterate that the cut does not reach; see `scale_by_heal_lr`.
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
 
     Example:
@@ -241,12 +248,18 @@ def protect(
 
     def init(params: optax.Params) -> ProtectState:
         check_leaves(params, "params", _ARRAYS_ONLY)
+        inner_state = inner.init(params)
+        if engine.mode != "observe":
+            if engine.scales_lr:
+                check_second_iterates(inner_state, "a cut of the learning rate")
+            if engine.clips_updates:
+                check_second_iterates(inner_state, "[update_clip]", reaches_base=False)
         state = ProtectState(
             heal=heal_state.init(engine, count_leaves(params), kept),
             heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
             heal_bad_update=jnp.zeros((), jnp.bool_),
             heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
-            inner_state=inner.init(params),
+            inner_state=inner_state,
         )
         return on_mesh_of(params, state)
 
@@ -273,6 +286,7 @@ def protect(
         signals, norms = make_signals(engine, updates, known, axes)
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
         pending, resets = None, state.heal_reset_moments
+        cuts_inside = engine.scales_lr and has_lr_scale(state.inner_state)
 
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             if resets is not None:
@@ -281,6 +295,8 @@ def protect(
                 inner_state = moments.reset(
                     inner_state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf)
                 )
+            if cuts_inside and engine.mode != "observe":
+                inner_state = with_lr_scale(inner_state, decision.lr_scale)
             return inner.update(updates, inner_state, params, **given, **others)
 
         if engine.mode == "observe" and "externally_skipped" not in given:
@@ -297,14 +313,14 @@ def protect(
             )
             if resets is not None:
                 pending = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
-            factor = decision.lr_scale
+            factor = jnp.ones_like(decision.lr_scale) if cuts_inside else decision.lr_scale
             norm = bad = None
             if engine.clips_updates:
                 norm, bad = measured(updates)
                 assert norm is not None
                 heal, share = heal_state.clip_update(engine, heal, norm, decision.skip)
                 norm, factor = norm * factor, factor * share
-            if engine.scales_lr or engine.clips_updates:
+            if (engine.scales_lr and not cuts_inside) or engine.clips_updates:
                 updates = gradients.scale(updates, factor)
             if bad is None:
                 norm, bad = measured(updates)

@@ -88,7 +88,7 @@ def one_process(process: int, port: str, root: Path, aim: Aim | None) -> int:
     for step in found[:-3]:
         store.delete(step)
     first = max(found, default=0) + 1
-    for number in range(SAVES):
+    for number in range(SAVES if aim is None else 100 * SAVES):  # until the kill
         if aim is not None and (process, number) == (aim.process, aim.save):
             threading.Thread(target=kill, args=(aim.delay,), daemon=True).start()
         store.save(first + number, {"run": state_of(first + number, mesh)})

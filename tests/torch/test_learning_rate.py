@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.testing import assert_close
 
 from healcore.torch import AttachError, attach
 from tests.torch import policies
@@ -151,3 +152,27 @@ def test_lbfgs_takes_the_cut_one_step_later():
     optimizer.step(closure)
     assert p.item() == pytest.approx(1.0 - 0.5 * 0.5)
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree"])
+def test_a_cut_reaches_both_iterates_of_a_schedule_free_optimizer(name: str):
+    """They read the group's rate, so a cut is what a lower rate gives from that step on."""
+    make = getattr(pytest.importorskip("schedulefree"), name)
+    healed, plain = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    ours, theirs = make([healed], lr=0.1), make([plain], lr=0.1)
+    heal = attach(ours, policies.CUTS)
+    ours.train()
+    theirs.train()
+    scales = []
+    for number in range(12):
+        bad = number == 3
+        healed.grad = torch.full((2,), NAN if bad else 2.0)
+        plain.grad = torch.full((2,), 2.0)
+        ours.step()
+        scales.append(float(heal.metrics()["heal/lr_scale"]))
+        if not bad:
+            theirs.param_groups[0]["lr"] = 0.1 * scales[-1]
+            theirs.step()
+    assert min(scales) == 0.5
+    assert_close(healed, plain)
+    assert_close(ours.state[healed]["z"], theirs.state[plain]["z"])

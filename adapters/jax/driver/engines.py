@@ -15,7 +15,7 @@ from healcore.jax import state_layout
 from healcore.jax.driver.checkpoint_layout import as_live
 from healcore.jax.driver.state_accessor import value
 from healcore.jax.gradients import is_gradient
-from healcore.jax.lr import ScaleByHealLrState
+from healcore.jax.lr import ScaleByHealLrState, check_second_iterates, has_lr_scale
 from healcore.jax.state import (
     HealState,
     HealStateError,
@@ -52,6 +52,8 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
             f"no healing state in this {type(tree).__name__}: the state to heal holds that of an "
             "optimizer made with protect(), heal() or heal_zclip()"
         )
+    if engine.scales_lr and engine.mode != "observe" and has_lr_scale(tree):
+        check_second_iterates(tree, "scale_by_heal_lr")
     tops = [_name(path[0]) if path else "state" for path in states]
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):

@@ -232,7 +232,7 @@ def parts(array: Any) -> Iterator[tuple[Index, Any]]:
         return
     seen = set()
     for shard in array.addressable_shards:
-        index = _index(shard.index, array.shape)
+        index = index_of(shard.index, array.shape)
         if index not in seen:
             seen.add(index)
             yield index, shard.data
@@ -250,12 +250,13 @@ def as_array(
     """
     local = sharding.addressable_devices_indices_map(shape)
     pieces = [
-        jax.device_put(part(_index(index, shape)), device)
+        jax.device_put(part(index_of(index, shape)), device)
         for device, index in local.items()
         if index is not None
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def _index(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+def index_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    """The index of a part, as (start, stop) per axis."""
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))

@@ -52,11 +52,16 @@ class Item(NamedTuple):
 
 
 def commit(
-    root: Path, ranks: Ranks, item: Item, write: Callable[[Path], Written]
+    root: Path,
+    ranks: Ranks,
+    item: Item,
+    write: Callable[[Path], Written],
+    join: Callable[[Path], None],
 ) -> tuple[str, ...]:
     """Writes a checkpoint, whole or not at all; every rank calls this.
 
-    `write` puts state and data below the directory that it is given. Returns the names of the
+    `write` puts state and data below the directory that it is given. Afterwards rank 0 calls `join`
+    with the directory. Returns the names of the
     arrays with NaN or Inf, allowed or not. If one rank fails, all raise SaveFailed.
     """
     # All exchanges of the ranks go through `ranks.gather`, in the same order.
@@ -65,7 +70,7 @@ def commit(
     try:
         on_first(ranks, lambda: folder.mkdir())
         parts = together(ranks, lambda: write(folder))
-        on_first(ranks, lambda: _complete(root, folder, item, parts))
+        on_first(ranks, lambda: (join(folder), _complete(root, folder, item, parts)))
         return united(part.nonfinite for part in parts)
     except Exception as error:
         raise SaveFailed(item.step, f"while writing to {root}", error, _hint(error)) from error

@@ -121,6 +121,9 @@ class DirectoryStore(ABC):
         Returns path below `folder` -> digest, of files that are on disk and need not be read again.
         """
 
+    def _complete_arrays(self, folder: Path) -> None:  # noqa: B027 - not every writer needs it
+        """Completes what all ranks have written below `folder`. In the background, on rank 0."""
+
     @abstractmethod
     def _read_arrays(
         self,
@@ -300,7 +303,11 @@ class DirectoryStore(ABC):
         def job() -> None:
             try:
                 bad = commit.commit(
-                    self.root, self._ranks, item, lambda folder: self._write(captured, folder)
+                    self.root,
+                    self._ranks,
+                    item,
+                    lambda folder: self._write(captured, folder),
+                    lambda folder: self._complete_arrays(folder / manifest.DATA),
                 )
             finally:
                 self._release(captured)
@@ -317,7 +324,7 @@ class DirectoryStore(ABC):
             raise failure
 
         with suppress(SaveFailed):  # `save` has raised it on this rank
-            commit.commit(self.root, self._ranks, item, fail)
+            commit.commit(self.root, self._ranks, item, fail, lambda folder: None)
 
     def _capture(self, state: Mapping[str, Any], *, copy: bool) -> Any:
         """A snapshot of the state; without `copy` in the state's own memory."""

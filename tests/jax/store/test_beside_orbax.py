@@ -1,0 +1,82 @@
+"""An `OrbaxStore` beside the user's own Orbax manager, which saves at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as v0
+import pytest
+from orbax.checkpoint import v1
+
+from healcore.jax.store import OrbaxStore
+
+SAVES = 12
+
+
+class V0:
+    """The user's `CheckpointManager`."""
+
+    def __init__(self, root: Path, *, background: bool) -> None:
+        options = v0.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=background)
+        self._manager = v0.CheckpointManager(root, options=options)
+
+    def save(self, step: int, state: dict[str, Any]) -> bool:
+        return self._manager.save(step, args=v0.args.StandardSave(state))
+
+    def restore(self, step: int, like: dict[str, Any]) -> Any:
+        self._manager.wait_until_finished()
+        return self._manager.restore(step, args=v0.args.StandardRestore(like))
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class V1:
+    """The user's `Checkpointer` of the newer API."""
+
+    def __init__(self, root: Path, *, background: bool) -> None:
+        latest: Any = v1.training.preservation_policies.LatestN(3)
+        # The default leaves out a save while another is being written.
+        always = v1.training.save_decision_policies.FixedIntervalPolicy(1)
+        self._manager = v1.training.Checkpointer(
+            str(root), preservation_policy=latest, save_decision_policy=always
+        )
+        self._background = background
+
+    def save(self, step: int, state: dict[str, Any]) -> bool:
+        if self._background:
+            return self._manager.save_checkpointables_async(step, {"state": state}) is not None
+        return self._manager.save_checkpointables(step, {"state": state})
+
+    def restore(self, step: int, like: dict[str, Any]) -> Any:
+        self._manager.wait()
+        return self._manager.load_checkpointables(step, {"state": like})["state"]
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+@pytest.mark.parametrize("background", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("kind", [V0, V1])
+def test_both_save_at_the_same_time(kind, background, tmp_path):
+    store = OrbaxStore(tmp_path / "healing")
+    manager = kind(tmp_path / "own", background=background)
+    state = {f"w{i}": jnp.full((128, 128), float(i)) for i in range(6)}
+    for step in range(SAVES):
+        state = {name: value + 1 for name, value in state.items()}
+        store.save(step, state)
+        assert manager.save(step, state)
+        if step % 6 == 5:  # a rollback reads while the user's save is being written
+            store.wait()
+            assert store.restore(step, state).state["w1"][0, 0] == state["w1"][0, 0]
+    own = manager.restore(SAVES - 1, state)
+    store.wait()
+    restored = store.restore(SAVES - 1, state).state
+    for name, value in state.items():
+        np.testing.assert_array_equal(own[name], value)
+        np.testing.assert_array_equal(restored[name], value)
+    assert len(store.steps()) == SAVES
+    manager.close()
