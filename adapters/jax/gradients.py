@@ -128,7 +128,7 @@ def _scaled(leaves: list[chex.Array], factor: chex.Numeric) -> list[chex.Array]:
 
 
 @compiled
-def _scaled_each(leaves: list[chex.Array], factors: chex.Array) -> list[chex.Array]:
+def _scaled_each(leaves: list[chex.Array], factors: Any) -> list[chex.Array]:
     return [_product(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
 
 
