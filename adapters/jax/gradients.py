@@ -13,7 +13,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from healcore.jax.one_kernel import one_kernel
+from healcore.jax.eager import compiled
+from healcore.jax.namespace import shared
 
 SMALL = 1 << 14
 """Elements of the largest tensor that `not_finite` checks."""
@@ -54,7 +55,12 @@ def leaf_norms(tree: chex.ArrayTree) -> chex.Array:
 
 def both_norms(tree: Any) -> tuple[chex.Array, chex.Array]:
     """`global_norm` and `leaf_norms` from one pass over the gradients."""
-    sums = [_square_sum(leaf) for leaf in gradient_leaves(tree)]
+    return _norms([jnp.asarray(leaf) for leaf in gradient_leaves(tree)])
+
+
+@compiled
+def _norms(leaves: list[chex.Array]) -> tuple[chex.Array, chex.Array]:
+    sums = [_square_sum(leaf) for leaf in leaves]
     each = jnp.stack(sums) if sums else jnp.zeros((0,), jnp.float32)
     return jnp.sqrt(sum(sums, start=jnp.zeros((), jnp.float32))), jnp.sqrt(each)
 
@@ -64,18 +70,17 @@ def scale(tree: Tree, factor: chex.Numeric) -> Tree:
 
     In at least float32, rounded once: a factor in bfloat16 would be off by up to 0.4 %.
     """
-    return _map(lambda leaf: _scaled(leaf, factor), tree)
+    return _changed(_scaled, tree, factor)
 
 
 def scale_each(tree: Tree, factors: chex.Array) -> Tree:
     """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `leaf_norms`."""
-    own = iter(jnp.asarray(factors))
-    return _map(lambda leaf: _scaled(leaf, next(own)), tree)
+    return _changed(_scaled_each, tree, jnp.asarray(factors))
 
 
 def fill_where(skip: chex.Array, tree: Tree, value: float) -> Tree:
     """`value` in every element where `skip` (bool, 0-d); NaN is for `optax.apply_if_finite`."""
-    return _map(lambda leaf: jnp.where(skip, jnp.full((), value, leaf.dtype), leaf), tree)
+    return _changed(_filled, tree, skip, value)
 
 
 def no_update_where(skip: chex.Array, tree: Tree) -> Tree:
@@ -85,9 +90,7 @@ def no_update_where(skip: chex.Array, tree: Tree) -> Tree:
     bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some programs; `commit` keeps them.)
     Non-finite elements always become -0.0: fused into the addition this costs nothing.
     """
-    return _map(
-        lambda leaf: jnp.where(skip | ~jnp.isfinite(leaf), _negative_zero(leaf.dtype), leaf), tree
-    )
+    return _changed(_held, tree, skip)
 
 
 def not_finite(tree: Any) -> chex.Array:
@@ -97,16 +100,48 @@ def not_finite(tree: Any) -> chex.Array:
     strided part of each, took four times as long as an adamw step (25 M float32, 24 leaves, 2 CPU
     cores: 280 against 69 ms, and 96 MB), because XLA writes the update to memory for it.
     """
-    leaves = [leaf for leaf in gradient_leaves(tree) if jnp.size(leaf) <= SMALL]
+    return _any_not_finite([leaf for leaf in gradient_leaves(tree) if jnp.size(leaf) <= SMALL])
+
+
+@compiled
+def _any_not_finite(leaves: list[chex.Array]) -> chex.Array:
     flags = [~jnp.isfinite(leaf).all() for leaf in leaves]
     if not flags:
         return jnp.zeros((), jnp.bool_)
-    # Else XLA repeats it in the kernel of each tensor (192: 67,000 instructions, not 31,000).
-    return one_kernel(lambda *flags: jnp.stack(flags).any(), *flags)
+    # `shared`: else each tensor's kernel repeats it (192 tensors: 67,000 instructions, not 31,000).
+    return shared(jnp.stack(flags).any())
 
 
-def _map(fn: Callable[[chex.Array], chex.Array], tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: fn(jnp.asarray(leaf)) if is_gradient(leaf) else leaf, tree)
+def _changed(function: Callable[..., list[chex.Array]], tree: Tree, *args: Any) -> Tree:
+    """The tree with its gradients replaced by ``function(gradients, *args)``."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if is_gradient(leaf)]
+    new = function([jnp.asarray(leaves[i]) for i in places], *args)
+    for i, leaf in zip(places, new, strict=True):
+        leaves[i] = leaf
+    return structure.unflatten(leaves)
+
+
+@compiled
+def _scaled(leaves: list[chex.Array], factor: chex.Numeric) -> list[chex.Array]:
+    return [_product(leaf, factor) for leaf in leaves]
+
+
+@compiled
+def _scaled_each(leaves: list[chex.Array], factors: Any) -> list[chex.Array]:
+    return [_product(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
+
+
+@compiled
+def _filled(leaves: list[chex.Array], skip: chex.Array, value: float) -> list[chex.Array]:
+    return [jnp.where(skip, jnp.full((), value, leaf.dtype), leaf) for leaf in leaves]
+
+
+@compiled
+def _held(leaves: list[chex.Array], skip: chex.Array) -> list[chex.Array]:
+    return [
+        jnp.where(skip | ~jnp.isfinite(leaf), _negative_zero(leaf.dtype), leaf) for leaf in leaves
+    ]
 
 
 def _square_sum(leaf: chex.Array) -> chex.Array:
@@ -118,7 +153,7 @@ def _square_sum(leaf: chex.Array) -> chex.Array:
     return jnp.sum(jnp.square(jnp.asarray(leaf).astype(jnp.float32)))
 
 
-def _scaled(leaf: chex.Array, factor: chex.Numeric) -> chex.Array:
+def _product(leaf: chex.Array, factor: chex.Numeric) -> chex.Array:
     # Not divided by the norm, as in optax.clip_by_global_norm: XLA copies a product into every
     # consumer of the gradient, but writes a quotient to memory first (25 M float32 with adamw on 2
     # cores: 19 ms a step and no temporary, against 45 ms and 100 MB).

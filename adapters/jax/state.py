@@ -21,6 +21,7 @@ from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Decision
 from healcore.jax import namespace, state_layout
+from healcore.jax.eager import compiled
 from healcore.jax.gradients import is_gradient
 from healcore.jax.one_kernel import one_kernel
 from healcore.jax.state_layout import StateLayout
@@ -76,6 +77,32 @@ def step(
     An externally skipped step is skipped in observe mode too. HealStateError as in `engine_state`.
     """
     _check(engine, state)
+    return _step(*_split(engine), state, signals, leaf_norms)
+
+
+def _split(engine: Engine) -> tuple[Any, list[Any]]:
+    """The hashable part of a policy, and its numbers that are arrays, which may be traced."""
+    leaves, structure = jax.tree.flatten(engine.config)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
+    rest = [None if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves]
+    return (structure, tuple(rest)), arrays
+
+
+def _joined(policy: Any, arrays: list[Any]) -> Engine:
+    """The engine that `_split` has divided."""
+    (structure, rest), numbers = policy, iter(arrays)
+    return Engine(structure.unflatten(next(numbers) if each is None else each for each in rest))
+
+
+@partial(compiled, static=(0,))
+def _step(
+    policy: Any,
+    arrays: list[Any],
+    state: HealState,
+    signals: Signals,
+    leaf_norms: chex.Array | None,
+) -> tuple[HealState, Decision]:
+    engine = _joined(policy, arrays)
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms

@@ -1,4 +1,4 @@
-"""Moves healing state between train states: as JSON, after a rollback, to and from plain optax."""
+"""Moves healing state: as JSON, in an exported step, after a rollback, to and from plain optax."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import optax
 
+from healcore.core.verdict import Decision
 from healcore.jax.lr import ScaleByHealLrState
 from healcore.jax.state import (
     HealState,
@@ -32,6 +34,11 @@ PyTree = Any
 State = TypeVar("State")
 """Any nesting of optax states."""
 _HEALING = (HealState, ProtectState, ScaleByHealLrState)
+
+for _type in (*_HEALING, Decision):  # a step that takes or returns them can be serialized
+    jax.export.register_namedtuple_serialization(
+        _type, serialized_name=f"healcore.{_type.__name__}"
+    )
 
 
 def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:

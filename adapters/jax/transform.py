@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Decision
@@ -289,7 +290,7 @@ def protect(
         cuts_inside = engine.scales_lr and has_lr_scale(state.inner_state)
 
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            if resets is not None:
+            if resets is not None and (isinstance(resets, Tracer) or resets):
                 # Before the step it is part of the optimizer's own kernel. After the step that has
                 # cut it was a second pass over all moments, and XLA copied them for it.
                 inner_state = moments.reset(

@@ -121,4 +121,4 @@ def on_host(values: Sequence[Any], engine: str = "") -> StepRecord:
 
 def unpack(packed: np.ndarray, engine: str = "") -> StepRecord:
     """A record from int32 (`len(FIELDS)`,): the integers, then the bits of the floats."""
-    return on_host([*packed[:INTS], *packed[INTS:].view(np.float32)], engine)
+    return on_host(packed[:INTS].tolist() + packed[INTS:].view(np.float32).tolist(), engine)

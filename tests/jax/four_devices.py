@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 # Most of the time goes into compiling, so with little care.
 os.environ["XLA_FLAGS"] = (
@@ -124,6 +125,12 @@ checked = compiled(OPTIMIZERS["protect"], split=True, check=True)(GOOD, BAD_LOSS
 assert same(checked, "skip")
 alone = compiled(lambda **o: protect(optax.sgd(0.1), policies.ZCLIP), split=False)
 assert alone(GOOD, BAD_LOSS)["skip"].tolist() == [False, True, False, False]
+
+# Without jit: gradients on different devices are scaled where they are.
+parts = [jax.device_put(jnp.full(3, 8.0), device) for device in jax.devices()]
+scaled: Any
+scaled, _ = heal_zclip().update(parts, heal_zclip().init(parts), grad_norm=jnp.float32(8.0))
+assert [each.devices() for each in scaled] == [each.devices() for each in parts]
 
 # A fresh state lies on the parameters' mesh: a step is traced once.
 for kind in (AxisType.Auto, AxisType.Explicit):

@@ -38,9 +38,7 @@ class PendingReadback:
 
     def __init__(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> None:
         wanted = [_wanted(state) for state in states]
-        self._shapes = [records.shape for _, records, _ in wanted]
-        sizes = [2 + math.prod(records.shape) + norms.shape[0] for _, records, norms in wanted]
-        self._ends = np.cumsum(sizes)[:-1]
+        self._shapes = [(records.shape, norms.shape[0]) for _, records, norms in wanted]
         self._packed = _pack(wanted)
         self._packed.copy_to_host_async()
         self._read: list[Readback] | None = None
@@ -48,12 +46,18 @@ class PendingReadback:
     def read(self) -> list[Readback]:
         """The `Readback` of each engine; waits only if the copy has not arrived yet."""
         if self._read is None:
-            self._read = [
-                _split(part, shape)
-                for part, shape in zip(
-                    np.split(np.asarray(self._packed), self._ends), self._shapes, strict=True
+            packed, self._read = np.asarray(self._packed), []
+            for shape, tensors in self._shapes:
+                norms = 2 + math.prod(shape)
+                counts = StepCounts(int(packed[0]), int(packed[1]))
+                self._read.append(
+                    Readback(
+                        counts,
+                        packed[2:norms].reshape(shape),
+                        packed[norms : norms + tensors].view(np.float32),
+                    )
                 )
-            ]
+                packed = packed[norms + tensors :]
         return self._read
 
     def steps(self) -> np.ndarray:
@@ -115,7 +119,7 @@ class Dispatch:
         return self._steps
 
     def _count_steps(self) -> int:
-        return min((int(moved) for moved in self.moved() if moved > 0), default=1)
+        return min((moved for moved in self._moved() if moved > 0), default=1)
 
     def _check_continues(self, engine: EngineEntry, before: Readback, after: Readback) -> None:
         now = after.counts.steps
@@ -161,8 +165,12 @@ class Dispatch:
         return self.steps()[-1]
 
     def moved(self) -> np.ndarray:
-        """Number of steps that each engine has judged in this dispatch."""
-        return self._after.steps() - self._before.steps()
+        """Number of steps that each engine has judged in this dispatch, int (engines,)."""
+        return np.asarray(self._moved())
+
+    def _moved(self) -> list[int]:
+        pairs = zip(self._after.read(), self._before.read(), strict=True)
+        return [after.counts.steps - before.counts.steps for after, before in pairs]
 
 
 def _wanted(state: HealState) -> tuple[Any, Any, Any]:
@@ -186,9 +194,3 @@ def _idle(engine: EngineEntry, read: Readback) -> StepRecord:
     # still holds the step before, whose order was handled already.
     record = step_record.unpack(last_record(read.records, read.counts.steps), engine.name)
     return record.unjudged()._replace(step=read.counts.steps, judged=False)
-
-
-def _split(packed: np.ndarray, shape: tuple[int, ...]) -> Readback:
-    end = 2 + math.prod(shape)
-    counts = StepCounts(int(packed[0]), int(packed[1]))
-    return Readback(counts, packed[2:end].reshape(shape), packed[end:].view(np.float32))
