@@ -56,8 +56,7 @@ class Healer(Generic[State]):
     In JAX, with `protect` or `heal` in the optimizer:
 
             for batch in healer.batches(loader):
-                state = train_step(healer.state, batch)
-                healer.update(state)
+                state = healer.update(train_step(healer.state, batch))
 
     Args:
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
@@ -209,6 +208,9 @@ class Healer(Generic[State]):
         Raises:
             LastStateNotSaved: the loop has ended, and no checkpoint holds its last state; a
                 SystemExit of status 1.
+            IncompleteRun: the loop has ended, and the Healer has seen no step, or the loop called
+                neither `batches` nor `after_step`; a SystemExit of status 1.
+            RunStopped: more than half of the steps were skipped or had their batches left out.
         """
         run = self._live
         self._error, self._ending = error, ending_of(error, run.termination.signal_number)
@@ -226,6 +228,8 @@ class Healer(Generic[State]):
         After a rollback a loader that can be rewound (`state_dict` and `load_state_dict`,
         `get_state` and `set_state`, lists) continues from the checkpoint, without the bad window.
         Another loader continues where it is. Within `for epoch in ...` call it once per epoch.
+        A `break` before the last batch does not complete the run: the next start trains the rest.
+        With `epochs=None`, or a loader without a length, a `break` is the end.
 
         Args:
             loader: what the loop would iterate over.

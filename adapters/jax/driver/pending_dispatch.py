@@ -23,6 +23,9 @@ from healcore.jax.driver.state_accessor import value
 from healcore.jax.state import HealState, HealStateError
 from healcore.jax.state_layout import StepCounts, last_record, records_between
 
+_SEEN = [step_record.FIELDS.index(name) for name in ("loss", "grad_norm")]
+"""Places in a record that no edit of the Healer changes."""
+
 
 class Readback(NamedTuple):
     """The parts of one engine's state that the host reads."""
@@ -122,14 +125,13 @@ class Dispatch:
         return min((moved for moved in self._moved() if moved > 0), default=1)
 
     def _check_continues(self, engine: EngineEntry, before: Readback, after: Readback) -> None:
-        now = after.counts.steps
-        moved = now - before.counts.steps
-        # A step that was not judged leaves the norms as they are.
-        other = before.norms.tobytes() != after.norms.tobytes()
-        if moved < 0 <= self.count - now or (moved == 0 and other):
+        now, then = after.counts.steps, before.counts.steps
+        seen = [last_record(each.records, now)[_SEEN].tobytes() for each in (before, after)]
+        # A step that was not judged, or that the caller has skipped, leaves the record as it is.
+        if now <= min(then, self.count) and (now < then or seen[0] != seen[1]):
             raise HealStateError(
                 f'the optimizer state of "{engine.name}" has begun again, with step {now} after '
-                f"step {before.counts.steps}: tx.init(params) within the loop loses the moments, "
+                f"step {then}: tx.init(params) within the loop loses the moments, "
                 "the detectors and the budgets. Call it once, before the Healer. To restart the "
                 "moments on purpose: with_heal_state(without_heal_state(tx.init(params)), like=old)"
             )

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from healcore.jax import HealStateError, with_heal_state, without_heal_state
+from healcore.jax import HealStateError, protect, with_heal_state, without_heal_state
 from healcore.jax.driver import JaxDriver
 from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
 
@@ -105,6 +106,23 @@ def test_updates_of_several_steps_are_none_of_this():
     handle = driver.poll_step()
     assert handle is not None
     assert handle.read()[0].step == 6
+
+
+def overflows(inner: Any, policy: Any) -> Any:
+    tx = protect(inner, policy)
+
+    def update(grads: Any, state: Any, params: Any, *, value: Any) -> Any:
+        return tx.update(grads, state, params, value=value, externally_skipped=~jnp.isfinite(value))
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)  # type: ignore[arg-type]
+
+
+def test_a_step_that_the_loop_has_skipped_is_no_fresh_state():
+    """As an overflow with loss scaling, from the first step on: the engine does not count it."""
+    run = plain(wrap=overflows)
+    driver = JaxDriver(run.state, POLICY)
+    handles = advance(driver, run, [batch(i, bad=i in (0, 1, 3)) for i in range(5)])
+    assert [handle.read()[0].step for handle in handles] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("every_step", [True, False])
