@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 _END = object()
@@ -123,17 +124,25 @@ class _AccelerateLoader(LoaderAdapter):
     """Accelerate's DataLoaderShard around torchdata's StatefulDataLoader.
 
     It reads one batch ahead, so its state after the last batch of an epoch is already that of the
-    next one. It also seeds its sampler by `iteration`, the epoch, which its state lacks.
+    next one. It also seeds its sampler by `iteration`, the epoch, which its state lacks. It draws
+    random numbers when it reads the first batch: an epoch that had begun when its state was taken
+    begins in `resume` already, before the random states are restored.
     """
 
     kind = "accelerate"
     by_index = False
+    _unread: Any = None
+    """The state as long as no batch was read since `start` or `resume`, otherwise None."""
+
+    def start(self) -> Iterator[Any]:
+        return self._begin({**self.state_between(), "begun": True})
 
     def state(self) -> Any:
-        return {
+        return self._unread or {
             "loader": self._loader.state_dict(),
             "iteration": self._loader.iteration,
             "ended": bool(self._loader.end_of_dataloader),
+            "begun": True,
         }
 
     def state_between(self) -> Any:
@@ -141,11 +150,26 @@ class _AccelerateLoader(LoaderAdapter):
 
     def resume(self, state: Any) -> Iterator[Any]:
         self._loader.iteration = state["iteration"] + state["ended"]
+        # Accelerate has begun an epoch to take its state. That epoch would be the next one, and no
+        # random numbers would be drawn for it: this drops it.
+        self._loader.load_state_dict({})
+        if state["loader"] is not None and not state["ended"]:
+            self._loader.load_state_dict(state["loader"])
+        return self._begin(state)
+
+    def _begin(self, state: Any) -> Iterator[Any]:
+        """Begins the epoch or its rest, now if it had begun when the state was taken."""
+        self._unread = state
         if state["ended"]:
             return iter(())
-        if state["loader"] is not None:
-            self._loader.load_state_dict(state["loader"])
-        return iterate(self._loader)
+        batches = iterate(self._loader)
+        return self._read(chain([next(batches, _END)], batches) if state.get("begun") else batches)
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._unread = None
+            if batch is not _END:
+                yield batch
 
 
 class _StatefulIterator(LoaderAdapter):

@@ -40,10 +40,16 @@ class Loop:
         accumulate: micro-batches per step.
         stateful: whether Accelerate's loader records where it is.
         attach_first: the policy to attach before `prepare`.
+        workers: processes that read the data.
     """
 
     def __init__(
-        self, accumulate: int = 1, *, stateful: bool = False, attach_first: Any = None
+        self,
+        accumulate: int = 1,
+        *,
+        stateful: bool = False,
+        attach_first: Any = None,
+        workers: int = 0,
     ) -> None:
         from accelerate.utils import DataLoaderConfiguration
 
@@ -62,6 +68,7 @@ class Loop:
             TensorDataset(torch.arange(24), 1 + 0.1 * torch.rand(24, 3)),
             batch_size=1,
             shuffle=stateful,
+            num_workers=workers,
         )
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             net, optimizer, scheduler, loader
@@ -229,3 +236,34 @@ def test_a_plain_loader_goes_on_forward_and_that_is_said_once(capfd: pytest.Capt
     said = capfd.readouterr().err
     assert said.count("after a rollback it goes on forward") == 1
     assert "DataLoaderConfiguration(use_stateful_dataloader=True)" in said
+
+
+def dropped(
+    store: Any, workers: int, *, nan_at: int = -1, raise_at: int = -1, **options: Any
+) -> list[Tensor]:
+    """Trains with dropout for two epochs; the weights at the end."""
+    loop = Loop(stateful=True, workers=workers)
+    with Healer(ROLLS_BACK, state=loop.state, save_every=4, store=store, **options) as healer:
+        for batch in healer.batches(loop.loader, epochs=2):
+            step = healer.step
+            if step == raise_at:
+                raise ZeroDivisionError
+            loss = (loop.model(nn.functional.dropout(batch[1], 0.5)) - batch[1].sum()).square()
+            healer.observe(loss.mean() * (NAN if step == nan_at and not healer.rollbacks else 1.0))
+            loop.accelerator.backward(loss.mean())
+            loop.optimizer.step()
+            loop.scheduler.step()
+            loop.optimizer.zero_grad()
+    return loop.weights
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("at", "workers"), [(2, 0), (10, 0), (23, 0), (24, 0), (30, 1)])
+def test_random_states_go_back_with_the_data(at: int, workers: int, tmp_path: Any):
+    """To the bit, after a rollback that changes nothing and after a restart."""
+    expected = dropped(tmp_path / "whole", workers)
+    again = dropped(tmp_path / "back", workers, nan_at=at, rerun=True)
+    assert all(map(torch.equal, expected, again))
+    with pytest.raises(ZeroDivisionError):
+        dropped(tmp_path / "killed", workers, raise_at=at)
+    assert all(map(torch.equal, expected, dropped(tmp_path / "killed", workers)))

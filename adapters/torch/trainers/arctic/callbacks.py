@@ -6,6 +6,7 @@ one after it is not. ArcticTraining requires that their first argument is called
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Unpack
@@ -13,12 +14,21 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 import torch.distributed as dist
 
-from healcore.core.verdict import Action
+from healcore.core.verdict import Action, Cause, names
+from healcore.runtime.incidents.step_lines import cause_text, is_logged
 from healcore.torch.healing import Healing
 from healcore.torch.trainers.deepspeed import heal_engine
 
 if TYPE_CHECKING:
+    from healcore.core.verdict import Decision
     from healcore.policy import Overrides, PolicyLike
+
+_log = logging.getLogger("healcore")
+
+_MISSING = Action.SAVE | Action.ROLLBACK
+"""What this integration does not carry out."""
+_OF_HOST = _MISSING | Action.STOP
+"""What the host has to carry out; the rest is done within the step, or an alert."""
 
 
 def arctic_callbacks(
@@ -31,7 +41,8 @@ def arctic_callbacks(
             callbacks = arctic_callbacks("default")
 
     The ranks agree on every reason to stop (iteration limits, the kill switch, the policy's stop),
-    between two optimizer steps. A rollback is not carried out: the loop cannot go back.
+    between two optimizer steps. A rollback or a save that the policy orders is logged and not
+    carried out: the loop cannot go back.
 
     Args:
         policy: as for `attach`.
@@ -74,6 +85,8 @@ class HealedRun:
         self._epoch_start = 0
         self._skip = 0
         self.cursor = {"epoch": trainer.epoch_idx, "batches": 0, "micro_steps": 0}
+        self._orders = 0
+        self._ordered_at = -1
         self._own_early_exit: Callable[[], bool] = trainer.need_early_exit
         trainer.need_early_exit = self._need_early_exit
 
@@ -129,6 +142,8 @@ class HealedRun:
             return False  # the micro-batches of this step would be lost
         stop = self._own_early_exit()
         decision = self.heal.last_decision()
+        if decision is not None:
+            self._log_orders(decision)
         if not stop and decision is not None and decision.action & Action.STOP:
             trainer.early_stop_reason, stop = "stopped by healcore's policy", True
         agreed = self._any_rank(stop)
@@ -136,12 +151,36 @@ class HealedRun:
             trainer.early_stop_reason = "another rank has a reason to stop"
         return agreed
 
+    def _log_orders(self, decision: Decision) -> None:
+        """Logs what the policy orders of the host: the first ten times, then each power of two."""
+        step = self._trainer.model.global_steps - 1
+        line = order_line(step, decision.cause, decision.action)
+        if line and step != self._ordered_at:
+            self._orders, self._ordered_at = self._orders + 1, step
+            if is_logged(self._orders) and not (dist.is_initialized() and dist.get_rank()):
+                _log.warning(line)
+
     def _any_rank(self, flag: bool) -> bool:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return flag
         found = torch.tensor(float(flag), device=self._trainer.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found)
+
+
+def order_line(step: int, cause: Cause, action: Action) -> str:
+    """The line about a step's action, or "" if the step itself has carried all of it out."""
+    if not action & _OF_HOST:
+        return ""
+    orders = " and ".join(names(action)).lower()
+    missing = " and ".join(names(action & _MISSING)).lower()
+    line = f"step {step}: {cause_text(cause)}: the policy orders {orders}"
+    if missing:
+        line += (
+            f"; ArcticTraining's loop cannot carry out {missing}: to go back, start the same "
+            "command again, which resumes from the newest healthy checkpoint"
+        )
+    return line
 
 
 class WithoutFirst:
