@@ -38,7 +38,7 @@ def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
             return {"pickle": pickled_text(path, value)}
         raise no_plain_form(structure.place(path), value, HOW)
 
-    return structure.dumps(structure.encode(value, path, special, exact=True)).decode()
+    return structure.dumps(structure.encode(value, path, special)).decode()
 
 
 def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
