@@ -95,7 +95,10 @@ class _Flattening:
             plain = value.detach()
             if _is_made_of_others(plain):
                 return {"subclass": self._subclass(path, plain)}
-            return {"array": self._tensor(path, plain) | _type_of(value)}
+            kind = _type_of(value)
+            if "class" in kind:  # its file must hold a plain tensor
+                plain = plain.as_subclass(Tensor)
+            return {"array": self._tensor(path, plain) | kind}
         is_array = type(value) is np.ndarray or isinstance(value, np.generic)
         if is_array and _by_name(value.dtype):
             return {"array": self._numpy(path, np.asarray(value), isinstance(value, np.generic))}
@@ -113,8 +116,8 @@ class _Flattening:
         """
         if "<locals>" in type(value).__qualname__:
             raise UnsavableState(
-                f"{structure.place(path)} is a {structure.class_name(type(value))}, a class that the next "
-                "process cannot find again: define it in a module"
+                f"{structure.place(path)} is a {structure.class_name(type(value))}, a class that "
+                "the next process cannot find again: define it in a module"
             )
         names, context = value.__tensor_flatten__()
         return {
@@ -240,8 +243,8 @@ def tensor_class(name: str, place: str, *, made_of_others: bool) -> Any:
     ]
     if not found:
         raise StoreError(
-            f"{structure.place((place,))} holds a {name:.200}, which is no class of tensors in this "
-            "program: import the package that it is of, then restore"
+            f"{structure.place((place,))} holds a {name:.200}, which is no class of tensors in "
+            "this program: import the package that it is of, then restore"
         )
     return found[-1]
 

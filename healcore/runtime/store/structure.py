@@ -246,8 +246,9 @@ def decode(node: Node, fetch: Fetch) -> Any:
             content = [decode(part, fetch) for part in content]
         return list(content) if tag == "list" else tuple(content)
     if tag == "named":
-        parts = [decode(part, fetch) for part in content["parts"]]
-        return tuple.__new__(_named_tuple(content["class"], content["fields"]), parts)
+        kind = _named_tuple(content["class"], content["fields"])
+        parts = zip(content["fields"], content["parts"], strict=True)
+        return tuple.__new__(kind, [decode(part, fetch) for _, part in parts])
     if tag == "deque":
         return deque((decode(part, fetch) for part in content["parts"]), content["maxlen"])
     if tag in ("set", "frozenset"):
