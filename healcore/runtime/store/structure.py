@@ -147,11 +147,11 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         return {"complex": [repr(value.real), repr(value.imag)]}
     if kind in (deque, set, frozenset, bytearray, range):
         return _encode_other(value, path, special)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
         return {
             "named": {
                 "class": class_name(kind),
-                "fields": list(value._fields),
+                "fields": list(fields),
                 "parts": _parts(value, path, special),
             }
         }
