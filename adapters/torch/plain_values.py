@@ -31,12 +31,14 @@ def node_of(value: Any) -> dict[str, Any] | None:
         return None
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return None
+    extra = {"parameter": value.requires_grad} if type(value) is torch.nn.Parameter else {}
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return {
         "dtype": str(value.dtype).removeprefix("torch."),
         "shape": list(value.shape),
         "bytes": base64.b64encode(data).decode(),
+        **extra,
     }
 
 
@@ -51,4 +53,7 @@ def value_of(content: dict[str, Any]) -> Any:
         return dtype
     data = np.frombuffer(base64.b64decode(content["bytes"]), np.uint8).copy()
     flat = torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
-    return flat.reshape(content["shape"])
+    found = flat.reshape(content["shape"])
+    if "parameter" not in content:
+        return found
+    return torch.nn.Parameter(found, requires_grad=bool(content["parameter"]))

@@ -16,7 +16,13 @@ import numpy as np
 
 from healcore import adapter_registry
 from healcore.runtime.store import structure
-from healcore.runtime.store.errors import StoreError, UnsavableState, no_plain_form, pickled
+from healcore.runtime.store.errors import (
+    StoreError,
+    UnsavableState,
+    Untrusted,
+    no_plain_form,
+    pickled,
+)
 
 _FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 """Package of a class -> the framework whose adapter has `node_of` and `value_of` for it."""
@@ -38,7 +44,7 @@ def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
             return {"pickle": pickled_text(path, value)}
         raise no_plain_form(structure.place(path), value, HOW)
 
-    return structure.dumps(structure.encode(value, path, special, exact=True)).decode()
+    return structure.dumps(structure.encode(value, path, special)).decode()
 
 
 def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
@@ -57,8 +63,10 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
 
     try:
         return structure.decode(json.loads(text), fetch)
-    except StoreError:
+    except Untrusted:
         raise
+    except StoreError as error:
+        raise StoreError(f"{structure.place(path)}: {error}") from error
     except Exception as error:  # crafted or damaged text may raise anything
         raise StoreError(
             f"{structure.place(path)} is not what healcore writes: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,10 @@ ARRAYS = [
 class Pair(NamedTuple):
     left: int
     right: int
+
+
+class Row(list):
+    pass
 
 
 def back(value: Any, **options: Any) -> Any:
@@ -76,6 +80,7 @@ def test_values_of_torch():
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "scalar": torch.tensor(True),
         "empty": torch.zeros(0, 3),
+        "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
         "dtype": torch.float8_e4m3fn,
         "size": torch.Size([2, 3]),
         "device": torch.device("cpu"),
@@ -85,9 +90,22 @@ def test_values_of_torch():
         if isinstance(each, torch.Tensor):
             assert found[name].dtype == each.dtype
             assert torch.equal(found[name], each.detach())
+            assert type(found[name]) is type(each)
+            assert found[name].requires_grad == each.requires_grad
         else:
             assert found[name] == each
             assert type(found[name]) is type(each)
+
+
+def test_containers_keep_their_class():
+    value = {"pair": Pair(1, 2), "counts": defaultdict(int, a=1)}
+    found = back(value)
+    assert found == value
+    assert type(found["pair"]) is Pair
+    assert found["counts"]["b"] == 0
+    text = plain.dumps(value, ("x",)).replace("test_plain.Pair", "gone.Pair")
+    with pytest.raises(StoreError, match=r"state\['x'\].*gone\.Pair .* import the module"):
+        plain.loads(text, ("x",))
 
 
 def test_values_of_jax():
@@ -100,8 +118,8 @@ def test_values_of_jax():
 
 @pytest.mark.parametrize(
     "value",
-    [Pair(1, 2), np.array([Pair(1, 2)], object), torch.eye(2).to_sparse(), OrderedDict],
-    ids=["named tuple", "array of objects", "sparse", "class"],
+    [Row([1, 2]), np.array([Pair(1, 2)], object), torch.eye(2).to_sparse(), OrderedDict],
+    ids=["list of its own", "array of objects", "sparse", "class"],
 )
 def test_without_a_plain_form(value):
     with pytest.raises(UnsavableState, match=r"state\['x'\]\['at'\]\[1\].*trust=True"):
@@ -125,7 +143,8 @@ NODES = st.recursive(
             st.sampled_from([
                 "dict", "type", "versions", "list", "tuple", "deque", "maxlen", "set", "range",
                 "bytes", "float", "complex", "numpy", "number", "torch", "jax", "pickle", "array",
-                "dtype", "shape", "impl", "device", "size", "subclass",
+                "dtype", "shape", "impl", "device", "size", "subclass", "named", "class", "fields",
+                "parts", "parameter",
             ]),
             inner,
             max_size=4,

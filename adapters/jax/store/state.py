@@ -63,8 +63,10 @@ class _Flattening:
                     )
                 kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
                 value = jax.random.key_data(value)
-        elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-            kind = "numpy" if isinstance(value, np.ndarray) else "scalar"
+        elif (
+            type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic)
+        ) and not value.dtype.hasobject:
+            kind = "scalar" if isinstance(value, np.generic) else "numpy"
             if value.dtype.names is not None or value.dtype.kind in "SUMm":
                 return None
             value = np.asarray(value, value.dtype.newbyteorder("="))

@@ -15,7 +15,7 @@ from healcore.runtime.store.inspection import mapped
 from healcore.runtime.store.snapshot import Arena, Block, Copier, CopyBlocks, rounded
 from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import value_of
-from healcore.torch.store.state import Leaf, device_in, flatten, subclass, unpickled
+from healcore.torch.store.state import Leaf, device_in, flatten, subclass, typed, unpickled
 
 
 class HostTensor(NamedTuple):
@@ -142,7 +142,7 @@ class TorchCopier(Copier):
         tensor = arrays[content["name"]]
         if content["kind"] == "tensor":
             device = None if live is None else device_in(live, content["name"])
-            return tensor if device is None else tensor.to(device)
+            return typed(tensor if device is None else tensor.to(device), content, name)
         array = tensor.numpy().view(np.dtype(content["dtype"])).reshape(content["shape"])
         return array[()] if content["kind"] == "scalar" else array
 

@@ -92,11 +92,15 @@ class _Flattening:
 
     def _special(self, path: tuple[Any, ...], value: Any) -> structure.Node:
         if isinstance(value, Tensor):
-            value = value.detach()
-            if _is_made_of_others(value):
-                return {"subclass": self._subclass(path, value)}
-            return {"array": self._tensor(path, value)}
-        if isinstance(value, (np.ndarray, np.generic)) and _by_name(value.dtype):
+            plain = value.detach()
+            if _is_made_of_others(plain):
+                return {"subclass": self._subclass(path, plain)}
+            kind = _type_of(value)
+            if "class" in kind:  # its file must hold a plain tensor
+                plain = plain.as_subclass(Tensor)
+            return {"array": self._tensor(path, plain) | kind}
+        is_array = type(value) is np.ndarray or isinstance(value, np.generic)
+        if is_array and _by_name(value.dtype):
             return {"array": self._numpy(path, np.asarray(value), isinstance(value, np.generic))}
         if (node := node_of(value)) is not None:
             return {"torch": node}
@@ -112,13 +116,13 @@ class _Flattening:
         """
         if "<locals>" in type(value).__qualname__:
             raise UnsavableState(
-                f"{structure.place(path)} is a {class_name(type(value))}, a class that the next "
-                "process cannot find again: define it in a module"
+                f"{structure.place(path)} is a {structure.class_name(type(value))}, a class that "
+                "the next process cannot find again: define it in a module"
             )
         names, context = value.__tensor_flatten__()
         return {
-            "class": class_name(type(value)),
-            "context": structure.encode(context, path, self._special, exact=True),
+            "class": structure.class_name(type(value)),
+            "context": structure.encode(context, path, self._special),
             "shape": list(value.shape),
             "stride": list(value.stride()),
             "parts": [[name, self._special((*path, name), getattr(value, name))] for name in names],
@@ -171,9 +175,22 @@ class _Flattening:
         }
 
 
-def class_name(kind: type) -> str:
-    """The name of a class of tensors in a checkpoint."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _type_of(tensor: Tensor) -> dict[str, Any]:
+    """What a node has about the class of a tensor; empty for a plain tensor and a DTensor."""
+    if type(tensor) is nn.Parameter:
+        return {"parameter": tensor.requires_grad}
+    if type(tensor) is Tensor or hasattr(tensor, "to_local"):
+        return {}
+    return {"class": structure.class_name(type(tensor))}
+
+
+def typed(tensor: Tensor, node: Mapping[str, Any], name: str) -> Tensor:
+    """A restored tensor with the class that its node has."""
+    if "parameter" in node:
+        return nn.Parameter(tensor, requires_grad=bool(node["parameter"]))
+    if "class" in node:
+        return tensor.as_subclass(tensor_class(node["class"], name, made_of_others=False))
+    return tensor
 
 
 def _is_made_of_others(tensor: Any) -> bool:
@@ -210,25 +227,26 @@ def subclass(name: str, content: Any, fetch: structure.Fetch, trust: bool) -> An
         kind, context = unpickled(name, content["made"], trust)
     else:
         context = structure.decode(content["context"], fetch)
-        kind = _tensor_classes().get(content["class"])
-    if kind is None:
-        raise StoreError(
-            f"{structure.place((name,))} holds a {content['class']:.200}, which is no class of "
-            "tensors in this program: import the package that it is of, then restore"
-        )
+        kind = tensor_class(content["class"], name, made_of_others=True)
     parts = {part: structure.decode(node, fetch) for part, node in content["parts"]}
     shape, stride = torch.Size(content["shape"]), tuple(content["stride"])
     return kind.__tensor_unflatten__(parts, context, shape, stride)
 
 
-def _tensor_classes() -> dict[str, Any]:
-    """Every class of tensors made of others that is defined now."""
-    found, seen = {}, [Tensor]
-    for kind in seen:
-        seen += kind.__subclasses__()
-        if hasattr(kind, "__tensor_unflatten__"):
-            found[class_name(kind)] = kind
-    return found
+def tensor_class(name: str, place: str, *, made_of_others: bool) -> Any:
+    """The newest class of tensors of this name among this program's own; it is not imported."""
+    found = [
+        kind
+        for kind in structure.subclasses(Tensor)
+        if structure.class_name(kind) == name
+        and hasattr(kind, "__tensor_unflatten__") == made_of_others
+    ]
+    if not found:
+        raise StoreError(
+            f"{structure.place((place,))} holds a {name:.200}, which is no class of tensors in "
+            "this program: import the package that it is of, then restore"
+        )
+    return found[-1]
 
 
 def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:

@@ -138,7 +138,7 @@ class Copier(ABC):
     ) -> dict[str, Any]:
         """A state from its saved entries and from `arrays`, which become part of it.
 
-        `like` gives named tuples their type; `live`, the same flattened, PyTreeDefs and devices.
+        `live` is `like` flattened: it gives PyTreeDefs and devices.
         """
         state = {}
         for name, value in like.items():
@@ -152,7 +152,7 @@ class Copier(ABC):
                 leaves = [decode(node, fetch) for _, node in entry["leaves"]]
                 state[name] = live.treedefs[name].unflatten(leaves)
             else:
-                state[name] = decode(entry["tree"], fetch, None if has_state_dict else value)
+                state[name] = decode(entry["tree"], fetch)
         return state
 
     def give(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:

@@ -4,7 +4,9 @@ In the JSON an object always is a node with one tag; everything else stands for 
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
 `{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
 `{"ints": base64}` (a long list, int64), `{"deque": {"parts": […], "maxlen": 5}}`, `{"set": […]}`,
-`{"range": [0, 9, 1]}`, `{"bytearray": base64}`.
+`{"range": [0, 9, 1]}`, `{"bytearray": base64}`,
+`{"named": {"class": "module.Pair", "fields": [names], "parts": [nodes]}}` (a named tuple).
+A dictionary of another type has that as "type": "OrderedDict", "Counter", or "defaultdict:int".
 Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
 """
 
@@ -13,8 +15,9 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +37,15 @@ Fetch = Callable[[str, Any], Any]
 _SIMPLE = {type(None), bool, int, str}
 """Types that stand for themselves in JSON."""
 _LONG = 1000
+_FACTORIES = (None, bool, bytes, dict, float, int, list, set, str, tuple)
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
+    "dict": dict,
     "OrderedDict": OrderedDict,
     "Counter": lambda items: Counter(dict(items)),
+    **{
+        f"defaultdict:{getattr(each, '__name__', None)}": partial(defaultdict, each)
+        for each in _FACTORIES
+    },
 }
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -118,44 +127,70 @@ class Names:
         return name
 
 
-def encode(value: Any, path: Path, special: Special, *, exact: bool = False) -> Node:
-    """A value as a node; UnsavableState if nothing can encode it.
-
-    With `exact` the framework's `special` is called for subclasses of dict, list and tuple too.
-    Without it they come back as their base class, which is enough for `load_state_dict`.
-    """
+def encode(value: Any, path: Path, special: Special) -> Node:
+    """A value as a node, which has its exact type; UnsavableState if nothing can encode it."""
     # By exact type: an enum or a NumPy number is an int or a float too, and would come back as one.
     kind = type(value)
     if kind in _SIMPLE:
         return value
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, dict) and (not exact or kind in (dict, OrderedDict, Counter)):
-        return _encode_dict(value, path, special, exact)
+    if (mapping := _mapping_of(value)) is not None:
+        return _encode_dict(value, mapping, path, special)
     if kind is list and len(value) >= _LONG and (packed := _packed(value)) is not None:
         return {"ints": packed}
-    if kind in (list, tuple) or (not exact and isinstance(value, (list, tuple))):
-        return {"list" if isinstance(value, list) else "tuple": _parts(value, path, special, exact)}
-    if type(value) is bytes:
+    if kind in (list, tuple):
+        return {kind.__name__: _parts(value, path, special)}
+    if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
-    if type(value) is complex:
+    if kind is complex:
         return {"complex": [repr(value.real), repr(value.imag)]}
     if kind in (deque, set, frozenset, bytearray, range):
-        return _encode_other(value, path, special, exact)
+        return _encode_other(value, path, special)
+    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
+        return {
+            "named": {
+                "class": class_name(kind),
+                "fields": list(fields),
+                "parts": _parts(value, path, special),
+            }
+        }
     node = special(path, value)
     if node is None:
         raise UnsavableState(
-            f"{place(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a "
+            f"{place(path)} is a {class_name(kind)}, which a "
             "checkpoint cannot hold: keep arrays, numbers, strings, lists, tuples and dictionaries "
             "in the state, or give the object a state_dict() that returns such"
         )
     return node
 
 
-def _parts(value: Collection[Any], path: Path, special: Special, exact: bool) -> list[Node]:
+def class_name(kind: type) -> str:
+    """The name of a class in a checkpoint."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def subclasses(kind: type) -> Iterator[Any]:
+    """Every subclass that this program has defined, newer ones later. Imports nothing."""
+    found = kind.__subclasses__()
+    for each in found:
+        yield each
+        found += [new for new in each.__subclasses__() if new not in found]
+
+
+def _mapping_of(value: Any) -> str | None:
+    """The key of a dictionary's type in `_MAPPINGS`, or None."""
+    if type(value) in (dict, OrderedDict, Counter):
+        return type(value).__name__
+    if type(value) is defaultdict and value.default_factory in _FACTORIES:
+        return f"defaultdict:{getattr(value.default_factory, '__name__', None)}"
+    return None
+
+
+def _parts(value: Collection[Any], path: Path, special: Special) -> list[Node]:
     if set(map(type, value)) <= _SIMPLE:
         return list(value)
-    return [encode(part, (*path, i), special, exact=exact) for i, part in enumerate(value)]
+    return [encode(part, (*path, i), special) for i, part in enumerate(value)]
 
 
 def _packed(value: Any) -> str | None:
@@ -168,18 +203,18 @@ def _packed(value: Any) -> str | None:
         return None
 
 
-def _encode_other(value: Any, path: Path, special: Special, exact: bool) -> Node:
+def _encode_other(value: Any, path: Path, special: Special) -> Node:
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, bytearray):
         return {"bytearray": base64.b64encode(value).decode()}
-    parts = _parts(value, path, special, exact)
+    parts = _parts(value, path, special)
     if isinstance(value, deque):
         return {"deque": {"parts": parts, "maxlen": value.maxlen}}
     return {type(value).__name__: parts}
 
 
-def _encode_dict(value: dict[Any, Any], path: Path, special: Special, exact: bool) -> Node:
+def _encode_dict(value: dict[Any, Any], mapping: str, path: Path, special: Special) -> Node:
     items = []
     for key, part in value.items():
         if not isinstance(key, (str, int, float, bool, tuple, bytes, type(None))):
@@ -187,34 +222,33 @@ def _encode_dict(value: dict[Any, Any], path: Path, special: Special, exact: boo
                 f"{place(path)} has the key {key!r}, a {type(key).__name__}: "
                 "keys are strings, numbers or tuples of them"
             )
-        part = encode(part, (*path, key), special, exact=exact)
+        part = encode(part, (*path, key), special)
         items.append([encode(key, path, lambda path, value: None), part])  # keys hold no arrays
     node: dict[str, Any] = {"dict": items}
-    if type(value).__name__ in _MAPPINGS:
-        node["type"] = type(value).__name__
+    if mapping != "dict":
+        node["type"] = mapping
     # torch keeps the versions of modules in an attribute of the dictionary.
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, Mapping):
-        node["versions"] = _encode_dict(dict(versions), path, special, exact)
+        node["versions"] = _encode_dict(dict(versions), "dict", path, special)
     return node
 
 
-def decode(node: Node, fetch: Fetch, like: Any = None) -> Any:
-    """The value of a node. `like`, of the same structure, gives named tuples their type back."""
+def decode(node: Node, fetch: Fetch) -> Any:
+    """The value of a node; StoreError if this program has no class of the saved name."""
     if not isinstance(node, dict):
         return node
     if "dict" in node:
-        return _decode_dict(node, fetch, like)
+        return _decode_dict(node, fetch)
     ((tag, content),) = node.items()
     if tag in ("list", "tuple"):
-        if like is None and dict not in set(map(type, content)):
-            return list(content) if tag == "list" else tuple(content)
-        fits = isinstance(like, (list, tuple)) and len(like) == len(content)
-        likes = like if fits and like is not None else [None] * len(content)
-        parts = [decode(part, fetch, other) for part, other in zip(content, likes, strict=True)]
-        if tag == "list":
-            return parts
-        return type(like)(*parts) if fits and hasattr(like, "_fields") else tuple(parts)
+        if dict in set(map(type, content)):
+            content = [decode(part, fetch) for part in content]
+        return list(content) if tag == "list" else tuple(content)
+    if tag == "named":
+        kind = _named_tuple(content["class"], content["fields"])
+        parts = zip(content["fields"], content["parts"], strict=True)
+        return tuple.__new__(kind, [decode(part, fetch) for _, part in parts])
     if tag == "deque":
         return deque((decode(part, fetch) for part in content["parts"]), content["maxlen"])
     if tag in ("set", "frozenset"):
@@ -222,16 +256,27 @@ def decode(node: Node, fetch: Fetch, like: Any = None) -> Any:
     return _DECODERS[tag](content) if tag in _DECODERS else fetch(tag, content)
 
 
-def _decode_dict(node: dict[str, Any], fetch: Fetch, like: Any) -> dict[Any, Any]:
-    others = like if isinstance(like, Mapping) else {}
-    items = []
-    for coded, part in node["dict"]:
-        key = decode(coded, fetch)
-        items.append((key, decode(part, fetch, others.get(key))))
-    value = _MAPPINGS.get(node.get("type", ""), dict)(items)
+def _decode_dict(node: dict[str, Any], fetch: Fetch) -> dict[Any, Any]:
+    items = [(decode(key, fetch), decode(part, fetch)) for key, part in node["dict"]]
+    value = _MAPPINGS[node.get("type", "dict")](items)
     if "versions" in node and type(value) is not dict:
-        value._metadata = _decode_dict(node["versions"], fetch, None)  # type: ignore[attr-defined]
+        value._metadata = _decode_dict(node["versions"], fetch)  # type: ignore[attr-defined]
     return value
+
+
+def _named_tuple(name: str, fields: list[str]) -> Any:
+    """The newest class of named tuples of this name. It is looked up here, and never imported."""
+    found = [
+        kind
+        for kind in subclasses(tuple)
+        if class_name(kind) == name and list(getattr(kind, "_fields", ())) == fields
+    ]
+    if not found:
+        raise StoreError(
+            f"the checkpoint holds a {name:.200} with the fields {fields!s:.200}, which is no "
+            "named tuple of this program: import the module that defines it, then restore"
+        )
+    return found[-1]
 
 
 def arrays_of(node: Any) -> Iterator[dict[str, Any]]:

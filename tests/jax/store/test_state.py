@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -113,6 +114,42 @@ def test_any_pytree_keeps_its_type(case, tmp_path):
     for name, value in tree.items():
         assert jax.tree.structure(found[name]) == jax.tree.structure(value), name
         assert same(jax.tree.leaves(value), jax.tree.leaves(found[name])), name
+
+
+class Position(NamedTuple):
+    epoch: int
+    seen: jax.Array
+
+
+class Loader:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+@over(*CASES)
+def test_what_an_object_holds_keeps_its_type(case, tmp_path):
+    value = {
+        "defaults": defaultdict(int, a=1),
+        "named": Position(3, jnp.arange(2)),
+        "ordered": OrderedDict(a=(1, [2]), b=Counter("aba")),
+        "number": np.float32(0.5),
+        "array": np.arange(3),
+        "key": jax.random.key(0),
+    }
+    store = case.make(tmp_path)
+    store.save(1, {"loader": Loader(value)})
+    store.wait()
+    found = store.restore(1, {"loader": Loader(value)}).state["loader"]
+    assert [type(each) for each in found.values()] == [type(each) for each in value.values()]
+    assert found["defaults"].default_factory is int
+    assert type(found["named"].seen) is type(value["named"].seen)
+    assert [type(each) for each in found["ordered"].values()] == [tuple, Counter]
+    for lost in (np.ma.masked_array([1.0], [True]), type("Settings", (dict,), {})(a=1)):
+        with pytest.raises(UnsavableState, match=r"state\['loader'\]\['last'\] is a "):
+            store.save(2, {"loader": Loader({"last": lost})})
 
 
 @over(*CASES)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, OrderedDict, deque
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.store import UnsavableState, structure
+from healcore.runtime.store import StoreError, UnsavableState, structure
 
 KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.floats(-9, 9))
 VALUES = st.recursive(
@@ -38,9 +39,9 @@ def unknown(path: Any, value: Any) -> None:
     return None
 
 
-def back(value: Any, like: Any = None) -> Any:
+def back(value: Any) -> Any:
     node = json.loads(structure.dumps(structure.encode(value, (), unknown)))
-    return structure.decode(node, unknown, like)
+    return structure.decode(node, unknown)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -82,14 +83,45 @@ def test_long_lists(value):
     assert same(value, back(value))
 
 
-def test_subclasses_are_no_base_class_if_exact():
-    class Special(dict):
-        pass
+class Special(dict):
+    pass
 
-    for value in (Pair(1, 2), Special(a=1)):
-        with pytest.raises(UnsavableState, match=type(value).__name__):
-            structure.encode({"x": value}, (), unknown, exact=True)
-        structure.encode({"x": value}, (), unknown)
+
+class Counter2(Counter):
+    """Its name is not that of the standard library's."""
+
+
+Counter2.__name__ = "Counter"
+Row = type("Row", (list,), {})
+Text = type("Text", (str,), {})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Special(a=1),
+        Counter2("ab"),
+        Row([1]),
+        Text("a"),
+        time.localtime(0),
+        defaultdict(lambda: 1),
+        {"key": {Text("a"): 1}},
+        {Pair(1, 2): 1}.keys(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_type_that_would_be_lost_is_refused_with_its_place(value: Any):
+    with pytest.raises(UnsavableState, match=r"state\['x'\]\['y'\]"):
+        structure.encode({"x": {"y": value}}, (), unknown)
+
+
+@pytest.mark.parametrize("factory", [None, int, list, dict, set, str, float, tuple])
+def test_a_default_dictionary_keeps_its_factory(factory: Any):
+    value = defaultdict(factory, {"a": defaultdict(int, b=2)})
+    found = back({"nested": value})["nested"]
+    assert same(found, value)
+    assert found.default_factory is factory
+    assert found["a"].default_factory is int
 
 
 def test_kinds_of_dictionaries():
@@ -98,12 +130,13 @@ def test_kinds_of_dictionaries():
     assert same(Counter("abca"), back(Counter("abca")))
 
 
-def test_a_tuple_gets_its_name_from_the_live_one():
-    assert back({"pair": Pair(1, [2])}) == {"pair": (1, [2])}
-    found = back({"pair": Pair(1, Pair(2, 3))}, {"pair": Pair(0, Pair(0, 0))})
-    assert found == {"pair": Pair(1, Pair(2, 3))}
-    assert type(found["pair"].right) is Pair
-    assert back((1, 2), Pair(0, 0)) == (1, 2)
+def test_a_named_tuple_keeps_its_class():
+    value = {"pair": Pair(1, [Pair(2, (3,))]), Pair(0, 1): 2}
+    assert same(back(value), value)
+    node = structure.encode(Pair(1, 2), (), unknown)
+    node["named"]["class"] = "gone.Pair"
+    with pytest.raises(StoreError, match=r"a gone\.Pair .* import the module"):
+        structure.decode(node, unknown)
 
 
 def test_the_versions_of_modules_are_kept():
