@@ -97,7 +97,8 @@ def heal(
         on_rollback: as for `healcore.Healer`.
         rerun: go back once with nothing changed before a rollback.
         resume: "auto" and True continue an interrupted run, and do not train one again that has
-            completed; False refuses a store that is not empty.
+            completed; with other arguments than that run had, "auto" raises StoreNotEmpty instead.
+            False refuses a store that is not empty.
         nonfinite_ok: patterns of array names in which NaN and Inf are allowed.
         attach: options of `healcore.torch.attach`.
         trust: pickle and unpickle what has no plain form, as for `healcore.Healer`.
