@@ -92,7 +92,9 @@ class Healer(Generic[State]):
         rerun: before a rollback, go back once with nothing changed, to distinguish a transient
             fault from a reproducible one. Only if the data can be rewound.
         resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
-            completed; True resumes either; False refuses a store that is not empty.
+            completed; True resumes either; False refuses a store that is not empty. Hyperparameters
+            that differ from those at the run's start are named in a line; "auto" refuses a
+            completed run then.
         nonfinite_ok: patterns of array names (`model.*.mask`) in which NaN and Inf are allowed.
         ranks: the processes of this run; None: those of the framework.
         framework: "torch" or "jax"; None: detected from the state.
@@ -187,7 +189,8 @@ class Healer(Generic[State]):
         Raises:
             AlreadyCompleted: the run in the store had completed; a SystemExit of status 0.
             EndRequested: the stop file is there; a SystemExit of status 0.
-            StoreNotEmpty: `resume` is False, and the store holds checkpoints.
+            StoreNotEmpty: `resume` is False, and the store holds checkpoints; or it is "auto", and
+                the run in the store had completed with other hyperparameters.
             NoGoodCheckpoint: there are checkpoints, and none is intact.
             StateMismatch: they are of another state.
             StoreError: the store cannot be used.

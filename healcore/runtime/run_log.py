@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -36,11 +37,15 @@ class RunLog:
         self.trackers = Trackers() if trackers is None else trackers
         self._console: Console = console
         self._silent = silent
+        self.answered: Counter[str] = Counter()
+        """Word of a rule for faults -> how often it was the answer."""
         self.on_local: Callable[[str], object] | None = None
         """Called with what one rank may be the only one to see: the others must hear of it."""
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Writes an event, see `Log.write`, and passes it to the trackers and the user's hooks."""
+        if kind == "fault" and fields.get("answer"):
+            self.answered[fields["answer"]] += 1
         self.events.write(kind, step=step, **fields)
         if self.on_local is not None and kind in _LOCAL:
             text = fields.get("problem") or f"{fields.get('hook')} returns {fields.get('action')}"

@@ -181,9 +181,9 @@ FAILURES: dict[Cause, Failure] = {
 
 
 def failures_of(causes: Cause) -> tuple[Failure, ...]:
-    """The rows of some causes, each type of failure once, errors first."""
-    rows = {FAILURES[each].name: FAILURES[each] for each in Cause if each & causes}
-    return tuple(sorted(rows.values(), key=lambda row: row.severity is not Severity.ERROR))
+    """The rows of some causes, errors first."""
+    rows = [row for cause, row in FAILURES.items() if cause & causes]
+    return tuple(sorted(rows, key=lambda row: row.severity is not Severity.ERROR))
 
 
 class Fault(NamedTuple):

@@ -133,6 +133,8 @@ class IncidentMonitor:
             lr_cuts=self.metrics.total("lr_cuts"),
             lr_scale=self.lr_scale,
             observes=self.policy.observes,
+            answered=dict(self.log.answered),
+            metrics=self.metrics.values(),
             **others,
         )
 

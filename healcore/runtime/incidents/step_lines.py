@@ -55,9 +55,15 @@ class StepLines:
         ):
             number = f"incident {incident.number}: " if incident is not None else ""
             self._log.warning(
-                f"step {step.index}: {number}{incident_text(record, self._learning_rate())}"
+                f"step {step.index}: {number}{incident_text(record, self._rate())}"
                 f"{self._done(record, skips)}"
             )
+
+    def _rate(self) -> float | None:
+        try:
+            return self._learning_rate()
+        except RuntimeError:  # a step in JAX that failed may have donated the state
+            return None
 
     def _done(self, record: StepRecord, skips: int) -> str:
         if self._policy.observes:

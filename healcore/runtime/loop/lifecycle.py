@@ -18,6 +18,7 @@ from healcore.core.verdict import Cause
 from healcore.runtime.events import read
 from healcore.runtime.events.models import Ending, RollbackOutcome
 from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.loop.end_of_ranks import (
     RankEnd,
     RanksEnd,
@@ -495,7 +496,8 @@ def _write_end(
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
         loop.read_engines()
     why = loop.left_by_break if ending == Ending.REQUESTED and error is None else _why(error)
-    end = run_end(loop, ending, why, exception, fault)
+    hint = shape_diagnosis(error) if ending == Ending.EXCEPTION else ""
+    end = run_end(loop, ending, why, exception, fault, hint)
     # Before the event: the next start looks for a missing postmortem only if there is no end event.
     events = loop.log.events
     if events.path is not None and not loop.ranks.rank:

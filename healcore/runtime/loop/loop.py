@@ -186,8 +186,8 @@ class Loop:
         """Number of the loader that yielded the last batch."""
         self._generators: HostParts | None = None
         self._resumed_at: int | None = None
-        self._ended = False
-        """A loader had no further batch."""
+        self._used_up = False
+        """The loader that steps are taken with had no further batch."""
         self._open: set[int | None] = set()
         """Numbers of the loaders whose loop has a batch in hand."""
         self._update_went_back = False
@@ -235,7 +235,7 @@ class Loop:
             except StopIteration:
                 self.guard.pause()
                 if not self._back_from_the_end(number):
-                    self._ended = True
+                    self._used_up |= number == self.loaders.current
                     break
                 continue
             finally:
@@ -526,7 +526,7 @@ class Loop:
         if self._batches_since_step >= _MIN_WITHOUT_STEP:
             self._warn_no_step()
         if self.resumed_here and not self.had_completed:
-            used_up = self._ended and not self._batches_since_step
+            used_up = self._used_up and not self._batches_since_step
             why = "the data had been used up" if used_up else "the loop ended without one"
             self.warn(f"no step was taken: {why} at step {self.step}")
         for step, request in self.read_last_steps():

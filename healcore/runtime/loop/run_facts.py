@@ -27,6 +27,7 @@ def run_end(
     why: str = "",
     exception: str | None = None,
     fault: Cause = Cause(0),  # noqa: B008 -- immutable
+    hint: str = "",
 ) -> RunEnd:
     """The facts for a diagnosis; `why` is the reason of a stop, or the signal."""
     checkpoints = loop.checkpoints
@@ -46,6 +47,7 @@ def run_end(
         path=next(iter(newest_good), None),
         exception=exception,
         fault=fault,
+        hint=hint,
     )
 
 

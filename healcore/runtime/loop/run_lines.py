@@ -5,7 +5,7 @@ from __future__ import annotations
 from healcore.console import counted
 from healcore.runtime.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.postmortem.diagnosis import RunEnd, with_undone
+from healcore.runtime.postmortem.diagnosis import RunEnd, answers_text, with_undone
 
 _ENDINGS = {
     Ending.COMPLETED: "completed",
@@ -60,6 +60,7 @@ def end_line(
         )
         if number
     ]
+    done += answers_text(end.answered)
     if end.lr_scale < 1 and not end.observes:
         done.append(f"learning rate × {end.lr_scale:.3g} at the end")
     good = "none" if end.last_good is None else f"step {end.last_good}"

@@ -15,6 +15,8 @@ from healcore.runtime.rollback.journal import Journal
 
 _SHOWN = 6
 """Differences that one line names."""
+_LOADERS = 8
+"""Loaders whose batch size is recorded: a loop may make a new one for every epoch."""
 _LENGTHS = {"max_steps", "max_epochs", "num_train_epochs"}
 """Settings of a longer run, which trains the same model further."""
 
@@ -58,7 +60,9 @@ class SettingsChange(NamedTuple):
 
     @property
     def _of_training(self) -> list[str]:
-        return [each for each in self.given if each.partition(":")[0] not in _LENGTHS]
+        """Not those of a longer run, and not `hparams`, which may hold paths and worker counts."""
+        names = {each: each.partition(":")[0] for each in self.given}
+        return [e for e in self.given if names[e] not in _LENGTHS and "hparams." not in names[e]]
 
     def __str__(self) -> str:
         parts = [_listed(self.saved, "the saved value stays in force")]
@@ -118,7 +122,7 @@ def change_since(journal: Journal, now: RunSettings) -> SettingsChange:
 def change_of_batch_size(journal: Journal, number: int, loader: Any) -> str:
     """`batch size: saved -> given` of a loader that has one, or an empty string; records it."""
     size, settings = getattr(loader, "batch_size", None), journal.state.settings
-    if type(size) is not int or settings is None:
+    if type(size) is not int or settings is None or number >= _LOADERS:
         return ""
     sizes = settings.setdefault("batch_sizes", {})
     before = sizes.get(str(number), size)

@@ -214,7 +214,7 @@ def _start(
     loop.journal.read()
     saves = loop.rollbacks.saves()
     settings = RunSettings.of(driver, policy, options.state)
-    change = agreed(ranks, change_since(loop.journal, settings)) if saves else None
+    change = agreed(ranks, change_since(loop.journal, settings) if saves else None)
     try:
         ending = agreed(ranks, loop.journal.state.ending)
         _check_resume(options, ending, saves, store, change)

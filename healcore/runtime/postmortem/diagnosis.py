@@ -6,7 +6,8 @@ The text depends on the `RunEnd` alone, so every rank has the same.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from healcore.console import counted
@@ -147,6 +148,12 @@ class RunEnd(NamedTuple):
     exception: str | None = None
     fault: Cause = Cause(0)
     """Cause of that exception; 0: there was none."""
+    hint: str = ""
+    """What is known about that exception besides its cause, for a person."""
+    answered: Mapping[str, int] = MappingProxyType({})
+    """Word of a rule for faults -> how often it was the answer, in this process."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """`Healer.metrics` at the end."""
 
 
 def explain(end: RunEnd) -> str:
@@ -233,6 +240,9 @@ def _actions(end: RunEnd) -> Iterator[str]:
     done = []
     if end.skips:
         done.append(f"skipped {with_undone(counted(end.skips, 'step'), end.undone_skips)}")
+    if end.clips:
+        done.append(f"clipped {counted(end.clips, 'step')}")
+    done += answers_text(end.answered)
     if len(end.rollbacks) > _SHOWN:
         done.append(f"{len(end.rollbacks) - _SHOWN} earlier rollbacks")
     done += [_rollback(each) for each in end.rollbacks[-_SHOWN:]]
@@ -269,6 +279,8 @@ def _look_at(end: RunEnd) -> Iterator[str]:
         left_out=any(each.left_out for each in end.rollbacks),
         lr_lowered=end.lr_scale < 1 or any(each.lowers_lr for each in end.rollbacks),
     )
+    if end.hint:  # it says more than the row of its cause
+        hints = [end.hint, *(each for each in hints if each != FAILURES[Cause.UNKNOWN].diagnosis)]
     if hints:
         yield "Look at:"
     for hint in hints:
@@ -299,6 +311,18 @@ def why_none_is_good(step: int, probation: int | None) -> str:
         return text
     text += f", and the run has had {step}"
     return text if step < 2 else f'{text}. For runs as short, rollback={{"probation": {step // 2}}}'
+
+
+def answers_text(answered: Mapping[str, int]) -> list[str]:
+    """What was done about faults, for a list; a word of a rule without a phrase is left out."""
+    return [phrase(answered[word]) for word, phrase in _ANSWERS.items() if answered.get(word)]
+
+
+_ANSWERS: dict[str, Callable[[int], str]] = {
+    "shrink_microbatch": lambda n: f"split the batch {counted(n, 'time')} when memory ran out",
+    "skip_batch": lambda n: f"skipped {counted(n, 'unreadable batch', 'unreadable batches')}",
+    "retry": lambda n: f"repeated a network call {counted(n, 'time')}",
+}
 
 
 def incidents_text(end: RunEnd) -> str:

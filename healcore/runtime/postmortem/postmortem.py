@@ -45,6 +45,12 @@ class Postmortem(NamedTuple):
     diagnosis: str
     cause: tuple[str, ...] = ()
     incidents: int = 0
+    clips: int = 0
+    """Clipped steps of the whole run."""
+    skips: int = 0
+    """Skipped steps of the whole run, those that a rollback has undone too."""
+    metrics: dict[str, float] = {}  # noqa: RUF012 -- never changed
+    """The numbers of the last step that was read, and all counts; empty for a killed run."""
     rollbacks: tuple[RollbackRecord, ...] = ()
     lr_scale: float = 1.0
     last_good: int | None = None
@@ -86,6 +92,9 @@ def _postmortem(end: RunEnd, **more: Any) -> Postmortem:
         diagnosis=explain(end),
         cause=tuple(flag.name for flag in Cause if flag.name and flag in end.cause),
         incidents=end.incidents,
+        clips=end.clips,
+        skips=end.skips,
+        metrics=dict(end.metrics),
         rollbacks=end.rollbacks,
         lr_scale=end.lr_scale,
         last_good=end.last_good,

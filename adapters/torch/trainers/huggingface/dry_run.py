@@ -12,6 +12,8 @@ import types
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,10 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from healcore.core.verdict import NONFINITE, Cause
+from healcore.runtime.faults import classify
+from healcore.runtime.faults.failures import failures_of
+from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.live_state import RngState
 from healcore.torch.errors import AttachError
@@ -37,6 +43,15 @@ class DryRun(NamedTuple):
     """What the policy would have done at each step, besides clipping: causes and actions."""
     peak_bytes: int | None
     """Most memory on the accelerator, the copy included; None on a CPU."""
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """What to look at, for each cause that the policy has found; empty if it found none."""
+        names = {name for step in self.would for name in step}
+        causes = reduce(or_, (each for each in Cause if each.name in names), Cause(0))
+        if not self.finite and not causes & NONFINITE:
+            causes |= NONFINITE
+        return tuple(row.diagnosis for row in failures_of(causes))
 
 
 @contextmanager
@@ -64,6 +79,16 @@ def copy_of(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         rng.load_state_dict(torch_state)
+
+
+def add_hint(error: Exception) -> None:
+    """Adds a note about what to look at to the error of a dry run, if its kind is known."""
+    fault = classify(error)
+    hint = shape_diagnosis(error) or (
+        "" if fault.cause is Cause.UNKNOWN else fault.failure.diagnosis
+    )
+    if hint:
+        error.add_note(f"healcore: {hint}")
 
 
 def findings(metrics: Path) -> DryRun:

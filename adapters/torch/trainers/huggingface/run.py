@@ -18,6 +18,7 @@ from healcore.policy import Policy
 from healcore.policy.trainer_limit import keeps_limit
 from healcore.runtime.events import Log
 from healcore.runtime.events.models import Ending
+from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.assessment import Assessor
@@ -209,7 +210,8 @@ class TrainingRun:
         try:
             if error is None:
                 self._read(all=True, carry_out=False)
-            end = self.run_end(ending, error.why if isinstance(error, RunStopped) else "", raised)
+            why = error.why if isinstance(error, RunStopped) else ""
+            end = self.run_end(ending, why, raised, shape_diagnosis(error))
             events = self.log.events
             if events.path is not None and (error is not None or self.ledger.incident_count):
                 path = postmortem.path_for(events.path, events.run)
@@ -347,7 +349,9 @@ class TrainingRun:
             last_good=self.checkpoints.last_good,
         )
 
-    def run_end(self, ending: Ending, why: str = "", exception: str | None = None) -> RunEnd:
+    def run_end(
+        self, ending: Ending, why: str = "", exception: str | None = None, hint: str = ""
+    ) -> RunEnd:
         """The facts for a diagnosis."""
         good = self.checkpoints.last_good
         return self.monitor.run_end(
@@ -357,6 +361,7 @@ class TrainingRun:
             last_good=good,
             path=None if good is None else str(self.checkpoints.path(good)),
             exception=exception,
+            hint=hint,
         )
 
 

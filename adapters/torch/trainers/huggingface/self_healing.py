@@ -24,7 +24,7 @@ from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.callback import HealingCallback
-from healcore.torch.trainers.huggingface.dry_run import DryRun, copy_of, findings
+from healcore.torch.trainers.huggingface.dry_run import DryRun, add_hint, copy_of, findings
 from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
 from healcore.torch.trainers.huggingface.evidence import loss_fn_of
 from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
@@ -97,7 +97,8 @@ def heal(
         on_rollback: as for `healcore.Healer`.
         rerun: go back once with nothing changed before a rollback.
         resume: "auto" and True continue an interrupted run, and do not train one again that has
-            completed; False refuses a store that is not empty.
+            completed; with other arguments than that run had, "auto" raises StoreNotEmpty instead.
+            False refuses a store that is not empty.
         nonfinite_ok: patterns of array names in which NaN and Inf are allowed.
         attach: options of `healcore.torch.attach`.
         trust: pickle and unpickle what has no plain form, as for `healcore.Healer`.
@@ -233,6 +234,7 @@ class SelfHealingTrainer:
 
         Raises:
             ValueError: `steps` is no whole number >= 1.
+            Exception: what the training raises, with a note about what to look at.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is a whole number >= 1, not {steps!r}")
@@ -244,7 +246,11 @@ class SelfHealingTrainer:
         with copy_of(self.trainer, steps) as (trainer, folder):
             metrics = folder / "metrics.jsonl"
             options = {"metrics": metrics, "attach": self._options["attach"]}
-            heal(trainer, policy, store=None, loss_fn=None, **options).train()
+            try:
+                heal(trainer, policy, store=None, loss_fn=None, **options).train()
+            except Exception as error:
+                add_hint(error)
+                raise
             return findings(metrics)
 
     def _refuse_other_checkpoints(self) -> None:

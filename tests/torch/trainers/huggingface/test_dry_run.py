@@ -99,6 +99,19 @@ def test_it_says_what_the_policy_would_do(tmp_path: Path):
     found = heal(trainer).dry_run(steps=2)
     assert not found.finite
     assert all("NONFINITE_LOSS" in each for each in found.would)
+    assert any("a log or a division of 0" in hint for hint in found.hints)
+
+
+def test_a_healthy_one_gives_no_hints(tmp_path: Path):
+    assert heal(tiny.plain(tmp_path, max_steps=3)).dry_run(steps=1).hints == ()
+
+
+def test_an_error_in_it_has_a_note_about_what_to_look_at(tmp_path: Path):
+    trainer = tiny.plain(tmp_path, max_steps=3)
+    trainer.model.lm_head = torch.nn.Linear(7, 4)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        heal(trainer).dry_run(steps=1)
+    assert "Shapes of tensors do not fit in Linear" in raised.value.__notes__[-1]
 
 
 def test_steps_is_checked(tmp_path: Path):

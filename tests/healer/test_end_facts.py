@@ -1,0 +1,70 @@
+"""What the last line and the postmortem of a run say about it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from healcore import HealcoreError, Healer
+from tests.healer.run_directory import events, postmortems
+
+
+def run(folder: Path, *, width: int = 4, stop_at: int | None = None, limit: int = 99) -> None:
+    """Twelve steps of a regression, with batches of eight rows of `width` numbers."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer}
+    rows = [torch.full((8, width), float(i)) for i in range(12)]
+    clip: Any = {"kind": "fixed", "max_norm": 1e-3}
+    with Healer("default", state=state, store=folder, clip=clip) as healer:
+        for batch in healer.batches(rows):
+            if healer.step >= limit:
+                break
+            for part in healer.microbatches(batch):
+                with part:
+                    if len(part.batch) > 4 and width == 4 and limit == 50:
+                        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+                    loss = model(part.batch).square().mean()
+                    healer.observe(loss)
+                    (loss * part.weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if healer.step == stop_at:
+                raise KeyboardInterrupt
+
+
+def test_the_postmortem_has_the_last_metrics_and_the_clips(tmp_path: Path):
+    run(tmp_path)
+    (found,) = postmortems(tmp_path)
+    assert found["clips"] == found["metrics"]["heal/clips"] > 5
+    assert found["skips"] == 0
+    assert found["metrics"]["heal/loss"] > 0
+    assert f"clipped {found['clips']} steps" in " ".join(found["diagnosis"].split())
+
+
+def test_batches_that_were_split_are_an_intervention(tmp_path: Path, capsys: Any):
+    run(tmp_path, limit=50)
+    end = capsys.readouterr().err.splitlines()[-1]
+    assert "split the batch 1 time when memory ran out" in end
+    assert "no intervention" not in end
+
+
+def test_a_loop_that_ends_by_its_own_limit_has_not_used_the_data_up(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, stop_at=6)
+    with suppress(HealcoreError):
+        run(tmp_path, limit=3)
+    assert not any("used up" in each["problem"] for each in events(tmp_path, "problem"))
+
+
+def test_a_shape_error_in_forward_is_named(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run(tmp_path, width=5)
+    (found,) = postmortems(tmp_path)
+    text = " ".join(found["diagnosis"].split())
+    assert "Shapes of tensors do not fit in Linear (test_end_facts.py, line " in text
+    assert "does not classify" not in text
