@@ -101,7 +101,7 @@ class JournalState:
     quarantined: list[str] = field(default_factory=list)
     """Directories of quarantined checkpoints, in case their status files get damaged."""
     settings: dict[str, Any] | None = None
-    """Learning rate, batch size, policy and so on at the run's start; see `run_settings`."""
+    """Learning rate, batch size, policy and the like at the start; see `run_settings`."""
     settings_at_end: dict[str, Any] | None = None
     """The hyperparameters that the last process ended with."""
 
