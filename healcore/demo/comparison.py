@@ -71,7 +71,7 @@ def run_demo(
     Raises MissingExtraError, healcore.policy.PolicyError, or a DemoError for a missing corpus, too
     few steps, or sizes that do not fit.
     """
-    require("report", "matplotlib", "plotly")
+    require("report", "matplotlib", "jinja2")
     for framework in frameworks:
         require(framework, *FRAMEWORKS[framework])
     policy, text = shortened(policies.load(policy)), load_corpus()

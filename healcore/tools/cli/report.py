@@ -62,7 +62,7 @@ def report(
     if metrics is not None and len(events) > 1:
         fail("--metrics goes with one events file: leave it out, or name one run")
     try:
-        require("report", "plotly", "jinja2", *(["matplotlib"] if png else []))
+        require("report", "jinja2", *(["matplotlib"] if png else []))
         given: Policy | None = None if policy is None else load(policy)
     except (MissingExtraError, PolicyError) as error:
         fail(str(error))

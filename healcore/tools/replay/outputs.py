@@ -52,7 +52,7 @@ class Outputs(NamedTuple):
         Raises OutputError, or MissingExtraError if a drawing library is not installed.
         """
         if self.report:
-            require("report", "plotly", "jinja2")
+            require("report", "jinja2")
         if self.png:
             require("report", "matplotlib")
         names = (None if self.jsonl == "-" else self.jsonl, self.report, self.png)

@@ -16,13 +16,13 @@ LABELLED = 60
 
 
 class Marker(NamedTuple):
-    """The mark of incidents with one outcome; `plotly` and `matplotlib` are symbols there."""
+    """The mark of incidents with one outcome; `symbol` and `matplotlib` are its shapes in both."""
 
     outcome: IncidentOutcome
     done: str
     would: str
     """What `done` is called if nothing was done (observed, replayed)."""
-    plotly: str
+    symbol: str
     matplotlib: str
     colour: str
     """For the picture; they differ for the colour-blind too. The page's colours are in its CSS."""

@@ -19,7 +19,7 @@ from healcore.tools.report.markers import LABELLED, LANE, MARKERS, has_room, is_
 from healcore.tools.report.run_report import RunReport, by_severity
 from healcore.tools.report.sections import overview, page_title, section
 
-_SCRIPT = ("data", "lines", "marks", "figure", "run", "page")
+_SCRIPT = ("data", "chart", "lines", "marks", "figure", "run", "page")
 
 
 def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
@@ -27,24 +27,22 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
     Scripts are allowed by their digest only, so that a text out of a log could not run as one even
     without escaping. `left_out` is the number of further runs, with fewer incidents. Raises
-    MissingExtraError without plotly or jinja2, ValueError without a run.
+    MissingExtraError without jinja2, ValueError without a run.
     """
     if not reports:
         raise ValueError("a report needs at least one run")
-    require("report", "plotly", "jinja2")
+    require("report", "jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from plotly.offline import get_plotlyjs
 
     reports = by_severity(reports)
-    scripts = [get_plotlyjs(), _script()]
+    script = _script()
     # A browser hashes the element's text up to the first "</script", so no script may have one.
-    assert not any("</script" in script for script in scripts)
+    assert "</script" not in script
     policy = "; ".join(
         (
             "default-src 'none'",
-            f"script-src {' '.join(map(_digest, scripts))}",
-            "style-src 'unsafe-inline'",  # plotly sets styles on what it draws
-            "img-src data: blob:",  # its button that saves the plot as a picture
+            f"script-src {_digest(script)}",
+            "style-src 'unsafe-inline'",  # the page's own style sheet
         )
     )
     environment = Environment(
@@ -67,12 +65,12 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
         version=healcore.__version__,
         data={
             "signs": {
-                each.outcome: {"done": each.done, "would": each.would, "symbol": each.plotly}
+                each.outcome: {"done": each.done, "would": each.would, "symbol": each.symbol}
                 for each in MARKERS.values()
             },
             "runs": [plot_data(report) for report in reports],
         },
-        scripts=scripts,
+        script=script,
     )
 
 
@@ -149,7 +147,7 @@ def _incident(incident: Incident, row: int, stop: tuple[float, int] | None) -> d
 
 
 def _label(text: str) -> str:
-    """Plotly's labels interpret a few HTML tags."""
+    """A text for the label of a mark, which has a few tags of its own."""
     return html.escape(text if len(text) <= 300 else f"{text[:297]}...", quote=False)
 
 

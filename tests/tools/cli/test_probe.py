@@ -261,7 +261,7 @@ def test_probes_import_little(tmp_path):
         "for command in commands:\n"
         "    done = CliRunner().invoke(app, ['probe', *command])\n"
         "    assert done.exit_code == 0, done.output\n"
-        "heavy = {'torch', 'jax', 'pandas', 'matplotlib', 'plotly', 'healcore.policy.document', "
+        "heavy = {'torch', 'jax', 'pandas', 'matplotlib', 'healcore.policy.document', "
         "'healcore.core.engine', 'healcore.runtime.driver'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )

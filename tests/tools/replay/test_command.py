@@ -177,7 +177,7 @@ def test_damage_is_reported_before_the_legend(spiked):
 
 
 def test_page_and_picture(spiked, tmp_path):
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     page, picture = tmp_path / "r.html", tmp_path / "r.png"
     done = healcore_replay(spiked, "--report", page, "--png", picture)
     assert done.exit_code == 0, done.output

@@ -156,7 +156,7 @@ def test_a_postmortem_that_is_none(copy):
     assert any("postmortem" in problem for problem in read_reports(copy).problems)
 
 
-@pytest.mark.parametrize("missing", ["plotly", "matplotlib"])
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
 def test_a_missing_package_names_the_extra(missing, copy):
     code = f"""
 import sys

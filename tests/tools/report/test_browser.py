@@ -20,7 +20,7 @@ MEASURE = """
 const out = [...document.querySelectorAll("body *")].filter((e) => !e.closest("svg") &&
   e.getBoundingClientRect().width && e.getBoundingClientRect().right > innerWidth + 1);
 const found = { inner: innerWidth, page: document.documentElement.scrollWidth,
-  plot: document.querySelector(".main-svg").getBoundingClientRect().width,
+  plot: document.querySelector(".chart").getBoundingClientRect().width,
   out: out.map((e) => e.tagName + "." + e.className) };
 """
 
@@ -42,8 +42,8 @@ def test_it_draws_asks_for_nothing_and_has_no_error(healed, resumed, tmp_path):
     opened = open_page(page_of(reports, tmp_path), tmp_path)
     assert opened.console == []
     assert opened.asked == []
-    assert opened.dom.count('class="main-svg"') >= 2
-    assert opened.dom.count("scatterlayer") >= 2 * 4
+    assert opened.dom.count('class="chart"') >= 2
+    assert opened.dom.count('class="trace"') >= 2 * 4
     for label in ("log loss", "as recorded", "whole run"):
         assert opened.dom.count(f">{label}</button>") == 2
 
@@ -117,6 +117,41 @@ def test_a_row_zooms_and_the_axes_switch(healed, tmp_path):
     assert recorded[0][1] >= len(report.curves.step) - 1 > whole[0][1]
 
 
+def test_the_pointer_shows_values_zooms_and_chooses(healed, tmp_path):
+    script = """
+    const plot = document.querySelector(".plot"), found = {};
+    const chart = () => plot.querySelector(".chart").getBoundingClientRect();
+    const send = (kind, x, y) => plot.querySelector(".chart").dispatchEvent(new PointerEvent(kind,
+      { bubbles: true, button: 0, clientX: chart().left + x, clientY: chart().top + y }));
+    const range = () => plot.layout.xaxis.range.map(Math.round);
+    send("pointermove", 600, 200);
+    found.hover = [...plot.querySelectorAll(".hover div")].map((each) => each.textContent);
+    send("pointerdown", 300, 200); send("pointermove", 400, 200); send("pointerup", 500, 200);
+    found.zoomed = range();
+    send("dblclick", 400, 200);
+    found.whole = range();
+    const loss = [...plot.querySelectorAll(".legend button")]
+      .find((each) => each.textContent === "loss");
+    found.lines = plot.querySelectorAll(".trace").length;
+    loss.click();
+    found.fewer = plot.querySelectorAll(".trace").length;
+    const places = [...plot.querySelectorAll(".trace path[transform]")]
+      .map((each) => each.getAttribute("transform").match(/[-\\d.]+/g).map(Number));
+    for (const [x, y] of places) { send("pointerdown", x, y); send("pointerup", x, y); }
+    found.chosen = document.querySelectorAll("tr.chosen").length;
+    document.body.dataset.found = JSON.stringify(found);
+    """
+    (report,) = read_reports(healed).reports
+    opened = open_page(page_of([report], tmp_path, script), tmp_path)
+    assert opened.console == []
+    found = json.loads(opened.data("found").replace("&quot;", '"'))
+    assert any(text.startswith("loss ") for text in found["hover"])
+    assert any(text.startswith("gradient norm ") for text in found["hover"])
+    assert found["whole"][0] < found["zoomed"][0] < found["zoomed"][1] < found["whole"][1]
+    assert found["fewer"] < found["lines"]
+    assert found["chosen"] == 1
+
+
 def test_hostile_texts_do_not_run(tmp_path):
     # Without the page's policy, which would forbid it, and which another test reads.
     opened = open_page(page_of([hostile()], tmp_path, "document.body.dataset.ran = 1"), tmp_path)
@@ -147,7 +182,7 @@ def test_odd_curves_draw(tmp_path):
     dispatchEvent(new Event("beforeprint")); dispatchEvent(new Event("afterprint"));
     document.querySelectorAll(".tools button").forEach((each) => each.click());
     setTimeout(() => { document.body.dataset.drawn =
-      document.querySelectorAll(".plot:has(.main-svg)").length; }, 500);
+      document.querySelectorAll(".plot:has(.chart)").length; }, 500);
     """
     opened = open_page(page_of([*reports, empty()], tmp_path, script), tmp_path)
     assert opened.console == []

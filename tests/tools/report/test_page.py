@@ -114,10 +114,11 @@ def test_nothing_is_loaded(healed):
     assert "http" not in policy
 
 
-def test_plotly_is_there_once_however_many_runs(healed, stopped):
+def test_the_page_is_small_and_has_one_script_however_many_runs(healed, stopped):
     reports = [*read_reports(healed).reports, *read_reports(stopped).reports]
     page = render(reports)
-    assert page.count("plotly.js v") == render(reports[:1]).count("plotly.js v") == 1
+    assert len(page) < 300_000
+    assert page.count("<script>") == render(reports[:1]).count("<script>") == 1
     assert page.count("<section") == 2
     assert re.findall(r'<a href="(#s\d)"', page) == ["#s0", "#s1"]
 
@@ -151,7 +152,7 @@ def test_every_incident_has_its_row(healed):
 
 def test_texts_cannot_become_elements():
     elements = Elements(render([hostile(), hostile()]))
-    assert [tag for tag, _ in elements.found].count("script") == 3
+    assert [tag for tag, _ in elements.found].count("script") == 2
     assert "img" not in {tag for tag, _ in elements.found}
     assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
     assert json.loads(elements.scripts[0])["runs"][0]["incidents"][0]["n"] == 1

@@ -49,7 +49,7 @@ function whole(run, state) {
   return [low - room, high + room * (run.labelled ? (narrow() ? 6 : 2.5) : 1)];
 }
 
-// Whole numbers times powers of ten, in full: plotly's own minor labels say "2" for 0.02.
+// Whole numbers times powers of ten, in full.
 function ticks(range) {
   const [low, high] = range, decades = high - low;
   const steps = decades > 3 ? [1] : decades > 1.2 ? [1, 3] : decades > 0.5 ? [1, 2, 3, 5, 7] : null;
@@ -60,43 +60,30 @@ function ticks(range) {
     for (const step of steps) values.push(Number((step * 10 ** power).toPrecision(3)));
   }
   const text = (value) => (value >= 1e5 || value < 1e-4 ? value.toExponential(0) : String(value));
-  return { tickmode: "array", tickvals: values, ticktext: values.map(text) };
+  return { tickvals: values, ticktext: values.map(text) };
 }
 
 function layout(run, state) {
   const { found, top } = panels(run);
-  const small = narrow() || state.printing;
-  const plain = {
-    gridcolor: colour("grid"), linecolor: colour("line"), zeroline: false, fixedrange: true,
-    title: { font: { size: 12 }, standoff: 4 }, tickfont: { size: 11 }, automargin: true,
-  };
-  const hidden = { visible: false, fixedrange: true, showgrid: false };
+  const hidden = { visible: false };
   const figure = {
-    height: state.printing ? 560 : narrow() ? 560 : 640, hovermode: "x unified", hoversubplots: "axis", hoverdistance: 12, showlegend: true,
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: "system-ui, sans-serif", size: 12, color: colour("text") },
-    margin: { l: small ? 8 : 60, r: small ? 8 : 24, t: state.printing || narrow() ? 4 : 26, b: 40 },
+    height: state.printing || narrow() ? 560 : 640, font: { color: colour("text") },
     dragmode: matchMedia("(pointer: coarse)").matches || narrow() ? false : "zoom",
-    hoverlabel: { bgcolor: colour("page"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
-    legend: { orientation: "h", y: -0.09, yanchor: "top", x: 0, font: { size: 11 } },
-    xaxis: { ...plain, fixedrange: false, range: state.range || whole(run, state), anchor: "free", position: 0,
-      title: { ...plain.title, text: state.recorded ? "row, as recorded" : "step" }, tickformat: ",d" },
+    xaxis: { range: state.range || whole(run, state), title: { text: state.recorded ? "row, as recorded" : "step" } },
     shapes: bands(run, state, top),
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: colour("text") },
     yaxis5: { ...hidden, domain: [top, 1], range: [-1.4, 3.8] },
   };
   for (const panel of found) {
     const log = panel.log && state[panel.log];
     figure[AXES[panel.axis]] = {
-      ...plain, domain: panel.domain, type: log ? "log" : "linear", anchor: "x",
-      title: { ...plain.title, text: panel.title }, range: extent(run, panel, state, state.range) || undefined,
+      domain: panel.domain, type: log ? "log" : "linear", title: { text: panel.title }, range: extent(run, panel, state, state.range) || undefined,
       nticks: panel.axis === 2 ? 4 : undefined,
     };
     const range = figure[AXES[panel.axis]].range;
     if (log && range) Object.assign(figure[AXES[panel.axis]], ticks(range));
   }
   const first = found[0];
-  if (first) figure.yaxis6 = { ...hidden, overlaying: first.axis ? "y" + (first.axis + 1) : "y", domain: first.domain, range: [0, 1] };
+  if (first) figure.yaxis6 = { ...hidden, domain: first.domain, range: [0, 1] };
   return figure;
 }
 

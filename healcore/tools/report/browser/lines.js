@@ -1,4 +1,4 @@
-// The curves as plotly's traces.
+// The curves as traces of the chart.
 
 // Points of one curve as a line: what is not logged is skipped, what is not finite is a gap,
 // and where a rollback has undone steps, they are a line of their own.
@@ -34,17 +34,17 @@ function curve(run, name, label, panel, key, state, more) {
   if (!values) return [];
   const recorded = state.recorded;
   const mode = run.isolated ? "markers" : "lines";
-  const base = { type: "scatter", mode, xaxis: "x", yaxis: panel };
+  const base = { mode, yaxis: panel };
   // With its own step: where the curve has no value there, the nearest one is shown.
-  const hover = (what) => what + " %{y:.5~g} at %{x:,d}<extra></extra>";
+  const hover = (what) => (x, y) => `${what} ${short(y)} at ${wholeNumber(x)}`;
   const kept = {
-    ...base, ...line(run, values, 0, recorded), name: label, legendgroup: name, hovertemplate: hover(label),
+    ...base, ...line(run, values, 0, recorded), name: label, legendgroup: name, hover: hover(label),
     line: { color: colour(key), width: 1.6, ...more }, marker: { color: colour(key), size: 5 },
   };
   const traces = [kept];
   if (name !== "threshold" && run.undone.includes(1)) {
     traces.unshift({
-      ...base, ...line(run, values, 1, recorded), name: "undone", hovertemplate: hover(label + ", undone,"),
+      ...base, ...line(run, values, 1, recorded), name: "undone", hover: hover(label + ", undone,"),
       legendgroup: "undone", showlegend: name === "loss" || !run.loss, opacity: 0.75,
       line: { color: colour("undone"), width: 1.2, ...more },
       marker: { color: colour("undone"), size: 5, symbol: "circle-open" },

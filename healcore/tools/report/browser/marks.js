@@ -1,4 +1,4 @@
-// Incidents and other events as plotly's traces and shapes.
+// Incidents and other events as traces and shapes of the chart.
 
 const SHAPES = 600; // lines and bands that a browser draws without waiting for it
 
@@ -14,12 +14,11 @@ function stopTraces(run, state) {
   if (!of.length) return [];
   const alone = !run.incidents.some((incident) => incident.kind === "stop");
   return [{
-    type: "scatter", mode: "markers", yaxis: "y5", name: outcome(all.signs.stop, run), legendgroup: "stop",
+    mode: "markers", yaxis: "y5", name: outcome(all.signs.stop, run), legendgroup: "stop",
     showlegend: alone, x: of.map((incident) => incident.stop[place]), y: of.map((incident) => incident.row - 0.45),
     customdata: of.map((incident) => incident.number),
-    marker: { symbol: all.signs.stop.symbol, size: 10, color: colour("stop"), line: { width: 0 } },
-    hovertext: of.map((incident) => outcome(all.signs.stop, run) + ", #" + incident.n),
-    hovertemplate: "%{hovertext}<extra></extra>",
+    marker: { symbol: all.signs.stop.symbol, size: 10, color: colour("stop") },
+    hover: of.map((incident) => outcome(all.signs.stop, run) + ", #" + incident.n),
   }];
 }
 
@@ -34,16 +33,16 @@ function incidentTraces(run, state) {
       if (kind !== "rollback" || incident.to === null || state.recorded) continue;
       back.x.push(incident.x[0], incident.to, null); back.y.push(incident.row, incident.row, null);
     }
-    const quiet = { type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false, legendgroup: kind };
+    const quiet = { mode: "lines", showlegend: false, legendgroup: kind };
     const ink = colour(kind);
     if (back.x.length) traces.push({ ...quiet, ...back, yaxis: "y5", line: { color: ink, width: 1.2, dash: "dot" } });
     traces.push({
-      type: "scatter", mode: run.labelled ? "markers+text" : "markers", yaxis: "y5",
+      mode: run.labelled ? "markers+text" : "markers", yaxis: "y5",
       x: of.map((incident) => span(incident, state.recorded)[0]), y: of.map((incident) => incident.row),
       customdata: of.map((incident) => incident.place), name: outcome(sign, run), legendgroup: kind,
-      text: of.map((incident) => (run.labelled && incident.label ? "#" + incident.n : "")), textposition: "middle right",
-      textfont: { size: 11, color: ink }, marker: { symbol: sign.symbol, size: 10, color: ink, line: { width: 0 } },
-      hovertext: of.map((incident) => incident.text), hovertemplate: "%{hovertext}<extra></extra>",
+      text: of.map((incident) => (run.labelled && incident.label ? "#" + incident.n : "")),
+      textfont: { color: ink }, marker: { symbol: sign.symbol, size: 10, color: ink },
+      hover: of.map((incident) => incident.text),
     });
   }
   return traces;
@@ -59,10 +58,10 @@ function bands(run, state, top) {
       const at = span(incident, state.recorded);
       if (incident.kind !== kind || !at || shapes.length >= SHAPES || drawn.has(String(at))) continue;
       drawn.add(String(at));
-      const shape = { xref: "x", yref: "paper", y0: 0, y1: top, x0: at[0], x1: at[1], layer: "below" };
-      if (at[1] > at[0]) shapes.push({ ...shape, type: "rect", fillcolor: ink, opacity: 0.13, line: { width: 0 } });
+      const shape = { y0: 0, y1: top, x0: at[0], x1: at[1], layer: "below" };
+      if (at[1] > at[0]) shapes.push({ ...shape, type: "rect", fillcolor: ink, opacity: 0.13 });
       // Above the curves: below them it would be under the grid, where that has a line at its step.
-      shapes.push({ ...shape, layer: "above", type: "line", x1: at[0], opacity: 0.55, line: { color: ink, width: 1, dash: kind === "alert" ? "dot" : "solid" } });
+      shapes.push({ ...shape, layer: "above", type: "line", x1: at[0], opacity: 0.55, line: { color: ink, dash: kind === "alert" ? "dot" : "solid" } });
     }
   }
   return shapes;
@@ -73,21 +72,21 @@ function otherTraces(run, state) {
   const x = state.recorded ? run.index : run.step;
   if (run.bad.length) {
     traces.push({
-      type: "scatter", mode: "markers", yaxis: "y6", name: "NaN or Inf",
+      mode: "markers", yaxis: "y6", name: "NaN or Inf",
       x: run.bad.map((row) => x[row]), y: run.bad.map(() => 0.97),
-      marker: { symbol: "x-thin", size: 6, line: { width: 1.5, color: colour("bad") } },
-      hovertemplate: "loss or norm not finite<extra></extra>",
+      marker: { symbol: "x-thin", size: 7, color: colour("bad") },
+      hover: () => "loss or norm not finite",
     });
   }
   if (run.marks.length && !state.recorded) {
     const names = { alarm: "line-ns-open", order: "line-ns-open", resume: "diamond-open", hook: "hexagon-open" };
     traces.push({
-      type: "scatter", mode: "markers", yaxis: "y5", name: "other events",
+      mode: "markers", yaxis: "y5", name: "other events",
       x: run.marks.map((mark) => mark.x), y: run.marks.map(() => -0.8),
-      hovertext: run.marks.map((mark) => mark.text), hovertemplate: "%{hovertext}<extra></extra>",
+      hover: run.marks.map((mark) => mark.text),
       marker: {
         symbol: run.marks.map((mark) => names[mark.kind] || "square-open"), size: 8,
-        color: colour("quiet"), line: { width: 1.2, color: colour("quiet") },
+        color: colour("quiet"),
       },
     });
   }

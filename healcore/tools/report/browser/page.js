@@ -4,7 +4,7 @@ const plots = all.runs.map(attach).filter(Boolean);
 function first(each) {
   if (each.drawn) return;
   each.drawn = true;
-  each.begin();
+  each.draw();
 }
 
 // A page of sixty plots would take its time: each is drawn when it comes near.

@@ -6,28 +6,17 @@ function attach(run, number) {
   if (!plot) return null;
   run.badRows = new Set(run.bad);
   const state = { range: null, recorded: false, logLoss: run.logLoss, logNorm: run.logNorm, printing: false };
-  const options = {
-    responsive: true, displayModeBar: narrow() ? false : "hover", displaylogo: false,
-    // By name, not by what to leave out: plotly's own bar has one that sends the chart away.
-    modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d"]],
-  };
+  const paint = chart(plot, { zoom: show, reset: () => show(null), choose: (place) => choose(place, true) });
 
   function draw(width) {
     const figure = layout(run, state);
-    if (width) { figure.width = width; figure.autosize = false; }
-    return Plotly.react(plot, traces(run, state), figure, options);
+    if (width) figure.width = width;
+    paint(traces(run, state), figure);
   }
 
   function show(range) {
     state.range = range;
-    return draw();
-  }
-
-  // Zoom and pan change only the x axis; the others follow what is in view.
-  function follow(change) {
-    if ("xaxis.range[0]" in change) show([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
-    else if ("xaxis.range" in change) show([...change["xaxis.range"]]);
-    else if (change["xaxis.autorange"]) show(null);
+    draw();
   }
 
   function choose(place, scroll) {
@@ -45,7 +34,8 @@ function attach(run, number) {
     const [low, high] = whole(run, state);
     const room = Math.max((at[1] - at[0]) * 2, (high - low) * 0.03, 5);
     choose(place, false);
-    show([at[0] - room, at[1] + room]).then(() => plot.scrollIntoView({ block: "center", behavior: "smooth" }));
+    show([at[0] - room, at[1] + room]);
+    plot.scrollIntoView({ block: "center", behavior: "smooth" });
   }
 
   function move(by, factor) {
@@ -78,17 +68,9 @@ function attach(run, number) {
   button("−", "Zoom out", () => move(0, 2));
   button("whole run", "Everything", () => { choose(-1, false); show(null); });
 
-  const begin = () => draw().then(() => {
-    plot.on("plotly_relayout", follow);
-    plot.on("plotly_doubleclick", () => { show(null); });
-    plot.on("plotly_click", (event) => {
-      const point = event.points.find((each) => each.customdata !== undefined);
-      if (point) choose(point.customdata, true);
-    });
-  });
   section.querySelector(".incidents")?.addEventListener("click", (event) => {
     const row = event.target.closest("tr[data-incident]");
     if (row) zoomTo(Number(row.dataset.incident));
   });
-  return { begin, draw, state, plot, drawn: false };
+  return { draw, state, plot, drawn: false };
 }
