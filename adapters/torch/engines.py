@@ -10,6 +10,7 @@ each; on an accelerator it is therefore compiled into a few kernels.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -213,7 +214,8 @@ class HostEngine(LiveEngine):
     def pending_record(self) -> PendingRecord:
         """The last step's record, from a reference to the state, which is immutable."""
         state = self.state
-        return lambda: step_record.on_host(step_record.numbers(state))
+        # Cached: the step after it asks for its number too.
+        return functools.cache(lambda: step_record.on_host(step_record.numbers(state)))
 
     def grow(self, groups: int) -> None:
         """See `LiveEngine.grow`."""
@@ -330,7 +332,7 @@ class DeviceEngine(LiveEngine):
         ints, floats = values[: step_record.INTS], values[step_record.INTS :]
         packed = [n.to(torch.int32) for n in ints] + [x.view(torch.int32) for x in floats]
         copy = AsyncCopy(torch.stack(packed))
-        return lambda: step_record.unpack(copy.read())
+        return functools.cache(lambda: step_record.unpack(copy.read()))
 
     def metrics(self) -> dict[str, Tensor]:
         """Named 0-d tensors on the device; copies, because the state is written in place."""
