@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from healcore.core.engine import Engine
 from healcore.jax import state as heal_state
@@ -117,6 +118,12 @@ def loaded(
     return jax.tree_util.tree_map_with_path(
         one, tree, is_leaf=lambda node: isinstance(node, (HealState, ScaleByHealLrState))
     )
+
+
+def is_poisoned_by_one_nan(tree: Any) -> bool:
+    """Whether an engine is within an optax.MultiSteps that accumulates NaN gradients."""
+    around = [node for _, node in nodes(optax.MultiStepsState, tree) if node.skip_state == ()]
+    return any(nodes(HealState, node.inner_opt_state) for node in around)
 
 
 def with_change_expected(tree: Any) -> Any:

@@ -73,8 +73,9 @@ class StepLines:
 def incident_text(record: StepRecord) -> str:
     """Causes and numbers of a step, for a sentence."""
     of = "last finite " if record.cause & NONFINITE else ""
-    numbers = f"{of}loss {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
-    return f"{cause_text(record.cause)}; {numbers}"
+    loss = f"loss {record.loss:.4g}, " if record.loss else ""  # 0 until there is a finite loss
+    norm = f"gradient norm {record.grad_norm:.4g}"
+    return f"{cause_text(record.cause)}; {of}{loss}{norm}"
 
 
 def enforced_text(record: StepRecord) -> str:
