@@ -79,4 +79,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"healcore.{name}")
     if name in __all__:
         return getattr(importlib.import_module("healcore.api"), name)
-    raise AttributeError(f"module 'healcore' has no attribute {name!r}; it has {sorted(__all__)}")
+    has = f"it has {sorted(__all__)}"
+    if name.endswith("Store"):
+        has = "the stores are of a framework: healcore.jax.OrbaxStore, healcore.torch.DCPStore, ..."
+    raise AttributeError(f"module 'healcore' has no attribute {name!r}; {has}")

@@ -195,8 +195,10 @@ def _warn_if_no_loss(engine: Engine, given: GivenSignals) -> None:
     inactive = [name for name, _ in engine.config.detectors if "loss" in DETECTORS[name].NEEDS]
     if "value" not in given and inactive:
         warnings.warn(
-            f"no loss is passed to tx.update, so {', '.join(inactive)} of the policy are "
-            "inactive and heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
+            f"no loss reaches healcore, so {', '.join(inactive)} of the policy are inactive and "
+            "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss). In a chain "
+            "optax does not pass value on to a MultiSteps; write "
+            "optax.GradientTransformationExtraArgs(steps.init, steps.update) in place of steps",
             stacklevel=_callers(),
         )
 

@@ -190,7 +190,8 @@ def _check(engine: Engine, state: Any) -> None:
     if found != ((layout.floats,), (layout.ints,)):
         raise HealStateError(
             f"this healing state is of another policy: it has {found[0]} floats and {found[1]} "
-            f"integers, this policy needs {layout.floats} and {layout.ints}. {_REMEDY}"
+            f"integers, this policy needs {layout.floats} and {layout.ints}. "
+            f"{_policies(engine, state)}{_REMEDY}"
         )
     if isinstance(state.heal_ints, Tracer):
         return
@@ -206,8 +207,20 @@ def _check(engine: Engine, state: Any) -> None:
     if named and ((high != own.policy_high) | (low != own.policy_low)).any():
         raise HealStateError(
             "this healing state is of another policy: the numbers in the policy that made it are "
-            f"not those of this one. {_REMEDY}"
+            f"not those of this one. {_policies(engine, state)}{_REMEDY}"
         )
+
+
+def _policies(engine: Engine, state: HealState) -> str:
+    """Names the policy of a state and that of an engine, or is empty for a traced state."""
+    from healcore.policy.presets import name_of  # here: `import healcore.jax` loads no pydantic
+
+    if isinstance(state.heal_ints, Tracer):
+        return ""
+    made_with = state_layout.fingerprint(state_layout.header(np.asarray(state.heal_ints)))
+    names = [name_of(each) for each in (made_with, engine.fingerprint)]
+    optimizer, here = (f'"{name}"' if name else "no unchanged preset" for name in names)
+    return f"The optimizer was made with {optimizer}, and the policy given here is {here}. "
 
 
 _REMEDY = (

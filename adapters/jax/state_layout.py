@@ -169,6 +169,11 @@ def _fingerprint_ints(fingerprint: str | None) -> tuple[int, int]:
     return int(high), int(low)
 
 
+def fingerprint(header: Header) -> str:
+    """`Engine.fingerprint` of the policy that made a state."""
+    return np.array([header.policy_high, header.policy_low], ">i4").tobytes().hex()
+
+
 def _named(nested: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Every array with its path, in the order of `tree.leaves`."""
     if nested is None:

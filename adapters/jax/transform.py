@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
@@ -90,8 +91,10 @@ def heal(
         True
     """
     from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+    from healcore.policy.overrides import check_keywords
 
     _check_on_skip(on_skip)
+    check_keywords(heal, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
     if (engine.softens or engine.clips_updates) and engine.mode != "observe":
@@ -218,8 +221,9 @@ def protect(
 
     Returns:
         A transformation that takes the keywords of `heal`'s update and passes them, and all
-        others, to `inner`. A policy that reads the norm of the updates gets that of the step
-        before, since a step is judged before the optimizer makes its update.
+        others, to `inner` (`optax.contrib.sam` gets only the keywords that it names). A policy
+        that reads the norm of the updates gets the norm of the step before, since a step is judged
+        before the optimizer makes its update.
 
     Raises:
         TypeError: `inner` is not an optax transformation.
@@ -240,11 +244,14 @@ def protect(
         0
     """
     from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+    from healcore.policy.overrides import check_keywords
 
     _check_optimizer(inner)
+    check_keywords(protect, overrides)
     axes = Axes.of(axis_name, shard_axis_name)
     engine, kept = engine_of(policy, overrides), check_records(records)
     inner = optax.with_extra_args_support(inner)
+    taken = _keywords_of(inner.update)
     reads_update_norm = "update_norm" in engine.needs
 
     def init(params: optax.Params) -> ProtectState:
@@ -298,7 +305,10 @@ def protect(
                 )
             if cuts_inside and engine.mode != "observe":
                 inner_state = with_lr_scale(inner_state, decision.lr_scale)
-            return inner.update(updates, inner_state, params, **given, **others)
+            keywords = {**given, **others}
+            if taken is not None:
+                keywords = {name: each for name, each in keywords.items() if name in taken}
+            return inner.update(updates, inner_state, params, **keywords)
 
         if engine.mode == "observe" and "externally_skipped" not in given:
             updates, inner_state = inner_step(updates, state.inner_state, params)
@@ -417,6 +427,14 @@ def _check_numeric(name: str, value: Any) -> None:
             "of ZClip. An optimizer goes after it, optax.chain(heal_zclip(), optax.adamw(1e-3)); "
             "a policy goes to heal or protect"
         )
+
+
+def _keywords_of(update: Any) -> frozenset[str] | None:
+    """The keywords that an `update` names, or None if it takes all keywords."""
+    parameters = inspect.signature(update).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
 
 
 def _check_optimizer(inner: Any) -> None:

@@ -5,6 +5,8 @@ On an accelerator flags are collected, copied every few steps, and read when the
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -29,6 +31,8 @@ WITHOUT_LOSS = 20
 WITHOUT_STEP = 100
 """Losses without a step after which a warning is logged: fewer may be accumulation."""
 
+_named: weakref.WeakValueDictionary[str, IncidentLog] = weakref.WeakValueDictionary()
+
 _ANSWERS = {
     Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback(), or heal.decline(),",
     Action.STOP: "end the run",
@@ -37,12 +41,17 @@ _ANSWERS = {
 
 
 class IncidentLog:
-    """Logs one line per incident, and one for each call that the loop seems to have forgotten."""
+    """Logs one line per incident, and one for each call that the loop seems to have forgotten.
+
+    The second optimizer of a class is named `Adam 2`, because two networks may have one each.
+    """
 
     def __init__(
         self, name: str, engine: Engine, learning_rate: Callable[[], float | None]
     ) -> None:
-        self._name = name
+        numbered = (f"{name} {number}" for number in itertools.count(2))
+        self._name = next(each for each in itertools.chain([name], numbered) if each not in _named)
+        _named[self._name] = self
         self._learning_rate = learning_rate
         self._engine = engine
         self.enabled = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 _Table = Mapping[str, Any]
@@ -34,6 +36,23 @@ class Overrides(TypedDict, total=False):
     retry: _Table
     skip_batch: _Table
     hang: _Table
+
+
+def check_keywords(function: Callable[..., Any], overrides: Mapping[str, Any]) -> None:
+    """Raises TypeError for a keyword that looks like a misspelt option of a function.
+
+    Keywords that are like a key of a policy are left to the policy's own check.
+    """
+    keys = list(Overrides.__annotations__)
+    parameters = inspect.signature(function).parameters.values()
+    options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    for name in overrides:
+        close = difflib.get_close_matches(name, [*options, *keys], n=1)
+        if name not in keys and close and close[0] in options:
+            raise TypeError(
+                f"{name!r} is neither an option of {function.__qualname__.split('.')[0]} nor a key "
+                f"of a policy: did you mean {close[0]!r}?"
+            )
 
 
 def merged(data: _Table, overrides: _Table) -> dict[str, Any]:

@@ -22,6 +22,14 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(name for name in found if name not in PRESETS))
 
 
+def name_of(fingerprint: str | None) -> str | None:
+    """The name of the preset or recipe with this fingerprint, or None."""
+    from healcore.policy.loader import engine_of  # here: the loader reads the presets
+
+    names = (*preset_names(), *recipe_names())
+    return next((name for name in names if engine_of(name).fingerprint == fingerprint), None)
+
+
 def preset_text(name: str) -> str:
     """The file of a preset or of a recipe, comments and all.
 

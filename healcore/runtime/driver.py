@@ -243,6 +243,13 @@ class Driver(Protocol):
         """
         ...
 
+    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+        """What a loss function returns for a batch, on the host. The run's state is unchanged.
+
+        JAX: zeros of its shape and dtype, if the function can be traced.
+        """
+        ...
+
     def gradient_window(self) -> Gradients:
         """The gradients since the last step, for batches that are done again in smaller parts."""
         ...

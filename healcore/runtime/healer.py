@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, SupportsFlo
 from healcore.console import Console
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
+from healcore.policy.overrides import check_keywords
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
@@ -83,7 +84,8 @@ class Healer(Generic[State]):
             `loss_fn(state, batch)` if the state is a pytree. Called at alarms, without gradients
             and in evaluation mode, on a few batches from before the trouble: it distinguishes a
             damaged model from different data. Not called on several ranks, which see
-            different losses, and a warning says so. None: without that evidence.
+            different losses, and a warning says so. None: without that evidence. The first batch
+            tries it (in JAX by tracing): SignalError if it raises or does not return one number.
         on_incident: functions that receive an incident and may override what is done.
         on_saved: functions that receive the event of each save, a mapping: `step`, `why`,
             `seconds`; see docs/events.md. Called on every rank, between two steps.
@@ -120,6 +122,7 @@ class Healer(Generic[State]):
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
         ValueError: another argument is out of range.
+        TypeError: an unknown keyword is like the name of an argument.
         healcore.MissingExtraError: the library of a tracker is not installed.
     """
 
@@ -152,6 +155,7 @@ class Healer(Generic[State]):
         console: Console = "auto",
         **overrides: Unpack[Overrides],
     ) -> None:
+        check_keywords(Healer.__init__, overrides)
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -71,8 +72,17 @@ def test_an_incident_is_one_line_of_any_length(where: Where, lines: Lines):
     loop = Loop(where=where)
     loop.steps(*[1.0] * 4, *[NAN] * 40, *[1.0] * 2 * EVERY)
     (line,) = logged(lines)
-    assert line.startswith("AdamW: step 4: incident 1: nonfinite loss and nonfinite grad; ")
+    assert re.match(r"AdamW( \d+)?: step 4: incident 1: nonfinite loss and nonfinite grad; ", line)
     assert where == "device" or line.endswith("; skipped")
+
+
+def test_two_optimizers_of_one_class_have_different_names(lines: Lines):
+    generator, critic = Loop(), Loop()
+    generator.steps(1.0, NAN)
+    critic.steps(1.0, NAN)
+    first, second = (line.split(": step")[0] for line in logged(lines))
+    assert first.startswith("AdamW")
+    assert first != second
 
 
 def test_many_incidents_are_fewer_lines(lines: Lines):
@@ -203,4 +213,4 @@ def test_in_a_healer_only_the_healer_logs(lines: Lines):
     with Healer(policies.SKIPS, state={"p": [loop.p], "optimizer": loop.optimizer}) as healer:
         for i in healer.batches(range(150)):
             loop.steps(NAN if i == 30 else 1.0)
-    assert not logged(lines, "AdamW: ")
+    assert not logged(lines, "AdamW")

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from healcore.jax.driver.rendezvous import CoordinatedRendezvous
     from healcore.jax.driver.vote_marks import VoteMarks
 
+_TRACED = (jax.Array, np.ndarray, np.generic, int, float, complex)
+
 
 class JaxDriver:
     """Implements `healcore.runtime.driver.Driver` for a JAX run.
@@ -62,6 +64,13 @@ class JaxDriver:
         self._ranks: Ranks | None = None
         self._rendezvous: CoordinatedRendezvous | None = None
         self.warnings: list[str] = []
+        if self._engine.mode != "observe" and in_state.is_poisoned_by_one_nan(tree):
+            self.warnings.append(
+                "optax.MultiSteps is around protect: a NaN micro-batch stays in its accumulator "
+                "(0 × NaN is NaN), so that every later update is skipped until a rollback. Write "
+                "protect(optax.MultiSteps(optimizer, k)), or give MultiSteps "
+                "should_skip_update_fn=optax.skip_not_finite"
+            )
         self._on_step: Callable[[], None] = lambda: None
         self._remember_step()
         self._edit = max(in_state.edits(self._states()))
@@ -234,6 +243,24 @@ class JaxDriver:
         finally:
             if state is not None:
                 self._accessor.write(live)
+
+    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+        """Traces it. A function that reads values, or has other arguments, is called."""
+        if self._accessor.in_place:
+            live = self._accessor.read()
+            try:
+                return loss_fn(batch)
+            finally:
+                self._accessor.write(live)
+        arguments = (self._accessor.state, batch)
+        if all(isinstance(leaf, _TRACED) for leaf in jax.tree.leaves(arguments)):
+            try:
+                found = jax.eval_shape(loss_fn, *arguments)
+                whole = isinstance(found, jax.ShapeDtypeStruct)
+                return np.zeros(found.shape, found.dtype) if whole else found
+            except jax.errors.JAXTypeError:
+                pass
+        return loss_fn(*arguments)
 
     def gradient_window(self) -> GradientWindow:
         """The gradients since the last step, which the loop sums up."""

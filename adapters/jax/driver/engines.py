@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from healcore.core.engine import Engine
 from healcore.jax import state as heal_state
@@ -55,6 +56,7 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     if engine.scales_lr and engine.mode != "observe" and has_lr_scale(tree):
         check_second_iterates(tree, "scale_by_heal_lr")
     tops = [_name(path[0]) if path else "state" for path in states]
+    optimizers = [path[: max(1, len(path) - 1)] for path in states]
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
         heal_state.engine_state(engine, state)  # raises unless the policy is that of the optimizer
@@ -62,7 +64,8 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
         warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
-        found.append(EngineEntry(name, path, _tensor_names(trained, path, count)))
+        names = _tensor_names(trained, name, path, count, optimizers)
+        found.append(EngineEntry(name, path, names))
     return found
 
 
@@ -117,6 +120,12 @@ def loaded(
     )
 
 
+def is_poisoned_by_one_nan(tree: Any) -> bool:
+    """Whether an engine is within an optax.MultiSteps that accumulates NaN gradients."""
+    around = [node for _, node in nodes(optax.MultiStepsState, tree) if node.skip_state == ()]
+    return any(nodes(HealState, node.inner_opt_state) for node in around)
+
+
 def with_change_expected(tree: Any) -> Any:
     """The tree with every engine's grace window opened."""
     return _with_ints(state_layout.with_change_expected, tree)
@@ -150,12 +159,15 @@ def declined(engine: Engine, tree: Any, *, cut: bool = False) -> Any:
     return map_nodes(HealState, one, tree)
 
 
-def _tensor_names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
+def _tensor_names(
+    tree: Any, name: str, engine: Path, count: int, optimizers: Sequence[Path]
+) -> tuple[str, ...]:
     """Names (paths) of the tensors that an engine judges; numbers where they are ambiguous.
 
     An optimizer state does not name the part of the train state that it optimizes. This takes the
     part with `count` floating tensors, as many as the engine gets gradients; of several the one
-    called `params` or `model`, or the one nearest to the HealState, at the path `engine`.
+    called `params` or `model`, or the one whose place is most like that of the HealState, at the
+    path `engine`. Where two networks are equally likely, the engine's name is part of the tensors'.
     """
     parts: dict[Path, list[Path]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
@@ -164,22 +176,23 @@ def _tensor_names(tree: Any, engine: Path, count: int) -> tuple[str, ...]:
                 parts.setdefault(path[:depth], []).append(path)
     fitting = [path for path, leaves in parts.items() if len(leaves) == count]
     outermost = [path for path in fitting if path[:-1] not in fitting or not path]
-    best = min((_unlikely(path, engine) for path in outermost), default=None)
-    likeliest = [path for path in outermost if _unlikely(path, engine) == best]
-    within = {tuple(leaf[len(path) :] or leaf for leaf in parts[path]) for path in likeliest}
-    if len(within) != 1:  # none, or different ones
-        return tuple(f"gradient {i} of {count}" for i in range(count))
-    return tuple(jax.tree_util.keystr(leaf) for leaf in parts[likeliest[0]])
+    best = min((_unlikely(path, engine, optimizers) for path in outermost), default=None)
+    likeliest = [path for path in outermost if _unlikely(path, engine, optimizers) == best]
+    if len(likeliest) == 1:
+        return tuple(jax.tree_util.keystr(leaf) for leaf in parts[likeliest[0]])
+    within = {tuple(leaf[len(path) :] for leaf in parts[path]) for path in likeliest}
+    if len(within) == 1 and all(next(iter(within))):
+        return tuple(f"{name}: {jax.tree_util.keystr(leaf)}" for leaf in within.pop())
+    which = f"{name}: " if len(optimizers) > 1 else ""
+    return tuple(f"{which}gradient {i} of {count}" for i in range(count))
 
 
-def _unlikely(path: Path, engine: Path) -> tuple[bool, bool, int]:
+def _unlikely(path: Path, engine: Path, optimizers: Sequence[Path]) -> tuple[bool, bool, int]:
     """A sort key that puts the part first that is likeliest to be the parameters."""
     last = _name(path[-1]) if path else ""
-    shared = 0
-    while shared < min(len(path), len(engine)) and path[shared] == engine[shared]:
-        shared += 1
-    in_optimizer = shared >= max(1, len(engine) - 1)
-    return last not in _PARAMETERS, in_optimizer, -shared
+    in_optimizer = any(path[: len(each)] == each for each in optimizers)
+    alike = sum(one == other for one, other in zip(path, engine, strict=False))
+    return last not in _PARAMETERS, in_optimizer, -alike
 
 
 def _name(key: Any) -> str:

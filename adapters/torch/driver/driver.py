@@ -278,6 +278,18 @@ class TorchDriver:
                 module.training = mode
             generators.load_state_dict(before)
 
+    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+        """Calls it as `losses_of` does."""
+        found: list[Any] = []
+
+        def call(each: Any) -> float:
+            loss = loss_fn(each)
+            found.append(loss.tolist() if isinstance(loss, Tensor) else loss)
+            return 0.0
+
+        self.losses_of(call, [batch])
+        return found[0]
+
     def state_bytes(self) -> int:
         """Size of the arrays in the state. An optimizer without moments yet counts as Adam."""
         leaves = flatten(self.items(), trust=True).leaves.values()

@@ -31,10 +31,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.signals import check_scalar
+from healcore.core.signals import SignalError, check_scalar
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Cause
 from healcore.runtime.driver import Driver
+from healcore.runtime.faults import classify
 from healcore.runtime.incidents.monitor import ActionRequest
 
 HIGH_LOSS = Cause.LOSS_SPIKE | Cause.DIVERGENCE
@@ -163,6 +164,7 @@ class Assessor:
     warn: Callable[[str], object]
 
     def __post_init__(self) -> None:
+        self._loss_fn_checked = False
         self._batches: deque[TrainedBatch] = deque(maxlen=_BATCHES)
         self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
         """Step and loss of the latest steps without an alarm."""
@@ -177,6 +179,31 @@ class Assessor:
         self._high_loss: HighLossPeriod | None = None
         self._nonfinite_orders = 0
         self._nonfinite_at = -_ROW
+
+    def check_loss_fn(self, batch: Any) -> None:
+        """Calls the `loss_fn` on the first batch: a mistake in it is an error at the start.
+
+        Raises:
+            SignalError: `loss_fn` raises, or does not return one number. An exception about memory,
+                data or the network is only a warning.
+        """
+        if self.loss_fn is None or self._loss_fn_checked:
+            return
+        self._loss_fn_checked = True
+        try:
+            check_scalar("loss_fn(batch)", self.driver.try_loss_fn(self.loss_fn, batch))
+        except SignalError:
+            raise
+        except Exception as error:
+            text = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
+            if classify(error).cause is not Cause.UNKNOWN:
+                self.warn(text)
+                return
+            how = "loss_fn(batch), or in JAX with a pytree as state loss_fn(state, batch)"
+            raise SignalError(
+                f"{text}\nThe Healer calls {how}, with a batch as healer.batches() yields it, and "
+                "gets one number: correct the function, or leave loss_fn out"
+            ) from error
 
     def observe(self, index: int, batch: Any, records: list[StepRecord]) -> None:
         """Takes a step and its batch, and keeps references to a few batches."""

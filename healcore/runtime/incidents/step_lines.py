@@ -84,9 +84,9 @@ class StepLines:
 def incident_text(record: StepRecord, learning_rate: float | None) -> str:
     """Causes and numbers of a step, for a sentence; the rate is without the multiplier."""
     of = "last finite " if record.cause & NONFINITE else ""
-    numbers = f"{of}loss {record.loss:.4g}, gradient norm {record.grad_norm:.4g}"
+    loss = f"loss {record.loss:.4g}, " if record.loss else ""  # 0 until there is a finite loss
     rate = "" if learning_rate is None else f", learning rate {learning_rate:.4g}"
-    return f"{cause_text(record.cause)}; {numbers}{rate}"
+    return f"{cause_text(record.cause)}; {of}{loss}gradient norm {record.grad_norm:.4g}{rate}"
 
 
 def enforced_text(record: StepRecord) -> str:

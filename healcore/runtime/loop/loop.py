@@ -247,6 +247,7 @@ class Loop:
             self.guard.watch()
             self._open.add(number)
             try:
+                self._assessor.check_loss_fn(batch)
                 yield batch
             except GeneratorExit:  # the loop was left by `break`
                 self.guard.pause()

@@ -128,6 +128,39 @@ def test_averages_of_the_parameters_are_not_taken_for_them():
     assert names == ["['params']['hidden']", "['params']['out']['w']"]
 
 
+def gan(layout: str, net: Any, opt: Any) -> Any:
+    """A state with the networks G and D, whose tensors have the same names."""
+    return {
+        "flat": {"G": net["G"], "D": net["D"], "g_adam": opt["G"], "d_adam": opt["D"]},
+        "by kind": {"params": net, "opt": opt},
+        "by network": {key: {"params": net[key], "opt": opt[key]} for key in net},
+        "tuples": ((net["D"], net["G"]), (opt["D"], opt["G"])),
+    }[layout]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("flat", "g_adam: ['w']"),  # nothing shows which network it is
+        ("by kind", "['params']['G']['w']"),
+        ("by network", "['G']['params']['w']"),
+        ("tuples", "[0][1]['w']"),
+    ],
+)
+def test_of_two_networks_with_the_same_names_the_right_one_is_named(layout, name):
+    tx = protect(optax.adam(0.1), POLICY)
+    nets = {key: {"w": jnp.ones((3, 2)), "b": jnp.ones(2)} for key in "GD"}
+    opts = {key: tx.init(net) for key, net in nets.items()}
+    driver = JaxDriver(gan(layout, nets, opts), POLICY)
+    bad = {"w": jnp.full((3, 2), jnp.nan), "b": jnp.ones(2)}
+    _, opts["G"] = tx.update(bad, opts["G"], nets["G"], value=jnp.float32(1.0))
+    _, opts["D"] = tx.update(nets["D"], opts["D"], nets["D"], value=jnp.float32(1.0))
+    driver.update(gan(layout, nets, opts))
+    handle = driver.poll_step()
+    assert handle is not None
+    assert [each.name for record in handle.read() for each in record.evidence] == [name]
+
+
 def test_tensors_that_no_part_of_the_state_has_get_numbers():
     params = {"a": jnp.ones(2), "b": jnp.ones(3)}
     tx = optax.masked(protect(optax.sgd(0.1), POLICY), {"a": False, "b": True})

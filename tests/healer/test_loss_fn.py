@@ -1,0 +1,115 @@
+"""The first batch tries `Healer(loss_fn=...)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from torch import nn
+
+from healcore import Healer, SignalError
+from healcore.jax import protect
+
+DATA = [[float(i), 1.0] for i in range(5)]
+
+
+def torch_run(loss_fn: Any, **options: Any) -> tuple[nn.Module, list[Any]]:
+    """A run of five steps, and the batches that it got."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    state = {"model": model, "optimizer": optimizer}
+    call = None if loss_fn is None else lambda *given: loss_fn(model, *given)
+    with Healer("default", state=state, loss_fn=call, **options) as healer:
+        for batch in healer.batches(DATA):
+            seen.append(batch)
+            loss = model(torch.tensor([batch, batch])).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, seen
+
+
+def one_number(model: Any, batch: Any) -> Any:
+    assert not model.training
+    assert not torch.is_grad_enabled()
+    torch.rand(3)
+    return model(torch.tensor([batch, batch])).square().mean()
+
+
+def test_in_torch_the_try_changes_nothing():
+    (plain, batches), (tried, same) = torch_run(None), torch_run(one_number)
+    assert batches == same == DATA
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, tried.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (lambda model: 0.0, "loss_fn raised TypeError on the first batch.*loss_fn\\(batch\\)"),
+        (lambda model, batch: torch.ones(2), "one number, got shape"),
+        (lambda model, batch: None, "must be a number, got None"),
+    ],
+)
+def test_in_torch_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
+    with pytest.raises(SignalError, match="(?s)" + said):
+        torch_run(loss_fn)
+
+
+def test_a_loss_fn_without_enough_memory_is_no_error():
+    calls = []
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        calls.append(batch)
+        raise torch.OutOfMemoryError
+
+    torch_run(loss_fn)
+    assert len(calls) == 1
+
+
+def test_a_run_that_had_completed_tries_nothing(tmp_path):
+    torch_run(None, store=tmp_path)
+    with pytest.raises(SystemExit):
+        torch_run(lambda: 0.0, store=tmp_path)
+
+
+def jax_run(loss_fn: Any) -> None:
+    tx = protect(optax.sgd(0.1))
+    params = {"w": jnp.ones(2)}
+    state = {"params": params, "opt": tx.init(params)}
+    with Healer("default", state=state, loss_fn=loss_fn) as healer:
+        for batch in healer.batches([jnp.array(each) for each in DATA]):
+            old = healer.state
+            updates, opt = tx.update({"w": batch}, old["opt"], value=jnp.float32(1.0))
+            healer.update({"params": optax.apply_updates(old["params"], updates), "opt": opt})
+
+
+def test_in_jax_the_function_is_traced_once():
+    traced = []
+
+    def loss_fn(state: Any, batch: Any) -> Any:
+        traced.append(batch)
+        return (state["params"]["w"] * batch).sum()
+
+    jax_run(loss_fn)
+    assert len(traced) == 1
+    assert not hasattr(traced[0], "addressable_shards") or "Tracer" in type(traced[0]).__name__
+    jax_run(lambda state, batch: float(batch.sum()))  # cannot be traced
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (lambda batch: 0.0, "loss_fn raised TypeError on the first batch"),
+        (lambda state, batch: batch, r"one number, got shape \(2,\)"),
+        (lambda state, batch: (batch.sum(), batch), "must be a number, got tuple"),
+    ],
+)
+def test_in_jax_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
+    with pytest.raises(SignalError, match=said):
+        jax_run(loss_fn)
