@@ -6,7 +6,6 @@ one after it is not. ArcticTraining requires that their first argument is called
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 import torch.distributed as dist
 
+from healcore import console
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.incidents.step_lines import cause_text, is_logged
 from healcore.torch.healing import Healing
@@ -22,8 +22,6 @@ from healcore.torch.trainers.deepspeed import heal_engine
 if TYPE_CHECKING:
     from healcore.core.verdict import Decision
     from healcore.policy import Overrides, PolicyLike
-
-_log = logging.getLogger("healcore")
 
 _MISSING = Action.SAVE | Action.ROLLBACK
 """What this integration does not carry out."""
@@ -157,8 +155,9 @@ class HealedRun:
         line = order_line(step, decision.cause, decision.action)
         if line and step != self._ordered_at:
             self._orders, self._ordered_at = self._orders + 1, step
+            self.heal.hooks.incident_log.answered()  # its own line is about other loops
             if is_logged(self._orders) and not (dist.is_initialized() and dist.get_rank()):
-                _log.warning(line)
+                console.warning(line)
 
     def _any_rank(self, flag: bool) -> bool:
         if not dist.is_initialized() or dist.get_world_size() == 1:
