@@ -12,6 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from healcore.torch import gradients
 from healcore.torch.attachment import unwrapped
 
+_LEVELS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""Levels that torch.compile, activation checkpointing and FSDP1 add to the path of a parameter."""
+
 
 def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """What has to be the same when the state is restored: name -> part -> class or place.
@@ -50,8 +53,9 @@ def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[
     for name, module in modules.items():
         prefix = f"{name}." if len(modules) > 1 else ""
         for path, p in module.named_parameters():
-            # torch.compile's wrapper adds a level to the path.
-            known[id(p)] = prefix + path.replace("_orig_mod.", "")
+            for level in _LEVELS:
+                path = path.replace(level, "")
+            known[id(p)] = prefix + path
     return [known.get(id(p), "(not in the state any more)") for p in params]
 
 

@@ -280,6 +280,8 @@ def _unfit(name: str, live: Any, state: Any) -> list[str]:
     if isinstance(live, nn.Module):
         return _unfit_tensors(name, live.state_dict(), state)
     if isinstance(live, torch.optim.Optimizer):
+        if not isinstance(state, Mapping) or "param_groups" not in state:
+            return [f"{name} is not of an optimizer in it"]
         here = [len(group["params"]) for group in live.param_groups]
         there = [len(group["params"]) for group in state["param_groups"]]
         if here != there:

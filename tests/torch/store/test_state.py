@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler
 
 from healcore.runtime.store import Keep, StateMismatch, UnsavableState
@@ -178,7 +179,20 @@ def test_apply_touches_nothing_if_one_part_does_not_fit():
     small = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).state_dict()
     with pytest.raises(StateMismatch, match=r"groups of \[1\] parameters"):
         apply(run.state, {"model": run.model.state_dict(), "optimizer": small})
+    with pytest.raises(StateMismatch, match="optimizer is not of an optimizer in it"):
+        apply(run.state, {"optimizer": run.scheduler.state_dict()})
     assert same(before, run.everything())
+
+
+def test_an_optimizer_fits_though_its_model_recomputes_activations(tmp_path):
+    run, store = Run(), TORCH_MEMORY.make(tmp_path)
+    run.step()
+    store.save(1, run.state)
+    run.model[0] = checkpoint_wrapper(run.model[0])
+    expected = run.everything()[1]
+    run.step()
+    apply(run.state, store.restore(1, run.state).state)
+    assert same(run.everything()[1], expected)
 
 
 def swapped(model: nn.Sequential) -> list[nn.Parameter]:
