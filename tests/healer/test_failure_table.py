@@ -297,7 +297,9 @@ def test_orders_declined_again_and_again_have_few_lines(tmp_path, capsys):
     high = [Step(8.0 + 0.5 * (n % 3), 3.0) for n in range(400)]
     Run(tmp_path)([*healthy(80), *high])
     declined = [e for e in events(tmp_path) if e["kind"] == "assessment"]
-    lines = [e for e in capsys.readouterr().err.splitlines() if "the run continues" in e]
+    *printed, end = capsys.readouterr().err.splitlines()
+    assert f"declined {len(declined)} orders" in end
+    lines = [e for e in printed if "the run continues" in e]
     assert len(declined) > 16
     assert all("cannot tell without loss_fn whether the model is worse" in line for line in lines)
     first, tenth = lines

@@ -45,6 +45,11 @@ class OrderExecutor(ABC):
     _declined: Counter[str] = field(default_factory=Counter, init=False)
     """Reason -> orders declined; trouble that lasts brings one every few steps."""
 
+    @property
+    def declined(self) -> int:
+        """Orders declined in this process."""
+        return self._declined.total()
+
     def execute(self, request: ActionRequest, step: int) -> ActionResult:
         """Carries out a request after `step` steps; raises RunStopped if it ends the run."""
         save = bool(request.action & Action.SAVE)

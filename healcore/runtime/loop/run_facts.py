@@ -48,6 +48,7 @@ def run_end(
         exception=exception,
         fault=fault,
         hint=hint,
+        declined=loop.executor.declined,
     )
 
 

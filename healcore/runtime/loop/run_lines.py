@@ -61,6 +61,8 @@ def end_line(
         if number
     ]
     done += answers_text(end.answered)
+    if end.declined:
+        done.append(f"declined {counted(end.declined, 'order')}")
     if end.lr_scale < 1 and not end.observes:
         done.append(f"learning rate × {end.lr_scale:.3g} at the end")
     good = "none" if end.last_good is None else f"step {end.last_good}"

@@ -150,6 +150,8 @@ class RunEnd(NamedTuple):
     """Cause of that exception; 0: there was none."""
     hint: str = ""
     """What is known about that exception besides its cause, for a person."""
+    declined: int = 0
+    """Orders that were not carried out, without evidence that the model was worse."""
     answered: Mapping[str, int] = MappingProxyType({})
     """Word of a rule for faults -> how often it was the answer, in this process."""
     metrics: Mapping[str, float] = MappingProxyType({})
@@ -243,6 +245,8 @@ def _actions(end: RunEnd) -> Iterator[str]:
     if end.clips:
         done.append(f"clipped {counted(end.clips, 'step')}")
     done += answers_text(end.answered)
+    if end.declined:
+        done.append(f"declined {counted(end.declined, 'order')} of the policy")
     if len(end.rollbacks) > _SHOWN:
         done.append(f"{len(end.rollbacks) - _SHOWN} earlier rollbacks")
     done += [_rollback(each) for each in end.rollbacks[-_SHOWN:]]

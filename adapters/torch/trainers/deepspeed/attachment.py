@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
+from healcore.console import Console, checked
 from healcore.core.engine import Engine
 from healcore.torch.attachment import heal_optimizer, healing_of
 from healcore.torch.healing import Healing
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def heal_engine(
-    engine: nn.Module, policy: PolicyLike = "default", **overrides: Unpack[Overrides]
+    engine: nn.Module,
+    policy: PolicyLike = "default",
+    *,
+    console: Console = "auto",
+    **overrides: Unpack[Overrides],
 ) -> Healing:
     """Heals a DeepSpeed engine: the policy judges every step, then clips it or skips it.
 
@@ -40,6 +45,7 @@ def heal_engine(
     Args:
         engine: what `deepspeed.initialize` returns first.
         policy: as for `attach`.
+        console: as for `attach`.
         **overrides: as for `attach`.
 
     Returns:
@@ -58,7 +64,10 @@ def heal_engine(
     def core() -> Engine:
         return engine_of(with_limit(resolve(policy, overrides), gradient_clipping(engine)))
 
-    return heal_basic_optimizer(engine, core)
+    printed = checked(console)
+    healing = heal_basic_optimizer(engine, core)
+    healing.hooks.incident_log.console = printed
+    return healing
 
 
 def heal_basic_optimizer(

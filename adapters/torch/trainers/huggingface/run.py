@@ -362,6 +362,7 @@ class TrainingRun:
             path=None if good is None else str(self.checkpoints.path(good)),
             exception=exception,
             hint=hint,
+            declined=self._executor.declined,
         )
 
 
