@@ -43,6 +43,14 @@ def test_a_long_line_of_metrics(reader, tmp_path):
     assert reader.run("report", path, "--out", tmp_path / "out.html").status in (0, 1)
 
 
+def test_half_a_character_in_a_name(reader, tmp_path):
+    """UTF-8 has no bytes for it, and the page is UTF-8."""
+    path = tmp_path / "run.events.jsonl"
+    path.write_bytes(EVENT.replace(b'"r"', b'"\\ud800"'))
+    assert reader.run("report", path, "--out", tmp_path / "out.html").status == 0
+    assert "\\ud800" in (tmp_path / "out.html").read_text()
+
+
 @pytest.mark.parametrize("kind", ["open", "case", "begins", "_class__", "is_of_last", "x" * 10**6])
 def test_a_kind_that_is_the_name_of_a_method(reader, tmp_path, kind):
     path = tmp_path / "run.events.jsonl"

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from healcore.policy.faults import Hang
 from healcore.runtime.events import Log
 from healcore.runtime.hang_guard import hang_guard
-from healcore.runtime.hang_guard.alarm import Alarm
+from healcore.runtime.hang_guard.alarm import Alarm, Evidence, Verdict
 from healcore.runtime.hang_guard.guard import Guard
 from healcore.runtime.hang_guard.heartbeat import SIZE
 from healcore.runtime.hang_guard.meeting_folder import MeetingFolder
@@ -192,3 +193,13 @@ def test_rank_0_chooses_a_folder_that_cannot_be_guessed(one_machine, tmp_path, m
     (*_, one, _, first), (*_, other, _, second) = ranks.items
     assert one != other
     assert first != second
+
+
+def test_the_report_imports_nothing_from_the_current_directory(tmp_path, monkeypatch, capfd):
+    (tmp_path / "json.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    given = settings(tmp_path / "meeting")._replace(path=tuple(each for each in sys.path if each))
+    evidence = Evidence(0, "", 1, 1, False, True, 1.0, False, False, "")
+    Alarm(given, 1)._report([evidence], Verdict(False, ""))
+    assert not (tmp_path / "ran").exists()
+    assert "rank 0 has been within one step" in capfd.readouterr().err

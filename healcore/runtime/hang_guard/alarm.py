@@ -208,7 +208,9 @@ class Alarm:
             **made._asdict(),
         }
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            writer = subprocess.Popen([sys.executable, "-c", _REPORT], stdin=subprocess.PIPE)
+            # -P: nothing is imported from the current directory.
+            command = [sys.executable, "-P", "-c", _REPORT]
+            writer = subprocess.Popen(command, stdin=subprocess.PIPE)
             # Left to itself after that: waiting for one that a dead disk holds would never end.
             writer.communicate(json.dumps(given).encode(), timeout=_REPORT_S)
 

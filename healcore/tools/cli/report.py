@@ -118,7 +118,7 @@ def _write(
     try:
         check_outputs([page, *([png] if png else [])], inputs)
         with replacing(page, named=out is not None) as draft:
-            draft.write_text(render(reports), encoding="utf-8")
+            draft.write_text(render(reports), encoding="utf-8", errors="backslashreplace")
         echo(f"page: {page}")
         if png is not None:
             from healcore.tools.report.picture import draw
