@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest, ranks, structure
 from healcore.runtime.store.directory import DirectoryStore
-from healcore.runtime.store.errors import pickled
+from healcore.runtime.store.errors import CheckpointDamaged, pickled
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.manifest import Found
 from healcore.runtime.store.snapshot import aligned
@@ -118,12 +118,19 @@ class DCPStore(DirectoryStore):
                 sharded[leaf.name] = (leaf.tensor, leaf.spec)
         targets = {name: _target(node, sharded) for name, node in nodes.items()}
         if any(self._ranks.gather(bool(targets))):
-            load(
-                targets,
-                storage_reader=reader,
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+            try:
+                load(
+                    targets,
+                    storage_reader=reader,
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+            except CheckpointException as error:  # on every rank; it is no Exception
+                failure = next(iter(error.failures.values()))[0]
+                lines = str(failure).splitlines() or [""]
+                why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
+                step, folder = found.manifest.step, str(found.folder)
+                raise CheckpointDamaged(step, folder, manifest.DATA, why, malformed=True) from error
         return targets
 
     def _reader(
