@@ -35,6 +35,7 @@ from healcore.extras import require
 from healcore.history import Curves
 from healcore.policy import Policy
 from healcore.runtime import events
+from healcore.tools.output_files import replacing
 from healcore.tools.report import page, picture
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
@@ -183,11 +184,12 @@ def _show(
     for run in healed:
         pages.append(run.folder / "events.report.html")
         pages[-1].write_text(page.render([reports[str(run)]]), encoding="utf-8")
-    picture.draw(
-        [report._replace(title=name) for name, report in reports.items()],
-        out / "curves.png",
-        behind={str(run): _backdrop(run, runs, scenario) for run in healed},
-    )
+    with replacing(out / "curves.png", named=False) as draft:
+        picture.draw(
+            [report._replace(title=name) for name, report in reports.items()],
+            draft,
+            behind={str(run): _backdrop(run, runs, scenario) for run in healed},
+        )
     console.print("\n".join(("", *(f"page: {each}" for each in pages))), soft_wrap=True)
     console.print(f"picture: {out / 'curves.png'}", soft_wrap=True)
 

@@ -53,6 +53,7 @@ def demo(
         raise typer.BadParameter("--seed names one seed, --seeds how many: write one of them")
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError
+    from healcore.tools.output_files import OutputError
 
     # By name, because the layer of the demo may import the tools, and not the other way round.
     scenario = importlib.import_module("healcore.demo.scenario")
@@ -67,6 +68,6 @@ def demo(
             policy=policy,
             out=out,
         )
-    except (MissingExtraError, PolicyError, scenario.DemoError, OSError) as error:
+    except (MissingExtraError, PolicyError, OutputError, scenario.DemoError, OSError) as error:
         fail(f"healcore demo: {error}")
     raise typer.Exit(0 if all(claim.holds for claim in result.claims) else 1)

@@ -7,6 +7,7 @@ key, nothing could be swept, the output cannot be written, or the command line i
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # imported where they are used, so that the other commands st
     from healcore.tools.sweep import Sweep
 
 OK, SOME = 0, 1
+
+_DEFAULT_OUTPUT = Path("swept.toml")
 
 _PIPE_WIDTH = 120
 """Width of the tables in characters if standard output is no terminal."""
@@ -89,7 +92,7 @@ def sweep(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of held-out runs.")] = 0,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="OUT.toml", help="The policy to take.")
-    ] = Path("swept.toml"),
+    ] = _DEFAULT_OUTPUT,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT.toml if it exists.")
     ] = False,
@@ -165,7 +168,7 @@ def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:
         check_outputs([output], inputs)
     except OutputError as error:
         fail(f"--output {error}")
-    if output.exists() and not overwrite:
+    if os.path.lexists(output) and not overwrite:
         fail(f"--output {output} exists already: add --overwrite, or name another file with -o")
 
 
@@ -183,7 +186,7 @@ def _text(found: Sweep, policy: str) -> str:
 
 def _write(text: str, output: Path) -> None:
     try:
-        with replacing(output) as draft:
+        with replacing(output, named=output != _DEFAULT_OUTPUT) as draft:
             draft.write_text(text, encoding="utf-8")
     except OutputError as error:
         fail(f"--output {error}")
