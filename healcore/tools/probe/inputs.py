@@ -8,8 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from healcore.core import regular_file
 from healcore.plugins.checkpoint_contents import ProbeError
 
+_LARGEST_SPEC = 1 << 20
+"""Bytes."""
 EVENT_SIGMAS, EVENT_POINTS, ROLLING_WINDOW = 5.0, 3, 16
 LOSS_CHECKS = (
     "finite",
@@ -25,9 +28,7 @@ LOSS_CHECKS = (
 def read_spec(path: Path) -> dict[str, Any]:
     """The inputs of a probe in a TOML file; ProbeError if it cannot be read."""
     try:
-        if not path.is_file():
-            raise ValueError("there is no such file")
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(regular_file.read(path, _LARGEST_SPEC).decode())
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ProbeError(f"{path} is no spec in TOML: {reason}") from None
