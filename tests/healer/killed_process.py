@@ -46,7 +46,7 @@ VARIANTS = {
 SAVE, WRITE, BACK = "save", "write", "rollback"
 PHASES: tuple[str, ...] = (SAVE, WRITE, BACK)
 """The copy of the state, writing it behind the loop, and all of a rollback, to its last event."""
-READY, USABLE, GOOD = b"r", b"u", b"g"
+READY, USABLE, GOOD, STEPPED = b"r", b"u", b"g", b"s"
 BEGUN: dict[str, bytes] = {SAVE: b"S", WRITE: b"W", BACK: b"B"}
 CALLS = ("fsync", "rename", "replace", "write", "unlink", "mkdir", "rmdir")
 """Functions of `os` that change the disk; the framework's own writing of arrays is not in it."""
@@ -60,7 +60,9 @@ class Aim(NamedTuple):
     calls: bool = False
     """Before or after one of CALLS, by the process itself; else from outside, after some time."""
     part: float = 0.0
-    """How far into the phase, from 0 to 1."""
+    """How far into the phase, from 0 to 1; without a phase how far into the run."""
+    stepped: bool = False
+    """Only after this process has finished a step: the start is over then."""
 
 
 class Watched:
@@ -70,10 +72,14 @@ class Watched:
         shared: a byte for each phase, which outlives the process.
         pipe: a byte for everything that begins.
         die_at: phase, and how many of CALLS after its beginning; None: not by itself.
+        stepped: whether a phase counts only after a step of this process.
     """
 
-    def __init__(self, shared: mmap.mmap, pipe: int, die_at: tuple[str, int] | None) -> None:
+    def __init__(
+        self, shared: mmap.mmap, pipe: int, die_at: tuple[str, int] | None, *, stepped: bool
+    ) -> None:
         self._shared, self._pipe, self._die_at = shared, pipe, die_at
+        self._may_die = not stepped
         self._write = os.write
         self._calls: dict[str, int] = dict.fromkeys(PHASES, 0)
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
@@ -90,6 +96,11 @@ class Watched:
     def send(self, what: bytes) -> None:
         """Sends a report to the killing process."""
         self._write(self._pipe, what)
+
+    def step_finished(self) -> None:
+        """Reports a step of this process."""
+        self._may_die = True
+        self.send(STEPPED)
 
     def _watch(self, owner: Any, name: str, phase: str) -> None:
         function, place = getattr(owner, name), PHASES.index(phase)
@@ -122,7 +133,7 @@ class Watched:
     def _pass(self) -> None:
         for place, phase in enumerate(PHASES):
             if self._shared[place]:
-                if self._die_at == (phase, self._calls[phase]):
+                if self._may_die and self._die_at == (phase, self._calls[phase]):
                     os.kill(os.getpid(), signal.SIGKILL)
                 self._calls[phase] += 1
 
@@ -162,6 +173,8 @@ def _run(
         if first:
             first = False
             watched.send(READY)
+        else:
+            watched.step_finished()
         loop.state = healer.state
         engines = healer.driver.healing()
         logged = [healer.rollbacks, healer.step, number, _digest(loop.weights()), _digest(engines)]

@@ -1,7 +1,8 @@
 """Healed runs that are killed with SIGKILL, again and again, until they complete.
 
-    python -m tests.healer.repeated_kills FRAMEWORK ROOT KILLS
+    python -m tests.healer.repeated_kills FRAMEWORK ROOT KILLS [stepped]
 
+With `stepped` every kill comes after the process has finished a step; else many land in its start.
 It imports the framework once and forks a child for every start. Before the first run of a kind is
 one that is never killed: what it did at every step is what the killed ones must do too. Prints one
 JSON line with what was counted; ends with an error at the first thing that is not as it must be.
@@ -27,10 +28,12 @@ from tests.healer import killed_run_checks as checks
 from tests.healer.killed_process import (
     BACK,
     BEGUN,
+    DATA,
     GOOD,
     PHASES,
     READY,
     SAVE,
+    STEPPED,
     USABLE,
     VARIANTS,
     WRITE,
@@ -85,7 +88,8 @@ class Kind:
             status = 3
             try:
                 os.close(reader)
-                watched = Watched(shared, writer, at)
+                stepped = aim is not None and aim.stepped
+                watched = Watched(shared, writer, at, stepped=stepped)
                 run_process(self.framework, self.variant, root / "store", root / "trace", watched)
                 status = 0
             except BaseException:
@@ -104,16 +108,23 @@ class Kind:
         return Killed(sent, () if status == 0 else during, status == 0)
 
     def _kill(self, pid: int, reader: int, aim: Aim) -> bytes:
-        """Waits for the phase, then for some of the time that it takes."""
+        """Waits for the phase, then for some of the time that it takes.
+
+        Without a phase: after the start for some of the time that a process may last, or after as
+        many steps as `Aim.part` says.
+        """
         sent, until = b"", time.monotonic() + PATIENCE
-        begins = BEGUN[aim.phase] if aim.phase else READY
-        while begins not in sent and time.monotonic() < until:
+        steps = (1 if aim.phase else 1 + int(aim.part * (DATA - 2))) if aim.stepped else 0
+        begins = BEGUN[aim.phase] if aim.phase else b"" if aim.stepped else READY
+        while not _begun(sent, steps, begins) and time.monotonic() < until:
             assert select.select([reader], [], [], PATIENCE)[0], "a child does not get on"
             data = os.read(reader, 1 << 16)
             sent += data
             if not data:
                 return sent
-        time.sleep(aim.part * (self.facts["seconds"][aim.phase] if aim.phase else self.span))
+        longest = self.facts["seconds"][aim.phase] if aim.phase else self.span
+        if aim.phase or not aim.stepped:
+            time.sleep(aim.part * longest)
         os.kill(pid, signal.SIGKILL)
         return sent
 
@@ -123,14 +134,28 @@ class Kind:
         return 5 * (self.facts["seconds"][WRITE] + self.facts["seconds"][BACK])
 
 
+def _begun(sent: bytes, steps: int, begins: bytes) -> bool:
+    """Whether a child has reported so many steps, and then what is waited for."""
+    parts = sent.split(STEPPED, steps)
+    return len(parts) > steps and begins in parts[-1]
+
+
 def run(
-    kind: Kind, root: Path, kills: int, first: int, rng: random.Random, counts: Counter[str]
+    kind: Kind,
+    root: Path,
+    kills: int,
+    first: int,
+    rng: random.Random,
+    counts: Counter[str],
+    *,
+    stepped: bool,
 ) -> None:
     """One run, from the first start to its end; most processes are killed."""
     root.mkdir()
     had, logged = b"", b""
     for number in itertools.count():
-        aim = Aim(*AIMS[(first + number) % len(AIMS)], rng.random()) if number < kills else None
+        aimed = Aim(*AIMS[(first + number) % len(AIMS)], rng.random(), stepped)
+        aim = aimed if number < kills else None
         ended = kind.run_process(root, aim)
         # At its start, that is of what the previous process has left.
         for what in (USABLE, GOOD):
@@ -140,6 +165,7 @@ def run(
         if ended.completed:
             break
         counts["kills"] += 1
+        counts["after a step"] += STEPPED in ended.sent
         counts["in a rollback"] += BACK in ended.during
         counts["in a save"] += SAVE in ended.during or WRITE in ended.during
         counts["in both"] += BACK in ended.during and WRITE in ended.during
@@ -155,6 +181,7 @@ def run(
 
 def main() -> None:
     framework, root, kills = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    stepped = sys.argv[4:] == ["stepped"]
     warm(framework, root)
     rng, counts = random.Random(framework), Counter[str]()
     kinds: dict[str, Kind] = {}
@@ -164,7 +191,7 @@ def main() -> None:
             break
         if name not in kinds:
             kinds[name] = Kind(framework, VARIANTS[name], root / f"clean-{name}")
-        run(kinds[name], root / f"{number}", min(left, 12), number, rng, counts)
+        run(kinds[name], root / f"{number}", min(left, 12), number, rng, counts, stepped=stepped)
     print(json.dumps(counts))
 
 

@@ -26,10 +26,11 @@ def root() -> Iterator[Path]:
 
 @pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_killed_again_and_again(framework, kills, root):
+@pytest.mark.parametrize("aim", [[], ["stepped"]], ids=["any time", "after a step"])
+def test_killed_again_and_again(aim, framework, kills, root):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.healer.repeated_kills", framework, root, str(kills)],
+        [sys.executable, "-m", "tests.healer.repeated_kills", framework, root, str(kills), *aim],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,
@@ -40,5 +41,7 @@ def test_killed_again_and_again(framework, kills, root):
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts["kills"] == kills
+    if aim:
+        assert counts["after a step"] == kills
     assert counts["in a rollback"] >= max(1, kills // 10)
     assert counts["in a save"] >= max(1, kills // 10)
