@@ -317,7 +317,10 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     # In the state of a chain every member is a tuple, in a tree of parameters not.
     if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
         return
-    if any(map(is_gradient, jax.tree.leaves(chain[: path[index].idx]))):
+    before = chain[: path[index].idx]
+    if nodes(HealState, before):
+        return  # a user's tuple of several optimizers' states
+    if any(map(is_gradient, jax.tree.leaves(before))):
         warnings.warn(
             "heal, heal_zclip and protect judge gradients, but here an optimizer comes before them "
             "in the chain: they judge its updates, and a NaN is in its moments already. Put the "

@@ -12,11 +12,12 @@ import optax
 import pytest
 from flax import nnx
 
-from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
-from healcore.jax.driver import engines
-from healcore.policy import PolicyError, engine_of
+from healcore.jax import HealStateError, heal, heal_zclip, last_decision, metrics, protect
+from healcore.jax.driver import JaxDriver, engines
+from healcore.policy import PolicyError, engine_of, load
 
 PARAMS = {"w": jnp.ones(4)}
+UNLIKE = load("default", max_skips=7)
 
 
 @pytest.mark.parametrize(
@@ -100,3 +101,57 @@ def test_one_number_of_a_policy_needs_no_file(make):
     np.testing.assert_allclose(optax.tree.norm(updates), 2.0, rtol=1e-6)
     with pytest.raises(PolicyError, match="max_norm = -1"):
         make(clip={"max_norm": -1})
+
+
+@pytest.mark.parametrize(
+    ("made_with", "optimizer"),
+    [("zclip", '"zclip"'), ("aggressive", '"aggressive"'), (UNLIKE, "no unchanged preset")],
+)
+def test_two_policies_that_differ_are_both_named(made_with, optimizer):
+    state = protect(optax.sgd(0.1), made_with).init(PARAMS)
+    with pytest.raises(HealStateError, match=f'made with {optimizer}, .* here is "default"'):
+        engines.find(state, state, engine_of("default"))
+
+
+def test_sam_gets_only_the_keywords_that_it_names():
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    tx = protect(sam, "zclip", clip={"kind": "none"})
+    state, own = tx.init(PARAMS), sam.init(PARAMS)
+    params, expected = PARAMS, PARAMS
+    for _ in range(4):
+        updates, state = tx.update(params, state, params, value=jnp.float32(1.0))
+        params = optax.apply_updates(params, updates)
+        updates, own = sam.update(expected, own, expected)
+        expected = optax.apply_updates(expected, updates)
+    np.testing.assert_array_equal(params["w"], expected["w"])
+
+
+def test_accumulation_around_protect_is_warned_of():
+    def warnings_of(tx: Any) -> list[str]:
+        return JaxDriver({"params": PARAMS, "opt": tx.init(PARAMS)}, "zclip").warnings
+
+    around = optax.MultiSteps(protect(optax.sgd(0.1), "zclip"), 2)
+    (warning,) = warnings_of(around)
+    assert "Write protect(optax.MultiSteps(optimizer, k))" in warning
+    skipping: Any = optax.skip_not_finite
+    inner = protect(optax.sgd(0.1), "zclip")
+    assert not warnings_of(optax.MultiSteps(inner, 2, should_skip_update_fn=skipping))
+    assert not warnings_of(protect(optax.MultiSteps(optax.sgd(0.1), 2), "zclip"))
+
+
+def test_the_warning_of_a_missing_loss_says_what_to_write_for_multisteps_in_a_chain():
+    steps = optax.MultiSteps(protect(optax.sgd(0.1), "default"), 2)
+    chained = optax.chain(steps, optax.scale(1.0))
+    with pytest.warns(UserWarning, match="optax does not pass value on to a MultiSteps; write"):
+        chained.update(PARAMS, chained.init(PARAMS), PARAMS, value=jnp.float32(1.0))
+    steps = optax.GradientTransformationExtraArgs(steps.init, steps.update)
+    chained = optax.chain(steps, optax.scale(1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chained.update(PARAMS, chained.init(PARAMS), PARAMS, value=jnp.float32(1.0))
+
+
+@pytest.mark.parametrize("make", [lambda **o: protect(optax.sgd(1.0), **o), heal])
+def test_a_misspelt_option_is_suggested(make):
+    with pytest.raises(TypeError, match=r"'record' is neither .* did you mean 'records'"):
+        make(record=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -19,6 +19,7 @@ from healcore.policy import (
     preset_text,
     to_dict,
 )
+from healcore.runtime.healer import Healer
 from healcore.runtime.host_policy import HostPolicy
 
 
@@ -119,3 +120,18 @@ def test_a_run_has_the_fingerprint_and_the_text_of_what_it_does():
     assert (host.probation, host.fingerprint) == (7, fingerprint(policy))
     assert host.text is not None
     assert loads(host.text) == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "suggested"), [("stor", "store"), ("event", "events"), ("save_evry", "save_every")]
+)
+def test_a_misspelt_option_of_the_healer_is_suggested(given, suggested):
+    misspelt: Any = {given: 3}
+    with pytest.raises(TypeError, match=f"'{given}' is neither .* did you mean '{suggested}'"):
+        Healer("default", state={}, **misspelt)
+
+
+def test_a_misspelt_key_of_the_policy_is_a_policy_error():
+    misspelt: Any = {"rolback": {}}
+    with pytest.raises(PolicyError, match="did you mean 'rollback'"):
+        Healer("default", state={}, **misspelt)

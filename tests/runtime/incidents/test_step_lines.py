@@ -95,9 +95,7 @@ def test_outliers_that_were_only_clipped_are_said_at_powers_of_ten(run: Run):
     alert = {"cause": Cause.GRAD_SPIKE, "grad_scale": 0.01}
     lines = [line for _ in range(100) for line in run.steps(1, **alert) + run.steps(1)]
     assert [line.split(":")[1] for line in lines] == [" step 0", " step 18", " step 198"]
-    assert lines[0].endswith(
-        "grad spike; loss 0, gradient norm 0, learning rate 0.001; gradients × 0.01"
-    )
+    assert lines[0].endswith("grad spike; gradient norm 0, learning rate 0.001; gradients × 0.01")
 
 
 def test_every_cut_of_the_learning_rate_is_said_also_within_one_incident(run: Run):
@@ -117,3 +115,9 @@ def test_observe_mode_says_what_was_ordered(capsys: pytest.CaptureFixture[str]):
     order = {"cause": Cause.INSTABILITY, "action": Action.ROLLBACK | Action.CUT_LR}
     (line,) = run.steps(1, incident=1, incident_open=True, **order)
     assert line.endswith("ROLLBACK and CUT_LR ordered; nothing is changed, the policy observes")
+
+
+def test_without_a_loss_the_line_has_none(run: Run):
+    (line,) = run.steps(1, **NAN, loss=0.0)
+    assert "; last finite gradient norm " in line
+    assert " loss 0" not in line

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-MAIN = [sys.executable, "-c", "from healcore.tools.cli import main; main()"]
+MAIN = [sys.executable, "-m", "healcore"]
 FAIL = 2
 
 full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
