@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "healcore"
 FLOORS = (
-    ("healcore.core", "healcore.adapter_registry"),
+    ("healcore.core", "healcore.adapter_registry", "healcore.console"),
     ("healcore.policy",),
     ("healcore.runtime.events",),
     ("healcore.history",),
@@ -56,7 +56,7 @@ def test_imports_go_down(path):
 
 
 ADAPTERS = ROOT.parent / "adapters"
-PARTS = ("core", "policy", "runtime", "plugins", "extras", "adapter_registry")
+PARTS = ("core", "policy", "runtime", "plugins", "extras", "adapter_registry", "console")
 BELOW_TOOLS = tuple(f"healcore.{name}" for name in PARTS)
 
 
