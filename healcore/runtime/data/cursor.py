@@ -321,6 +321,11 @@ class Cursor:
             "shuffles by itself may give others"
         )
 
+    @property
+    def left_out(self) -> frozenset[BatchId]:
+        """The batches that are left out, behind and ahead."""
+        return self._left_out
+
     def leave_out(self, ids: Iterable[BatchId]) -> None:
         """Leaves batches out when the cursor comes to them; `skipped` lists those.
 

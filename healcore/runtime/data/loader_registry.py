@@ -96,6 +96,8 @@ class LoaderRegistry:
         if saved is not None and not entry.cursor.rewind(saved):
             self.notices.append(entry.cursor.fast_forward(saved))
         entry.cursor.leave_out(self._left_out.get(number, ()))
+        if entry.cursor.left_out:  # those of the position too
+            self._left_out[number] = set(entry.cursor.left_out)
         while len(self._entries) > _MAX_LOADERS:
             del self._entries[next(n for n in self._entries if n not in (number, self.current))]
         return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import TrainerCallback
 
 from healcore.runtime.healer import Healer
 from healcore.torch import LightningHealingCallback, heal
@@ -85,6 +87,24 @@ def test_trainer_under_accumulation(bad: tuple[int, ...], tmp_path: Path):
     good = [each for each in range(8) if each not in bad]
     windows = [good[i : i + 3] for i in range(0, len(good), 3)]
     assert list(steps.values()) == (windows * 3)[:5]
+
+
+class Stop(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            raise ZeroDivisionError
+
+
+def test_a_restart_knows_the_skipped_batches(tmp_path: Path):
+    """The batch was skipped after the step that was saved; its epoch is as short as before."""
+    found = []
+    for name, callbacks in (("whole", []), ("broken", [Stop()]), ("broken", [])):
+        with suppress(ZeroDivisionError):
+            arguments = {"max_steps": 4, "gradient_accumulation_steps": 3, "callbacks": callbacks}
+            found.append(trained(tmp_path / name, (5,), **arguments))
+    whole, continued = found
+    assert continued.seen == [each for each in whole.seen if each[0] >= 1]
+    assert torch.equal(small_runs.weights(whole), small_runs.weights(continued))
 
 
 def test_trl(tmp_path: Path):
