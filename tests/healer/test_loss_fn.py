@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
 import torch
+from jax.core import Tracer
 from torch import nn
 
 from healcore import Healer, SignalError
@@ -99,7 +99,7 @@ def test_in_jax_the_function_is_traced_once():
 
     jax_run(loss_fn)
     assert len(traced) == 1
-    assert isinstance(traced[0], jax.core.Tracer)
+    assert isinstance(traced[0], Tracer)
     jax_run(lambda state, batch: float(batch.sum()))  # cannot be traced
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.tree_util import GetAttrKey, SequenceKey
 from optax import contrib
 
-from healcore.jax import heal, moments, protect
+from healcore.jax import heal, moments, protect, scale_by_heal_lr
 from healcore.jax.driver import JaxDriver
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 
@@ -33,7 +33,9 @@ KNOWN: dict[str, Any] = {
 }
 UNKNOWN: dict[str, Any] = {
     "rmsprop, whose second moment may begin anywhere": optax.rmsprop(1e-2),
-    "schedule-free, whose state has parameters": contrib.schedule_free_adamw(1e-2),
+    "schedule-free, whose state has parameters": contrib.schedule_free(
+        optax.chain(optax.adamw(1e-2, b1=0.0), scale_by_heal_lr()), 1e-2
+    ),
     "prodigy": contrib.prodigy(1e-2),
 }
 

@@ -40,7 +40,7 @@ class V1:
     def __init__(self, root: Path, *, background: bool) -> None:
         latest: Any = v1.training.preservation_policies.LatestN(3)
         # The default leaves out a save while another is being written.
-        always = v1.training.save_decision_policies.FixedIntervalPolicy(1)
+        always: Any = v1.training.save_decision_policies.FixedIntervalPolicy(1)
         self._manager = v1.training.Checkpointer(
             str(root), preservation_policy=latest, save_decision_policy=always
         )
