@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -277,8 +278,9 @@ def test_the_report_of_a_stopped_run_has_its_diagnosis(tmp_path):
 
 @pytest.mark.parametrize("option", ["on_incident", "on_saved", "on_rollback"])
 def test_a_hook_has_to_be_a_function(option):
+    options: dict[str, Any] = {option: ["print"]}
     with pytest.raises(TypeError, match=f"{option} takes functions"):
-        Healer(state=loop_of("torch").state, **{option: ["print"]})
+        Healer(state=loop_of("torch").state, **options)
 
 
 ROWS = policies.loads(

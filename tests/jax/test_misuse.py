@@ -117,7 +117,8 @@ def test_sam_gets_only_the_keywords_that_it_names():
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
     tx = protect(sam, "zclip", clip={"kind": "none"})
     state, own = tx.init(PARAMS), sam.init(PARAMS)
-    params, expected = PARAMS, PARAMS
+    params: Any = PARAMS
+    expected: Any = PARAMS
     for _ in range(4):
         updates, state = tx.update(params, state, params, value=jnp.float32(1.0))
         params = optax.apply_updates(params, updates)
@@ -136,11 +137,12 @@ def test_accumulation_around_protect_is_warned_of():
     skipping: Any = optax.skip_not_finite
     inner = protect(optax.sgd(0.1), "zclip")
     assert not warnings_of(optax.MultiSteps(inner, 2, should_skip_update_fn=skipping))
-    assert not warnings_of(protect(optax.MultiSteps(optax.sgd(0.1), 2), "zclip"))
+    inside: Any = optax.MultiSteps(optax.sgd(0.1), 2)
+    assert not warnings_of(protect(inside, "zclip"))
 
 
 def test_the_warning_of_a_missing_loss_says_what_to_write_for_multisteps_in_a_chain():
-    steps = optax.MultiSteps(protect(optax.sgd(0.1), "default"), 2)
+    steps: Any = optax.MultiSteps(protect(optax.sgd(0.1), "default"), 2)
     chained = optax.chain(steps, optax.scale(1.0))
     with pytest.warns(UserWarning, match="optax does not pass value on to a MultiSteps; write"):
         chained.update(PARAMS, chained.init(PARAMS), PARAMS, value=jnp.float32(1.0))
