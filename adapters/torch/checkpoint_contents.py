@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.plugins.checkpoint_contents import (
     MOST_PARTS,
     PIECE,

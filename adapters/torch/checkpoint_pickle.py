@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.plugins.checkpoint_contents import Damaged, ProbeError
 from healcore.runtime.inert_pickle import BadPickle, Global, Made, read
 

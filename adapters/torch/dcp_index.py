@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.runtime import inert_pickle
 from healcore.runtime.inert_pickle import Global, Made
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.runtime.events.json_lines import MAX_LINE, lines_of
 from healcore.runtime.events.models import NONFINITE
 

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from pydantic import ValidationError
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.document import SCHEMA, Policy
 from healcore.policy.errors import PolicyError, Problem, shown

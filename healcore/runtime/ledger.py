@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
 
+_ADDED = ("undone_incidents", "skips", "undone_skips", "untrained")
+"""Counts that ledgers of earlier releases lack."""
 _MAX_INCIDENTS = 1000
 """Incidents kept; the oldest are dropped."""
 
@@ -77,6 +79,8 @@ class Ledger:
     skips: int = 0
     """Skipped steps so far, undone ones too."""
     undone_skips: int = 0
+    untrained: int = 0
+    """Steps of the run in which no optimizer took a step, without undone ones."""
     open: bool = False
     """An incident is open, of more than skipped non-finite steps."""
 
@@ -105,6 +109,7 @@ class Ledger:
         incident.alarms += 1
         incident.skips += skip
         self.skips += skip
+        self.untrained += all(each.skip for each in records)
         # A soft step's multiplier is not the one in force.
         lasting = [each.lr_scale for each in records if not each.action & Action.SOFT_STEP]
         incident.lr_scale = min(lasting, default=incident.lr_scale)
@@ -197,6 +202,7 @@ class Ledger:
                 self.undone_incidents += 1
         if saved is not None:  # its skips, without those undone by then, are those that stand
             self.undone_skips = self.skips - (saved.skips - saved.undone_skips)
+            self.untrained = saved.untrained
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -213,6 +219,6 @@ class Ledger:
             incidents=[IncidentRecord(**each) for each in data["incidents"]],
             past_rollbacks=[PastRollback(*each) for each in data["past_rollbacks"]],
             incident_count=data["incident_count"],
-            **{name: data.get(name, 0) for name in ("undone_incidents", "skips", "undone_skips")},
+            **{name: data.get(name, 0) for name in _ADDED},
             open=data["open"],
         )

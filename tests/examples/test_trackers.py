@@ -11,7 +11,7 @@ from healcore.tools.traces import load, open_traces
 def test_example(tmp_path, capsys):
     trackers.main(str(tmp_path))
     out = capsys.readouterr().out
-    assert out.startswith("steps 120, skipped 1, clipped 1: alarm end ")
+    assert out.startswith("steps 120, skipped 1, clipped 1: alarm alert end ")
     (trace,), unreadable = open_traces([str(tmp_path)])
     assert not unreadable
     table = load(trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from healcore import IncompleteRun, RunStopped
 from healcore.runtime.healer import Healer
@@ -38,7 +39,7 @@ def test_a_run_without_a_step_is_an_error_and_the_next_start_trains(framework, t
 
 def test_an_empty_block_is_no_completed_run(tmp_path):
     with (
-        pytest.raises(IncompleteRun, match="no batches were read"),
+        pytest.raises(IncompleteRun, match="0 batches read"),
         Healer(rules(), state=loop_of("torch").state, store=tmp_path),
     ):
         pass
@@ -133,3 +134,20 @@ def test_a_limit_at_the_top_of_the_loop_may_be_reached_already(tmp_path):
                     break
                 loop.step(healer, number)
     assert ended(tmp_path) == ["requested", "requested"]
+
+
+def test_a_step_that_one_of_two_optimizers_takes_is_trained(tmp_path):
+    """Only what no optimizer has trained on counts as skipped."""
+    nets = {name: torch.nn.Linear(2, 1) for name in ("g", "d")}
+    optimizers = {name: torch.optim.SGD(net.parameters(), 0.01) for name, net in nets.items()}
+    state = {**nets, **{f"opt_{name}": each for name, each in optimizers.items()}}
+    with Healer(SKIPS, state=state, store=tmp_path) as healer:
+        for rows in healer.batches([torch.ones(4, 2)] * 12):
+            for name, net in nets.items():
+                loss = net(rows).square().mean() * (torch.nan if name == "d" else 1.0)
+                healer.observe(loss, f"opt_{name}")
+                loss.backward()
+                optimizers[name].step()
+                optimizers[name].zero_grad()
+    assert healer.report().counts["skips"] == 12
+    assert ended(tmp_path) == ["completed"]

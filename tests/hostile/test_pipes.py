@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.policy import PolicyError, load
 from healcore.runtime.postmortem import postmortem
 from healcore.tools.cli import app

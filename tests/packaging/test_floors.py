@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "healcore"
+BASE = ("adapter_registry", "console", "regular_file")
+"""Modules of the package itself that every floor may import."""
 FLOORS = (
-    ("healcore.core", "healcore.adapter_registry", "healcore.console"),
+    ("healcore.core", *(f"healcore.{name}" for name in BASE)),
     ("healcore.policy",),
     ("healcore.runtime.events",),
     ("healcore.history",),
@@ -56,7 +58,7 @@ def test_imports_go_down(path):
 
 
 ADAPTERS = ROOT.parent / "adapters"
-PARTS = ("core", "policy", "runtime", "plugins", "extras", "adapter_registry", "console")
+PARTS = ("core", "policy", "runtime", "plugins", "extras", *BASE)
 BELOW_TOOLS = tuple(f"healcore.{name}" for name in PARTS)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from healcore.core import regular_file
+from healcore import regular_file
 
 MAX_LINE = 1 << 24
 """Bytes. No event has as many: a longer line is damage, and is not held in memory."""

@@ -15,8 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore import console
-from healcore.core import regular_file
+from healcore import console, regular_file
 from healcore.runtime.events import fork_safety, json_lines
 from healcore.runtime.events.json_lines import MAX_LINE, LineAppender
 from healcore.runtime.events.process import current_process, environment

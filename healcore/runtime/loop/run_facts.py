@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.runtime.events.models import Ending
 from healcore.runtime.incidents.hooks import RunFacts
@@ -78,13 +79,13 @@ def shortfall(loop: Loop) -> BaseException | None:
             "step. The last state is saved"
         )
     if not steps and (loop.step == 0 or (unread and not loop.left_by_break)):
+        read = counted(unread, "batch", "batches")
         return IncompleteRun(
-            f"healcore: the loop has ended, and the Healer has seen no step ({unread or 'no'} "
-            f"batches were read). Write `{write}`. Nothing was trained: the next start begins at "
-            f"step {loop.step}"
+            f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
+            f"`{write}`. Nothing was trained: the next start begins at step {loop.step}"
         )
     left_out = loop.steps_left_out
-    skipped, total = loop.ledger.skips - loop.ledger.undone_skips, loop.step + left_out
+    skipped, total = loop.ledger.untrained, loop.step + left_out
     if not loop.policy.observes and 2 * (skipped + left_out) > total:
         try:
             loop.stop(

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore import console
-from healcore.core import regular_file
+from healcore import console, regular_file
 from healcore.core.verdict import Cause
 from healcore.history import Run
 from healcore.history.process import KnownGood

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from healcore.core import regular_file
+from healcore import regular_file
 
 _MOST = 1 << 26
 """Bytes: a manifest of half a million files."""

@@ -29,7 +29,7 @@ from typing import Any
 
 import xxhash
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.runtime.store import (
     commit,
     files,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.runtime.store.snapshot import Block, fresh
 
 _BUFFER = 1 << 18

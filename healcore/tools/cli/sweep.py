@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.tools.cli.options import (
     Column,
     Join,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
 from healcore.runtime.store import StoreError, inspection, manifest, structure
 from healcore.runtime.store.claim import LOCK

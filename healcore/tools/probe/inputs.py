@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.plugins.checkpoint_contents import ProbeError
 
 _LARGEST_SPEC = 1 << 20

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from healcore.core import regular_file
+from healcore import regular_file
 
 _HEADER = struct.Struct("<4s5H3I2H")
 """The header of a record: signature, version, flags, method, time, date, CRC, sizes, lengths."""

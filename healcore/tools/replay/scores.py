@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.core.engine import EngineConfig
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action

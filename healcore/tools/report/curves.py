@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.core.errors import HealcoreError
 from healcore.history import Curves, Incident, Run
 from healcore.history.curves import MetricCounts, gather

@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from healcore import extras
-from healcore.core import regular_file
+from healcore import extras, regular_file
 from healcore.tools.traces.text import is_compressed
 from healcore.tools.traces.trace import Findings, TraceError
 

@@ -9,7 +9,7 @@ import os
 import zlib
 from typing import Any, BinaryIO, TextIO, cast
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.tools.traces.trace import TraceError
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")

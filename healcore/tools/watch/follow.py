@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.core.errors import HealcoreError
 from healcore.policy import Policy
 from healcore.runtime.events.metrics import path_next_to

@@ -18,8 +18,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from healcore import console
-from healcore.core import regular_file
+from healcore import console, regular_file
 from healcore.runtime.checkpoints.catalog import probation_passed
 from healcore.runtime.store import Saved, files
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from healcore import adapter_registry
-from healcore.core import regular_file
+from healcore import adapter_registry, regular_file
 from healcore.plugins.checkpoint_contents import Contents, Damaged, ProbeError
 from healcore.runtime.store import manifest
 from healcore.tools.probe.contents.orbax import open_orbax

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.extras import require
 from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core import regular_file
+from healcore import regular_file
 from healcore.plugins.checkpoint_contents import (
     PIECE,
     Array,

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore import adapter_registry
-from healcore.core import regular_file
+from healcore import adapter_registry, regular_file
 from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
 from healcore.tools.probe.contents import orbax
 from healcore.tools.probe.contents.safetensors import widened

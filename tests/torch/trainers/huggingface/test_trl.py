@@ -49,9 +49,15 @@ def test_a_healthy_run_with_the_policys_clip_ends_within_noise(
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_that_is_judged_is_the_steps(tmp_path: Path, kind: str):
     """TRL's trainers scale it for the accumulation in two ways."""
-    run = trainer(kind, tmp_path, callbacks=[HealingCallback()], max_steps=6)
+    callback, judged = HealingCallback(), []
+
+    class Judged(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            assert callback.healing is not None
+            judged.append(float(callback.healing.metrics()["heal/loss"]))
+
+    run = trainer(kind, tmp_path, callbacks=[callback, Judged()], max_steps=6)
     run.train()
-    judged = logged(run, "heal/loss")
     assert judged == pytest.approx(logged(run, "loss"), rel=1e-2, abs=2e-4)
     assert len(judged) == 6
 
@@ -79,5 +85,5 @@ def test_a_nan_step_is_skipped(tmp_path: Path, kind: str):
     run = trainer(kind, tmp_path, callbacks=[callback, Poisons(8)])
     run.train()
     assert weights(run).isfinite().all()
-    assert logged(run, "heal/skips") == [0.0] * 8 + [1.0] * 8
+    assert logged(run, "heal/skips") == [1.0]  # a row has what has changed
     assert run.state.global_step == 16
