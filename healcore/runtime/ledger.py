@@ -87,6 +87,12 @@ class Ledger:
     def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
         """Adds one step, by its records. Returns its incident; None: the step is healthy."""
         self.next_step = index + 1
+        if not records:
+            # optax.MultiSteps around protect accumulates: nobody has judged the step, so it is
+            # neither healthy nor the end of a row of unhealthy steps.
+            if self.unhealthy and self.unhealthy[-1] == index - 1:
+                self.unhealthy.append(index)
+            return None
         self.open = any(each.incident_open for each in records)
         cause = 0
         for each in records:
