@@ -344,7 +344,7 @@ class Healer(Generic[State]):
         """JAX: passes the state after the step, and does everything that happens between two steps.
 
             for batch in healer.batches(loader):
-                state = healer.update(step(state, batch))  # the step may donate its state
+                state = healer.update(step(healer.state, batch))  # the step may donate it
 
         A loop that does not take its batches from `batches` needs no `after_step`.
 
