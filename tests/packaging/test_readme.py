@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from healcore.policy import loads
 
@@ -49,7 +52,20 @@ def test_the_optax_snippets_one_after_the_other(tmp_path, monkeypatch):
     moved, _ = step((params, scope["tx"].init(params)), good)
     assert not jnp.array_equal(moved["w"], params["w"])
     assert jnp.array_equal(kept["w"], moved["w"])
-    scope["loader"] = [good, bad, *[good] * 4]
+    fresh = scope["state"] = params, scope["tx"].init(params)
+
+    class Interrupted(list):
+        def __getitem__(self, index):
+            if index == 3:
+                signal.raise_signal(signal.SIGINT)
+            return super().__getitem__(index)
+
+    batches = [good, bad, *[good] * 4]
+    scope["loader"] = Interrupted(batches)
+    with pytest.raises(KeyboardInterrupt):
+        exec(snippet(JAX[1]), scope)
+    assert scope["healer"].step in (3, 4)
+    scope |= {"loader": batches, "state": fresh}  # as the same program begins again
     exec(snippet(JAX[1]), scope)
     healer = scope["healer"]
     assert (healer.step, healer.run_end().skips) == (6, 1)

@@ -224,7 +224,13 @@ class _IndexedSequence(LoaderAdapter):
         if self._next >= len(self._loader):
             raise StopIteration
         self._next += 1
-        return self._loader[self._next - 1]
+        try:
+            return self._loader[self._next - 1]
+        except Exception:  # an unreadable item counts as read
+            raise
+        except BaseException:  # Ctrl-C within the read: nobody has received the item
+            self._next -= 1
+            raise
 
 
 class _ByIndex:

@@ -124,3 +124,24 @@ def test_epochs_differ_where_the_loader_shuffles(kind):
     _, handed, _ = gone_through(kind)
     orders = {str([batch for which, batch in handed if which.epoch == epoch]) for epoch in range(3)}
     assert len(orders) == 3
+
+
+def test_an_item_whose_reading_is_interrupted_comes_again():
+    """Ctrl-C while a batch is read: nobody has received it."""
+
+    class Interrupted(list):
+        at = 3
+
+        def __getitem__(self, index):
+            if index == self.at:
+                self.at = -1
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    adapter = adapter_for(Interrupted(range(6)))
+    batches = adapter.start()
+    assert [next(batches) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert adapter.state() == 3
+    assert list(batches) == [3, 4, 5]
