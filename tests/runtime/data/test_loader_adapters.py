@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from healcore.runtime.data import BatchId, Cursor
+from healcore.runtime.data.loader_adapters import adapter_for
 from healcore.runtime.store import structure
 from tests.runtime.data.loaders import REWINDING, Kind, over, take
 
