@@ -69,7 +69,8 @@ class Ledger:
 
     next_step: int = 0
     unhealthy: list[int] = field(default_factory=list)
-    """Steps that were skipped, or had an alarm within an incident; ascending."""
+    """Steps that were skipped, or had an alarm within an incident, and the accumulation after such
+    a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     past_rollbacks: list[PastRollback] = field(default_factory=list)
     incident_count: int = 0
@@ -85,11 +86,11 @@ class Ledger:
     """An incident is open, of more than skipped non-finite steps."""
 
     def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
-        """Adds one step, by its records. Returns its incident; None: the step is healthy."""
+        """Adds one step, by its records. Returns its incident, or None without one."""
         self.next_step = index + 1
-        if not records:
-            # optax.MultiSteps around protect accumulates: nobody has judged the step, so it is
-            # neither healthy nor the end of a row of unhealthy steps.
+        if not any(each.judged for each in records):
+            # A micro-step of an optax.MultiSteps around protect neither ends an incident nor a row
+            # of unhealthy steps: the next update decides.
             if self.unhealthy and self.unhealthy[-1] == index - 1:
                 self.unhealthy.append(index)
             return None

@@ -94,6 +94,15 @@ def test_all_micro_batches_of_a_bad_update_are_left_out(tmp_path):
     assert healer.step == 56
 
 
+def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumulation(tmp_path):
+    run = plain(policy="default", wrap=accumulated)
+    train(run, "default", range(100), lambda number: number == 9, store=tmp_path)
+    (rollback,) = events(tmp_path, "rollback")  # at the tenth skipped update in a row
+    assert rollback["onset"] == 11
+    assert rollback["batches"] == [[0, number] for number in range(8, 48)]
+    assert {each["incident"] for each in events(tmp_path, "alarm")} == {1}
+
+
 def test_a_gate_before_the_accumulator_saves_the_rollback(tmp_path):
     run = plain(policy=RULES, wrap=finite_only)
     healer = train(run, RULES, range(41), lambda number: number == 29, store=tmp_path)
