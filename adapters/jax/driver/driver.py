@@ -52,7 +52,7 @@ class JaxDriver:
         check_leaves(tree, "state", _ARRAYS_ONLY)
         self._engines = in_state.find(tree, self._accessor.trained(), self._engine)
         self._layout = CheckpointLayout(tree, named=self._accessor.named)
-        self._not_finite = _not_finite(tree)
+        self._not_finite = self._nonfinite_parameters()
         self._step: Dispatch | None = None
         self._stride: int | None = None
         """Steps of one dispatch, once known."""
@@ -220,12 +220,12 @@ class JaxDriver:
         return "the exception came within an accumulation of optax.MultiSteps"
 
     def finite(self) -> bool:
-        """Whether the state is finite, except arrays that were not at the start (masks of -inf).
+        """Whether the parameters are finite, except arrays that were not at the start.
 
-        A pytree does not mark its parameters, so all arrays count, but not the healing state: it
-        has norms of gradients that were not applied.
+        All arrays count where the state does not show which of them are parameters, but not the
+        healing state: it has norms of gradients that were not applied.
         """
-        return _not_finite(self._accessor.read()) <= self._not_finite
+        return self._nonfinite_parameters() <= self._not_finite
 
     def losses_of(
         self,
@@ -350,6 +350,11 @@ class JaxDriver:
                 f"protect(tx, policy, records={steps}) keeps them all"
             )
 
+    def _nonfinite_parameters(self) -> set[str]:
+        """Paths of the parameters with a NaN or an Inf in them."""
+        parts = [each.parameters for each in self._engines]
+        return _not_finite(self._accessor.read(), frozenset().union(*parts) if all(parts) else None)
+
     def _states(self) -> list[HealState]:
         roots = self._accessor.roots()
         return [in_state.at(roots, each.path) for each in self._engines]
@@ -395,15 +400,17 @@ def _never() -> bool:
     return False
 
 
-def _not_finite(tree: Any) -> set[str]:
-    """Paths of the floating arrays with a NaN or an Inf in them."""
-    floats = [
-        (jax.tree_util.keystr(path), jnp.isfinite(leaf).all())
+def _not_finite(tree: Any, only: frozenset[str] | None) -> set[str]:
+    """Those of the floating arrays at the paths `only`, or of all, with a NaN or an Inf in them."""
+    arrays = {
+        jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree))
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    finite = jax.device_get([flag for _, flag in floats])
-    return {name for (name, _), fine in zip(floats, finite, strict=True) if not fine}
+    }
+    # In the same order in all processes.
+    names = [name for name in arrays if only is None or name in only]
+    finite = jax.device_get({name: jnp.isfinite(arrays[name]).all() for name in names})
+    return {name for name, fine in finite.items() if not fine}
 
 
 def _counter_arrays(states: list[HealState]) -> list[Any]:

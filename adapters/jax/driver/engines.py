@@ -40,6 +40,8 @@ class EngineEntry(NamedTuple):
     """From the top of the state to its HealState."""
     leaves: tuple[str, ...]
     """Names of the tensors whose gradients it judges."""
+    parameters: frozenset[str]
+    """Paths of the tensors that may be its parameters; empty if the state does not show them."""
 
 
 def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
@@ -64,8 +66,10 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
         warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
-        names = _tensor_names(trained, name, path, count, optimizers)
-        found.append(EngineEntry(name, path, names))
+        parts = _parts(trained, count)
+        names = _tensor_names(parts, name, path, count, optimizers)
+        parameters = frozenset() if _is_masked(tree, path) else _parameters(parts, optimizers)
+        found.append(EngineEntry(name, path, names, parameters))
     return found
 
 
@@ -159,25 +163,47 @@ def declined(engine: Engine, tree: Any, *, cut: bool = False) -> Any:
     return map_nodes(HealState, one, tree)
 
 
-def _tensor_names(
-    tree: Any, name: str, engine: Path, count: int, optimizers: Sequence[Path]
-) -> tuple[str, ...]:
-    """Names (paths) of the tensors that an engine judges; numbers where they are ambiguous.
-
-    An optimizer state does not name the part of the train state that it optimizes. This takes the
-    part with `count` floating tensors, as many as the engine gets gradients; of several the one
-    called `params` or `model`, or the one whose place is most like that of the HealState, at the
-    path `engine`. Where two networks are equally likely, the engine's name is part of the tensors'.
-    """
+def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
+    """The outermost parts of a tree with `count` floating tensors, and the paths of these."""
     parts: dict[Path, list[Path]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
         if is_gradient(leaf):
             for depth in range(len(path) + 1):
                 parts.setdefault(path[:depth], []).append(path)
-    fitting = [path for path, leaves in parts.items() if len(leaves) == count]
-    outermost = [path for path in fitting if path[:-1] not in fitting or not path]
-    best = min((_unlikely(path, engine, optimizers) for path in outermost), default=None)
-    likeliest = [path for path in outermost if _unlikely(path, engine, optimizers) == best]
+    fitting = {path: leaves for path, leaves in parts.items() if len(leaves) == count}
+    return {
+        path: leaves for path, leaves in fitting.items() if not path or path[:-1] not in fitting
+    }
+
+
+def _parameters(parts: Mapping[Path, Sequence[Path]], optimizers: Sequence[Path]) -> frozenset[str]:
+    """Paths of the tensors in all parts outside the optimizers: any of the parts may be trained."""
+    outside = [part for path, part in parts.items() if not _within(path, optimizers)]
+    return frozenset(jax.tree_util.keystr(leaf) for part in outside for leaf in part)
+
+
+def _is_masked(tree: Any, engine: Path) -> bool:
+    """Whether an engine gets the gradients of some parameters, which need not be one part."""
+    masks = nodes((optax.MaskedState, optax.transforms.PartitionState), tree)
+    return _within(engine, [path for path, _ in masks])
+
+
+def _tensor_names(
+    parts: Mapping[Path, Sequence[Path]],
+    name: str,
+    engine: Path,
+    count: int,
+    optimizers: Sequence[Path],
+) -> tuple[str, ...]:
+    """Names (paths) of the tensors that an engine judges; numbers where they are ambiguous.
+
+    An optimizer state does not name the part of the train state that it optimizes. This takes the
+    part with as many floating tensors as the engine gets gradients, `count`; of several the one
+    called `params` or `model`, or the one whose place is most like that of the HealState, at the
+    path `engine`. Where two networks are equally likely, the engine's name is part of the tensors'.
+    """
+    best = min((_unlikely(path, engine, optimizers) for path in parts), default=None)
+    likeliest = [path for path in parts if _unlikely(path, engine, optimizers) == best]
     if len(likeliest) == 1:
         return tuple(jax.tree_util.keystr(leaf) for leaf in parts[likeliest[0]])
     within = {tuple(leaf[len(path) :] for leaf in parts[path]) for path in likeliest}
@@ -190,9 +216,12 @@ def _tensor_names(
 def _unlikely(path: Path, engine: Path, optimizers: Sequence[Path]) -> tuple[bool, bool, int]:
     """A sort key that puts the part first that is likeliest to be the parameters."""
     last = _name(path[-1]) if path else ""
-    in_optimizer = any(path[: len(each)] == each for each in optimizers)
     alike = sum(one == other for one, other in zip(path, engine, strict=False))
-    return last not in _PARAMETERS, in_optimizer, -alike
+    return last not in _PARAMETERS, _within(path, optimizers), -alike
+
+
+def _within(path: Path, others: Sequence[Path]) -> bool:
+    return any(path[: len(each)] == each for each in others)
 
 
 def _name(key: Any) -> str:

@@ -98,6 +98,46 @@ def test_engines_of_one_optimizer_have_their_places_as_names():
     assert all(name.startswith("['opt_state'].inner_states['") for name in names)
 
 
+def accumulating(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.MultiSteps(protect(inner, POLICY), 2).gradient_transformation()
+
+
+@pytest.mark.parametrize(
+    ("tx", "parts"),
+    [
+        (protect(optax.adam(0.1), POLICY), ["'params'"]),
+        # A NaN stays in the accumulator: a rollback empties it.
+        (accumulating(optax.adam(0.1)), ["'params'", "acc_grads"]),
+        # The state does not show which parameters the optimizer trains: all arrays count.
+        (optax.masked(protect(optax.adam(0.1), POLICY), {"w": True, "b": False}), ["'"]),
+    ],
+    ids=["alone", "accumulated", "masked"],
+)
+def test_the_parameters_have_to_be_finite_and_nothing_else(tx, parts):
+    state = {"params": PARAMS, "opt_state": tx.init(PARAMS), "metric": jnp.float32(0)}
+    driver = JaxDriver(state, POLICY)
+    assert driver.finite()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(state)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            bad = jnp.full_like(leaf, jnp.nan)
+            spoiled = jax.tree.map(
+                lambda each, leaf=leaf, bad=bad: bad if each is leaf else each, state
+            )
+            driver.update(spoiled)
+            name = jax.tree_util.keystr(path)
+            assert driver.finite() is not any(part in name for part in parts), name
+
+
+def test_batch_statistics_of_nnx_are_no_parameters():
+    run = RUNS["nnx"]()
+    driver = JaxDriver(run.state, POLICY)
+    model = run.state["model"]
+    model.norm.mean[...] = model.norm.mean[...] * jnp.nan + jnp.nan
+    assert driver.finite()
+    model.first.bias[...] = model.first.bias[...] + jnp.nan
+    assert not driver.finite()
+
+
 @pytest.mark.parametrize(
     ("healed", "plain_one"),
     [
