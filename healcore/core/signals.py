@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,6 +132,11 @@ def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.flo
     """
     if value is None:
         raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
+    if isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) != 1):
+        raise SignalError(
+            f"{name} must be one number, got a {type(value).__name__} of {len(value)}: give the "
+            "number alone, for example loss instead of (loss, aux)"
+        )
     try:
         with np.errstate(over="ignore"):
             array = np.asarray(value, dtype=np.float64)

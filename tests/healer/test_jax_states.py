@@ -193,6 +193,23 @@ def test_another_state_is_refused_before_it_is_taken(tmp_path):
     assert healer.step == len(FOUND)
 
 
+def train_numpy(convert: Any) -> Any:
+    run = plain(policy=RULES)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), run.state["params"])
+    state = convert({**run.state, "params": params, "count": np.int64(0)})
+    with Healer(RULES, state=state) as healer:
+        for number in healer.batches(range(3)):
+            healer.update(step(run, healer.state, number))
+    return healer
+
+
+def test_numpy_arrays_in_the_first_state_are_named_and_what_to_write():
+    """A compiled step returns float32 for float64, and int32 for int64: no cast helps."""
+    with pytest.raises(HealStateError, match=r"jax\.tree\.map\(jnp\.asarray, state\)` before"):
+        train_numpy(lambda state: state)
+    assert train_numpy(lambda state: jax.tree.map(jnp.asarray, state)).step == 3
+
+
 def test_a_number_may_become_an_array():
     """As the `step` of a TrainState does in a compiled step."""
     run = plain(policy=RULES)

@@ -55,6 +55,8 @@ def test_in_torch_the_try_changes_nothing():
         (lambda model: 0.0, "loss_fn raised TypeError on the first batch.*loss_fn\\(batch\\)"),
         (lambda model, batch: torch.ones(2), "one number, got shape"),
         (lambda model, batch: None, "must be a number, got None"),
+        (lambda model, batch: (0.5, 0.1), r"got a tuple of 2.*loss.* instead of \(loss, aux\)"),
+        (lambda model, batch: {"loss": 0.5}, "got a dict of 1.*the number alone"),
     ],
 )
 def test_in_torch_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
@@ -108,7 +110,10 @@ def test_in_jax_the_function_is_traced_once():
     [
         (lambda batch: 0.0, "loss_fn raised TypeError on the first batch"),
         (lambda state, batch: batch, r"one number, got shape \(2,\)"),
-        (lambda state, batch: (batch.sum(), batch), "must be a number, got tuple"),
+        (
+            lambda state, batch: (batch.sum(), batch),
+            r"got a tuple of 2.*loss instead of \(loss, aux\)",
+        ),
     ],
 )
 def test_in_jax_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):

@@ -26,6 +26,11 @@ _PROTECT = ("heal_update_norm", "heal_reset_moments")
 """Fields of `ProtectState` that belong to the parameters and moments, not to the engine."""
 _SHOWN = 3
 """Differences that a message names."""
+_RETURN_ALL = "return the whole state from the step, and cast what has changed, x.astype(old.dtype)"
+_NO_NUMPY = (
+    "the run began with NumPy arrays, whose dtypes JAX does not keep. Write "
+    "`state = jax.tree.map(jnp.asarray, state)` before the Healer"
+)
 
 
 class CheckpointLayout:
@@ -35,6 +40,7 @@ class CheckpointLayout:
         self._named = named
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
         self._forms = _forms(tree)
+        self._from_numpy = _forms_in_jax(tree)
         self._checked: tuple[Any, list[Any]] | None = None
         """Structure and abstract values of the last state that fitted."""
 
@@ -54,17 +60,20 @@ class CheckpointLayout:
                     f"update takes the state alone, got a tuple whose element {index} is the state:"
                     " write `state, loss = step(healer.state, batch); healer.update(state)`"
                 )
-        wrong = [
-            f"state{path} is {forms.get(path, 'missing')}, and was {wanted.get(path, 'not there')}"
-            for path in {**wanted, **forms}
-            if forms.get(path) != wanted.get(path)
-        ]
+        wrong = [path for path in {**wanted, **forms} if forms.get(path) != wanted.get(path)]
         if wrong:
+            lines = [
+                f"state{path} is {forms.get(path, 'missing')}, and was "
+                f"{wanted.get(path, 'not there')}"
+                for path in wrong[:_SHOWN]
+            ]
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            what = _RETURN_ALL
+            if all(path in forms and forms[path] == self._from_numpy.get(path) for path in wrong):
+                what = _NO_NUMPY
             raise HealStateError(
                 "update takes the state in the structure, shapes and dtypes that the run began "
-                f"with: {'; '.join(wrong[:_SHOWN])}{more}. Nothing was saved or replaced: return "
-                "the whole state from the step, and cast what has changed, x.astype(old.dtype)"
+                f"with: {'; '.join(lines)}{more}. Nothing was saved or replaced: {what}"
             )
         self._checked = found
 
@@ -184,6 +193,15 @@ def _forms(tree: Any) -> dict[str, str]:
     """The form of each leaf, by its path."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return {keystr(path): _form(_as_saved(leaf)) for path, leaf in found}
+
+
+def _forms_in_jax(tree: Any) -> dict[str, str]:
+    """The form that a compiled step returns for each NumPy array or scalar, by its path."""
+    return {
+        keystr(path): f"{jax.dtypes.canonicalize_dtype(leaf.dtype)}{leaf.shape}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if isinstance(leaf, (np.ndarray, np.generic))
+    }
 
 
 def _is_number(leaf: Any) -> bool:

@@ -456,5 +456,6 @@ def _check_resume(
     if not continues_completed(options.state):
         raise AlreadyCompleted(
             f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
-            "trains it further, an empty directory begins a new one"
+            "trains it further if the program has more epochs (batches(loader, epochs=...)) or "
+            "steps than that run had, an empty directory begins a new run"
         )
