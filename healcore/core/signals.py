@@ -132,9 +132,10 @@ def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.flo
     """
     if value is None:
         raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
-    if isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) != 1):
+    parts = len(value) if isinstance(value, (Mapping, tuple)) else 1
+    if parts != 1 or isinstance(value, Mapping):
         raise SignalError(
-            f"{name} must be one number, got a {type(value).__name__} of {len(value)}: give the "
+            f"{name} must be one number, got a {type(value).__name__} of {parts}: give the "
             "number alone, for example loss instead of (loss, aux)"
         )
     try:
