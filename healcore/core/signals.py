@@ -117,6 +117,15 @@ def _is_norm(norm: Any) -> Any:
     return (norm > -numerics.TINY) & (norm <= numerics.HUGE)
 
 
+def _check_alone(name: str, value: object) -> None:
+    """Raises SignalError for a number together with others, as `(loss, aux)`."""
+    if isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) != 1):
+        raise SignalError(
+            f"{name} must be one number, got a {type(value).__name__} of {len(value)}: give the "
+            "number alone, for example loss instead of (loss, aux)"
+        )
+
+
 def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.float32:
     """A host-side number as a float32 signal; NaN and Inf are allowed.
 
@@ -132,12 +141,7 @@ def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.flo
     """
     if value is None:
         raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
-    parts = len(value) if isinstance(value, (Mapping, tuple)) else 1
-    if parts != 1 or isinstance(value, Mapping):
-        raise SignalError(
-            f"{name} must be one number, got a {type(value).__name__} of {parts}: give the "
-            "number alone, for example loss instead of (loss, aux)"
-        )
+    _check_alone(name, value)
     try:
         with np.errstate(over="ignore"):
             array = np.asarray(value, dtype=np.float64)
