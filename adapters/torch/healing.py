@@ -159,7 +159,7 @@ class Healing:
 
     @property
     def has_seen_loss(self) -> bool:
-        """Whether any step was judged with a loss so far."""
+        """Whether any loss was reported so far."""
         return "loss" in self._measurer.seen
 
     @property

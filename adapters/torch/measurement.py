@@ -119,7 +119,7 @@ class Measurer:
         self.engine = engine
         self.home = home
         self.seen: set[str] = set()
-        """Names of the reported signals that any step had so far."""
+        """Names of the signals that were reported so far."""
         self.tensor_norms: Sequence[Tensor] = ()
         """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
         self._optimizer = optimizer
@@ -133,10 +133,12 @@ class Measurer:
     def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss; SignalError, and no change, if it is not a number."""
         self._losses.add(checked(name, loss), weight)
+        self.seen.add("loss")
 
     def add_side_signal(self, name: str, value: Tensor | float) -> None:
         """Sets a side signal for the next step; SignalError if it is not a number."""
         self._side_signals[name] = checked(name, value)
+        self.seen.add(name)
 
     @property
     def has_loss(self) -> bool:
@@ -174,7 +176,7 @@ class Measurer:
             squares = parts.sum().reshape(1)
             if group_norms is not None:
                 squares = torch.cat([squares, parts])
-        measured = Measurement(
+        return Measurement(
             grad_norm=gradients.total_norm(each, self.home) if each else None,
             loss=self._losses.mean(),
             group_norms=group_norms,
@@ -186,10 +188,6 @@ class Measurer:
             learning_rate=self._learning_rate(),
             state_init=_may_be_state_init(self._optimizer),
         )
-        if measured.loss is not None:
-            self.seen.add("loss")
-        self.seen.update(self._side_signals)
-        return measured
 
     def mark_overflow(self, measured: Measurement) -> Measurement:
         """Marks an overflow: externally skipped, or non-finite after too many in a row.
