@@ -119,7 +119,7 @@ class Measurer:
         self.engine = engine
         self.home = home
         self.seen: set[str] = set()
-        """Names of the signals that were reported so far."""
+        """Names of the reported signals that any step had so far, a dropped step included."""
         self.tensor_norms: Sequence[Tensor] = ()
         """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
         self._optimizer = optimizer
@@ -133,21 +133,23 @@ class Measurer:
     def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss; SignalError, and no change, if it is not a number."""
         self._losses.add(checked(name, loss), weight)
-        self.seen.add("loss")
 
     def add_side_signal(self, name: str, value: Tensor | float) -> None:
         """Sets a side signal for the next step; SignalError if it is not a number."""
         self._side_signals[name] = checked(name, value)
-        self.seen.add(name)
 
     @property
     def has_loss(self) -> bool:
         """Whether a loss was observed since the last step."""
         return len(self._losses) > 0
 
+    def drop_losses(self) -> None:
+        """Drops the losses that were reported since the last step."""
+        self._losses.clear()
+
     def clear(self) -> None:
         """Drops what was reported since the last step."""
-        self._losses.clear()
+        self.drop_losses()
         self._side_signals.clear()
 
     def measure(
@@ -161,6 +163,7 @@ class Measurer:
         """Measures the step about to be taken; `everything` is all parameters of the optimizer."""
         self.dropped.stepped = True
         self.overflows.reset()
+        self._add_seen()
         gradients.complete_(everything)
         each = gradients.norms([grad for p in everything if (grad := p.grad) is not None])
         self.tensor_norms = each
@@ -213,6 +216,7 @@ class Measurer:
         """
         if not self.dropped.found():
             return None
+        self._add_seen()
         loss = self._losses.mean() if alone else None
         to_judge = self.overflows.count_dropped()
         if loss is not None:
@@ -236,6 +240,9 @@ class Measurer:
         each = gradients.whole_norms(gradients.norms(grads), grads)
         norm = gradients.total_norm(each, self.home)
         return bool(torch.isfinite(norm).cpu().numpy())
+
+    def _add_seen(self) -> None:
+        self.seen.update(self._side_signals, ["loss"] if self.has_loss else [])
 
     def _side_signal(self, name: str) -> Tensor | None:
         """A side signal as a tensor, if the policy reads it."""
