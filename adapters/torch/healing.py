@@ -67,7 +67,6 @@ class Healing:
     Attributes:
         live_engine: the engine with its state.
         hooks: the optimizer's step hooks.
-        observed: number of losses observed so far.
         own_loss: whether observed losses are this optimizer's alone, so that their backward passes
             show a late `observe`.
     """
@@ -78,7 +77,6 @@ class Healing:
         self.engine = hooks.live_engine.engine
         self.hooks = hooks
         self.own_loss = True
-        self.observed = 0
         self._measurer = hooks.measurer
         self._engine_reason = engine_reason
         self._obstacle = obstacle
@@ -104,7 +102,6 @@ class Healing:
         if self.own_loss:
             self.hooks.late_loss.observed(loss)
         self._measurer.add_loss(value, weight=weight)
-        self.observed += 1
         if self.hooks.on_judged is None:
             self.hooks.incident_log.observed()
 
@@ -142,6 +139,10 @@ class Healing:
         """Drops the losses since the last step; for loops that discard a step themselves."""
         self._measurer.clear()
 
+    def drop_losses(self) -> None:
+        """Drops the losses since the last step, and keeps the loss of an evaluation."""
+        self._measurer.drop_losses()
+
     def judge_dropped(self) -> None:
         """Judges a step that the GradScaler skipped without calling the optimizer, if any.
 
@@ -159,7 +160,7 @@ class Healing:
 
     @property
     def has_seen_loss(self) -> bool:
-        """Whether any step was judged with a loss so far."""
+        """Whether any step had a loss so far, a step that a GradScaler dropped included."""
         return "loss" in self._measurer.seen
 
     @property

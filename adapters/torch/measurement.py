@@ -119,7 +119,7 @@ class Measurer:
         self.engine = engine
         self.home = home
         self.seen: set[str] = set()
-        """Names of the reported signals that any step had so far."""
+        """Names of the reported signals that any step had so far, a dropped step included."""
         self.tensor_norms: Sequence[Tensor] = ()
         """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
         self._optimizer = optimizer
@@ -143,9 +143,13 @@ class Measurer:
         """Whether a loss was observed since the last step."""
         return len(self._losses) > 0
 
+    def drop_losses(self) -> None:
+        """Drops the losses that were reported since the last step."""
+        self._losses.clear()
+
     def clear(self) -> None:
         """Drops what was reported since the last step."""
-        self._losses.clear()
+        self.drop_losses()
         self._side_signals.clear()
 
     def measure(
@@ -159,6 +163,7 @@ class Measurer:
         """Measures the step about to be taken; `everything` is all parameters of the optimizer."""
         self.dropped.stepped = True
         self.overflows.reset()
+        self._add_seen()
         gradients.complete_(everything)
         each = gradients.norms([grad for p in everything if (grad := p.grad) is not None])
         self.tensor_norms = each
@@ -174,7 +179,7 @@ class Measurer:
             squares = parts.sum().reshape(1)
             if group_norms is not None:
                 squares = torch.cat([squares, parts])
-        measured = Measurement(
+        return Measurement(
             grad_norm=gradients.total_norm(each, self.home) if each else None,
             loss=self._losses.mean(),
             group_norms=group_norms,
@@ -186,10 +191,6 @@ class Measurer:
             learning_rate=self._learning_rate(),
             state_init=_may_be_state_init(self._optimizer),
         )
-        if measured.loss is not None:
-            self.seen.add("loss")
-        self.seen.update(self._side_signals)
-        return measured
 
     def mark_overflow(self, measured: Measurement) -> Measurement:
         """Marks an overflow: externally skipped, or non-finite after too many in a row.
@@ -215,6 +216,7 @@ class Measurer:
         """
         if not self.dropped.found():
             return None
+        self._add_seen()
         loss = self._losses.mean() if alone else None
         to_judge = self.overflows.count_dropped()
         if loss is not None:
@@ -238,6 +240,9 @@ class Measurer:
         each = gradients.whole_norms(gradients.norms(grads), grads)
         norm = gradients.total_norm(each, self.home)
         return bool(torch.isfinite(norm).cpu().numpy())
+
+    def _add_seen(self) -> None:
+        self.seen.update(self._side_signals, ["loss"] if self.has_loss else [])
 
     def _side_signal(self, name: str) -> Tensor | None:
         """A side signal as a tensor, if the policy reads it."""

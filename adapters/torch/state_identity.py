@@ -22,19 +22,21 @@ def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     `load_state_dict` of an optimizer takes moments by the number of their parameter, whatever
     parameter that is now, and of any class. A scheduler takes over every attribute.
     """
-    found = {
-        name: {name: type(getattr(value, "scheduler", value)).__qualname__}
-        for name, value in state.items()
-        if is_scheduler(value)
-    }
+    found = {name: {name: kind} for name, kind in classes(state).items()}
     for name, optimizer in optimizers(state).items():
         names = iter(parameter_names(state, gradients.parameters(optimizer)))
-        found[name] = {name: type(optimizer).__qualname__} | {
+        found[name] |= {
             f"{name}[{next(names)}]": f"parameter {i} of group {g}"
             for g, group in enumerate(optimizer.param_groups)
             for i, _ in enumerate(group["params"])
         }
     return found
+
+
+def classes(state: Mapping[str, Any]) -> dict[str, str]:
+    """The class of each optimizer and scheduler, by name, without accelerate's wrapper."""
+    schedulers = {n: getattr(v, "scheduler", v) for n, v in state.items() if is_scheduler(v)}
+    return {n: type(v).__qualname__ for n, v in {**optimizers(state), **schedulers}.items()}
 
 
 def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:

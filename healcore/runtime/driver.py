@@ -261,6 +261,7 @@ class Driver(Protocol):
     def hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters in the state: name -> number, text, bool, or a list of them.
 
+        In torch the classes of optimizers and schedulers come first.
         A schedule's own changes do not count where its start value is known. A value with which a
         scheduler was built is one of them: a checkpoint restores it too.
         """

@@ -29,14 +29,16 @@ def fit(
     stop_at: int | None = None,
     policy: Any = SKIPS,
     scheduled: bool = True,
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    schedule: Any = torch.optim.lr_scheduler.StepLR,
     **options: Any,
 ) -> float:
     """Trains on 40 rows, and returns the learning rate at the end."""
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = kind(model.parameters(), lr=lr, weight_decay=0.01)  # type: ignore[call-arg]
     state = {"model": model, "optimizer": optimizer}
     if scheduled:
-        state["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
+        state["scheduler"] = schedule(optimizer, 5)
     with Healer(policy, state=state, store=folder, framework="torch", **options) as healer:
         for rows in healer.batches(DataLoader(ROWS, batch_size=batch)):  # type: ignore[arg-type]
             loss = model(rows).square().mean()
@@ -82,6 +84,27 @@ def test_a_completed_run_that_is_given_another_learning_rate_is_not_returned(tmp
         fit(tmp_path, lr=0.5)
     with pytest.raises(AlreadyCompleted, match="nothing to do"):
         fit(tmp_path)  # the refusal has changed nothing
+
+
+@pytest.mark.parametrize(
+    ("given", "change"),
+    [
+        ({"kind": torch.optim.RMSprop, "lr": 0.5}, "optimizer: 'AdamW' -> 'RMSprop', "),
+        (
+            {"schedule": torch.optim.lr_scheduler.CosineAnnealingLR},
+            "scheduler: 'StepLR' -> 'CosineAnnealingLR' ",
+        ),
+    ],
+)
+def test_a_completed_run_that_is_given_another_class_is_not_returned(
+    tmp_path: Path, given: dict[str, Any], change: str
+):
+    """The class comes before the hyperparameters; those that both classes have may be the same."""
+    fit(tmp_path)
+    with pytest.raises(StoreNotEmpty, match=rf"\(saved -> given\): {change}.*Nothing was trained"):
+        fit(tmp_path, **given)
+    with pytest.raises(AlreadyCompleted, match="nothing to do"):
+        fit(tmp_path)
 
 
 def test_an_optimizer_used_again_in_the_same_process_is_no_change(tmp_path: Path):

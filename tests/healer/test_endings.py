@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -147,8 +148,10 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_the_signals_status(tmp_pa
     assert after.faults.order == [8, 9, 10, 11]
 
 
-def gan(store: Path, before: Callable[[int], object] = print) -> list[torch.Tensor]:
-    """Trains two networks, each after its own `zero_grad`; returns their weights.
+def gan(
+    store: Path, before: Callable[[int], object] = print, named: bool = True
+) -> tuple[list[torch.Tensor], Any]:
+    """Trains two networks, each after its own `zero_grad`; returns their weights and the engines.
 
     The generator's backward pass leaves gradients in the discriminator.
     """
@@ -156,13 +159,13 @@ def gan(store: Path, before: Callable[[int], object] = print) -> list[torch.Tens
     g, d = nn.Linear(2, 2), nn.Linear(2, 1)
     of_g, of_d = Adam(g.parameters()), Adam(d.parameters())
     state = {"g": g, "d": d, "of_g": of_g, "of_d": of_d}
-    with Healer(SKIPS, state=state, store=store, save_every=10) as healer:
+    with Healer("default", state=state, store=store, save_every=10) as healer:
         for number in healer.batches(range(25)):
             before(number)
             noise = torch.full((1, 2), float(number + 1))
             of_d.zero_grad()
             loss = d(g(noise).detach()).square().mean()
-            healer.observe(loss, "of_d")
+            healer.observe(loss, "of_d" if named else None)
             loss.backward()
             of_d.step()
             of_g.zero_grad()
@@ -170,23 +173,28 @@ def gan(store: Path, before: Callable[[int], object] = print) -> list[torch.Tens
             healer.observe(loss)  # to both, as a loop with one loss does
             loss.backward()
             of_g.step()
-    return [p.detach().clone() for p in (*g.parameters(), *d.parameters())]
+        engines = healer.driver.healing()
+    return [p.detach().clone() for p in (*g.parameters(), *d.parameters())], engines
 
 
-def test_the_last_state_of_two_networks_that_clear_gradients_late_is_saved(tmp_path):
+@pytest.mark.parametrize("named", [True, False])
+def test_the_last_state_of_two_networks_that_clear_gradients_late_is_saved(tmp_path, named):
+    """The resumed run is judged as the uninterrupted run is: by the same losses at every step."""
+
     def ask(number):
         if number == 13:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    expected = gan(tmp_path / "whole")
+    expected, engines = gan(tmp_path / "whole", named=named)
     with pytest.raises(Terminated):
-        gan(tmp_path / "cut", before=ask)
+        gan(tmp_path / "cut", before=ask, named=named)
     assert events(tmp_path / "cut", "save")[-1]["step"] == 14
-    found = gan(tmp_path / "cut")
+    found, resumed = gan(tmp_path / "cut", named=named)
     for store in (tmp_path / "whole", tmp_path / "cut"):
         assert events(store, "save")[-1]["step"] == 25
         assert not events(store, "problem")
     assert all(map(torch.equal, found, expected))
+    assert resumed == engines
 
 
 def accumulating_torch_loop(store: Path) -> None:

@@ -154,8 +154,8 @@ class TorchDriver:
         """What was judged since the last call; reads nothing on the host."""
         for healing in self.healings.values():
             healing.judge_dropped()
-        # If several have all stepped, gradients that are left are by-products (a GAN's generator
-        # leaves some in its discriminator).
+        # If several have all stepped, gradients and losses that are left are by-products (a GAN's
+        # generator leaves some in its discriminator).
         several = len(self._accumulations) > 1
         all_stepped = several and all(each.stepped for each in self._accumulations)
         for each in self._accumulations:

@@ -19,7 +19,7 @@ from healcore.torch import gradients
 from healcore.torch.attachment import scaler_of
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.state_identity import is_scheduler, optimizers
+from healcore.torch.state_identity import classes, is_scheduler, optimizers
 
 _NO_HYPERPARAMETERS = {
     *("params", "param_names", "initial_lr"),
@@ -68,9 +68,10 @@ def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
 def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of optimizers and schedulers: `optimizer.lr` -> a value of JSON.
 
+    First their classes: `optimizer` -> `AdamW`. Other classes have other hyperparameters.
     `lr` is the rate that a scheduler starts from. Groups that differ have a list of values.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict(classes(state))
     for name, optimizer in optimizers(state).items():
         groups = optimizer.param_groups
         for key in dict.fromkeys(key for group in groups for key in group):

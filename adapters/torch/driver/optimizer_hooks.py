@@ -28,8 +28,6 @@ class Accumulation:
     def __init__(self, healing: Healing) -> None:
         self._healing = healing
         self._reached = False
-        self._by_products = 0
-        """Losses at the last `drop_by_products`."""
         self.stepped = False
         """Whether the optimizer has stepped; the reader resets it."""
         self.steps = 0
@@ -48,14 +46,18 @@ class Accumulation:
     def in_progress(self) -> bool:
         """Whether there are gradients that the optimizer has not stepped with."""
         self._watch()
-        has_loss = self._healing.has_loss and self._healing.observed > self._by_products
-        if not (self._reached or has_loss):
+        if not (self._reached or self._healing.has_loss):
             return False
         return any(p.grad is not None for p in self._params)
 
     def drop_by_products(self) -> None:
-        """Ignores the present gradients and losses: `zero_grad` drops what another step left."""
-        self._reached, self._by_products = False, self._healing.observed
+        """Ignores the present gradients, which `zero_grad` drops, and drops the present losses.
+
+        A step of another optimizer has left them. A checkpoint has no losses: the next step must be
+        judged without them too.
+        """
+        self._reached = False
+        self._healing.drop_losses()
 
     def clear(self) -> None:
         """Drops the gradients."""

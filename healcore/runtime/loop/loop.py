@@ -68,6 +68,8 @@ class Loop:
     metrics: Metrics
     rerun: bool
     loss_fn: Callable[..., Any] | None
+    has_trainer: bool
+    """A trainer owns the loop: whatever ends its training early is no `break`."""
     stop_file: StopFile
     claim: Claim | None
     """On the store's directory."""
@@ -481,7 +483,7 @@ class Loop:
     @property
     def left_by_break(self) -> str:
         """Where a `break` has left the loop before the end of the epochs asked for, or ""."""
-        return self.loaders.left_at()
+        return "" if self.has_trainer else self.loaders.left_at()
 
     @property
     def resumed_here(self) -> bool:

@@ -92,8 +92,8 @@ def settings_of(state: Any) -> dict[str, Any]:
     return {name: each for some in found if isinstance(some, dict) for name, each in some.items()}
 
 
-def continues_completed(state: Any) -> bool:
-    """Whether a trainer owns the state, which knows itself what is left of a completed run."""
+def has_trainer(state: Any) -> bool:
+    """Whether a trainer owns the loop. The trainer decides when its run is complete."""
     parts = state.values() if isinstance(state, Mapping) else ()
     return any(hasattr(part, "run_settings") for part in parts)
 

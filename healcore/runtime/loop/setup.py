@@ -37,7 +37,7 @@ from healcore.runtime.loop.run_settings import (
     RunSettings,
     SettingsChange,
     change_since,
-    continues_completed,
+    has_trainer,
 )
 from healcore.runtime.loop.stop_file import StopFile
 from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, TerminationWatch
@@ -330,6 +330,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         metrics=_metrics(options.metrics, events, ranks, tracked=len(log.trackers) > 0),
         rerun=options.rerun,
         loss_fn=options.loss_fn,
+        has_trainer=has_trainer(options.state),
         stop_file=StopFile(options.stop_file),
         claim=own_claim,
         rendezvous=driver.rendezvous() if ranks.world > 1 and options.ranks is None else None,
@@ -453,7 +454,7 @@ def _check_resume(
             "pass an empty directory; resume=True resumes the saved run, whose state keeps the "
             "saved values"
         )
-    if not continues_completed(options.state):
+    if not has_trainer(options.state):
         raise AlreadyCompleted(
             f"nothing to do: {where} holds a run that completed at step {newest}; resume=True "
             "trains it further if the program has more epochs (batches(loader, epochs=...)) or "

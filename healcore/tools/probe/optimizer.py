@@ -39,6 +39,7 @@ def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> 
     )
     if not found:
         why = _unjudged(everything) or why_not or "it holds no optimizer state that healcore knows"
+        why = "; ".join([why, *contents.notes])
         raise NothingToProbe(f"{path} has no second moments to judge: {why}")
     names = ParameterNames(tree, found)
     training = _training(tree)

@@ -127,6 +127,20 @@ class TestFormats:
         with pytest.raises(NothingToProbe, match="step 7"):
             probe(tmp_path / "store", step=7)
 
+    def test_a_store_whose_only_known_good_checkpoint_has_no_moments(self, tmp_path):
+        """That of step 0: the error names it, and the step that can be judged."""
+        net, optimizer = trained()
+        store = DCPStore(tmp_path)
+        fresh = torch.optim.AdamW(net.parameters())
+        store.save(0, {"model": net, "optimizer": fresh})
+        store.wait()
+        store.mark(0, "good")
+        store.save(60, {"model": net, "optimizer": optimizer})
+        store.wait()
+        with pytest.raises(NothingToProbe, match=r"step 0 \(good\).*pass --step 60"):
+            probe(tmp_path)
+        assert probe(tmp_path, step=60).verdict.value == "PASS"
+
     def test_safetensors(self, tmp_path, ill):
         from safetensors.torch import save_file
 

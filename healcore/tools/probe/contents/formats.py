@@ -103,6 +103,8 @@ def _of_store(root: Path, step: int | None) -> Contents | None:
     others = f" ({', '.join(counts)})" if counts else ""
     number = len(complete) + broken
     note = f"of {number} checkpoints in it{others}, that of step {newest} ({status})"
+    if max(saves) > newest:
+        note += f"; to probe the newest one, pass --step {max(saves)}"
     return contents._replace(notes=(note, *contents.notes))
 
 
