@@ -35,7 +35,7 @@ from healcore.extras import require
 from healcore.history import Curves
 from healcore.policy import Policy
 from healcore.runtime import events
-from healcore.tools.output_files import replacing
+from healcore.tools.output_files import OutputError, check_chosen, replacing
 from healcore.tools.report import page, picture
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
@@ -58,24 +58,28 @@ def run_demo(
     seeds: Sequence[int] = (0,),
     steps: int = 300,
     policy: Any = "default",
-    out: Path = Path("healcore-demo"),
+    out: Path | None = None,
     console: Console | None = None,
     **sizes: int,
 ) -> DemoResult:
     """Trains one run per framework, seed and arm, and prints the outcomes.
 
-    Writes `curves.png` into `out`, and a folder for each healed run with its checkpoints, events,
-    metrics, postmortem and report; those of an earlier demo are deleted. `arms` must contain
-    "healed". The probation of `policy` is `shortened`. `sizes` are fields of `Scenario`.
+    Writes `curves.png` into `out` (None: `healcore-demo`), and a folder for each healed run with
+    its checkpoints, events, metrics, postmortem and report; those of an earlier demo are deleted.
+    `arms` must contain "healed". The probation of `policy` is `shortened`. `sizes` are fields of
+    `Scenario`.
 
-    Raises MissingExtraError, healcore.policy.PolicyError, or a DemoError for a missing corpus, too
-    few steps, or sizes that do not fit.
+    Raises MissingExtraError, healcore.policy.PolicyError, a DemoError for a missing corpus, too few
+    steps, or sizes that do not fit, or an OutputError for a link in the place of an output, and for
+    a folder in the place of a run that no demo has written.
     """
     require("report", "matplotlib", "jinja2")
     for framework in frameworks:
         require(framework, *FRAMEWORKS[framework])
     policy, text = shortened(policies.load(policy)), load_corpus()
     scenarios = [Scenario(text, seed=seed, steps=steps, **sizes) for seed in seeds]
+    names = [f"{f}-healed-seed{s.seed}" for s, f in product(scenarios, frameworks)]
+    out = _checked(out, names)
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     console = console or Console()
@@ -87,7 +91,8 @@ def run_demo(
             run = DemoRun(framework, arm, scenario.seed)
             if arm == "healed":
                 run.folder = out / f"{framework}-healed-seed{scenario.seed}"
-                shutil.rmtree(run.folder, ignore_errors=True)  # of an earlier demo
+                if run.folder.exists():
+                    shutil.rmtree(run.folder)  # of an earlier demo, see `_checked`
                 run.folder.mkdir()
             train = adapter_registry.find(framework, "demo_training")
             training.append((run, train(scenario, arm, policy, run.folder)))
@@ -100,6 +105,24 @@ def run_demo(
     _show(console, runs, found, scenarios[0], out)
     console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
     return DemoResult(runs, found)
+
+
+def _checked(out: Path | None, runs: Sequence[str]) -> Path:
+    """The output folder, if nothing in the place of the output is another person's."""
+    if out is None:
+        out = Path("healcore-demo")
+        check_chosen(out, folder=True)
+    check_chosen(out / "curves.png")
+    for folder in (out / name for name in runs):
+        check_chosen(folder, folder=True)
+        log = folder / "events.jsonl"
+        written = not log.is_symlink() and log.is_file() and events.read(log).events
+        if folder.exists() and not written and any(folder.iterdir()):
+            raise OutputError(
+                f"{folder} has no events of an earlier demo, and the demo deletes only what it has "
+                "written: move that folder away, or name another output with --out"
+            )
+    return out
 
 
 def _train(
@@ -183,7 +206,8 @@ def _show(
     pages = []
     for run in healed:
         pages.append(run.folder / "events.report.html")
-        pages[-1].write_text(page.render([reports[str(run)]]), encoding="utf-8")
+        with replacing(pages[-1], named=False) as draft:
+            draft.write_text(page.render([reports[str(run)]]), encoding="utf-8")
     with replacing(out / "curves.png", named=False) as draft:
         picture.draw(
             [report._replace(title=name) for name, report in reports.items()],

@@ -6,11 +6,14 @@ Steps are indexed from 0. A checkpoint of step n holds the state that step n sta
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
@@ -36,6 +39,7 @@ class PastRollback(NamedTuple):
 class IncidentRecord:
     """One incident, from the step of its first alarm (`onset`) to that of its latest (`last`)."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     number: int
     """From 1, over the whole run; a rollback does not reset it."""
     onset: int
@@ -67,6 +71,7 @@ class IncidentRecord:
 class Ledger:
     """The host's record of a run; `record` adds the steps in order."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     next_step: int = 0
     unhealthy: list[int] = field(default_factory=list)
     """Steps that were skipped, or had an alarm within an incident, and the accumulation after such
@@ -219,13 +224,11 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
-        """The inverse of `to_dict`."""
-        return cls(
-            next_step=data["next_step"],
-            unhealthy=list(data["unhealthy"]),
-            incidents=[IncidentRecord(**each) for each in data["incidents"]],
-            past_rollbacks=[PastRollback(*each) for each in data["past_rollbacks"]],
-            incident_count=data["incident_count"],
-            **{name: data.get(name, 0) for name in _ADDED},
-            open=data["open"],
-        )
+        """The inverse of `to_dict`; ValueError for what `to_dict` does not return."""
+        missing = {each.name for each in fields(cls)} - {*_ADDED, *data}
+        if missing:
+            raise ValueError(f"a ledger without {', '.join(sorted(missing))}")
+        return _LEDGER.validate_json(json.dumps(data), strict=True)
+
+
+_LEDGER = TypeAdapter(Ledger)

@@ -38,6 +38,20 @@ def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
             raise OutputError(f"{path} is one of the files that are read: write to another")
 
 
+def check_chosen(path: Path, *, folder: bool = False) -> None:
+    """Raises OutputError unless nothing, or a regular file, is at a path that healcore has chosen.
+
+    With `folder` it is a folder instead of a file. What is there may have been planted.
+    """
+    there = path.is_dir() if folder else path.is_file()
+    if path.is_symlink() or (path.exists() and not there):
+        raise OutputError(
+            f"{path} is a link, a pipe or a device, or no {'folder' if folder else 'file'}, and "
+            "healcore writes only to regular ones at a path that it has chosen itself: remove it, "
+            "or name the output"
+        )
+
+
 @contextlib.contextmanager
 def replacing(path: Name, *, named: bool = True) -> Iterator[Path]:
     """A draft that replaces `path` if the block ends without an error; OutputError names the path.
@@ -47,11 +61,8 @@ def replacing(path: Name, *, named: bool = True) -> Iterator[Path]:
     a regular file is replaced there.
     """
     target = Path(path)
-    if not named and (target.is_symlink() or (target.exists() and not target.is_file())):
-        raise OutputError(
-            f"{target} is a link, a pipe or a device, and healcore writes through none at a path "
-            "that it has chosen itself: remove it, or name the output"
-        )
+    if not named:
+        check_chosen(target)
     direct = named and target.exists() and not target.is_file()
     # Through a link the file itself is replaced, not the link.
     place = Path(os.path.realpath(target)) if named else target

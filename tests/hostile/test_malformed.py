@@ -12,8 +12,9 @@ import logging
 import os
 import random
 import shlex
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from healcore.runtime.store.claim import LOCK, claim
 from healcore.runtime.store.manifest import HEALING, MANIFEST, STATE, STATUS
 from healcore.torch.store import DCPStore
 from tests.healer.run_directory import events
-from tests.hostile.run_directories import checkpoints, cut_short, go_on, sealed_again
+from tests.healer.training_loops import loop_of, rules, same, train
+from tests.hostile.run_directories import checkpoints, cut_short, go_on, item_of, sealed_again
 
 JUNK = (
     None, True, -1, 1 << 70, 10**400, 1.5, "", "x", "\0", "\ud800", "\x1b[2J", [], {}, [[]], [None],
@@ -135,6 +137,63 @@ def test_a_run_goes_on_from_the_older_checkpoint(file, tmp_path):
     assert file.partition("/")[0] in damaged["problem"]
 
 
+def in_healing(**changes: Any) -> tuple[str, Callable[[Any], Any]]:
+    return HEALING, lambda content: content | changes
+
+
+def in_ledger(**changes: Any) -> tuple[str, Callable[[Any], Any]]:
+    return HEALING, lambda content: content | {"ledger": content["ledger"] | changes}
+
+
+def tree(name: str, value: Any) -> tuple[str, Callable[[Any], Any]]:
+    return STATE, lambda content: content | {name: content[name] | {"tree": value}}
+
+
+def first_weight(content: Any) -> Any:
+    content["model"]["tree"]["dict"][0][1] = "x"
+    return content
+
+
+def position(content: Any) -> Any:
+    data = item_of(content["healcore"], "data")[1]
+    data["dict"] = [[key, 7] for key, _ in data["dict"]]
+    return content
+
+
+RANK = "state-rank-00000.json"
+NOT_WRITTEN = {
+    "engines": in_healing(engines="nan"),
+    "ledger": in_healing(ledger={"a": 1}),
+    "incidents": in_ledger(incidents=7),
+    "skips": in_ledger(undone_skips=""),
+    "world": in_healing(world="x"),
+    "nothing of this rank": (RANK, lambda content: {}),
+    "position": (RANK, position),
+}
+OF_TORCH = {
+    "model": tree("model", 7),
+    "weight": (STATE, first_weight),
+    "optimizer": tree("optimizer", {"dict": [["param_groups", {"list": [{"dict": []}]}]]}),
+}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_values_that_healcore_does_not_write_are_damage(framework, tmp_path):
+    """The digests hold: the checkpoint is restored, and what it holds cannot be loaded."""
+    cut_short(framework, tmp_path / "run")
+    for name, (file, change) in (NOT_WRITTEN | (OF_TORCH if framework == "torch" else {})).items():
+        root = tmp_path / name
+        shutil.copytree(tmp_path / "run", root)
+        newest = checkpoints(root)[-1]
+        (newest / file).write_text(json.dumps(change(json.loads((newest / file).read_bytes()))))
+        sealed_again(newest)
+        assert go_on(framework, root)["step"] == 36, name
+        (damaged,) = events(root, "damaged")
+        assert damaged["step"] == int(newest.name[5:15]), name
+        (resumed,) = events(root, "resume")
+        assert resumed["step"] < damaged["step"], name
+
+
 def test_a_sparse_manifest_is_not_read(tmp_path):
     store, newest, _ = two_checkpoints(tmp_path)
     os.truncate(newest / MANIFEST, 6 << 30)
@@ -181,6 +240,49 @@ def test_a_malformed_journal_is_refused_with_the_command_that_helps(tmp_path):
     command = str(refused.value).rpartition("resume without it: ")[2]
     subprocess.run(shlex.split(command), check=True)
     assert go_on("torch", tmp_path)["step"] == 36
+
+
+PLAN = {
+    "number": 1, "step": 9, "onset": 8, "order": [6], "quarantine": [], "engines": {},
+    "left_out": {}, "forward": {},
+}  # fmt: skip
+DONE = {"target": 0, "engines": {}, "plan": PLAN}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": {"saved": []}},
+        {"settings_at_end": {"saved": 7}},
+        {"ledger": {"a": 1}},
+        {"microbatches": {"a": 1}},
+        {"microbatches": {"used": 1, "limits": {"x": {"elements": ""}}}},
+        {"pending": PLAN | {"order": []}},
+        {"pending": PLAN | {"engines": {"a": 1}}},
+        {"pending": PLAN | {"engines": {"optimizer": {"a": 1}}}},
+        {"pending": PLAN | {"forward": {"0": {"a": 1}}}},
+        {"last_rollback": DONE | {"engines": {"a": 1}}},
+        {"last_rollback": DONE | {"plan": PLAN | {"left_out": {"0": [[1]]}}}},
+        {"last_rollback": DONE | {"plan": PLAN | {"left_out": {"x": [[1, 1]]}}}},
+        {"last_rollback": DONE | {"plan": PLAN | {"forward": {"0": 7}}}},
+        {"last_rollback": DONE | {"plan": PLAN | {"forward": {"0": {"a": 1}}}}},
+        {"last_rollback": DONE | {"plan": PLAN | {"rerun": [1]}}},
+    ],
+    ids=str,
+)
+def test_a_journal_is_refused_before_anything_live_changes(change, tmp_path):
+    cut_short("torch", tmp_path)
+    content = checksummed_json.read(tmp_path / NAME)
+    content.pop("digest", None)
+    (tmp_path / NAME).write_bytes(checksummed_json.dumps(content | change))
+    policy = rules()
+    loop = loop_of("torch", policy=policy)
+    before = loop.weights()
+    files = sorted(tmp_path.rglob("*.json"))
+    with pytest.raises(JournalError, match="resume without it: mv "):
+        train(loop, policy, range(36), store=tmp_path)
+    assert same(loop.weights(), before)
+    assert sorted(tmp_path.rglob("*.json")) == files
 
 
 def test_a_malformed_lock_is_no_raw_error(tmp_path, caplog):

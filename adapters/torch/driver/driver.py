@@ -115,9 +115,11 @@ class TorchDriver:
         hyperparameters = [
             live_state.TensorHyperparameters(h.optimizer) for h in self.healings.values()
         ]
-        apply(self._state, restored)
-        for each in hyperparameters:
-            each.restore()
+        try:
+            apply(self._state, restored)
+        finally:  # an older checkpoint may be loaded next
+            for each in hyperparameters:
+                each.restore()
         for accumulation in self._accumulations:
             accumulation.clear()
         for healing in self.healings.values():

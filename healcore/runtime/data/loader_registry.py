@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from healcore.runtime.data import position as positions
 from healcore.runtime.data.cursor import Cursor
-from healcore.runtime.data.position import BatchId
+from healcore.runtime.data.position import BatchId, DataError
+from healcore.runtime.store.errors import Untrusted
 
 _MAX_LOADERS = 8
 """Loaders whose position is kept; a loop may make a new one for every epoch."""
@@ -225,6 +227,26 @@ class LoaderRegistry:
         if self.current is not None:
             found.setdefault(self.current, set()).update(self._window(bad, more))
         return {str(number): [list(i) for i in sorted(ids)] for number, ids in found.items()}
+
+    def check(self, position: Mapping[str, Any]) -> None:
+        """Raises for positions of an earlier process that `resume` and `begin` could not use.
+
+        Raises:
+            DataError: a position cannot be decoded, or the number of loaders is no whole number.
+            Untrusted: a position holds a pickle.
+        """
+        count = position.get(_COUNT, 0)
+        if type(count) is not int or count < 0:
+            raise DataError(f"the number of loaders is a whole number >= 0, not {count!r:.80}")
+        for number, each in position.items():
+            if number == _COUNT:
+                continue
+            try:
+                positions.decode(each, trust=self._trust)
+            except DataError as error:
+                if isinstance(error.__cause__, Untrusted):
+                    raise error.__cause__ from None
+                raise
 
     def resume(
         self, position: Mapping[str, Any], left_out: Mapping[str, Iterable[Iterable[int]]] = {}

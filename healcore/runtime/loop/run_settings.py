@@ -74,7 +74,7 @@ def start_rate(hyperparameters: Mapping[str, Any]) -> float | None:
     """The learning rate that the schedule starts from, of the first optimizer; None: unknown."""
     for name, value in hyperparameters.items():
         if name == "learning_rate" or name.endswith((".lr", "['learning_rate']")):
-            first = value[0] if isinstance(value, list) else value
+            first = value[0] if isinstance(value, list) and value else value
             return first if isinstance(first, float) else None
     return None
 

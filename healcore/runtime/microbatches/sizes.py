@@ -7,9 +7,12 @@ power of two of parts, so that a compiled step sees few shapes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from healcore.core.errors import HealcoreError
 from healcore.runtime.microbatches.splitting import BatchSize
@@ -32,6 +35,18 @@ class _Limit:
     """Growths that no shrink has undone."""
     failed: int = 0
     """Growths that a shrink has undone."""
+
+
+@dataclass
+class _Sizes:
+    """What `MicrobatchSizes` saves."""
+
+    used: int
+    limits: dict[str, _Limit]
+    """Kind of a batch -> its limit."""
+
+
+_SIZES = TypeAdapter(_Sizes)
 
 
 class Resize(NamedTuple):
@@ -136,12 +151,12 @@ class MicrobatchSizes:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-safe values, for `load`."""
-        return {"used": self.used, "limits": {k: asdict(v) for k, v in self._limits.items()}}
+        return asdict(_Sizes(self.used, self._limits))
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Goes on from `to_dict` of an earlier process."""
-        self.used = data["used"]
-        self._limits = {kind: _Limit(**limit) for kind, limit in data["limits"].items()}
+        """Goes on from `to_dict` of an earlier process; ValueError for anything else."""
+        saved = _SIZES.validate_json(json.dumps(data), strict=True)
+        self.used, self._limits = saved.used, saved.limits
 
 
 def _elements(size: BatchSize, samples: int) -> int:

@@ -15,11 +15,13 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from healcore.core.errors import HealcoreError
+from healcore.runtime.ledger import Ledger
+from healcore.runtime.microbatches.sizes import MicrobatchSizes
 from healcore.runtime.store import (
     CheckpointDamaged,
     NoGoodCheckpoint,
@@ -41,6 +43,34 @@ class JournalError(HealcoreError, RuntimeError):
     """A journal that cannot be used; the message says what to do."""
 
 
+def _read_by(reader: Callable[[dict[str, Any]], Any]) -> AfterValidator:
+    """Keeps a value that `reader` takes; it raises ValueError for what healcore does not write."""
+
+    def check(value: dict[str, Any]) -> dict[str, Any]:
+        reader(value)
+        return value
+
+    return AfterValidator(check)
+
+
+@dataclass
+class _Settings:
+    """What `run_settings` records."""
+
+    saved: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+    policy: str = ""
+    batch_sizes: dict[str, int] = field(default_factory=dict)
+
+
+_Step = Annotated[int, Field(ge=0)]
+_Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
+_BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]
+_Ledger = Annotated[dict[str, Any], _read_by(Ledger.from_dict)]
+_Sizes = Annotated[dict[str, Any], _read_by(MicrobatchSizes(shrinks=0, grow_after=0).load)]
+_OfStart = Annotated[dict[str, Any], _read_by(TypeAdapter(_Settings).validate_python)]
+
+
 @dataclass
 class RollbackPlan:
     """A rollback that has begun."""
@@ -50,16 +80,16 @@ class RollbackPlan:
     step: int
     """Steps done when it began."""
     onset: int
-    order: list[int]
+    order: Annotated[list[_Step], Field(min_length=1)]
     """Steps of the checkpoints to try, in this order."""
     quarantine: list[int]
-    engines: dict[str, Any]
+    engines: dict[str, dict[str, Any]]
     """Engine states when it began."""
-    left_out: dict[str, list[list[int]]]
+    left_out: dict[_Loader, list[_BatchId]]
     """Number of a loader -> ids of the batches that it must not yield (again)."""
-    forward: dict[str, Any]
+    forward: dict[_Loader, dict[str, Any]]
     """Number of a loader that cannot be rewound -> its position when the rollback began."""
-    rerun: list[int] | None = None
+    rerun: Annotated[list[_Step], Field(min_length=2, max_length=2)] | None = None
     """Of a re-run with nothing changed: the onset, and the step that brought the order."""
     lr: float | None = None
     """The schedule's learning rate when it began; None: not known."""
@@ -70,7 +100,7 @@ class CompletedRollback:
     """The last rollback: what a restart needs until the next save."""
 
     target: int
-    engines: dict[str, Any]
+    engines: dict[str, dict[str, Any]]
     plan: RollbackPlan
     """Without its engines."""
 
@@ -86,7 +116,7 @@ class JournalState:
     last_rollback: CompletedRollback | None = None
     nonfinite_ok: list[str] | None = None
     """Arrays that were not finite in the first snapshot."""
-    ledger: dict[str, Any] | None = None
+    ledger: _Ledger | None = None
     """The ledger after the last rollback; while one is pending, from before it."""
     rerun_onsets: list[int] = field(default_factory=list)
     lineage: str | None = None
@@ -96,13 +126,13 @@ class JournalState:
     newest_on_disk: int | None = None
     """Step of the newest checkpoint on disk when the journal was written; a quarantined one only if
     there is no other."""
-    microbatches: dict[str, Any] | None = None
+    microbatches: _Sizes | None = None
     """`MicrobatchSizes.to_dict`; None: every batch has fitted into memory."""
     quarantined: list[str] = field(default_factory=list)
     """Directories of quarantined checkpoints, in case their status files get damaged."""
-    settings: dict[str, Any] | None = None
+    settings: _OfStart | None = None
     """Learning rate, batch size, policy and the like at the start; see `run_settings`."""
-    settings_at_end: dict[str, Any] | None = None
+    settings_at_end: _OfStart | None = None
     """The hyperparameters that the last process ended with."""
 
 
@@ -126,7 +156,6 @@ class Journal:
         """Reads the file of an earlier process, if any; JournalError if it cannot be used."""
         if self.path is None or not self.path.exists():
             return self.state
-        without = f"resume without it: {_moved_away(self.path)}"
         try:
             content = checksummed_json.read(self.path)
             schema = content.pop("schema", None)
@@ -134,19 +163,27 @@ class Journal:
                 self.state = _STATE.validate_json(json.dumps(content), strict=True)
         except (OSError, ValueError) as error:
             malformed = isinstance(error, ValidationError)
-            why = "has fields that healcore does not write" if malformed else str(error)
-            raise JournalError(
-                f"{self.path} {why}: it holds the budgets after the last rollback, which "
-                "checkpoints are quarantined, and whether a rollback is unfinished. Restore an "
-                f"intact copy of this one file, or {without}"
-            ) from error
+            wrong = self.malformed() if malformed else self._unusable(str(error))
+            raise wrong from error
         if schema != SCHEMA:
             raise JournalError(
                 f"{self.path} has schema {schema!r}, this version of healcore reads {SCHEMA}: use "
                 "the version that wrote it. It holds the budgets after the last rollback. To "
-                f"{without}"
+                f"resume without it: {_moved_away(self.path)}"
             )
         return self.state
+
+    def malformed(self) -> JournalError:
+        """The error for values in the file that healcore does not write."""
+        return self._unusable("has fields that healcore does not write")
+
+    def _unusable(self, why: str) -> JournalError:
+        without = "" if self.path is None else f", or resume without it: {_moved_away(self.path)}"
+        return JournalError(
+            f"{self.path} {why}: it holds the budgets after the last rollback, which checkpoints "
+            "are quarantined, and whether a rollback is unfinished. Restore an intact copy of this "
+            f"one file{without}"
+        )
 
     def write(self) -> None:
         """Writes the journal to disk, durably; an OSError leaves the old file there."""

@@ -6,16 +6,18 @@ start after a crash carries out the same plan again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from healcore.core.engine import StateError
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
-from healcore.runtime.driver import Driver
+from healcore.runtime.data.position import DataError
+from healcore.runtime.driver import Driver, check_engines
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.ledger import Ledger
 from healcore.runtime.rollback.checkpoint_choice import (
@@ -37,6 +39,7 @@ from healcore.runtime.rollback.host_state import ITEM, HostParts, HostState
 from healcore.runtime.rollback.journal import (
     CompletedRollback,
     Journal,
+    JournalError,
     RollbackPlan,
     check_lineage,
     directories,
@@ -54,8 +57,11 @@ from healcore.runtime.store import (
 )
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.directory import DirectoryStore
-from healcore.runtime.store.ranks import Ranks, agreed
+from healcore.runtime.store.errors import Untrusted
+from healcore.runtime.store.memory import WHERE
+from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
 
+T = TypeVar("T")
 HEALING_SCHEMA = 2
 """Of what healcore keeps in a checkpoint, see `RollbackManager.contents`."""
 
@@ -93,6 +99,17 @@ class RollbackResult(NamedTuple):
     why: str
     """Why not a newer checkpoint from before the onset; "": it was the newest."""
     lr: LearningRate
+
+
+class _Content(NamedTuple):
+    """What healcore has kept in a checkpoint, checked; nothing is set."""
+
+    engines: dict[str, Any]
+    """The states that fit this policy."""
+    problem: str
+    """What is wrong with the other states, or an empty string."""
+    ledger: Ledger | None
+    host: HostParts | None
 
 
 class AppliedPlan(NamedTuple):
@@ -228,21 +245,24 @@ class RollbackManager:
 
     def _apply_plan(self, plan: RollbackPlan, *, now: int) -> AppliedPlan:
         """Quarantines, restores and loads. Repeating it has the same result."""
+        counts = plan.rerun is None
+
+        def load(result: RestoreResult, saved: _Content) -> AppliedPlan:
+            merge = after_rollback if counts else for_rerun
+            engines = merge(self.policy.engine, plan.engines, saved.engines)
+            host = self._load_state(result, saved, engines, reset=self._resets(plan))
+            # The schedule is at the restored step now. A re-run has everything as it was then.
+            rate = self.driver.learning_rate() if counts else None
+            engines, lr = at_rate(self.policy.engine, engines, rate, before=plan.lr)
+            self.driver.load_healing(engines)
+            return AppliedPlan(result.step, engines, host, lr)
+
         self.checkpoints.quarantine(plan.quarantine, now=now)
-        result = self._restore(plan.order, now)
-        check_lineage(self.journal, result)
-        self.checkpoints.quarantine(_newer(self.saves(), result.step), now=now)
-        self.checkpoints.retry_quarantine(result.step)
-        merge = after_rollback if plan.rerun is None else for_rerun
-        engines = merge(self.policy.engine, plan.engines, self._saved_engines(result, now))
-        host_state = self._load_state(result, engines, reset=self._resets(plan))
-        # The schedule is at the restored step now. A re-run has everything as it was then.
-        rate = self.driver.learning_rate() if plan.rerun is None else None
-        engines, lr = at_rate(self.policy.engine, engines, rate, before=plan.lr)
-        self.driver.load_healing(engines)
-        saved, counts = _ledger_in(result), plan.rerun is None
-        self.ledger.on_rollback(plan.onset, result.step, saved, counts=counts)
-        return AppliedPlan(result.step, engines, host_state, lr)
+        applied, saved = self._load_first_intact(plan.order, load, now)
+        self.checkpoints.quarantine(_newer(self.saves(), applied.target), now=now)
+        self.checkpoints.retry_quarantine(applied.target)
+        self.ledger.on_rollback(plan.onset, applied.target, saved.ledger, counts=counts)
+        return applied
 
     def _complete(self, plan: RollbackPlan, applied: AppliedPlan) -> None:
         """Removes the plan from the journal; keeps the result until the next save."""
@@ -260,7 +280,14 @@ class RollbackManager:
     # -- after a start --------------------------------------------------------------------------
 
     def finish_interrupted(self, plan: RollbackPlan) -> AppliedPlan:
-        """Carries out a plan during which a process was killed."""
+        """Carries out a plan during which a process was killed; JournalError if nobody can."""
+        try:
+            self.loaders.check(plan.forward)
+            check_engines(plan.engines, self.driver.healing())
+            for each in plan.engines.values():
+                self.policy.engine.from_dict(each)
+        except (DataError, StateError) as error:
+            raise self.journal.malformed() from error
         if self.journal.state.ledger is not None:
             self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0], None)
         applied = self._apply_plan(plan, now=plan.step)
@@ -293,27 +320,36 @@ class RollbackManager:
         return "" if self.journal.path is None else str(self.journal.path.parent)
 
     def _resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
-        result = self._restore(order, order[0])
-        check_lineage(self.journal, result)
-        engines = self._saved_engines(result, result.step)
-        saved = ledger = _ledger_in(result)
-        last, forward, reset = self.journal.state.last_rollback, {}, False
-        if last is not None and result.step <= last.target:
-            # Killed between the rollback and the first save after it, or that one is damaged.
+        last, live = self.journal.state.last_rollback, {}
+        if last is not None:
             live, _ = compatible(self.policy.engine, last.engines)
-            older = result.step < last.target
-            engines = after_rollback(self.policy.engine, live, engines) if older else live
+            try:
+                self.loaders.check(last.plan.forward)
+                check_engines(live, self.driver.healing())
+            except (DataError, StateError) as error:
+                raise self.journal.malformed() from error
+
+        def load(result: RestoreResult, saved: _Content) -> tuple[int, HostParts | None]:
+            engines, reset = saved.engines, False
+            if last is not None and result.step <= last.target:
+                # Killed between the rollback and the first save after it, or that one is damaged.
+                older = result.step < last.target
+                engines = after_rollback(self.policy.engine, live, engines) if older else live
+                reset = self._resets(last.plan)
+            return result.step, self._load_state(result, saved, engines, reset=reset)
+
+        (step, host_state), saved = self._load_first_intact(order, load)
+        ledger, forward = saved.ledger, {}
+        if last is not None and step <= last.target:
             of_journal, forward = self.journal.state.ledger, last.plan.forward
             ledger = None if of_journal is None else Ledger.from_dict(of_journal)
-            reset = self._resets(last.plan)
-        host_state = self._load_state(result, engines, reset=reset)
         if ledger is not None:
-            self.ledger.take_over(ledger, result.step, saved)
+            self.ledger.take_over(ledger, step, saved.ledger)
         else:
-            self.ledger.next_step = result.step
+            self.ledger.next_step = step
         left_out = {} if last is None else last.plan.left_out
         self.loaders.resume(_with(host_state, forward), left_out)
-        return result.step, host_state
+        return step, host_state
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -337,7 +373,48 @@ class RollbackManager:
         self.damage.append(error)
         self.checkpoints.log_damage(error)
 
-    def _restore(self, order: Sequence[int], now: int) -> RestoreResult:
+    def _load_first_intact(
+        self, order: Sequence[int], load: Callable[[RestoreResult, _Content], T], now: int = -1
+    ) -> tuple[T, _Content]:
+        """What `load` returns for the first checkpoint of `order` that every rank can load.
+
+        A checkpoint whose digests hold may still have values that no healcore has written, and
+        these may raise anything: such a checkpoint is a damaged one, and the next older is tried.
+        Only if no other can be loaded either, live state may be changed in part.
+        """
+        left, problem = list(order), "there is none"
+        while left:
+            result = self._restore(left)
+            loaded = failure = None
+            try:
+                saved = on_each(self.ranks, lambda each=result: self._content(each))
+                loaded = load(result, saved), saved
+            except Exception as error:
+                failure = error
+            if isinstance(failure, StateMismatch) and failure.step is None:
+                failure = StateMismatch(result.step, failure.differences)
+            ends = isinstance(failure, (StateMismatch, JournalError, Untrusted, MemoryError))
+            outcomes = self.ranks.gather(None if failure is None else ends)
+            if loaded is not None and not any(each is not None for each in outcomes):
+                if loaded[1].problem:
+                    step = result.step if now < 0 else now
+                    self.log.event("problem", step=step, problem=loaded[1].problem)
+                return loaded
+            failure = failure or RankFailed("another rank cannot load it")
+            if any(outcomes):
+                raise failure
+            problem = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+            path = next((s.path for s in self.saves() if s.step == result.step), None) or WHERE
+            text = f"holds values that healcore does not write ({problem})"
+            self._log_damage(
+                CheckpointDamaged(result.step, path, "its content", text, malformed=True)
+            )
+            left = left[left.index(result.step) + 1 :]
+        raise NoGoodCheckpoint(
+            f"none of the checkpoints of steps {list(order)} can be loaded: {problem}"
+        )
+
+    def _restore(self, order: Sequence[int]) -> RestoreResult:
         """The first checkpoint that is intact on every rank: each has its own copy in memory."""
         store, like = self.checkpoints.store, self._items()
         if self.ranks.world == 1:
@@ -353,24 +430,31 @@ class RollbackManager:
             f"none of the checkpoints of steps {list(order)} is intact on every rank"
         )
 
-    def _saved_engines(self, result: RestoreResult, now: int) -> dict[str, Any]:
-        healing = result.restored.healing or {}
+    def _content(self, result: RestoreResult) -> _Content:
+        """Raises anything if healcore has not written it, JournalError if it is of another run."""
+        healing, own = result.restored.healing or {}, result.restored.state.get(ITEM)
+        check_lineage(self.journal, result)
         engines, problem = compatible(self.policy.engine, healing.get("engines"))
-        if problem:
-            self.log.event("problem", step=now, problem=problem)
-        return dict(engines)
+        host, ledger = self.host.read(own), None
+        if healing.get("schema") == HEALING_SCHEMA:
+            if healing.get("ledger"):  # of a schema that this version reads
+                ledger = Ledger.from_dict(healing["ledger"])
+            if host is None and healing.get("world") == self.ranks.world:
+                raise StoreError("it has no random states and positions of the loaders")
+        self.loaders.check(_position(host) or {})
+        return _Content(dict(engines), problem, ledger, host)
 
     def _resets(self, plan: RollbackPlan) -> bool:
         """Whether a rollback resets the moments; a re-run changes nothing."""
         return self.policy.reset_moments and plan.rerun is None
 
     def _load_state(
-        self, result: RestoreResult, engines: dict[str, Any], *, reset: bool
+        self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool
     ) -> HostParts | None:
-        """Loads state and engines; returns the part for `HostState`, which is checked first."""
-        state = dict(result.restored.state)
-        host_state = self._of_this_world(result, self.host.read(state.pop(ITEM, None)))
-        self.driver.replace(state)
+        """Loads state and engines; returns the part for `HostState`."""
+        host_state = self._of_this_world(result, saved.host)
+        state = result.restored.state
+        self.driver.replace({name: each for name, each in state.items() if name != ITEM})
         if reset:
             self.driver.reset_moments()
         self.driver.load_healing(engines)
@@ -452,14 +536,6 @@ class RollbackManager:
                 self.journal_outdated = True  # the next save writes and reports it
 
         self._behind.submit(now, "while writing the journal", job)
-
-
-def _ledger_in(result: RestoreResult) -> Ledger | None:
-    """The ledger of a checkpoint; None: it has none that this version reads."""
-    healing = result.restored.healing or {}
-    if healing.get("schema") != HEALING_SCHEMA or not healing.get("ledger"):
-        return None
-    return Ledger.from_dict(healing["ledger"])
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:

@@ -45,8 +45,13 @@ def demo(
         typer.Option(min=1, metavar="N", help="Train with each of the seeds 0 to N - 1."),
     ] = None,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for the picture and the healed runs.")
-    ] = Path("healcore-demo"),
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default="healcore-demo",
+            help="Folder for the picture and the healed runs.",
+        ),
+    ] = None,
 ) -> None:
     """A run that fails, unprotected and healed, in torch and in JAX, side by side."""
     if seed is not None and seeds is not None:
