@@ -97,6 +97,7 @@ def one_process(process: int, port: str, root: Path, aim: Aim | None) -> int:
     assert store.steps()[-1].step == first + SAVES - 1
     assert store.problems() == []
     assert not list(root.glob(".tmp*"))
+    jax.distributed.shutdown()  # the other one may still be reading, and needs process 0
     return len(found)
 
 
@@ -120,7 +121,7 @@ def start(root: Path, port: str, aim: Aim | None) -> tuple[list[int], float]:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(status)  # without jax.distributed.shutdown, which waits for the other
+            os._exit(status)  # if one was killed, jax.distributed.shutdown would wait for it
     statuses, ended, until = [0, 0], [], time.monotonic() + 2 * BOUND
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)

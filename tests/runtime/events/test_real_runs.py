@@ -75,6 +75,7 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
         "retried",
         "grow",
         "vote",
+        "alert",  # see tests/healer/test_alerts.py
     }
 
 

@@ -45,7 +45,8 @@ def test_a_nan_is_noticed_under_the_default_arguments(tmp_path: Path):
     alone.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     # A row is written before the loop asks for a batch, and a step is read one step later.
-    assert [row.get("heal/skips") for row in rows[:24]] == [None] * 2 + [0.0] * 20 + [1.0] * 2
+    counted = [(i, row["heal/skips"]) for i, row in enumerate(rows) if "heal/skips" in row]
+    assert counted == [(22, 1.0)]
     losses = [
         [row["loss"] for row in of.state.log_history if "loss" in row] for of in (trainer, alone)
     ]
