@@ -14,7 +14,6 @@ import faulthandler
 import functools
 import hashlib
 import json
-import logging
 import mmap
 import os
 import random
@@ -274,7 +273,6 @@ def start(
     kind: str, root: Path, number: int, actions: Mapping[tuple[str, int], Action] | None = None
 ) -> None:
     """One start of this rank, the `number`-th of the run, in a process group that exists."""
-    logging.getLogger("healcore").addHandler(logging.NullHandler())
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     rank = dist.get_rank()
     check(root)
