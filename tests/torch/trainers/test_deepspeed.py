@@ -42,11 +42,9 @@ def test_one_nan_batch_is_noticed_and_changes_nothing(kind: str):
     heal.judge_dropped()
     assert not heal.has_loss
     assert all(bool(p.isfinite().all()) for p in loop.weights)
+    assert int(heal.metrics()["heal/skips"]) == 1, "a loss that is NaN is no overflow"
     if kind == SCALED:
-        assert int(heal.metrics()["heal/skips"]) == 0
         assert loop.engine.skipped_steps == 1
-    else:
-        assert int(heal.metrics()["heal/skips"]) == 1
 
 
 @every_kind
@@ -149,9 +147,6 @@ def test_a_rollback_restores_every_part(kind: str, tmp_path: Any):
                 loop.micro_step(i, NAN if bad and i in (12, 13) and not healer.rollbacks else 1.0)
         runs[bad] = healer, trace, seen
     healer, trace, seen = runs[True]
-    if kind == SCALED:  # the scale was lowered, nothing went back
-        assert healer.rollbacks == 0
-        return
     assert healer.rollbacks == 1
     (step, batch) = seen[0]
     reference = {(s, i): w for s, i, w in runs[False][1]}
