@@ -212,7 +212,7 @@ def _check(engine: Engine, state: Any) -> None:
 
 
 def _policies(engine: Engine, state: HealState) -> str:
-    """Names the policy of a state and that of an engine, or is empty for a traced state."""
+    """Sentence with the policies of a state and of an engine, or "" for a traced state."""
     from healcore.policy.presets import name_of  # here: `import healcore.jax` loads no pydantic
 
     if isinstance(state.heal_ints, Tracer):

@@ -93,7 +93,7 @@ class Loop:
         """Cleans up if the `with` block of the Healer is never left."""
         self.step = 0
         self.steps_taken = 0
-        """Steps of this process, those that a rollback has undone included."""
+        """Steps of this process, including steps that a rollback has undone."""
         self.polled = False
         """The loop has called `batches`, `after_step` or `update`."""
         self.had_completed = False
@@ -269,7 +269,8 @@ class Loop:
         if change:
             self.warn(
                 f"{change} (saved -> given): the loader continues at the same number of batches, "
-                "which is another position in the data; to begin it anew, pass an empty directory"
+                "which is another position in the data; to start from the first batch, pass an "
+                "empty directory"
             )
 
     def after_step(self, *, last: bool = False) -> bool:

@@ -44,7 +44,7 @@ class RunSettings(NamedTuple):
 
 
 class SettingsChange(NamedTuple):
-    """How the settings of a start differ from those of the run's start."""
+    """Differences between the settings of this start and of the run's first start."""
 
     saved: tuple[str, ...]
     """`name: saved -> given`, where the saved value stays in force."""
@@ -60,7 +60,7 @@ class SettingsChange(NamedTuple):
 
     @property
     def _of_training(self) -> list[str]:
-        """Not those of a longer run, and not `hparams`, which may hold paths and worker counts."""
+        """Changed settings that affect training: no run length, and no `hparams` (paths, workers)."""
         names = {each: each.partition(":")[0] for each in self.given}
         return [e for e in self.given if names[e] not in _LENGTHS and "hparams." not in names[e]]
 

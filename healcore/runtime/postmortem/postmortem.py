@@ -47,7 +47,7 @@ class Postmortem(NamedTuple):
     clips: int = 0
     """Clipped steps of the whole run."""
     skips: int = 0
-    """Skipped steps of the whole run, those that a rollback has undone too."""
+    """Skipped steps of the whole run, including steps that a rollback has undone."""
     metrics: dict[str, float] = {}  # noqa: RUF012 -- never changed
     """The numbers of the last step that was read, and all counts; empty for a killed run."""
     rollbacks: tuple[RollbackRecord, ...] = ()

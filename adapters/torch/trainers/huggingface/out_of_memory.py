@@ -148,7 +148,7 @@ class SplitSteps:
         self._todo = list(self._window)
 
     def _run(self, own: Callable[..., Tensor]) -> tuple[Tensor | None, _Failure | None]:
-        """The loss of the last micro-batch that is to be done, or what did not fit."""
+        """Loss of the last micro-batch to be done, or the error of one that did not fit."""
         loss, state = None, self._trainer.state
         for batch in self._todo:
             parts, tokens = 1, state.num_input_tokens_seen
