@@ -60,7 +60,7 @@ class SettingsChange(NamedTuple):
 
     @property
     def _of_training(self) -> list[str]:
-        """Changed settings that affect training: no run length, and no `hparams` (paths, workers)."""
+        """Changed settings that affect training, without the run length and `hparams`."""
         names = {each: each.partition(":")[0] for each in self.given}
         return [e for e in self.given if names[e] not in _LENGTHS and "hparams." not in names[e]]
 
