@@ -6,7 +6,7 @@ A policy-step is one row of one run, judged for one setting. Counted are real ro
 (those of ../shared/traces with 200 rows at least; nothing is tiled, padding does not count), and
 settings that all differ. From the least to the most of the policy:
 
-detectors   the default policy's five detectors: alarm and sustained of each one, at every row. Runs
+detectors   the detectors of `pretraining`: alarm and sustained of each one, at every row. Runs
             without gradient norms have nothing for grad_spike and vanishing to judge: what judged
             what is printed. Varied are the numbers that a sweep varies by itself, of loss_spike
             and divergence; in a second line numbers of grad_spike and vanishing besides. (What no
@@ -157,7 +157,7 @@ def main() -> int:
     if not TRACES.is_dir():
         print(f"no recorded runs: {TRACES} is not there", file=sys.stderr)
         return 2
-    policy = load("default")
+    policy = load("pretraining")
     traces, _ = open_traces([str(path) for path in sorted(TRACES.rglob("*.csv"))])
     series = [s for trace in traces for s in series_of(trace, policy.engine())]
     series = [each for each in series if each.length >= FEWEST]

@@ -1,8 +1,8 @@
-"""A loop with Accelerate that goes back by itself: the lines that healcore adds are marked.
+"""A loop with Accelerate that rolls back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The loss and the gradient norm begin to
-grow; the run goes back to a checkpoint that is known to be good, batches included, and goes on with
-a quarter of the rate. Without healcore it ends as NaN.
+The learning rate warms up to a rate that is far too high, and the weights get worse. The Healer
+compares them with earlier weights, restores these and the position in the data, and limits the
+learning rate. Without healcore the run ends as NaN.
 
 python examples/accelerate_loop.py [DIRECTORY]
 """
@@ -42,12 +42,18 @@ def main(directory: str) -> None:
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     loss = torch.zeros(())
+
+    def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        return (model(x) - y).square().mean()
+
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
-    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
-        for x, y in healer.batches(loader):  # <- healcore
+    with healcore.Healer(  # <- healcore
+        "default", state=state, store=directory, loss_fn=loss_fn
+    ) as healer:
+        for batch in healer.batches(loader):  # <- healcore
             with accelerator.accumulate(model):
-                loss = (model(x) - y).square().mean()
-                healer.observe(loss)  # <- healcore
+                loss = healer.loss(batch)  # <- healcore
                 accelerator.backward(loss)
                 optimizer.step()
                 scheduler.step()

@@ -1,8 +1,8 @@
-"""A DeepSpeed engine that goes back by itself: the lines that healcore adds are marked.
+"""A DeepSpeed engine that rolls back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The loss and the gradient norm begin to
-grow; the run goes back to a checkpoint that is known to be good, and goes on with a quarter of the
-rate. Without healcore it ends as NaN.
+The learning rate warms up to a rate that is far too high, and the weights get worse. The Healer
+compares them with earlier weights, restores the earlier weights, and limits the learning rate.
+Without healcore the run ends as NaN.
 
 python examples/deepspeed_engine.py [DIRECTORY]        (or with the deepspeed launcher)
 """
@@ -52,8 +52,15 @@ def main(directory: str) -> None:
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=CONFIG
     )
     loss = torch.zeros(())
+
+    def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        return (engine.module(x) - y).square().mean()
+
     state = healcore.torch.engine_state(engine)  # <- healcore
-    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
+    with healcore.Healer(  # <- healcore
+        "default", state=state, store=directory, loss_fn=loss_fn
+    ) as healer:
         for x, y in healer.batches(loader):  # <- healcore
             loss = (engine(x) - y).square().mean()
             engine.backward(loss)

@@ -1,8 +1,8 @@
-"""A Fabric loop that goes back by itself: the lines that healcore adds are marked.
+"""A Fabric loop that rolls back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The loss and the gradient norm begin to grow
-from step to step; the run goes back to a checkpoint that is known to be good, and goes on with a
-quarter of the rate. Without healcore it ends as NaN.
+The learning rate warms up to a rate that is far too high, and the weights get worse. The Healer
+compares them with earlier weights on the same batches, restores the earlier weights, and limits the
+learning rate. Without healcore the run ends as NaN.
 
 python examples/fabric_loop.py [DIRECTORY]
 """
@@ -38,12 +38,17 @@ def main(directory: str) -> None:
     # a DistributedSampler here.
     loader = StatefulDataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
     loss = torch.zeros(())
+
+    def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, y = fabric.to_device(batch)
+        return (model(x) - y).square().mean()
+
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
-    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
-        for x, y in healer.batches(loader):  # <- healcore
-            x, y = fabric.to_device((x, y))
-            loss = (model(x) - y).square().mean()
-            healer.observe(loss)  # <- healcore
+    with healcore.Healer(  # <- healcore
+        "default", state=state, store=directory, loss_fn=loss_fn
+    ) as healer:
+        for batch in healer.batches(loader):  # <- healcore
+            loss = healer.loss(batch)  # <- healcore
             fabric.backward(loss)
             optimizer.step()
             scheduler.step()

@@ -1,11 +1,9 @@
-"""Grain data under a Healer: a rollback rewinds the iterator, and the bad batches are left out.
+"""Grain data under a Healer: a rollback rewinds the iterator and skips the bad batches.
 
-Batches 200 to 239 come from a broken file: their targets are fifty times too large. The model gets
-worse on every other batch too, which `loss_fn` shows, so the run goes back to a checkpoint that is
-known to be good. The Grain iterator is set back to the same position: the same batches come
-again in the same shuffled order, without the bad ones.
-
-python examples/grain_healer.py
+Batches 200 to 239 come from a broken file: their targets are fifty times too large. The data are
+well mixed, so the policy is `pretraining`: at a sustained loss spike the run rolls back to a
+known-good checkpoint, and skips 40 batches more than the spike has had. The Grain iterator is set
+back to the same position: the same batches come again in the same shuffled order.
 """
 
 from __future__ import annotations
@@ -49,7 +47,8 @@ def main() -> None:
     """Train, and print the ids of the batches before and after each rollback."""
     w1, w2 = (jax.random.normal(jax.random.key(n), (n, 64)) / 8**0.5 for n in (8, 1))
     params = {"w1": w1, "b1": jnp.zeros(64), "w2": w2[0] / 8**0.5}
-    tx = healcore.jax.protect(optax.adam(0.01), "default")
+    policy = healcore.policy.load("pretraining", rollback={"skip_batches": 40})
+    tx = healcore.jax.protect(optax.adam(0.01), policy)
 
     @jax.jit
     def train_step(state: Any, inputs: Any, targets: Any) -> Any:
@@ -61,7 +60,7 @@ def main() -> None:
     state = (params, tx.init(params))
     passes: list[list[int]] = [[]]
     starts = [0]
-    with healcore.Healer("default", state=state, loss_fn=batch_loss, save_every=50) as healer:
+    with healcore.Healer(policy, state=state, save_every=50) as healer:
         for batch in healer.batches(dataset()):
             if healer.rollbacks == len(passes):  # the first batch after a rollback
                 passes.append([])

@@ -1,9 +1,8 @@
-"""A Lightning Trainer that goes back by itself: the lines that healcore adds are marked.
+"""A Lightning Trainer that rolls back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The loss and the gradient norm begin to grow
-from step to step; within the running fit the weights, the schedule, Lightning's counters and the
-data go back to a known-good checkpoint, and the fit goes on with a quarter of the rate. Without
-healcore it ends as NaN. Killed with `kill -9`, the same command goes on.
+The learning rate warms up to a rate that is far too high, and the weights get worse. healcore
+compares them with earlier weights. Within the running fit it restores these, the schedule,
+Lightning's counters and the data, and limits the learning rate. Without healcore it ends as NaN.
 
 python examples/lightning_trainer.py [DIRECTORY]
 """
@@ -34,9 +33,12 @@ class Regression(lightning.LightningModule):
             nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
         )
 
-    def training_step(self, batch, batch_idx):
+    def loss(self, batch):
         x, y = batch
-        loss = (self.net(x) - y).square().mean()
+        return (self.net(x) - y).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
         self.log("loss", loss)
         return loss
 
@@ -53,7 +55,10 @@ def main(directory: str) -> None:
     targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * torch.randn(len(inputs), 1)
     # A rollback rewinds this loader exactly. With a plain DataLoader it goes on with new batches.
     loader = StatefulDataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
-    healing = LightningHealingCallback("default", store=directory)  # <- healcore
+    module = Regression()
+    healing = LightningHealingCallback(  # <- healcore
+        "default", store=directory, loss_fn=module.loss
+    )
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
@@ -63,15 +68,12 @@ def main(directory: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Regression(), loader)
+    trainer.fit(module, loader)
     rollbacks = healing.healer.rollbacks if healing.healer else 0
     loss = trainer.callback_metrics["loss"].item()
     print(f"loss {loss:.3f}, steps {trainer.global_step}, rollbacks {rollbacks}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(sys.argv[1])
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            main(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        main(sys.argv[1] if len(sys.argv) > 1 else folder)

@@ -1,8 +1,8 @@
-"""A Flax linen loop that goes back by itself: the lines that healcore adds are marked.
+"""A Flax linen loop that rolls back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The run goes back to a known-good
-checkpoint, dropout key and all, and goes on with a quarter of the rate (`inject_hyperparams` shows
-healcore the schedule's). Without healcore it ends as NaN. python examples/linen_healer.py [FOLDER]
+The learning rate warms up to a rate that is far too high, and the parameters get worse. The Healer
+restores earlier parameters, with their dropout key, and limits the learning rate, which
+`inject_hyperparams` shows it. Without healcore it ends as NaN. python examples/linen_healer.py
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class State(HealTrainState):  # <- healcore
     key: jax.Array
 
 
+def loss_of(params: Any, state: State, dropout: jax.Array, inputs: Any, targets: Any) -> jax.Array:
+    outputs = state.apply_fn({"params": params}, inputs, train=True, rngs={"dropout": dropout})
+    return jnp.mean((outputs - targets) ** 2)
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def train_step(state: State, inputs: Any, targets: Any) -> State:
     key, dropout = jax.random.split(state.key)
-
-    def loss_fn(params: Any) -> jax.Array:
-        outputs = state.apply_fn({"params": params}, inputs, train=True, rngs={"dropout": dropout})
-        return jnp.mean((outputs - targets) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    loss, grads = jax.value_and_grad(loss_of)(state.params, state, dropout, inputs, targets)
     return state.apply_gradients(grads=grads, value=loss, key=key)  # <- healcore
 
 
@@ -64,7 +64,9 @@ def main(directory: str) -> None:
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate, momentum=0.9)
     tx = healcore.jax.protect(tx, "default")  # <- healcore
     state = State.create(apply_fn=model.apply, tx=tx, params=params, key=jax.random.key(1))
-    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
+    evaluate = jax.jit(lambda state, batch: loss_of(state.params, state, state.key, *batch))
+    options = {"state": state, "store": directory, "loss_fn": evaluate}
+    with healcore.Healer("default", **options) as healer:  # <- healcore
         for x, y in healer.batches(loader):  # <- healcore
             healer.update(train_step(healer.state, x, y))  # <- healcore
     x, y = batch(STEPS)

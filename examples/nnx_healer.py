@@ -1,9 +1,8 @@
-"""A Flax nnx loop that goes back by itself: the lines that healcore adds are marked.
+"""A Flax nnx loop that rolls back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The run goes back to a known-good
-checkpoint, dropout keys and all, and goes on with a quarter of the rate (`inject_hyperparams` shows
-healcore the schedule's). Model and optimizer stay the same objects. Without healcore it ends as
-NaN. python examples/nnx_healer.py [DIRECTORY]
+The learning rate warms up to a rate that is far too high, and the parameters get worse. The Healer
+restores earlier parameters, with their dropout keys, and limits the learning rate, which
+`inject_hyperparams` shows it. Without healcore it ends as NaN. python examples/nnx_healer.py [DIR]
 """
 
 from __future__ import annotations
@@ -61,7 +60,9 @@ def main(directory: str) -> None:
     tx = healcore.jax.protect(tx, "default")  # <- healcore
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     state = {"model": model, "optimizer": optimizer}
-    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
+    evaluate = nnx.jit(loss_fn)
+    options = {"store": directory, "loss_fn": lambda batch: evaluate(model, *batch)}
+    with healcore.Healer("default", state=state, **options) as healer:  # <- healcore
         for x, y in healer.batches(loader):  # <- healcore
             train_step(model, optimizer, x, y)
     model.eval()

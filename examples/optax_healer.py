@@ -1,9 +1,8 @@
-"""A plain optax loop that goes back by itself: the lines that healcore adds are marked.
+"""A plain optax loop that rolls back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The loss and the gradient norm begin to
-grow from step to step; the run goes back to a checkpoint that is known to be good, and
-goes on with a quarter of the rate, below the one that broke it. (`inject_hyperparams` lets healcore
-see the schedule's rate.) Without healcore it ends as NaN.
+The learning rate warms up to a rate that is far too high, and the parameters get worse. The Healer
+compares them with earlier parameters on the same batches, restores the earlier ones, and limits the
+learning rate, which `inject_hyperparams` shows it. Without healcore the run ends as NaN.
 
 python examples/optax_healer.py [DIRECTORY]
 """
@@ -58,7 +57,10 @@ def main(directory: str) -> None:
         return optax.apply_updates(params, updates), opt_state
 
     state = (params, tx.init(params))
-    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
+    evaluate = jax.jit(lambda state, batch: loss_fn(state[0], *batch))
+    with healcore.Healer(  # <- healcore
+        "default", state=state, store=directory, loss_fn=evaluate
+    ) as healer:
         for x, y in healer.batches(loader):  # <- healcore
             healer.update(train_step(healer.state, x, y))  # <- healcore
     params, _ = healer.state

@@ -1,9 +1,8 @@
-"""An Optax schedule under `protect`: a cut multiplies the schedule, and does not replace it.
+"""An Optax schedule under `protect`: a limit multiplies the schedule, and does not replace it.
 
-The peak of this warm-up and cosine decay is far too high. The Healer rolls back, and from then on
-the schedule is scaled so that its highest rate is a quarter of the one that broke the run
-(`lr.ceiling`), and keeps its shape. The program prints the rate that the parameters really get.
-    python examples/optax_schedule.py
+The peak of this warm-up and cosine decay is far too high. The Healer rolls back and limits the
+learning rate: the schedule is scaled so that its highest rate is the limit, and keeps its shape.
+The program prints the rate that the parameters really get. python examples/optax_schedule.py
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def loss_fn(params: dict[str, Any], inputs: Any, targets: Any) -> jax.Array:
 
 
 def main() -> None:
-    """Train, and print schedule, multiplier and rate of every 20th step and around the cut."""
+    """Train, and print schedule, multiplier and rate of every 20th step, undone ones too."""
     params = {}
     for layer, (rows, columns) in enumerate([(8, 64), (64, 64), (64, 1)], start=1):
         normal = jax.random.normal(jax.random.key(layer), (rows, columns))
@@ -46,8 +45,8 @@ def main() -> None:
     def train_step(state: Any, inputs: Any, targets: Any) -> Any:
         params, opt_state, step = state
         loss, grads = jax.value_and_grad(loss_fn)(params, inputs, targets)
-        # `learning_rate` makes the limit after a cut absolute; without it healcore takes the
-        # schedule for constant.
+        # `learning_rate` makes the limit an absolute rate. Without it healcore takes the schedule
+        # for constant.
         updates, opt_state = tx.update(
             grads, opt_state, params, value=loss, learning_rate=SCHEDULE(step)
         )
@@ -58,15 +57,15 @@ def main() -> None:
 
     state = (params, tx.init(params), jnp.zeros((), jnp.int32))
     rows = []  # arrays on the device: nothing waits for them within the loop
-    with healcore.Healer("default", state=state, store=None) as healer:
+    evaluate = jax.jit(lambda state, batch: loss_fn(state[0], *batch))
+    with healcore.Healer("default", state=state, store=None, loss_fn=evaluate) as healer:
         for x, y in healer.batches([batch(index) for index in range(STEPS)]):
             state, row = train_step(healer.state, x, y)
             healer.update(state)
             rows.append(row)
     table = [(int(step), float(a), float(b), float(c)) for step, a, b, c in rows]
-    cut = next((index for index, row in enumerate(table) if row[2] < 1.0), STEPS)
-    for index, (step, schedule, multiplier, rate) in enumerate(table):
-        if step % 20 == 0 or abs(index - cut) <= 2 or step == STEPS - 1:
+    for step, schedule, multiplier, rate in table:
+        if step % 20 == 0 or step == STEPS - 1:
             print(
                 f"step {step} schedule {schedule:.4f} multiplier {multiplier:.4f} rate {rate:.4f}"
             )

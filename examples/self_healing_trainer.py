@@ -1,9 +1,10 @@
-"""A Hugging Face Trainer that goes back by itself: the lines that healcore adds are marked.
+"""A Hugging Face Trainer that rolls back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. When the loss begins to grow from step to
-step, the run goes back to a known-good checkpoint inside the running train(), and goes on with a
-quarter of the rate that broke it. Without healcore the weights end as NaN. TRL's trainers
-(SFTTrainer, DPOTrainer, GRPOTrainer) take the same two lines.
+The learning rate warms up to a rate that is far too high. The data are well mixed, so the policy is
+`pretraining`: when the loss grows from step to step, the run rolls back inside the running train()
+and continues at a quarter of the rate that broke it. (`default` first compares weights, for some
+twenty steps.) Without healcore the weights end as NaN. TRL's trainers (SFTTrainer, DPOTrainer,
+GRPOTrainer) take the same two lines.
 
 python examples/self_healing_trainer.py [DIRECTORY]
 """
@@ -58,7 +59,7 @@ def trainer(directory: str) -> Trainer:
 
 def main(directory: str) -> None:
     """Train a small language model, and print how it went."""
-    healed = healcore.torch.heal(trainer(directory), "default", save_every=5)  # <- healcore
+    healed = healcore.torch.heal(trainer(directory), "pretraining", save_every=5)  # <- healcore
     healed.train()
     losses = [row["loss"] for row in healed.state.log_history if "loss" in row]
     report = healed.report()  # <- healcore

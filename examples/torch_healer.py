@@ -1,8 +1,8 @@
-"""A torch loop that goes back by itself: the lines that healcore adds are marked.
+"""A torch loop that rolls back by itself: the lines that healcore adds are marked.
 
-The learning rate warms up to one that is far too high. The loss and the gradient norm begin to grow
-from step to step; the run goes back to a checkpoint that is known to be good, and goes on with a
-quarter of the rate, below the one that broke it. Without healcore it ends as NaN.
+The learning rate warms up to a rate that is far too high, and the weights get worse. The Healer
+compares them with earlier weights on the same batches, restores the earlier weights, and limits the
+learning rate. Without healcore the run ends as NaN.
 
 python examples/torch_healer.py [DIRECTORY]
 """
@@ -21,7 +21,7 @@ import healcore  # <- healcore
 STEPS, BATCH = 400, 64
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def random_batch() -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.randn(BATCH, 8)
     targets = inputs.sum(dim=1, keepdim=True).sin()
     return inputs, targets + 0.1 * torch.randn(BATCH, 1)
@@ -32,18 +32,24 @@ def main(directory: str) -> None:
     torch.manual_seed(0)
     # A list can be put back to any batch, and so can torchdata's StatefulDataLoader. A plain
     # DataLoader cannot: it goes on forward with new batches.
-    loader = [batch() for _ in range(STEPS)]
+    loader = [random_batch() for _ in range(STEPS)]
     model = nn.Sequential(
         nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
     scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
     loss = torch.zeros(())
+
+    def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        return (model(x) - y).square().mean()
+
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
-    with healcore.Healer("default", state=state, store=directory) as healer:  # <- healcore
-        for x, y in healer.batches(loader):  # <- healcore
-            loss = (model(x) - y).square().mean()
-            healer.observe(loss)  # <- healcore
+    with healcore.Healer(  # <- healcore
+        "default", state=state, store=directory, loss_fn=loss_fn
+    ) as healer:
+        for batch in healer.batches(loader):  # <- healcore
+            loss = healer.loss(batch)  # <- healcore
             loss.backward()
             optimizer.step()
             scheduler.step()

@@ -19,6 +19,7 @@ from healcore.plugins.rows import (
     SignalRows,
     empty_columns,
     judge_row,
+    rolled_back,
 )
 
 
@@ -39,9 +40,9 @@ class JaxRowRunner:
         return jax.device_put(self._engine.init(), self._device)
 
     def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
-        """`Engine.on_rollback`."""
+        """See `RowRunner.on_rollback`."""
         with jax.default_device(self._device):
-            return self._engine.on_rollback(live, restored, xp=jnp)
+            return rolled_back(self._engine, live, restored, xp=jnp)
 
     def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
         """See `RowRunner.run`."""

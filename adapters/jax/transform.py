@@ -75,10 +75,10 @@ def heal(
         A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
         floating number), `eval_loss` (NaN at steps without evaluation), `grad_norm` (when it has
         to be reduced over a mesh first), `update_norm`, `change_expected` and `externally_skipped`
-        (bool each), and `learning_rate` (the schedule's: a limit on it is absolute, and instability
-        recognises a rate that was just raised). Without `value` the detectors of the loss are
-        inactive. Unknown keywords are ignored. `update` raises SignalError, while tracing, for a
-        signal that is not one number of the right kind.
+        (bool each), and `learning_rate` (the schedule's, so that a limit on it is an absolute
+        rate). Without `value` the detectors of the loss are inactive. Unknown keywords are ignored.
+        `update` raises SignalError, while tracing, for a signal that is not one number of the right
+        kind.
 
     Example:
         >>> import jax.numpy as jnp, optax

@@ -117,10 +117,6 @@ class LiveEngine(ABC):
         """Opens the grace window at the next step."""
         self._replace_state(self.engine.expect_change(self.state, xp=self._xp))
 
-    def decline(self, *, cut: bool = False) -> None:
-        """Cancels the rollback that was ordered last (with `cut` its cut too): its budget stays."""
-        self._replace_state(self.engine.decline(self.state, cut=cut, xp=self._xp))
-
     def grow(self, groups: int) -> None:
         """Begins a history for parameters that were added; leaves of fixed size stay in place."""
         self.groups = groups

@@ -130,9 +130,8 @@ class Healing:
         """
         self.live_engine.expect_change()
 
-    def decline(self, *, cut: bool = False) -> None:
-        """Reports that the rollback ordered last is not carried out; see `Engine.decline`."""
-        self.live_engine.decline(cut=cut)
+    def decline(self) -> None:
+        """Reports that the rollback ordered last is not carried out. It has cost no budget."""
         self.hooks.incident_log.answered()
 
     def discard(self) -> None:

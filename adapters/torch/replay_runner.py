@@ -14,6 +14,7 @@ from healcore.plugins.rows import (
     SignalRows,
     empty_columns,
     judge_row,
+    rolled_back,
 )
 from healcore.torch import namespace
 
@@ -35,9 +36,9 @@ class TorchRowRunner:
         return map_leaves(lambda leaf: torch.from_numpy(np.array(leaf)), self._engine.init())
 
     def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
-        """`Engine.on_rollback`."""
+        """See `RowRunner.on_rollback`."""
         with torch.inference_mode():
-            return self._engine.on_rollback(live, restored, xp=_XP)
+            return rolled_back(self._engine, live, restored, xp=_XP)
 
     def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
         """See `RowRunner.run`."""

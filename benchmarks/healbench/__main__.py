@@ -1,11 +1,12 @@
-"""Trains real small models whole, under every arm, in paired seeds, and reports which rules hold.
+"""Trains real small models whole, with healcore on and off, in paired seeds.
 
     python -m benchmarks.healbench [--quick] [--tasks GLOB ...] [--arms NAME ...] [--seeds N]
 
-What has been run is kept and not run again; Ctrl-C leaves it, and the same command goes on. Without
-a choice of tasks or arms the tables go to docs/healbench.md and docs/healbench.png and the summary
-to benchmarks/results/healbench/summary.json, otherwise all three lie next to the runs. The exit
-status is 0 if every rule that could be checked holds, 1 if not, 130 after Ctrl-C.
+Results are kept in benchmarks/results/healbench/runs, with a digest of the code that decides. A run
+of the present code is not run again, and only runs of the present code are shown. Ctrl-C keeps what
+is done, and the same command resumes. The command without a selection, or with --report, writes
+docs/healbench.md. The exit status is 0 if the promise holds as far as it could be checked, 1 if
+not, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.healbench import comparing, figure, table
-from benchmarks.healbench.comparing import CURED, REFERENCES, fits
+from benchmarks.healbench import comparing, table
+from benchmarks.healbench.comparing import HINDSIGHT, OFF, fits
 from benchmarks.healbench.running import (
     DONE,
     FRAMEWORKS,
@@ -31,36 +33,50 @@ from benchmarks.healbench.running import (
     Job,
     Result,
     Store,
-    policy_of,
     run_all,
     source_of,
     suite,
 )
 
 RUNS = ROOT / "benchmarks" / "results" / "healbench" / "runs"
-QUICK_ARMS = ("nothing", "fixed_clip", "clip_skip_nan", "attach_default", "healer", "healer_ask")
-QUICK_SEEDS, SEEDS = 2, 5
-AGAIN = ("all", "failed", "changed")
+PAGE = ROOT / "docs" / "healbench.md"
+ARMS = table.MAIN
+"""The arms that are run without --arms: the README's own loops and what they are compared with."""
+SEEDS = {"torch": 5, "jax": 3}
+QUICK_SEEDS = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    jobs, compared = _jobs(options, parser)
+    asked = _jobs(options, parser)
     store = Store(options.results)
-    interrupted = False if options.report else _run(store, jobs, options)
-    kept = [result for job in compared if (result := store.read(job)) is not None]
-    if not kept:
-        print("there are no results")
-        return 130 if interrupted else 1
-    changed = sum(_changed(result) for result in kept)
-    if changed:
-        print(
-            f"\n{changed} of {len(kept)} results were made by other sources than these: see --again"
+    finished = options.report or run(store, asked, options)
+    whole = _selection(options) == ()
+    if whole:
+        # What was run with --arms is shown too, and is not missing where it was not.
+        everything = argparse.Namespace(**{**vars(options), "arms": ["*"]})
+        shown = _jobs(everything, parser)
+    else:
+        shown = (
+            asked
+            + [dataclasses.replace(job, arm=arm) for job in asked for arm in HINDSIGHT]
+            + _references(asked)
         )
-    holds = _report(kept, options)
-    return 130 if interrupted else 0 if holds else 1
+    kept = present(store, dict.fromkeys(shown))
+    if not kept:
+        print("there are no results of the present code")
+        return 1 if finished else 130
+    there = {result.job for result in kept}
+    cells = comparing.compare(kept, _tasks(options.framework))
+    rules = comparing.rules(cells)
+    print("\n" + table.headline(cells, rules, asked, there & set(asked)))
+    if whole:
+        page = table.as_markdown(cells, rules, asked, there & set(asked))
+        table.write_between(options.page, page)
+        print(f"\nwritten: {options.page}")
+    return 130 if not finished else 0 if all(rule.holds for rule in rules) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,23 +86,25 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="the quick tasks, six arms, two seeds: 10 minutes")
-    add("--tasks", nargs="+", metavar="GLOB", help="only tasks with such names")
-    add("--arms", nargs="+", metavar="NAME", help="only these arms (globs too)")
+    add("--quick", action="store_true", help=f"the quick tasks, {QUICK_SEEDS} seeds")
+    add("--tasks", nargs="+", metavar="GLOB", help="only tasks or families with such names")
+    add("--arms", nargs="+", metavar="NAME", help=f"these (globs too); default: {', '.join(ARMS)}")
     add("--framework", nargs="+", choices=list(FRAMEWORKS), default=list(FRAMEWORKS))
-    add("--seeds", type=int, metavar="N", help=f"{SEEDS}; with --quick {QUICK_SEEDS}")
+    add("--seeds", type=int, metavar="N", help=f"default: {SEEDS}")
+    add("--report", action="store_true", help="run nothing, only write the tables again")
+    add("--again", action="store_true", help="run also what is there")
+    add("--failed", action="store_true", help="run again what failed")
+    add("--page", type=Path, metavar="FILE", default=PAGE, help=argparse.SUPPRESS)
+    add_running(parser, RUNS)
+    return parser
+
+
+def add_running(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """The options of `run`."""
+    add = parser.add_argument
     add("--jobs", type=int, metavar="N", default=_cores(), help="processes (default: cores)")
     add("--limit", type=float, metavar="SECONDS", default=LIMIT_S, help="for one run (%(default)g)")
-    add("--results", type=Path, metavar="DIR", default=RUNS, help="where runs are kept")
-    add("--report", action="store_true", help="run nothing, only write the tables again")
-    add(
-        "--again",
-        choices=AGAIN,
-        nargs="?",
-        const="all",
-        help="run again what is kept: all of it, what failed, or what other sources have made",
-    )
-    return parser
+    add("--results", type=Path, metavar="DIR", default=folder, help="where runs are kept")
 
 
 def _cores() -> int:
@@ -96,80 +114,109 @@ def _cores() -> int:
 # -- what to run -----------------------------------------------------------------------------------
 
 
-def _jobs(
-    options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> tuple[list[Job], list[Job]]:
-    """The jobs asked for, and those together with the jobs that they are compared with.
+def _selection(options: argparse.Namespace) -> tuple[str, ...]:
+    """The options that leave something out."""
+    part = {
+        "--quick": options.quick,
+        "--tasks": options.tasks,
+        "--arms": options.arms,
+        "--seeds": options.seeds,
+        "--results": options.results != RUNS and options.page == PAGE,
+        "--framework": set(options.framework) != set(FRAMEWORKS),
+    }
+    return tuple(name for name, given in part.items() if given)
 
-    First seeds first, so that what there is after Ctrl-C can be compared. With `--arms` nothing is
-    run in addition to them.
-    """
+
+def _tasks(frameworks: Iterable[str]) -> dict[tuple[str, str], object]:
+    return {
+        (framework, name): task
+        for framework in frameworks
+        for name, task in suite(framework).tasks.items()
+    }
+
+
+def _jobs(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Job]:
+    """The jobs asked for, first seeds first, so that what Ctrl-C leaves can be compared."""
     suites = {framework: suite(framework) for framework in options.framework}
-    arms = options.arms or (QUICK_ARMS if options.quick else ("*",))
     tasks = options.tasks or ("*",)
+    known_tasks = {n for s in suites.values() for t in s.tasks.values() for n in (t.name, t.family)}
     for patterns, names in (
         (options.arms, {name for each in suites.values() for name in each.arms}),
-        (options.tasks, {name for each in suites.values() for name in each.tasks}),
+        (options.tasks, known_tasks),
     ):
         for pattern in patterns or ():
             if not fnmatch.filter(names, pattern):
                 parser.error(f"{pattern!r} is none of {', '.join(sorted(names))}")
     asked: list[Job] = []
-    compared: list[Job] = []
-    for seed in range(_seeds(options)):
+    for seed in range(max(_seeds(options, framework) for framework in suites)):
         for framework, there in suites.items():
-            for task in there.tasks.values():
-                if not fits(task.name, tasks) or (options.quick and not task.quick):
-                    continue
-                for arm in there.arms:
-                    job = Job(framework, task.name, arm, seed, policy_of(framework, arm))
-                    if fits(arm, arms):
-                        asked.append(job)
-                    if fits(arm, (*arms, *REFERENCES[task.kind])):
-                        compared.append(job)
-                if task.reference:
-                    cure = Job(framework, task.reference, CURED, seed, policy_of(framework, CURED))
-                    asked += [] if options.arms else [cure]
-                    compared.append(cure)
-    return list(dict.fromkeys(asked)), list(dict.fromkeys(compared))
+            if seed >= _seeds(options, framework):
+                continue
+            chosen = [
+                task
+                for task in there.tasks.values()
+                if (fits(task.name, tasks) or fits(task.family, tasks))
+                and (task.quick or not options.quick)
+            ]
+            asked += [
+                Job(framework, task.name, arm, seed)
+                for task in chosen
+                for arm in there.arms
+                if fits(arm, options.arms or ARMS)
+            ]
+    return asked if options.arms else list(dict.fromkeys([*asked, *_references(asked)]))
 
 
-def _seeds(options: argparse.Namespace) -> int:
-    return options.seeds or (QUICK_SEEDS if options.quick else SEEDS)
+def _references(jobs: Iterable[Job]) -> list[Job]:
+    """The undamaged runs that the sick tasks of these jobs are compared with."""
+    found = []
+    for job in jobs:
+        reference = suite(job.framework).tasks[job.task].reference
+        if reference:
+            off = OFF.get(job.arm, "nothing")
+            found.append(Job(job.framework, reference, off, job.seed))
+    return list(dict.fromkeys(found))
 
 
-def _changed(result: Result) -> bool:
-    return result.source != source_of(result.framework, result.task, result.arm)
+def _seeds(options: argparse.Namespace, framework: str) -> int:
+    return options.seeds or (QUICK_SEEDS if options.quick else SEEDS[framework])
 
 
-def _run(store: Store, jobs: list[Job], options: argparse.Namespace) -> bool:
-    """Runs what is missing; True where Ctrl-C ended it."""
+def _source(job: Job) -> str:
+    return source_of(job.framework, job.task, job.arm)
 
-    def due(job: Job) -> bool:
-        kept = None if options.again == "all" else store.read(job)
-        if kept is None:
-            return True
-        failed = options.again == "failed" and kept.status != DONE
-        return failed or (options.again == "changed" and _changed(kept))
 
-    left = [job for job in jobs if due(job)]
+def present(store: Store, jobs: Iterable[Job]) -> list[Result]:
+    """The results of the present code, of these jobs."""
+    kept = ((job, store.read(job)) for job in jobs)
+    return [result for job, result in kept if result is not None and result.source == _source(job)]
+
+
+def run(store: Store, jobs: Sequence[Job], options: argparse.Namespace) -> bool:
+    """Runs what is missing, and merges what there is; False where Ctrl-C ended it."""
+    kept = {result.job: result for result in present(store, jobs)}
+    again, failed = getattr(options, "again", False), getattr(options, "failed", False)
+    done = {job for job, each in kept.items() if not (failed and each.status != DONE)}
+    left = [job for job in jobs if again or job not in done]
     print(f"{len(jobs)} runs, {len(left)} of them to do, {options.jobs} at a time", flush=True)
-    sources = {job: source_of(job.framework, job.task, job.arm) for job in left}
-    start, done = time.monotonic(), 0
+    sources = {job: _source(job) for job in left}
+    start, count = time.monotonic(), 0
     try:
         with contextlib.closing(
             run_all(left, workers=options.jobs, limit=options.limit)
         ) as results:
             for result in results:
                 store.write(dataclasses.replace(result, source=sources[result.job]))
-                done += 1
-                rest = (time.monotonic() - start) / done * (len(left) - done)
+                count += 1
+                rest = (time.monotonic() - start) / count * (len(left) - count)
                 time_left = datetime.timedelta(seconds=round(rest))
-                print(f"[{done}/{len(left)}, {time_left} left] {_line(result)}", flush=True)
+                print(f"[{count}/{len(left)}, {time_left} left] {_line(result)}", flush=True)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: {len(left) - done} runs left, the same command goes on with them")
-        return True
-    return False
+        print(f"\ninterrupted: {len(left) - count} runs left, the same command resumes")
+        return False
+    finally:
+        store.merge()
+    return True
 
 
 def _line(result: Result) -> str:
@@ -177,47 +224,7 @@ def _line(result: Result) -> str:
     if result.status != DONE:
         return f"{name}: {result.status}: {result.error}"
     stopped = f", stopped after {result.steps} steps" if result.stopped else ""
-    return f"{name}: {result.value:.4g} in {result.wall_s:.1f} s{stopped}"
-
-
-# -- what it came to -------------------------------------------------------------------------------
-
-
-def _report(kept: list[Result], options: argparse.Namespace) -> bool:
-    """Prints and writes the tables; whether all rules hold."""
-    tasks = {
-        (framework, name): task
-        for framework in options.framework
-        for name, task in suite(framework).tasks.items()
-        if fits(name, options.tasks or ("*",)) and (task.quick or not options.quick)
-    }
-    cells = comparing.compare(kept, tasks)
-    rules = comparing.rules(cells)
-    print("\n" + table.as_text(cells, rules))
-    page, picture, summary = _places(options)
-    table.write_json(summary, table.as_data(cells, rules))
-    # All arms of all frameworks in one picture cannot be read; the tables have them.
-    main = [cell for cell in cells if cell.framework == "torch" and cell.arm in QUICK_ARMS]
-    figure.draw(main or cells, picture)
-    table.write_between(page, table.as_markdown(cells, rules, tasks, picture.name))
-    print(f"\nwritten: {summary}, {page}, {picture}")
-    broken = sum(not rule.holds for rule in rules)
-    unchecked = sum(not rule.checked for rule in rules)
-    held = len(rules) - broken - unchecked
-    print(f"rules: {held} hold, {broken} do not, {unchecked} not checked")
-    return not broken
-
-
-def _places(options: argparse.Namespace) -> tuple[Path, Path, Path]:
-    """Page, picture and summary: those of the docs only of everything there is."""
-    part = options.quick or options.tasks or options.arms or options.framework != list(FRAMEWORKS)
-    if part or options.results != RUNS:
-        names = ("healbench.md", "healbench.png", "summary.json")
-        page, picture, summary = (options.results / name for name in names)
-    else:
-        page, picture = (ROOT / "docs" / name for name in ("healbench.md", "healbench.png"))
-        summary = RUNS.parent / "summary.json"
-    return page, picture, summary
+    return f"{name}: {result.value:.4g} in {result.cpu_s:.1f} s{stopped}"
 
 
 if __name__ == "__main__":

@@ -16,8 +16,17 @@ MAIN = "main"
 class Update(Protocol):
     """Called by a program in place of `zero_grad`, `backward`, clip and `step`."""
 
-    def __call__(self, loss: Tensor, optimizer: str = MAIN) -> None:
-        """Backward of `loss` and one step of the named optimizer, as the arm takes it."""
+    def __call__(
+        self, loss: Tensor, optimizer: str = MAIN, *, step: bool = True, share: float = 1.0
+    ) -> None:
+        """Backward pass of `share * loss`, then one step of the named optimizer.
+
+        Args:
+            loss: of one batch or micro-batch.
+            optimizer: its name in the problem.
+            step: False for all micro-batches of a step except the last: gradients add up.
+            share: of the micro-batch in the step. The arm observes the loss itself.
+        """
         ...
 
 
@@ -32,7 +41,7 @@ class Problem:
     modules: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
     batches: Sequence[Any]
-    """One entry per step. Deterministic, indexable; it may be lazy."""
+    """One entry per iteration of the loop. Deterministic, indexable; it may be lazy."""
     step: Callable[[Any, Update], None]
     """One iteration of the user's loop: forward passes and calls of `update(loss, name)`."""
     evaluate: Callable[[], float]
@@ -61,7 +70,9 @@ class Task:
     about: str
     """One sentence for the docs: the model, the data, what is special about it."""
     reference: str = ""
-    """Of a sick task: the task that is the same run without the fault; its result under the fixed
-    clip is what a perfect cure would reach."""
+    """Of a sick task: the task that is the same run without the fault. Its result under the arm
+    that is off is what a perfect cure would reach."""
     quick: bool = False
     """Part of `--quick`."""
+    family: str = ""
+    """The row of the headline table. Empty: the family of the task's module (tasks/__init__.py)."""

@@ -1,9 +1,11 @@
-"""Runs: a task under an arm from a seed, in warm worker processes, one small file per result."""
+"""Runs: a task under an arm from a seed, in warm worker processes; and the results in git."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,7 +29,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.healbench.decision_numbers import applied
+
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "benchmarks.healbench"
 LIMIT_S = 120.0
 DONE, ERROR, UNAVAILABLE, TIMEOUT, CRASHED = "done", "error", "unavailable", "timeout", "crashed"
 
@@ -39,9 +44,8 @@ class Job:
     framework: str
     task: str
     arm: str
+    """A name of the suite, or such a name with a variation: `healer[lr.factor*0.75]`."""
     seed: int
-    policy: str = ""
-    """Fingerprint of the arm's policy, so that a changed policy runs again; empty: it has none."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,8 @@ class Result:
     task: str
     arm: str
     seed: int
-    policy: str = ""
-    status: str = DONE
-    """DONE, or why there is no metric."""
+    source: str = ""
+    """Digest of the code that the result depends on (`source_of`)."""
     metric: float | None = None
     """None where it is not finite, or where there is none."""
     metric_text: str = ""
@@ -63,25 +66,23 @@ class Result:
     finite_skips: int = 0
     nonfinite_skips: int = 0
     lr_cuts: int = 0
+    lr_scale: float = 1.0
+    """LR multiplier at the end."""
     rollbacks: int = 0
     stopped: str = ""
-    """Why the arm ended the run early; empty: it did not."""
+    """Reason for which the arm ended the run early, or an empty string."""
     steps: int = 0
     """Iterations taken, undone ones included."""
-    steps_lost: int = 0
-    """Iterations beyond one per batch, or, after a stop, batches that were never reached."""
-    wall_s: float = 0.0
-    """Seconds of the training alone, without building and evaluation."""
     cpu_s: float = 0.0
-    """The same in processor time, for busy machines."""
+    """Processor time of the training alone, without building and evaluation."""
+    status: str = DONE
+    """DONE, or why there is no metric."""
     error: str = ""
-    source: str = ""
-    """Digest of the code that the result depends on (`source_of`)."""
 
     @property
     def job(self) -> Job:
         """The key of the result."""
-        return Job(self.framework, self.task, self.arm, self.seed, self.policy)
+        return Job(self.framework, self.task, self.arm, self.seed)
 
     @property
     def value(self) -> float:
@@ -119,26 +120,21 @@ def suite(framework: str) -> Suite:
 
 
 @functools.cache
-def policy_of(framework: str, arm: str) -> str:
-    """Fingerprint of the policy that an arm is made with: its argument `policy`, if it has one."""
-    argument = inspect.signature(suite(framework).arms[arm]).parameters.get("policy")
-    if argument is None:
-        return ""
-    import healcore.policy
-
-    return healcore.policy.fingerprint(healcore.policy.load(argument.default))
-
-
-@functools.cache
 def source_of(framework: str, task: str, arm: str) -> str:
-    """Digest of the files that define the task, the arm and, for healcore's arms, healcore."""
-    here = Path(__file__).parent
-    files = {here / "problem.py", here / "training.py"}
-    files |= _files_of(suite(framework).tasks[task].build, suite(framework).arms[arm])
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files)))
-    if policy_of(framework, arm):
-        digest.update(_healcore(framework))
-    return digest.hexdigest()[:16]
+    """Digest of the code that decides about a result: the task, the arm, the deciding healcore.
+
+    Comments, docstrings and layout are not part of the digest.
+    """
+    there, here = suite(framework), Path(__file__).parent
+    made = (there.tasks[task].build, there.arms[arm.partition("[")[0]])
+    files = _with_imports({here / "problem.py", here / "training.py"} | _files_of(*made))
+    parts = [_code(file) for file in sorted(files)]
+    policy = inspect.signature(made[1]).parameters.get("policy")
+    if policy is not None:
+        from healcore.policy import fingerprint, load
+
+        parts += [fingerprint(load(policy.default)), _healcore(framework)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def _files_of(*things: Any) -> set[Path]:
@@ -155,12 +151,54 @@ def _files_of(*things: Any) -> set[Path]:
     return found
 
 
+def _with_imports(files: set[Path]) -> set[Path]:
+    """These files, and the files of healbench that they import, packages' `__init__` excluded."""
+    found, left = set(), list(files)
+    while left:
+        file = left.pop()
+        if file in found:
+            continue
+        found.add(file)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+                module = ROOT / str(node.module).replace(".", "/")
+                inside = [module / f"{alias.name}.py" for alias in node.names]
+                left += [each for each in (module.with_suffix(".py"), *inside) if each.exists()]
+    return found
+
+
+DECIDING = (
+    "healcore/core",
+    "healcore/policy",
+    *(f"healcore/runtime/{name}" for name in ("incidents", "rollback", "loop")),
+    *(f"healcore/runtime/{name}" for name in ("dominance", "recovery", "driver")),
+)
+"""Files and folders of healcore that decide; those of the adapter are its modules and `driver`."""
+
+
 @functools.cache
-def _healcore(framework: str) -> bytes:
-    """Digest of the parts of healcore that run in training, without the tools."""
-    parts = ("healcore/core", "healcore/policy", "healcore/runtime", f"adapters/{framework}")
-    files = sorted(file for part in parts for file in (ROOT / part).rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
+def _healcore(framework: str) -> str:
+    adapter = ROOT / "adapters" / framework
+    files = {*adapter.glob("*.py"), *(adapter / "driver").rglob("*.py")}
+    for part in DECIDING:
+        files |= {*(ROOT / part).rglob("*.py"), *ROOT.glob(f"{part}.py")}
+    return "\n".join(_code(file) for file in sorted(files))
+
+
+@functools.cache
+def _code(file: Path) -> str:
+    """A file's code without comments, docstrings and layout."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_text(each)]  # pyright: ignore
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 # -- one run -------------------------------------------------------------------------------------
@@ -180,27 +218,28 @@ def run_one(job: Job) -> Result:
 
         torch.set_num_threads(1)
         torch.manual_seed(job.seed)
-    problem = there.tasks[job.task].build(job.seed)
-    start, cpu = time.perf_counter(), time.process_time()
-    with there.arms[job.arm](problem) as run:
-        run.train()
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    base, _, variation = job.arm.partition("[")
+    with applied(variation.rstrip("]")) as options:
+        problem = there.tasks[job.task].build(job.seed)
+        cpu = time.process_time()
+        with there.arms[base](problem, **options) as run:
+            run.train()
+        cpu = time.process_time() - cpu
     metric = float(problem.evaluate())
     finite, counts = math.isfinite(metric), run.counts
     return Result(
         **dataclasses.asdict(job),
-        metric=metric if finite else None,
+        metric=float(f"{metric:.7g}") if finite else None,
         metric_text="" if finite else str(metric),
         clips=int(counts.clips),
         finite_skips=int(counts.finite_skips),
         nonfinite_skips=int(counts.nonfinite_skips),
         lr_cuts=int(counts.lr_cuts),
+        lr_scale=float(f"{counts.lr_scale:.4g}"),
         rollbacks=int(counts.rollbacks),
         stopped=str(counts.stopped),
         steps=int(run.steps),
-        steps_lost=abs(run.steps - len(problem.batches)),
-        wall_s=round(wall, 3),
-        cpu_s=round(cpu, 3),
+        cpu_s=round(cpu, 2),
     )
 
 
@@ -213,36 +252,77 @@ def failed(job: Job, status: str, error: str) -> Result:
 
 
 class Store:
-    """A folder of results. Files are written atomically."""
+    """The results of a folder: a JSON Lines file for each framework and arm, sorted, in git.
+
+    `write` keeps a result in a file of its own, `merge` moves these files into the sorted ones. A
+    command that is killed between the two loses nothing: the next `merge` finds its files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._pending = folder / "pending"
+        self._kept = self._load(folder.glob("*/*.jsonl"))
+        self._kept.update(self._load(self._pending.glob("*.json")))
 
-    def path(self, job: Job) -> Path:
-        """The file of a job's result."""
-        name = ".".join(part for part in (job.arm, job.policy, str(job.seed)) if part)
-        return self.folder / job.framework / job.task / f"{name}.json"
+    def _load(self, files: Iterable[Path]) -> dict[Job, Result]:
+        """The results of the lines that can be read."""
+        known = {field.name for field in dataclasses.fields(Result)}
+        found = {}
+        for file in sorted(files):
+            given = {"framework": file.parent.name, "arm": file.stem}
+            for line in file.read_text().splitlines():
+                with contextlib.suppress(ValueError, TypeError):
+                    kept = given | json.loads(line)
+                    result = Result(**{key: kept[key] for key in kept if key in known})
+                    found[result.job] = result
+        return found
 
     def read(self, job: Job) -> Result | None:
-        """The result of a job; None where there is none that can be read."""
-        known = {field.name for field in dataclasses.fields(Result)}
-        try:
-            kept = json.loads(self.path(job).read_text())
-            return Result(**{key: value for key, value in kept.items() if key in known})
-        except (OSError, ValueError, TypeError, AttributeError):
-            return None
+        """The result of a job, or None."""
+        return self._kept.get(job)
 
     def write(self, result: Result) -> None:
-        """Keeps a result, in place of the one before it."""
-        path = self.path(result.job)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        ignored = self.folder / ".gitignore"
-        if not ignored.exists():
-            ignored.write_text("*\n")
-        text = json.dumps(dataclasses.asdict(result), allow_nan=False)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(text + "\n")
-        temporary.replace(path)
+        """Keeps a result in place of an earlier one."""
+        self._pending.mkdir(parents=True, exist_ok=True)
+        (self._pending / ".gitignore").write_text("*\n")
+        job = result.job
+        name = f"{job.framework}.{job.task}.{job.arm}.{job.seed}".replace("/", "-")
+        temporary = self._pending / f"{name}.{os.getpid()}"
+        temporary.write_text(json.dumps(dataclasses.asdict(result), allow_nan=False) + "\n")
+        temporary.replace(self._pending / f"{name}.json")
+        self._kept[job] = result
+
+    def merge(self) -> None:
+        """Writes the sorted files. Results of tasks that no longer exist are dropped."""
+        if not self._pending.exists():
+            return
+        with (self._pending / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            files = sorted(self._pending.glob("*.json"))
+            kept = self._load(self.folder.glob("*/*.jsonl")) | self._load(files)
+            by_file: dict[Path, list[Result]] = {}
+            for result in kept.values():
+                if result.task in suite(result.framework).tasks:
+                    name = result.arm.partition("[")[0]
+                    path = self.folder / result.framework / f"{name}.jsonl"
+                    by_file.setdefault(path, []).append(result)
+            for path, results in by_file.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                results.sort(key=lambda each: (each.task, each.arm, each.seed))
+                temporary = path.with_suffix(".new")
+                temporary.write_text("".join(_line(each, path.stem) for each in results))
+                temporary.replace(path)
+            for file in files:
+                file.unlink()
+
+
+def _line(result: Result, arm: str) -> str:
+    """A result as one line of an arm's file, without what is as usual."""
+    usual = {field.name: field.default for field in dataclasses.fields(Result)}
+    usual |= {"framework": result.framework, "arm": arm}
+    values = dataclasses.asdict(result)
+    short = {key: value for key, value in values.items() if value != usual[key]}
+    return json.dumps(short, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 # -- many runs -----------------------------------------------------------------------------------

@@ -1,243 +1,245 @@
-"""The results as JSON, as Markdown for the docs, and as lines for a terminal."""
+"""The results as Markdown: the promise per family first, then every task."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.healbench.comparing import HELD, LEVEL, MARGIN, Cell, Rule, Verdict, percent
-from benchmarks.side_by_side import machine
-
-BEGIN = "<!-- healbench: begin (written by python -m benchmarks.healbench) -->"
-END = "<!-- healbench: end -->"
-LEGEND = (
-    f"A cell is the mean held-out metric over the seeds (lower is better), and in brackets the "
-    f"paired difference from the reference arm with its {100 - 200 * LEVEL:g} % interval. "
-    f"▲ worse: beyond noise (one-sided paired t-test at {100 * LEVEL:g} %) or by more than "
-    f"{MARGIN:g} %. ▽ better: beyond noise. *Diverged*: not finite, or 100 times as bad."
+from benchmarks.healbench.comparing import (
+    CAP,
+    HINDSIGHT,
+    MARGIN,
+    NOISE,
+    OFF,
+    Cell,
+    Rule,
+    geometric_mean,
+    percent,
+    shown,
 )
-Tasks = Mapping[tuple[str, str], Any]
+from benchmarks.healbench.running import Job
+
+BEGIN = "<!-- {}: begin (written by python -m benchmarks.healbench) -->"
+END = "<!-- {}: end -->"
+MAIN = (*HINDSIGHT, *OFF, "attach_pretraining")
+"""The columns of the big tables; all other arms have tables of their own."""
 
 
-# -- JSON ------------------------------------------------------------------------------------------
+def headline(
+    cells: Sequence[Cell], rules: Sequence[Rule], asked: Iterable[Job], there: Iterable[Job]
+) -> str:
+    """What is missing, the promise, and one row for each family."""
+    parts = [extent(set(asked), set(there)), "### The promise\n\n" + _of_rules(rules)]
+    for kind, (title, about, text) in HEADLINES.items():
+        some = [cell for cell in cells if cell.task.kind == kind and cell.arm in MAIN]
+        if kind == "healthy":
+            some = [cell for cell in some if cell.arm not in HINDSIGHT]
+        if some:
+            parts.append(f"### {title}\n\n{about}\n\n" + markdown(_families(some, text)))
+    return "\n\n".join(parts)
 
 
-def as_data(cells: Iterable[Cell], rules: Iterable[Rule]) -> dict[str, Any]:
-    """Strict JSON: what is not finite is a string."""
-    return {
-        "machine": machine(),
-        "rules": [
-            {"rule": r.text, "checked": r.checked, "holds": r.holds, "broken": list(r.broken)}
-            for r in rules
-        ],
-        "cells": [_data(cell) for cell in cells],
-    }
-
-
-def _data(cell: Cell) -> dict[str, Any]:
-    against = cell.difference
-    return {
-        "framework": cell.framework,
-        "task": cell.task,
-        "kind": cell.kind,
-        "arm": cell.arm,
-        "policy": cell.policy,
-        "verdict": str(cell.verdict),
-        "worse": cell.worse,
-        "mean": _strict(cell.mean),
-        "metrics": {str(seed): _strict(value) for seed, value in sorted(cell.metrics.items())},
-        "reference": cell.reference,
-        "difference_percent": _strict(against.percent),
-        "interval_percent": [_strict(against.low), _strict(against.high)],
-        "p_worse": _strict(against.p_worse),
-        "pairs": against.pairs,
-        "gap_percent": _strict(cell.gap),
-        **cell.totals,
-        "wall_ratio": _strict(cell.wall_ratio),
-        "notes": list(cell.notes),
-    }
-
-
-def _strict(value: float) -> float | str:
-    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-
-
-# -- Markdown --------------------------------------------------------------------------------------
-
-
-def as_markdown(cells: Sequence[Cell], rules: Sequence[Rule], tasks: Tasks, figure: str) -> str:
+def as_markdown(
+    cells: Sequence[Cell], rules: Sequence[Rule], asked: Iterable[Job], there: Iterable[Job]
+) -> str:
     """The generated part of docs/healbench.md.
 
     Args:
         cells: of `compare`.
         rules: of `comparing.rules`.
-        tasks: by framework and name, in the order of the tables.
-        figure: address of the picture, from the page.
+        asked: the runs that a whole table needs.
+        there: the runs among them that are of the present code.
     """
-    parts = [f"{_extent(cells)} {machine()}.", "### What has to hold\n\n" + _of_rules(rules)]
-    parts += [by_chance(cells)]
-    parts += ["### Arms\n\n" + markdown(_overview(cells))]
-    parts += [f"![Differences of the main arms from their references, by task]({figure})", LEGEND]
-    for kind, about in KINDS.items():
-        some = [cell for cell in cells if cell.kind == kind]
-        if some:
-            parts.append(f"### {kind.capitalize()} tasks\n\n{about}")
-            parts.append(markdown(_grid(some, _metric_text, first="task (metric)", tasks=tasks)))
-    watched = [cell for cell in cells if cell.policy]
-    if watched:
-        parts.append("### What healcore did\n\n" + INTERVENTIONS)
-        parts.append(markdown(_grid(watched, interventions)))
-    parts.append("### The tasks\n\n" + _abouts(cells, tasks))
-    notes = [f"- {cell.name}, {cell.arm}: {note}" for cell in cells for note in cell.notes[:1]]
+    parts = [headline(cells, rules, asked, there)]
+    for title, arms in (("", lambda arm: arm in MAIN), (", other arms", lambda a: a not in MAIN)):
+        for kind, text in (("healthy", _healthy_text), ("sick", _sick_text)):
+            some = [cell for cell in cells if cell.task.kind == kind and arms(cell.arm)]
+            if some:
+                grid = _grid(some, text, hindsight=kind == "healthy" and not title)
+                parts.append(f"### {kind.capitalize()} tasks{title}\n\n{LEGENDS[kind]}")
+                parts.append(markdown(grid))
+    acting = [cell for cell in cells if interventions(cell) != "-"]
+    if acting:
+        parts.append("### What the arms did\n\n" + INTERVENTIONS)
+        parts.append(markdown(_grid(acting, interventions)))
+    if cells:
+        parts.append("### Processor time\n\n" + _costs(cells))
+    parts.append("### The tasks\n\n" + _abouts(cells))
+    notes = {f"- {cell.name}, {cell.arm}: {note}": None for cell in cells for note in _notes(cell)}
     if notes:
         parts.append("### Why runs stopped or failed\n\n" + "\n".join(notes))
     return "\n\n".join(parts) + "\n"
 
 
-KINDS = {
-    "healthy": "Nothing is wrong with these runs. The reference is the better of `nothing` and "
-    "`fixed_clip`.",
-    "sick": "The reference is `clip_skip_nan`. *Gap*: from what the same run without the fault "
-    "reaches under `fixed_clip`.",
-}
-INTERVENTIONS = (
-    "Skips of finite and of non-finite steps per 10,000 steps, then the number of LR cuts, "
-    "rollbacks and runs stopped, over all seeds; `-`: none of these."
-)
-
-
-def _extent(cells: Sequence[Cell]) -> str:
-    tasks = {kind: len({c.name for c in cells if c.kind == kind}) for kind in KINDS}
-    runs = sum(cell.totals["runs"] for cell in cells)
-    seeds = sorted({cell.totals["runs"] for cell in cells})
-    several = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    return (
-        f"{tasks['healthy']} healthy and {tasks['sick']} sick tasks, "
-        f"{len({cell.arm for cell in cells})} arms, {several} seeds: {runs:,} runs."
-    )
+def extent(asked: set[Job], there: set[Job]) -> str:
+    """How many runs are of the present code, and which arms lack how many."""
+    text = f"**{len(there):,} of {len(asked):,} runs are of the present code.**"
+    missing: dict[str, int] = {}
+    for job in sorted(asked - there, key=lambda job: (job.framework, job.arm)):
+        name = f"`{job.arm}`" + ("" if job.framework == "torch" else f" ({job.framework})")
+        missing[name] = missing.get(name, 0) + 1
+    lacking = ", ".join(f"{name} {count}" for name, count in missing.items())
+    return f"{text} Missing: {lacking}." if lacking else text
 
 
 def _of_rules(rules: Iterable[Rule]) -> str:
     lines = []
     for rule in rules:
-        state = (
-            "not checked" if not rule.checked else "holds" if rule.holds else "**does not hold**"
-        )
-        lines.append(f"- {rule.text}: {state}")
+        state = "not checked" if not rule.checked else "holds" if rule.holds else "**broken**"
+        lines.append(f"- {rule.text}: {state} ({rule.checked} checked)")
         lines += [f"    - {where}" for where in rule.broken]
     return "\n".join(lines)
 
 
-def by_chance(cells: Iterable[Cell]) -> str:
-    """How many of the arms that the rules are about would be called worse if none were."""
-    tests = sum(0 < cell.difference.p_worse < 1 for cell in cells if cell.arm in HELD)
-    return (
-        f"The rules look at {tests} paired tests that are no ties, at {100 * LEVEL:g} % each: "
-        f"about {tests * LEVEL:.1f} of them say worse by chance alone."
-    )
-
-
-def _overview(cells: Sequence[Cell]) -> list[list[str]]:
-    """One row for each arm."""
-    heading = ["arm"]
-    heading += [f"{kind}: {what}" for kind in KINDS for what in ("worse", "better", "no result")]
-    heading += ["clips per 10k", "finite skips per 10k", "LR cuts", "rollbacks", "stopped"]
-    heading += ["steps lost", "wall time"]
-    rows = [heading]
-    for arm in dict.fromkeys(cell.arm for cell in cells):
-        its = [cell for cell in cells if cell.arm == arm]
-        row = [f"`{arm}`"]
-        for kind in KINDS:
-            some = [cell for cell in its if cell.kind == kind]
-            lost = sum(cell.verdict in (Verdict.FAILED, Verdict.UNAVAILABLE) for cell in some)
-            worse = sum(cell.worse for cell in some) - sum(
-                c.verdict == Verdict.FAILED for c in some
-            )
-            better = sum(cell.difference.better for cell in some)
-            row += [f"{worse} of {len(some) - lost}", str(better), str(lost)]
-        total = {name: sum(cell.totals[name] for cell in its) for name in its[0].totals}
-        steps = total["steps"] or 1
-        row += [_rate(1e4 * total[name] / steps) for name in ("clips", "finite_skips")]
-        row += [f"{total[name]:,}" for name in ("lr_cuts", "rollbacks", "stopped", "steps_lost")]
-        ratios = sorted(c.wall_ratio for c in its if math.isfinite(c.wall_ratio))
-        rows.append([*row, f"× {ratios[len(ratios) // 2]:.2f}" if ratios else "-"])
+def _families(cells: Sequence[Cell], text: Callable[[list[Cell]], str]) -> list[list[str]]:
+    """One row for each family, one column for each arm, and a row for all families."""
+    arms = [arm for arm in MAIN if any(cell.arm == arm for cell in cells)]
+    families = list(dict.fromkeys(cell.task.family for cell in cells))
+    rows = [["family", *(f"`{arm}`" for arm in arms)]]
+    for family in (*families, ""):
+        some = [c for c in cells if not family or c.task.family == family]
+        by_arm = ([cell for cell in some if cell.arm == arm] for arm in arms)
+        rows.append([family or "**all**", *(text(each) if each else "" for each in by_arm)])
     return rows
+
+
+def _healthy_family(cells: list[Cell]) -> str:
+    compared = [cell for cell in cells if not math.isnan(cell.against.percent)]
+    if not compared:
+        return "no run that is off"
+    worst = max(compared, key=lambda cell: cell.against.percent)
+    holding = sum(cell.holds for cell in compared)
+    text = f"{holding} of {len(compared)}; worst {percent(worst.against.percent)}"
+    text += f" ({worst.name})" if worst.against.percent > NOISE else ""
+    return text if holding == len(compared) else f"**{text}**"
+
+
+def _sick_family(cells: list[Cell]) -> str:
+    ratios = [cell for cell in cells if cell.ratios]
+    if not ratios:
+        return "no undamaged run"
+    worst = max(ratios, key=lambda cell: cell.ratio)
+    lost = sum(ratio >= CAP for cell in ratios for ratio in cell.ratios.values())
+    text = f"{geometric_mean(c.ratio for c in ratios):.3f}; worst {worst.ratio:.3g} ({worst.name})"
+    return text + (f"; {lost} lost" if lost else "")
+
+
+HEADLINES: dict[str, tuple[str, str, Callable[[list[Cell]], str]]] = {
+    "healthy": (
+        "Healthy tasks: on against off, by family",
+        "Tasks that are as they were without healcore, of all tasks of the family, and the largest "
+        f"mean difference. A task does not hold if it is worse by more than {NOISE:g} % beyond two "
+        f"standard errors or by more than {MARGIN:g} %, if a run fails, or if a run ends at an LR "
+        "multiplier below 1.",
+        _healthy_family,
+    ),
+    "sick": (
+        "Sick tasks: metric over the undamaged run, by kind of fault",
+        "Geometric mean over tasks and seeds, then the worst task. 1 is a perfect cure. A ratio "
+        f"counts as {CAP:g} at most; runs that reach it are *lost*.",
+        _sick_family,
+    ),
+}
+LEGENDS = {
+    "healthy": "Mean held-out metric (lower is better), and the difference from the same run "
+    "without healcore: `fixed_clip` for the arms with a clip, `nothing` for all others. **Bold**: "
+    "the task does not hold. The last column is the better of no clip and a clip, which is known "
+    "only afterwards.",
+    "sick": "Mean held-out metric, and the ratio to the undamaged run of the arm that is off.",
+}
+INTERVENTIONS = (
+    "Skips of finite and of non-finite steps per 10,000 steps, then, over all seeds, LR cuts, runs "
+    "that ended at an LR multiplier below 1, rollbacks, and runs stopped; `-`: no intervention."
+)
 
 
 def _grid(
-    cells: Sequence[Cell],
-    text: Callable[[Cell], str],
-    first: str = "task",
-    tasks: Tasks | None = None,
+    cells: Sequence[Cell], text: Callable[[Cell], str], hindsight: bool = False
 ) -> list[list[str]]:
     """Tasks as rows, arms as columns; empty where there is no result."""
     arms = list(dict.fromkeys(cell.arm for cell in cells))
-    rows = [[first, *(f"`{arm}`" for arm in arms)]]
-    for key in dict.fromkeys((cell.framework, cell.task) for cell in cells):
-        its = {cell.arm: cell for cell in cells if (cell.framework, cell.task) == key}
-        name = next(iter(its.values())).name
-        label = f"{name} ({tasks[key].metric})" if tasks else name
-        rows.append([label, *(text(its[arm]) if arm in its else "" for arm in arms)])
+    arms.sort(key=lambda arm: MAIN.index(arm) if arm in MAIN else len(MAIN))
+    rows = [["task", *(f"`{arm}`" for arm in arms)]]
+    for name in dict.fromkeys(cell.name for cell in cells):
+        its = {cell.arm: cell for cell in cells if cell.name == name}
+        rows.append([name, *(text(its[arm]) if arm in its else "" for arm in arms)])
+        if hindsight:
+            best = min((its[arm] for arm in HINDSIGHT if arm in its), key=_mean, default=None)
+            rows[-1].append(f"{_number(best.mean)} (`{best.arm}`)" if best else "")
+    if hindsight:
+        rows[0].append("better, with hindsight")
     return rows
 
 
-def _metric_text(cell: Cell) -> str:
-    lost, stopped, runs = cell.totals["failed"], cell.totals["stopped"], cell.totals["runs"]
-    if cell.verdict == Verdict.UNAVAILABLE:
+def _mean(cell: Cell) -> float:
+    return cell.mean
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "not finite"
+
+
+def _healthy_text(cell: Cell) -> str:
+    if not cell.available:
         return "unavailable"
-    parts = (
-        [f"{cell.mean:.3g}" if math.isfinite(cell.mean) else "not finite"] if cell.metrics else []
-    )
-    against = cell.difference
-    if cell.arm == cell.reference:
-        parts.append("(ref)")
-    elif not math.isnan(against.percent):
-        half = (against.high - against.low) / 2
-        spread = f" ± {_plain(half)}" if math.isfinite(half) else ""
-        parts.append(f"({percent(against.percent).removesuffix(' %')}{spread} %)")
-        mark = "▲" if against.worse else "▽" if against.better else ""
-        parts += [mark] if mark else []
-    if not math.isnan(cell.gap):
-        parts.append(f"gap {percent(cell.gap)}")
-    if lost:
-        parts.append(f"{lost}/{runs} failed")
-    if cell.verdict == Verdict.DIVERGED:
-        parts.append("diverged")
-    if stopped:
-        parts.append(f"{stopped}/{runs} stopped")
-    text = " ".join(parts)
-    return f"**{text}**" if cell.worse else text
+    text = _number(cell.mean)
+    if cell.arm not in HINDSIGHT and not math.isnan(cell.against.percent):
+        text += f" ({shown(cell.against)})"
+    return _with_failures(cell, text, cell.arm in OFF and not cell.holds)
 
 
-def _plain(value: float) -> str:
-    return ">999" if value >= 1000 else f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+def _sick_text(cell: Cell) -> str:
+    if not cell.available:
+        return "unavailable"
+    text = _number(cell.mean)
+    if cell.ratios:
+        text += f" (× {cell.ratio:.3g})" if cell.ratio < CAP else " (lost)"
+    return _with_failures(cell, text, False)
+
+
+def _with_failures(cell: Cell, text: str, bold: bool) -> str:
+    if cell.failed:
+        text += f" {len(cell.failed)}/{len(cell.runs)} failed"
+    return f"**{text}**" if bold else text
 
 
 def interventions(cell: Cell) -> str:
     """Skips per 10,000 steps, cuts, rollbacks and stops; only those there are."""
-    total, parts = cell.totals, []
-    if total["finite_skips"] or total["nonfinite_skips"]:
-        rates = [cell.per_10k(name) for name in ("finite_skips", "nonfinite_skips")]
-        parts.append("skips {} + {}".format(*map(_rate, rates)))
-    for name, shown in (("lr_cuts", "cuts"), ("rollbacks", "rollbacks"), ("stopped", "stops")):
-        if total[name]:
-            parts.append(f"{shown} {total[name]}")
-    if total["failed"]:
-        parts.append(f"{total['failed']}/{total['runs']} failed")
-    return ", ".join(parts) or "-"
+    parts, steps = [], cell.total("steps") or 1
+    skips = [1e4 * cell.total(name) / steps for name in ("finite_skips", "nonfinite_skips")]
+    if any(skips):
+        parts.append("skips {:.2g} + {:.2g}".format(*skips))
+    counts = {
+        "cuts": cell.total("lr_cuts"),
+        "ended low": cell.rate_left_low,
+        "rollbacks": cell.total("rollbacks"),
+        "stops": sum(bool(run.stopped) for run in cell.runs),
+    }
+    return ", ".join(parts + [f"{name} {count}" for name, count in counts.items() if count]) or "-"
 
 
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+def _costs(cells: Sequence[Cell]) -> str:
+    """The median over tasks, for each arm."""
+    shares = []
+    for arm in dict.fromkeys(cell.arm for cell in cells):
+        ratios = sorted(c.cpu_ratio for c in cells if c.arm == arm and math.isfinite(c.cpu_ratio))
+        if ratios and arm != "nothing":
+            shares.append(f"`{arm}` {ratios[len(ratios) // 2]:.2f}")
+    return f"Times that of `nothing`, median over the tasks: {', '.join(shares)}."
 
 
-def _abouts(cells: Iterable[Cell], tasks: Tasks) -> str:
-    keys = dict.fromkeys((cell.framework, cell.task) for cell in cells)
-    names = {(cell.framework, cell.task): cell.name for cell in cells}
-    return "\n".join(f"- `{names[key]}` ({tasks[key].kind}): {tasks[key].about}" for key in keys)
+def _abouts(cells: Iterable[Cell]) -> str:
+    tasks = {cell.name: cell.task for cell in cells}
+    rows = [["task", "family", "kind", "metric", "what it is"]]
+    for name, task in tasks.items():
+        rows.append([f"`{name}`", task.family, task.kind, task.metric, task.about])
+    return markdown(rows)
+
+
+def _notes(cell: Cell) -> list[str]:
+    """The first reason why a run of the cell stopped or failed."""
+    return [run.error or run.stopped for run in cell.runs if run.error or run.stopped][:1]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -247,43 +249,18 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-# -- where it goes ---------------------------------------------------------------------------------
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """One cell on a line, so that a change of one shows as one."""
-    cells = ",\n".join("  " + json.dumps(cell, allow_nan=False) for cell in data["cells"])
-    rest = {key: value for key, value in data.items() if key != "cells"}
-    head = json.dumps(rest, indent=1, allow_nan=False).removesuffix("\n}")
-    path.write_text(f'{head},\n "cells": [\n{cells}\n ]\n}}\n')
-
-
-def write_between(path: Path, text: str) -> None:
-    """Replaces what is between the two marks of a page; one without them gets them at its end.
+def write_between(path: Path, text: str, name: str = "healbench") -> None:
+    """Replaces what is between the two marks of a page; a page without marks gets them at its end.
 
     Raises:
         ValueError: only one of the marks is there, or they are the wrong way round.
     """
+    first, last = BEGIN.format(name), END.format(name)
     page = path.read_text() if path.exists() else "# healbench\n"
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin and END not in page:
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin and last not in page:
         before, after = page.rstrip("\n") + "\n\n", "\n"
     elif not end:
-        raise ValueError(f"{path} needs both marks, in this order: {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-
-
-def as_text(cells: Sequence[Cell], rules: Iterable[Rule]) -> str:
-    """For a terminal: what each arm came to, then the rules."""
-    rows = _overview(cells)
-    keys = [f"({number}) {title}" for number, title in enumerate(rows[0][1:], start=1)]
-    short = [["", *(f"({k})" for k in range(1, len(rows[0])))], *rows[1:]]
-    widths = [max(len(row[k]) for row in short) for k in range(len(short[0]))]
-    lines = ["  ".join(keys), ""]
-    for row in short:
-        cells_of_row = [row[0].strip("`").ljust(widths[0])]
-        cells_of_row += [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells_of_row))
-    text = _of_rules(rules) + "\n\n" + by_chance(cells)
-    return "\n".join([*lines, "", text.replace("**", "").replace("`", "")])
+        raise ValueError(f"{path} needs both marks, in this order: {first} and {last}")
+    path.write_text(f"{before}{first}\n\n{text}\n{last}{after}")

@@ -22,6 +22,8 @@ class Counts:
     nonfinite_skips: int = 0
     lr_cuts: int = 0
     rollbacks: int = 0
+    lr_scale: float = 1.0
+    """Smallest LR multiplier at the end of the run; 1 for an arm without a multiplier."""
     stopped: str = ""
     """Why the arm ended the run before its data was used up; empty: it did not."""
 
@@ -63,6 +65,11 @@ class Training(Run):
 
     problem: Problem
 
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._accumulating: set[str] = set()
+        """Optimizers with gradients of micro-batches whose step has not been taken."""
+
     def train(self) -> None:
         """The loop, to the end of the data or until the arm stops it."""
         try:
@@ -72,16 +79,22 @@ class Training(Run):
         except Stopped as why:
             self.counts.stopped = str(why)
 
-    def update(self, loss: Tensor, optimizer: str = MAIN) -> None:
+    def update(
+        self, loss: Tensor, optimizer: str = MAIN, *, step: bool = True, share: float = 1.0
+    ) -> None:
         """Backward and step; see `Update`."""
         problem, scaler = self.problem, self.problem.scaler
         inner = problem.optimizers[optimizer]
-        inner.zero_grad()
+        if optimizer not in self._accumulating:
+            inner.zero_grad()
         self.before_backward(loss, optimizer)
-        if scaler is None:
-            loss.backward()
-        else:
-            scaler.scale(loss).backward()
+        part = share * loss
+        (part if scaler is None else scaler.scale(part)).backward()
+        if not step:
+            self._accumulating.add(optimizer)
+            return
+        self._accumulating.discard(optimizer)
+        if scaler is not None:
             scaler.unscale_(inner)
         if self.admit(inner, loss):
             inner.step() if scaler is None else scaler.step(inner)

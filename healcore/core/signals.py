@@ -56,8 +56,6 @@ class Observed(NamedTuple):
     has_eval: Any  # bool or None: this step has an evaluation
     restart: Any  # bool: a change was expected: baselines restart their warm-up
     learning_rate: Any = None  # float32 or None: the schedule's rate; 0 where it is not finite
-    loss_outlier: Any = None  # bool or None: the loss is an outlier; None: no loss or no detector
-    loss_excess: Any = None  # float32 or None: the loss less its level; None as before
 
 
 def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:

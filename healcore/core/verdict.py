@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Cause(enum.IntFlag):
-    """Why something is wrong. The first ten are decided on the device, the rest on the host."""
+    """Why something is wrong. The first eleven are decided on the device, the rest on the host."""
 
     NONFINITE_LOSS = 1
     NONFINITE_GRAD = 2
@@ -19,6 +19,7 @@ class Cause(enum.IntFlag):
     OVERFIT = 128
     UPDATE_SPIKE = 256
     INSTABILITY = 512
+    RECORDS = 1024
     OOM = 1 << 16
     DATA = 1 << 17
     NETWORK = 1 << 18
@@ -74,8 +75,6 @@ class Reading(NamedTuple):
     """int32 `Cause` flags, 0 with neither."""
     z: Any
     """float32: how far out, in the detector's own scale; 0 while it is warming up."""
-    excess: Any = None
-    """float32: the loss less its level, of a detector that knows one."""
 
 
 class Decision(NamedTuple):

@@ -56,7 +56,7 @@ class RowRunner(Protocol):
         ...
 
     def on_rollback(self, live: Any, restored: Any) -> Any:
-        """`Engine.on_rollback`."""
+        """`rolled_back`, in the backend's arrays."""
         ...
 
     def run(self, state: Any, rows: SignalRows) -> tuple[Any, DecisionColumns]:
@@ -67,13 +67,29 @@ class RowRunner(Protocol):
 def judge_row(
     engine: Engine, state: EngineState, signals: Signals, *, xp: Any
 ) -> tuple[EngineState, DecisionColumns]:
-    """The engine's state after one row, and the decision about the row."""
+    """The engine's state after one row, and the decision about the row.
+
+    A live run carries out a rollback that is ordered, so the rollback costs its budget here.
+    """
     new, _ = engine.step(state, signals, xp=xp)
+    if engine.mode != "observe":
+        new = engine.charged(new, xp=xp)
     after = new.incident
     # `recovered` counts alarms since the incident's last order of a rollback, from 0, whether or
     # not the budget still allowed it. At a step in alarm (quiet is 0) it is 0 only for a new order.
     due = after.open & (after.quiet == 0) & (after.recovered == 0)
     return new, (*step_record.numbers(new), due)
+
+
+def rolled_back(
+    engine: Engine, live: EngineState, restored: EngineState, *, xp: Any
+) -> EngineState:
+    """`Engine.on_rollback` where the recorded run went back.
+
+    The budget stays: `judge_row` has subtracted the order, and a restart costs nothing.
+    """
+    state = engine.on_rollback(live, restored, xp=xp)
+    return state._replace(budget=state.budget._replace(recoveries=live.budget.recoveries))
 
 
 def empty_columns(rows: int) -> DecisionColumns:

@@ -1,4 +1,4 @@
-"""The tables `[clip]`, which clips gradients in one of five ways (`kind`), and `[update_clip]`."""
+"""The tables `[clip]`, which clips gradients in one of six ways (`kind`), and `[update_clip]`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 from healcore.core.clipping.adagc import AdaGCConfig
 from healcore.core.clipping.autoclip import AutoClipConfig
 from healcore.core.clipping.fixed import FixedConfig
+from healcore.core.clipping.recent_max import RecentMaxConfig
 from healcore.core.clipping.update_clip import UpdateClipConfig
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.level_shift import ShiftConfig
@@ -27,7 +28,7 @@ from healcore.policy.values import (
 )
 
 _shift, _zclip, _auto, _adagc = ShiftConfig(), ZClipConfig(), AutoClipConfig(), AdaGCConfig()
-_update = UpdateClipConfig()
+_recent, _update = RecentMaxConfig(), UpdateClipConfig()
 
 
 class Shift(Table):
@@ -51,11 +52,31 @@ class _Clip(Table):
         return self.kind, self.config()
 
 
+class RecentMax(_Clip):
+    """A multiple of the largest norm that has passed lately is the limit."""
+
+    core = RecentMaxConfig
+    host_only: ClassVar[frozenset[str]] = frozenset({"limit_alone"})
+
+    kind: Literal["recent_max"]
+    # At 1 the limit would never grow.
+    ratio: Annotated[float, Number(above=1)] = _recent.ratio
+    decay: Fraction = _recent.decay
+    warmup_steps: Steps = _recent.warmup_steps
+    max_norm: Limit = _recent.max_norm
+    limit_alone: OnOff = True
+
+    def rule(self) -> tuple[str, Any] | None:
+        """See the base: the fixed limit if there is one and it clips alone."""
+        if self.limit_alone and self.max_norm is not None:
+            return Fixed(kind="fixed", max_norm=self.max_norm).rule()
+        return self.kind, self.config()
+
+
 class ZClip(_Clip):
     """A norm that is unusually large for its own history is brought down (arXiv:2504.02507)."""
 
     core = ZClipConfig
-    host_only: ClassVar[frozenset[str]] = frozenset({"limit_alone"})
 
     kind: Literal["zclip"]
     z_threshold: Positive = _zclip.z_threshold
@@ -63,18 +84,8 @@ class ZClip(_Clip):
     warmup_steps: Steps = _zclip.warmup_steps
     target: Target = "reciprocal"
     max_norm: Limit = _zclip.max_norm
-    lone_ratio: NotNegative = _zclip.lone_ratio
-    lone_share: NotNegative = _zclip.lone_share
-    lone_limit: Positive = _zclip.lone_limit
     min_rel_std: NotNegative = _zclip.min_rel_std
-    limit_alone: OnOff = False
     shift: Shift = Shift()
-
-    def rule(self) -> tuple[str, Any] | None:
-        """See the base: the fixed limit if there is one and it clips alone."""
-        if self.limit_alone and self.max_norm is not None:
-            return Fixed(kind="fixed", max_norm=self.max_norm).rule()
-        return self.kind, self.config()
 
 
 class Fixed(_Clip):
@@ -131,9 +142,10 @@ class NoClip(_Clip):
         """See the base."""
 
 
-Clip = Annotated[ZClip | Fixed | AutoClip | AdaGC | NoClip, Field(discriminator="kind")]
+Clip = Annotated[RecentMax | ZClip | Fixed | AutoClip | AdaGC | NoClip, Field(discriminator="kind")]
 
 KINDS: dict[str, type[Table]] = {
+    "recent_max": RecentMax,
     "zclip": ZClip,
     "fixed": Fixed,
     "autoclip": AutoClip,

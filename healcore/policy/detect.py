@@ -19,6 +19,7 @@ from healcore.core.detectors import (
     nonfinite,
     overfit,
     plateau,
+    records,
     update_spike,
     vanishing,
 )
@@ -40,7 +41,7 @@ from healcore.policy.values import (
 _loss, _norm, _trend = loss_spike.Config(), grad_spike.Config(), divergence.Config()
 _gone, _flat, _gap = vanishing.Config(), plateau.Config(), overfit.Config()
 _ratio, _ceiling = loss_ratio.Config(), loss_ceiling.Config()
-_growing = instability.Config()
+_growing, _records = instability.Config(), records.Config()
 _window, _ema, _limit = loss_window.Config(), grad_ema.Config(), grad_ceiling.Config()
 
 # Two orders of events that a table has to respect: a spike is sustained before it counts as the new
@@ -64,22 +65,19 @@ class LossSpike(Table):
 
     z_threshold: Positive = _loss.z_threshold
     evidence: Annotated[float, Number(above=0, most=15)] = _loss.evidence
-    warmup_steps: Steps = _loss.warmup_steps
-    escape: Steps = _loss.escape
+    window: Steps = _loss.window
+    min_noise: Positive = _loss.min_noise
 
 
 class NormSpike(Table):
     """A norm far above its own recent level: of the gradient, or of the update."""
 
     core = grad_spike.Config
-    at_most = (_SUSTAIN_BEFORE_SHIFT,)
 
     z_threshold: Positive = _norm.z_threshold
-    min_ratio: Ratio = _norm.min_ratio
-    ema_decay: Fraction = _norm.ema_decay
-    warmup_steps: Steps = _norm.warmup_steps
-    sustain: Annotated[int, Whole(least=1, most=1_000_000)] = _norm.sustain
-    shift: Shift = Shift()
+    evidence: Annotated[float, Number(above=0, most=15)] = _norm.evidence
+    window: Steps = _norm.window
+    min_noise: Positive = _norm.min_noise
 
 
 class UpdateSpike(NormSpike):
@@ -94,9 +92,8 @@ class Divergence(Table):
     core = divergence.Config
 
     rise: Positive = _trend.rise
-    given_back: Annotated[float, Number(least=0, most=1)] = _trend.given_back
     patience: Steps = _trend.patience
-    warmup_steps: Steps = _trend.warmup_steps
+    window: Steps = _trend.window
 
 
 class Instability(Table):
@@ -104,11 +101,21 @@ class Instability(Table):
 
     core = instability.Config
 
-    growth: Annotated[float, Number(above=1)] = _growing.growth
+    growth: NotNegative = _growing.growth
     records: Annotated[int, Whole(least=2, most=1000)] = _growing.records
     norm_ratio: Annotated[float, Number(least=1)] = _growing.norm_ratio
     patience: Steps = _growing.patience
-    warmup_steps: Steps = _growing.warmup_steps
+
+
+class Records(Table):
+    """The loss sets all-time records more often than well-mixed data can."""
+
+    core = records.Config
+
+    alpha: Annotated[float, Number(least=1e-9, below=1)] = _records.alpha
+    record_rate: Fraction = _records.record_rate
+    growth: NotNegative = _records.growth
+    warmup_steps: Annotated[int, Whole(least=1, most=1000)] = _records.warmup_steps
 
 
 class Vanishing(Table):
@@ -258,6 +265,7 @@ class Detect(Table):
     grad_spike: NormSpike | None = None
     divergence: Divergence | None = None
     instability: Instability | None = None
+    records: Records | None = None
     vanishing: Vanishing | None = None
     plateau: Plateau | None = None
     overfit: Overfit | None = None

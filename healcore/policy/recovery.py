@@ -23,11 +23,11 @@ class IncidentPolicy(Table):
 
 
 class Rollback(Table):
-    """How far to go back, and when."""
+    """Which checkpoint a rollback restores, and when."""
 
     core = RollbackConfig
     host_only = frozenset(
-        {"probation", "skip_batches", "confirm", "nonfinite_state", "reset_moments"}
+        {"probation", "skip_batches", "confirm", "evidence", "nonfinite_state", "reset_moments"}
     )
 
     depth: Annotated[int, Whole(least=1, most=1000)] = _rollback.depth
@@ -36,6 +36,7 @@ class Rollback(Table):
     probation: Steps = 100
     skip_batches: StepsOrZero = 0
     confirm: OnOff = False
+    evidence: Annotated[float, Number(least=10)] = 1e4
     nonfinite_state: Annotated[_Answer, OneOf.of(_Answer)] = "rollback"
     reset_moments: OnOff = False
 
@@ -56,7 +57,7 @@ class Lr(Table):
 
 
 class Budget(Table):
-    """How often a run may recover. With none left, one that is not finite is stopped."""
+    """How often a run may recover. With no recovery left, a run that is not finite is stopped."""
 
     core = BudgetConfig
     host_only = frozenset({"shrinks"})

@@ -9,7 +9,7 @@ from healcore.core.engine import Engine
 from healcore.policy.document import Policy
 from healcore.policy.loader import load
 
-_WITH_LIMIT = ("zclip", "fixed", "autoclip")
+_WITH_LIMIT = ("recent_max", "zclip", "fixed", "autoclip")
 """Kinds of clipping whose `max_norm` holds at every step."""
 
 

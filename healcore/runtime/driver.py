@@ -224,30 +224,30 @@ class Driver(Protocol):
         """Whether all parameters are finite now. Waits for the device."""
         ...
 
+    def copy_weights(self) -> Any:
+        """A copy of the trainable parameters, for `losses_of`; of an accelerator's on the host.
+
+        Of sharded parameters each rank copies its shards.
+        """
+        ...
+
     def losses_of(
-        self,
-        loss_fn: Callable[..., Any],
-        batches: Iterable[Any],
-        state: Mapping[str, Any] | None = None,
+        self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
     ) -> list[float]:
-        """The loss of each batch. The run's state is unchanged afterwards.
+        """The loss of each batch, in the mode of training and without gradients.
+
+        Every call draws the same random numbers, those that the next step will draw, so that two
+        calls differ by the weights only. The run's state is unchanged afterwards.
 
         Args:
             loss_fn: takes the batch, preceded by the state if that is a value (JAX).
             batches: that the loop has received.
-            state: `Restored.state` whose weights are used; None: the present ones. Weights that are
-                changed in place are copied meanwhile.
-
-        Raises:
-            StateMismatch: the state does not fit.
+            weights: of `copy_weights`, or None for the current weights. Buffers stay as they are.
         """
         ...
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """What a loss function returns for a batch, on the host. The run's state is unchanged.
-
-        JAX: zeros of its shape and dtype, if the function can be traced.
-        """
+        """What a loss function returns for a batch, on the host. The run's state is unchanged."""
         ...
 
     def gradient_window(self) -> Gradients:
@@ -273,10 +273,6 @@ class Driver(Protocol):
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        ...
-
-    def decline(self, *, cut: bool = False) -> None:
-        """Refunds the rollback that was ordered and is not carried out, see `Engine.decline`."""
         ...
 
     def state_bytes(self) -> int:

@@ -5,7 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, SupportsFloat, TypeVar, Unpack
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    Self,
+    SupportsFloat,
+    TypeVar,
+    Unpack,
+    cast,
+)
 
 from healcore.console import Console
 from healcore.core.errors import HealcoreError
@@ -32,6 +44,9 @@ from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.trackers import select
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 State = TypeVar("State")
 Batch = TypeVar("Batch")
 P = ParamSpec("P")
@@ -46,10 +61,9 @@ class Healer(Generic[State]):
     """Heals a training loop: saves checkpoints, rolls back to a known-good one, or stops the run.
 
         with Healer("default", state={"model": model, "optimizer": optimizer},
-                    store="checkpoints", events="run.events.jsonl") as healer:
+                    store="checkpoints", loss_fn=lambda batch: loss_fn(model, batch)) as healer:
             for batch in healer.batches(loader):
-                loss = model(batch)
-                healer.observe(loss)
+                loss = healer.loss(batch)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -81,11 +95,12 @@ class Healer(Generic[State]):
         keep: how many checkpoints of each kind stay; None: the newest few, and of the older
             known-good ones one at each doubling of the distance (`Keep(older=True)`).
         loss_fn: the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
-            `loss_fn(state, batch)` if the state is a pytree. Called at alarms, without gradients
-            and in evaluation mode, on a few batches from before the trouble: it distinguishes a
-            damaged model from different data. Not called on several ranks, which see
-            different losses, and a warning says so. None: without that evidence. The first batch
-            tries it (in JAX by tracing): SignalError if it raises or does not return one number.
+            `loss_fn(state, batch)` if the state is a pytree. Called without gradients, with the
+            current weights and with earlier ones: better earlier weights are evidence for a
+            rollback (docs/how-it-decides.md). With several ranks every rank calls it with its own
+            batches, and the mean decides. None: under "default" only weights that are not finite
+            are evidence. It is tried on the first batch (with several ranks after the first step):
+            SignalError if it raises or does not return one number.
         on_incident: functions that receive an incident and may override what is done.
         on_saved: functions that receive the event of each save, a mapping: `step`, `why`,
             `seconds`; see docs/events.md. Called on every rank, between two steps.
@@ -318,7 +333,38 @@ class Healer(Generic[State]):
         """
         return self._live.loaders.is_last(length)
 
-    def observe(self, loss: SupportsFloat, optimizer: str | None = None) -> None:
+    def loss(self, batch: object, optimizer: str | None = None) -> Tensor:
+        """torch: the `loss_fn` of a batch, for `backward`, observed.
+
+            for batch in healer.batches(loader):
+                loss = healer.loss(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Args:
+            batch: of one (micro-)batch; what `loss_fn` takes.
+            optimizer: as for `observe`.
+
+        Returns:
+            What `loss_fn` has returned.
+
+        Raises:
+            HealerError: the Healer has no `loss_fn`.
+        """
+        loss_fn = self._options.loss_fn
+        if loss_fn is None:
+            raise HealerError(
+                "loss(batch) calls the loss_fn of the Healer, and there is none: pass "
+                "Healer(..., loss_fn=lambda batch: loss_fn(model, batch)), or call observe(loss)"
+            )
+        value = cast("Tensor", loss_fn(batch))
+        self.observe(value, optimizer, batch=batch)
+        return value
+
+    def observe(
+        self, loss: SupportsFloat, optimizer: str | None = None, *, batch: object = None
+    ) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
 
         Within `microbatches` it counts with the part's weight.
@@ -326,7 +372,10 @@ class Healer(Generic[State]):
         Args:
             loss: one number or a tensor with one element.
             optimizer: its name in the state; None: all optimizers.
+            batch: if `loss` is what the `loss_fn` returns for this batch; saves calling it again.
         """
+        if batch is not None:
+            self._live.observed(batch)
         method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
         self._live.guard.resume()  # from here to the optimizer's step nothing takes long
         part = self._live.out_of_memory.window.part
@@ -353,12 +402,12 @@ class Healer(Generic[State]):
                 nnx objects, which change in place.
 
         Returns:
-            `state`, the state from which the next step has to start: after a rollback, a declined
-            order or `expect_change` it is not the one that was passed.
+            `state`, the state from which the next step has to start: after a rollback or
+            `expect_change` it is not the one that was passed.
 
         Raises:
             HealStateError: `state` has another structure, shape or dtype, or was computed from a
-                state before the last rollback, declined order or `expect_change`.
+                state before the last rollback or `expect_change`.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
         self._driver_method("update", "in torch the state changes in place")(state)

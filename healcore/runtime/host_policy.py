@@ -21,7 +21,7 @@ class HostPolicy(NamedTuple):
     name: str
     fingerprint: str | None
     text: str | None
-    """The policy as TOML, every key spelt out; None for an engine, which has no such text."""
+    """The policy as TOML with every key, or None for an engine, which has no text."""
     engine: Engine
     probation: int
     """Healthy steps after a checkpoint until it is known-good."""
@@ -33,7 +33,9 @@ class HostPolicy(NamedTuple):
     """Rollbacks that are allowed within `refund_after` steps of the run."""
     refund_after: int
     confirm: bool
-    """Going back needs evidence that the model is worse."""
+    """Whether a rollback needs evidence that the model is worse."""
+    evidence: float = 1e4
+    """Comparisons with earlier weights per false rollback, at least and on average."""
     nonfinite_state: str = "rollback"
     """What follows if a save finds NaN or Inf in the state: alert, rollback or stop."""
     reset_moments: bool = False
@@ -74,6 +76,7 @@ class HostPolicy(NamedTuple):
             recoveries=int(config.budget.recoveries),
             refund_after=int(config.budget.refund_after),
             confirm=host.confirm,
+            evidence=host.evidence,
             nonfinite_state=host.nonfinite_state,
             reset_moments=host.reset_moments,
             faults=MappingProxyType(faults),
@@ -83,11 +86,11 @@ class HostPolicy(NamedTuple):
             shrinks=shrinks,
         )
 
-    def goes_back_for(self, causes: Cause) -> bool:
-        """Whether a rule answers any of these causes with a rollback."""
-        rules = self.engine.config.rules
-        back = any(rule.action & Action.ROLLBACK and rule.causes & causes for rule in rules)
-        return back and not self.observes
+    def goes_back_for(self, causes: Cause | None = None) -> bool:
+        """Whether a rule answers any of these causes, or any cause if None, with a rollback."""
+        back = [each.causes for each in self.engine.config.rules if each.action & Action.ROLLBACK]
+        found = any(causes is None or each & causes for each in back)
+        return found and not self.observes
 
     def answers(self, fault: Cause) -> frozenset[str]:
         """What is done about a fault; nothing if the policy has no rule for it or only observes."""

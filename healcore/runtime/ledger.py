@@ -106,7 +106,7 @@ class Ledger:
             if each.incident_open or each.skip:
                 cause |= int(each.cause)
         if not cause:
-            last = self._last
+            last = self.last_incident
             if not self.open and last is not None:
                 last.over = True
             lasting = reduce(or_, (int(each.cause) for each in records), 0) & LASTING
@@ -128,7 +128,7 @@ class Ledger:
         return incident
 
     @property
-    def _last(self) -> IncidentRecord | None:
+    def last_incident(self) -> IncidentRecord | None:
         """The last incident that an engine has opened."""
         return next((each for each in reversed(self.incidents) if not each.watched), None)
 
@@ -158,7 +158,7 @@ class Ledger:
 
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
         """The incident that an alarm belongs to. A skipped step is no onset of other trouble."""
-        last = self._last
+        last = self.last_incident
         number = max(each.incident for each in records)
         if last is not None and last.only_skips:
             same = harmless and number == last.number_in_engine
@@ -170,6 +170,10 @@ class Ledger:
             last = self._append(IncidentRecord(0, index, index, 0, number_in_engine=number))
         last.over = False
         return last
+
+    def rollbacks_near(self, onset: int, reach: int) -> int:
+        """Number of rollbacks so far whose onset was less than `reach` steps away."""
+        return sum(abs(onset - past.onset) < reach for past in self.past_rollbacks)
 
     def row_onset(self, index: int) -> int:
         """First of the unhealthy steps in a row that ends at step `index`."""
@@ -189,7 +193,7 @@ class Ledger:
         if counts:
             self.past_rollbacks.append(PastRollback(onset, target))
         self._rewind(target, saved)
-        if (last := self._last) is not None:
+        if (last := self.last_incident) is not None:
             last.rollbacks += 1
 
     def forget(self, before: int) -> None:
@@ -205,7 +209,7 @@ class Ledger:
     def _rewind(self, step: int, saved: Ledger | None) -> None:
         self.next_step, self.open = step, False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
-        if (last := self._last) is not None:
+        if (last := self.last_incident) is not None:
             last.over, last.number_in_engine = True, -1
         for incident in self.incidents:
             incident.over |= incident.watched

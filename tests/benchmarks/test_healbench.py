@@ -6,7 +6,6 @@ The tasks and arms are fakes without a framework, in this file: workers import t
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import time
@@ -17,8 +16,8 @@ import numpy as np
 import pytest
 
 from benchmarks.healbench import __main__ as command
-from benchmarks.healbench import comparing, figure, running, table
-from benchmarks.healbench.comparing import Verdict, compare, difference, rules
+from benchmarks.healbench import comparing, decision_numbers, running, sensitivity, table
+from benchmarks.healbench.comparing import compare, difference, rules
 from benchmarks.healbench.running import Job, Result, Store, run_all
 
 NAN, INF = math.nan, math.inf
@@ -44,8 +43,11 @@ class FakeRun:
     def __init__(self, problem: FakeProblem, does: str = "", policy: str = "default") -> None:
         if does == "unavailable":
             raise Unavailable("no such package")
-        self.problem, self.does = problem, does
-        self.steps, self.counts = 0, SimpleNamespace(**dict.fromkeys(COUNTS, 0), stopped="")
+        self.problem, self.does, self.policy = problem, does, policy
+        self.steps, self.counts = (
+            0,
+            SimpleNamespace(**dict.fromkeys(COUNTS, 0), stopped="", lr_scale=1.0),
+        )
 
     def __enter__(self) -> FakeRun:
         return self
@@ -67,6 +69,8 @@ class FakeRun:
             self.problem.metric = NAN
         if self.does == "worse":
             self.problem.metric += 0.5
+        if self.policy != "default":
+            self.problem.metric *= 2
 
 
 class Unavailable(Exception):
@@ -87,6 +91,7 @@ TASKS = {
         about=f"The task {name}.",
         reference=reference,
         quick=quick,
+        family="fault" if kind == "sick" else "plain",
     )
     for name, kind, reference, quick in (
         ("well", "healthy", "", False),
@@ -98,7 +103,7 @@ DOES = ("raise", "die", "hang", "nan", "stop", "unavailable")
 ARMS: dict[str, Any] = {
     **dict.fromkeys(("nothing", "fixed_clip", "clip_skip_nan"), without_policy),
     **{does: functools.partial(FakeRun, does=does) for does in DOES},
-    **dict.fromkeys(("attach_default", "healer"), FakeRun),
+    **dict.fromkeys(("attach_default", "healer", "healer_ask"), FakeRun),
 }
 
 
@@ -111,7 +116,7 @@ def run_fake(job: Job) -> Result:
 @pytest.fixture
 def fakes(monkeypatch):
     """The command, with the fakes in place of the real tasks and arms."""
-    caches = (running.suite, running.policy_of, running.source_of)
+    caches = (running.suite, running.source_of)
     for each in caches:
         each.cache_clear()
     monkeypatch.setattr(running, "FRAMEWORKS", {"jax": (__name__, __name__)})
@@ -132,7 +137,7 @@ def results_of(arms: dict[str, list[float]], task: str = "fine", **more: Any) ->
             seed,
             metric=metric if math.isfinite(metric) else None,
             metric_text="" if math.isfinite(metric) else str(metric),
-            **{"steps": 1000, "wall_s": 2.0, **more},
+            **{"steps": 1000, "cpu_s": 2.0, **more},
         )
         for arm, metrics in arms.items()
         for seed, metric in enumerate(metrics)
@@ -141,47 +146,55 @@ def results_of(arms: dict[str, list[float]], task: str = "fine", **more: Any) ->
 
 def cells_of(results: list[Result]) -> dict[str, comparing.Cell]:
     """Cells by arm of the task that the results are of."""
-    tasks = {("jax", name): task for name, task in TASKS.items()}
-    return {cell.arm: cell for cell in compare(results, tasks)}
+    return {cell.arm: cell for cell in compare(results, KEYED)}
 
 
 def by_seed(*metrics: float) -> dict[int, float]:
     return dict(enumerate(metrics))
 
 
+KEYED = {("jax", name): task for name, task in TASKS.items()}
+
+
 # -- statistics ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 8])
-def test_the_paired_test_and_the_interval_are_those_of_scipy(seeds):
+def test_the_difference_and_its_error_are_those_of_scipy(seeds):
     from scipy import stats  # here: workers import this file, and need no half a second for that
 
     rng = np.random.default_rng(seeds)
     for shift in (-0.3, 0.0, 0.02, 5.0):
-        theirs = rng.normal(2.0, 0.5, seeds)
-        ours = theirs + shift + rng.normal(0, 0.1, seeds)
-        found = difference(by_seed(*ours), by_seed(*theirs))
-        worse = stats.ttest_rel(ours, theirs, alternative="greater")
-        better = stats.ttest_rel(ours, theirs, alternative="less")
-        interval = stats.ttest_rel(ours, theirs).confidence_interval(0.98)
-        assert found.percent == pytest.approx(100 * np.mean(ours - theirs) / theirs.mean())
-        assert found.p_worse == pytest.approx(worse.pvalue)
-        assert found.p_better == pytest.approx(better.pvalue)
-        scale = 100 / theirs.mean()
-        assert (found.low, found.high) == pytest.approx(tuple(scale * np.array(interval)))
-        # The interval's ends agree with the one-sided tests.
-        assert (found.low > 0) == (found.p_worse < 0.01)
-        assert (found.high < 0) == (found.p_better < 0.01)
+        off = rng.normal(2.0, 0.5, seeds)
+        on = off + shift + rng.normal(0, 0.1, seeds)
+        found = difference(by_seed(*on), by_seed(*off))
+        assert found.percent == pytest.approx(100 * np.mean(on - off) / off.mean())
+        assert found.error == pytest.approx(100 * stats.sem(on - off) / off.mean())
 
 
 def test_by_hand():
+    # Differences 1, 2, 3 of 10: mean 2, standard deviation 1, standard error 1 / sqrt(3).
     found = difference(by_seed(11, 12, 13), by_seed(10, 10, 10))
-    # Differences 1, 2, 3: mean 2, deviation 1, t = 2 sqrt(3); the 99 % point of t(2) is 6.9646.
-    assert found.percent == pytest.approx(20)
-    assert found.high - found.percent == pytest.approx(10 * 6.964557 / math.sqrt(3))
-    assert found.p_worse == pytest.approx(0.03709, abs=1e-5)
-    assert found.worse  # by the margin, not by the test
-    assert found.pairs == 3
+    assert (found.percent, found.pairs) == (pytest.approx(20), 3)
+    assert found.error == pytest.approx(10 / math.sqrt(3))
+
+
+@pytest.mark.parametrize(
+    ("on", "worse"),
+    [
+        ((101.2, 101.2, 101.2), True),  # 1.2 % without any noise
+        ((100.9, 100.9, 100.9), False),
+        ((103.0, 99.0, 101.2), False),  # 1.07 %, standard error 1.2 %
+        ((109.0, 97.0, 101.0), True),  # 2.3 %, whatever the noise
+    ],
+)
+def test_worse_is_beyond_two_standard_errors_or_beyond_the_margin(on, worse):
+    assert difference(by_seed(*on), by_seed(100, 100, 100)).worse == worse
+
+
+def test_one_seed_is_judged_by_the_margin_alone():
+    assert not difference(by_seed(1.015), by_seed(1.0)).worse
+    assert difference(by_seed(1.03), by_seed(1.0)).worse
 
 
 def test_only_seeds_that_both_have_are_compared():
@@ -190,192 +203,106 @@ def test_only_seeds_that_both_have_are_compared():
     assert found.percent == pytest.approx(100 * -0.15 / 3.15)
 
 
-def test_ties_are_no_evidence():
-    same = difference(by_seed(0.3, 0.4, 0.5), by_seed(0.3, 0.4, 0.5))
-    assert (same.percent, same.low, same.high, same.p_worse) == (0, 0, 0, 1)
-    rounding = difference(by_seed(*(1 + 1e-8 * k for k in (9, 10, 11))), by_seed(1, 1, 1))
-    assert not rounding.worse
-    assert rounding.p_worse == 1
+@pytest.mark.parametrize("offset", [0.0, -16.0, -1000.0])
+def test_around_and_below_zero_the_unit_is_the_spread_over_seeds(offset):
+    off = offset + np.array([-1.0, 0.0, 1.0])  # standard deviation 1: 2 % are 0.2
+    assert difference(by_seed(*(off + 0.19)), by_seed(*off)).percent == pytest.approx(1.9)
+    assert difference(by_seed(*(off + 0.21)), by_seed(*off)).worse
+    assert difference(by_seed(*(off - 0.5)), by_seed(*off)).better
 
 
-def test_a_difference_without_any_noise_is_certain():
-    worse = difference(by_seed(1.5, 2.5, 3.5), by_seed(1, 2, 3))
-    assert (worse.p_worse, worse.p_better) == (0, 1)
-    assert worse.low == worse.high == worse.percent == 25
-    small = difference(by_seed(101, 201), by_seed(100, 200))
-    assert small.percent < 2
-    assert small.worse
-
-
-def test_one_seed_is_judged_by_the_margin_alone():
-    assert not difference(by_seed(1.01), by_seed(1.0)).worse
-    assert difference(by_seed(1.03), by_seed(1.0)).worse
-    assert math.isnan(difference(by_seed(1.03), by_seed(1.0)).p_worse)
-
-
-def test_lower_is_better_below_zero_too():
-    vae = difference(by_seed(-8.4, -8.5), by_seed(-16.3, -16.2))
-    assert vae.percent == pytest.approx(48, abs=0.1)
-    assert vae.worse
-    assert difference(by_seed(-20.0, -20.1), by_seed(-16.3, -16.2)).percent < 0
+def test_without_any_spread_the_unit_is_the_size_of_the_metric_or_one():
+    assert difference(by_seed(0, 0), by_seed(0, 0)).percent == 0
+    assert difference(by_seed(0.0, 0.4), by_seed(0, 0)).percent == pytest.approx(20)
+    assert difference(by_seed(-3.0, -3.0), by_seed(-4, -4)).percent == pytest.approx(25)
 
 
 def test_a_metric_that_is_not_finite_is_infinitely_bad():
     one_nan = difference(by_seed(1.0, NAN, 1.0), by_seed(1.1, 1.1, 1.1))
     assert one_nan.percent == INF
     assert one_nan.worse
-    assert not one_nan.better
     cured = difference(by_seed(1.0, 1.0, 1.0), by_seed(1.0, INF, NAN))
-    assert cured.percent == -INF
     assert cured.better
     assert not cured.worse
-    assert difference(by_seed(1.0, 1.0), by_seed(-INF, 1.0)).better  # no metric is that good
-    assert difference(by_seed(1e9, NAN), by_seed(INF, 1e9)).percent != 0  # nothing left to compare
-
-
-def test_as_many_that_are_not_finite_leave_the_rest_to_compare():
     partly = difference(by_seed(NAN, 1.2, 1.2), by_seed(1.0, 1.0, INF))
-    assert partly.percent == pytest.approx(20)
-    assert partly.pairs == 1
+    assert (partly.percent, partly.pairs) == (pytest.approx(20), 1)
     all_lost = difference(by_seed(NAN, NAN), by_seed(INF, NAN))
     assert math.isnan(all_lost.percent)
     assert not all_lost.worse
-    assert not all_lost.better
 
 
-def test_huge_metrics_do_not_overflow():
-    found = difference(by_seed(1e300, -1e300, 1e308), by_seed(1e308, 1e308, 1e308))
-    assert not found.worse
-    assert difference(by_seed(1e300, 1e305), by_seed(1.0, 1.0)).worse
-
-
-def test_the_reference_is_the_better_of_two_and_a_nan_is_never_the_better():
-    cells = cells_of(results_of({"nothing": [1, 2], "fixed_clip": [0.9, 1.9], "zclip": [1, 2.1]}))
-    assert cells["zclip"].reference == "fixed_clip"
-    assert cells["fixed_clip"].verdict == Verdict.REFERENCE
-    assert cells["nothing"].worse
-    cells = cells_of(results_of({"nothing": [0.1, NAN], "fixed_clip": [0.9, 1.9], "zclip": [1, 2]}))
-    assert cells["zclip"].reference == "fixed_clip"
-    assert cells["nothing"].verdict == Verdict.DIVERGED
-
-
-def test_verdicts():
-    noise = np.array([0, 0.01, -0.01, 0.02, -0.02])
-    metrics = {
-        "nothing": 1 + noise,
-        "fixed_clip": 1.1 + noise,
-        "same": 1.001 + noise[::-1],
-        "slightly": 1.004 + noise + 0.1 * noise[::-1],
-        "better": 0.9 + noise,
-        "diverged": np.array([1, 1, 150, 1, 1]),
-        "nan": np.array([1, 1, NAN, 1, 1]),
+def test_on_is_compared_with_off_and_a_kept_clip_with_the_clip():
+    cells = cells_of(
+        results_of(
+            {
+                "nothing": [1.0, 2.0],
+                "fixed_clip": [2.0, 4.0],
+                "healer": [1.0, 2.0],
+                "healer_clip": [1.0, 2.0],
+                "zclip": [2.0, 4.0],
+            }
+        )
+    )
+    percents = {arm: cell.against.percent for arm, cell in cells.items()}
+    assert percents == {
+        "nothing": 0,
+        "fixed_clip": 100,
+        "healer": 0,
+        "healer_clip": -50,
+        "zclip": 100,
     }
-    results = results_of({arm: list(map(float, each)) for arm, each in metrics.items()})
-    results += results_of({"stopping": [1.0]}, stopped="enough", steps=3)
-    results += results_of({"partly": [1.0, 1.0]})
-    results.append(Result("jax", "fine", "partly", 2, status="timeout", error="longer"))
-    results.append(Result("jax", "fine", "missing", 0, status="unavailable", error="not here"))
-    found = {arm: cell.verdict for arm, cell in cells_of(results).items()}
-    assert found == {
-        "nothing": Verdict.REFERENCE,
-        "fixed_clip": Verdict.WORSE,
-        "same": Verdict.SAME,
-        "slightly": Verdict.WORSE,
-        "better": Verdict.BETTER,
-        "diverged": Verdict.DIVERGED,
-        "nan": Verdict.DIVERGED,
-        "stopping": Verdict.STOPPED,
-        "partly": Verdict.FAILED,
-        "missing": Verdict.UNAVAILABLE,
-    }
-    worse = {arm for arm, cell in cells_of(results).items() if cell.worse}
-    assert worse == {"fixed_clip", "slightly", "diverged", "nan", "partly"}
 
 
-def test_without_a_reference_there_is_no_difference():
-    cell = cells_of(results_of({"healer": [1.0, 2.0]}))["healer"]
-    assert cell.verdict == Verdict.ALONE
-    assert not cell.worse
+def test_a_sick_run_is_measured_in_units_of_the_undamaged_run_of_its_own_off():
+    results = results_of({"nothing": [1.0, 2.0], "fixed_clip": [0.5, 0.5]}, "well")
+    results += results_of({"healer": [2.0, 16.0], "healer_clip": [1.0, 1.0]}, "ill")
+    results += results_of({"attach_default": [NAN, 1e9]}, "ill")
+    cells = {(cell.task.name, cell.arm): cell for cell in compare(results, KEYED)}
+    assert cells["ill", "healer"].ratio == pytest.approx(4)  # 2 and 8
+    assert cells["ill", "healer_clip"].ratio == pytest.approx(2)
+    assert cells["ill", "attach_default"].ratio == pytest.approx(comparing.CAP)
+    assert math.isnan(cells["well", "nothing"].ratio)
 
 
-def test_the_gap_of_a_sick_task_is_to_the_run_without_the_fault():
-    results = results_of({"fixed_clip": [1.0, 2.0]}, "well")
-    results += results_of({"clip_skip_nan": [2.0, 4.0], "healer": [1.5, 1.8]}, "ill")
-    tasks = {("jax", "ill"): TASKS["ill"]}
-    cells = {cell.arm: cell for cell in compare(results, tasks)}
-    assert set(cells) == {"clip_skip_nan", "healer"}
-    assert cells["healer"].gap == pytest.approx(10)
-    assert cells["clip_skip_nan"].gap == pytest.approx(100)
-
-
-# -- rules -----------------------------------------------------------------------------------------
+# -- the promise -----------------------------------------------------------------------------------
 
 
 def broken(results: list[Result]) -> dict[str, tuple[str, ...]]:
-    tasks = {("jax", name): task for name, task in TASKS.items()}
-    return {rule.text: rule.broken for rule in rules(compare(results, tasks)) if rule.broken}
+    return {rule.text: rule.broken for rule in rules(compare(results, KEYED)) if rule.broken}
 
 
-def test_rules_hold_where_nothing_is_done():
-    fair = {"nothing": [1.0, 1.1], "fixed_clip": [1.0, 1.1], "healer": [1.0, 1.1]}
-    assert broken(results_of(fair) + results_of({**fair, "clip_skip_nan": [1.0, 1.1]}, "ill")) == {}
+def test_the_promise_holds_where_nothing_is_done():
+    same = {"nothing": [1.0, 1.1], "healer": [1.0, 1.1]}
+    assert broken(results_of(same) + results_of({**same, "healer": [9.0, NAN]}, "ill")) == {}
 
 
-def test_each_rule_can_be_broken():
-    plain = results_of({"nothing": [1.0, 1.1], "fixed_clip": [1.2, 1.3]})
-    than_before, with_the_better_clip, as_it_comes = (
-        "no healthy task worse than the same run without healcore",
-        "no healthy task worse than the better of nothing and fixed clip, with the better clip "
-        "on both sides",
-        "no healthy task worse than the better of nothing and fixed clip, as healcore comes",
-    )
-    worse = plain + results_of({"healer": [1.1, 1.2]})
-    assert list(broken(worse)) == [than_before, with_the_better_clip, as_it_comes]
-    # Worse than without a clip, as the run was before.
-    clipped = plain + results_of({"healer": [1.0, 1.1], "healer_clip": [1.2, 1.3]})
-    assert broken(clipped) == {}
-    (where,) = broken(clipped + results_of({"attach_clip": [1.3, 1.4]}))[than_before]
-    assert where.startswith("fine (jax) attach_clip: +8.0 %")
-    reached = results_of({"nothing": [1.2, 1.3], "fixed_clip": [1.0, 1.1]})
-    reached += results_of({"healer": [1.2, 1.3], "healer_clip": [1.0, 1.1]})
-    assert list(broken(reached)) == [as_it_comes]
-    cutting = plain + results_of({"attach_default": [1.0, 1.1]}, lr_cuts=1)
-    (where,) = broken(cutting)["no rollback, LR cut or stop on a healthy task"]
-    assert where == "fine (jax) attach_default: lr_cuts 2"
-    skipping = plain + results_of({"healer": [1.0, 1.1]}, finite_skips=1)
-    ((text, (where,)),) = broken(skipping).items()
-    assert "finite skip" in text
-    assert where == "healer: 2 in 2,000 steps, 2 of them on fine (jax)"
-    assert broken(plain + results_of({"healer": [1.0, 1.1]}, finite_skips=1, steps=10_000)) == {}
-    dead = [*plain, Result("jax", "fine", "healer", 0, status="crashed", error="why")]
-    assert broken(dead) == {
-        "every run ends with a result": ("fine (jax) healer: 1 of 1 failed: why",)
-    }
+@pytest.mark.parametrize(
+    ("metrics", "more", "said"),
+    [
+        ([1.1, 1.2], {}, ["no healthy task is worse"]),
+        ([1.0, 1.1], {"lr_scale": 0.25}, ["no healthy run ends at a learning rate"]),
+        ([1.0, 1.1], {"rollbacks": 1}, ["at most 1 of 200"]),
+        ([1.0, 1.13], {"rollbacks": 1}, ["at most 1 of 200", "no healthy run that is rolled"]),
+        ([1.0, 1.1], {"stopped": "enough"}, ["no healthy run is stopped"]),
+        ([1.0, 1.1], {"status": "crashed", "error": "why"}, ["every run ends"]),
+    ],
+)
+def test_each_part_of_the_promise_can_be_broken(metrics, more, said):
+    # Of the noise of `metrics` alone, the second seed 3 % worse is within the promise.
+    plain = results_of({"nothing": [1.0, 1.1]})
+    found = broken(plain + results_of({"healer": metrics}, **more))
+    assert [any(text.startswith(each) for text in found) for each in said] == [True] * len(said)
+    assert len(found) == len(said)
+    for wheres in found.values():
+        assert all(where.startswith("fine (jax) healer: ") for where in wheres)
 
 
-def test_a_stop_is_needless_where_another_arm_comes_near_the_cure():
-    cured = results_of({"nothing": [1.0], "fixed_clip": [1.0]}, "well")
-    stopped = results_of({"healer": [5.0]}, "ill", stopped="enough")
-    hopeless = cured + stopped + results_of({"clip_skip_nan": [5.0]}, "ill")
-    assert broken(hopeless) == {}
-    near = cured + stopped + results_of({"clip_skip_nan": [5.0], "adagc": [1.05]}, "ill")
-    (where,) = broken(near)["no stop where another arm completes well"]
-    assert where == "ill (jax) healer: stopped, adagc completes"
-
-
-def test_high_rates_are_measured_against_the_best_rate_and_the_healer_against_attach():
-    tasks = {
-        ("torch", "best"): SimpleNamespace(kind="healthy", reference=""),
-        ("torch", "lr_10x"): SimpleNamespace(kind="sick", reference="best"),
-    }
-    kept = results_of({"fixed_clip": [1.0, 2.0]}, "best")
-    kept += results_of({"attach_default": [1.04, 2.04], "healer": [1.2, 2.2]}, "lr_10x")
-    kept = [Result(**{**vars(each), "framework": "torch"}) for each in kept]
-    lr_rules = {rule.text: rule for rule in rules(compare(kept, tasks)) if "lr_10x" in rule.text}
-    within, behind = lr_rules.values()
-    assert within.broken == ("lr_10x healer: +13 %",)
-    assert (within.checked, behind.checked) == (2, 1)
-    assert behind.broken == ("lr_10x healer: +10 % (p = 2.2e-16, 2 pairs)",)
+def test_one_rollback_in_200_runs_is_allowed():
+    many = {"nothing": [1.0] * 200, "healer": [1.0] * 200}
+    results = results_of(many)
+    assert broken(results) == {}
+    rolled_back = [Result(**{**vars(results[-1]), "rollbacks": 1})]
+    assert broken([*results[:-1], *rolled_back]) == {}
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -401,70 +328,108 @@ def test_no_run_stops_the_rest():
     assert found["die"].error == "the process ended with 3: last output"
     assert found["hang"].error == "longer than 3 s"
     assert (found["nan"].metric, found["nan"].metric_text) == (None, "nan")
-    assert (found["stop"].stopped, found["stop"].steps, found["stop"].steps_lost) == (
-        "enough",
-        4,
-        6,
-    )
+    assert (found["stop"].stopped, found["stop"].steps) == ("enough", 4)
     assert (found["nothing"].metric, found["nothing"].steps) == (1.01, 10)
 
 
-def test_results_survive_the_way_to_disk(tmp_path):
+def test_results_survive_the_way_to_disk(tmp_path, fakes):
     store = Store(tmp_path)
-    for value in (0.25, NAN, INF, -INF):
-        (result,) = results_of({"healer": [value]})
+    results = [
+        *results_of({"healer": [0.25, NAN, INF, -INF]}, rollbacks=2, source="abc"),
+        *results_of({"healer[lr.factor*0.75]": [1.0]}),
+        *results_of({"healer": [1.0]}, "gone"),
+    ]
+    for result in results:
         store.write(result)
-        back = store.read(result.job)
-        assert back is not None
-        assert back == result
-        assert back.value == pytest.approx(value, nan_ok=True)
-    assert (tmp_path / ".gitignore").read_text() == "*\n"
-    assert [path.name for path in tmp_path.rglob("*.json*")] == ["healer.0.json"]
+    for now in (Store(tmp_path), store):  # before and after the merge
+        for result in results[:5]:
+            back = now.read(result.job)
+            assert back is not None
+            assert back == result
+            assert back.value == pytest.approx(result.value, nan_ok=True)
+        store.merge()
+    (file,) = tmp_path.rglob("*.jsonl")
+    assert file == tmp_path / "jax" / "healer.jsonl"
+    lines = file.read_text().splitlines()
+    assert len(lines) == 5  # without that of a task that does not exist
+    assert lines[0].startswith('{"task":"fine","seed":0,"source":"abc","metric":0.25,')
+    assert not list(tmp_path.rglob("*.json"))
 
 
-def test_a_damaged_file_is_no_result_and_an_unknown_key_is_none_of_ours(tmp_path):
+def test_a_merge_keeps_what_another_command_has_written(tmp_path, fakes):
+    first, second = Store(tmp_path), Store(tmp_path)
+    results = results_of({"healer": [1.0, 2.0]})
+    first.write(results[0])
+    second.write(results[1])
+    second.merge()
+    first.merge()
+    assert [Store(tmp_path).read(each.job) for each in results] == results
+
+
+def test_damaged_lines_and_unknown_keys_are_no_obstacle(tmp_path, fakes):
     store, (result,) = Store(tmp_path), results_of({"healer": [1.0]})
     store.write(result)
-    path = store.path(result.job)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
-    assert store.read(result.job) == result
-    for text in ("", "{", "[]", "{}", "3"):
-        path.write_text(text)
-        assert store.read(result.job) is None
+    store.merge()
+    (file,) = tmp_path.rglob("*.jsonl")
+    line = file.read_text().strip().replace("{", '{"later":1,')
+    file.write_text(f"{{\n[]\n\n{line}\n3\n")
+    assert Store(tmp_path).read(result.job) == result
 
 
-def test_a_result_is_kept_under_its_policy(tmp_path, fakes):
-    default = running.policy_of("jax", "healer")
-    assert len(default) == 16
-    assert running.policy_of("jax", "nothing") == ""
-    store, (result,) = Store(tmp_path), results_of({"healer": [1.0]}, policy=default)
-    store.write(result)
-    assert store.read(Job("jax", "fine", "healer", 0, default)) == result
-    assert store.read(Job("jax", "fine", "healer", 0, "another")) is None
+# -- the digest ------------------------------------------------------------------------------------
+
+
+def test_comments_docstrings_and_layout_are_not_code(tmp_path):
+    plain, other = tmp_path / "plain.py", tmp_path / "other.py"
+    plain.write_text("def f(a):\n    return a + 1\n")
+    other.write_text('"""About."""\n# why\ndef f(a):\n    """Adds."""\n    return (a + 1)\n')
+    assert running._code(plain) == running._code(other)
+    other.write_text("def f(a):\n    return a + 2\n")
+    running._code.cache_clear()
+    assert running._code(plain) != running._code(other)
+
+
+def test_the_digest_is_of_the_task_the_arm_and_what_they_import():
+    tasks = running.ROOT / "benchmarks" / "healbench" / "tasks"
+    found = running._with_imports({tasks / "sick_data.py"})
+    assert {tasks / "sick_data.py", tasks / "learning_rates.py", tasks / "models.py"} <= found
+    assert tasks / "noisy.py" not in found
+    assert running.source_of("torch", "lr_3x", "nothing") != running.source_of(
+        "torch", "lm_bytes", "nothing"
+    )
+    healer = running.source_of("torch", "lr_3x", "healer")
+    assert healer != running.source_of("torch", "lr_3x", "healer_clip")  # another policy
+
+
+def test_only_the_arms_of_healcore_depend_on_healcore(monkeypatch):
+    arms = ("nothing", "fixed_clip", "healer", "attach_default")
+    running.source_of.cache_clear()
+    before = {arm: running.source_of("torch", "lr_3x", arm) for arm in arms}
+    monkeypatch.setattr(running, "_healcore", lambda framework: "other rules")
+    running.source_of.cache_clear()
+    changed = {arm for arm in arms if running.source_of("torch", "lr_3x", arm) != before[arm]}
+    running.source_of.cache_clear()
+    assert changed == {"healer", "attach_default"}
 
 
 # -- what there really is --------------------------------------------------------------------------
 
 
-def test_the_rules_name_existing_tasks_and_arms():
+def test_tasks_and_arms_that_are_named_exist():
     there = running.suite("torch")
     assert [task.name for task in there.tasks.values()] == list(there.tasks)
-    kinds = [task.kind for task in there.tasks.values()]
-    assert kinds.count("healthy") >= 24
-    assert kinds.count("sick") >= 12
+    kinds: dict[str, set[str]] = {}
     for task in there.tasks.values():
         assert task.about, task.name
-        if task.reference:
-            assert task.kind == "sick", task.name
+        assert task.family, task.name
+        kinds.setdefault(task.kind, set()).add(task.family)
+        if task.kind == "sick":
             assert there.tasks[task.reference].kind == "healthy"
-    named = {*comparing.HELD, *command.QUICK_ARMS, *sum(comparing.REFERENCES.values(), ())}
+    assert kinds["sick"] == {"learning rate", "damage", "poisoned data", "arithmetic"}
+    assert not kinds["sick"] & kinds["healthy"]
+    named = {*comparing.OFF, *comparing.OFF.values(), *comparing.HINDSIGHT, *command.ARMS}
     assert named <= there.arms.keys()
-    for patterns in comparing.GAPS:
-        for pattern in patterns:
-            measured = [t for name, t in there.tasks.items() if comparing.fits(name, [pattern])]
-            assert measured, pattern
-            assert all(task.reference for task in measured), pattern
-    assert {arm for arm in there.arms if running.policy_of("torch", arm)} >= set(comparing.HELD)
+    assert set(sensitivity.TASKS) <= there.tasks.keys()
 
 
 def test_a_real_run():
@@ -478,77 +443,76 @@ def test_a_real_run():
     assert found.metric is not None
     assert found.status == "done"
     assert found.steps > 100
-    assert found.steps_lost == 0
-    assert found.wall_s > 0
+    assert found.cpu_s > 0
 
 
 # -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_command_runs_what_is_missing_and_writes_what_there_is(tmp_path, fakes, capsys):
-    asked = ["--results", str(tmp_path), "--jobs", "1", "--seeds", "2"]
-    few = [*asked, "--arms", "nothing", "fixed_clip", "clip_skip_nan", "attach_default", "healer"]
-    assert command.main(few) == 0
-    assert "30 runs, 30 of them to do" in capsys.readouterr().out
-    page = (tmp_path / "healbench.md").read_text()
-    (tmp_path / "healbench.md").write_text(
-        f"# By hand\n\n{page.partition('# healbench')[2]}\nmore\n"
-    )
-    store = Store(tmp_path)
-    store.path(Job("jax", "ill", "nothing", 1)).unlink()
+    page = tmp_path / "page.md"
+    page.write_text("# By hand\n")
+    whole = ["--results", str(tmp_path / "runs"), "--jobs", "1", "--page", str(page)]
+    assert command.main(whole) == 0
+    assert "45 runs, 45 of them to do" in capsys.readouterr().out
+    text = page.read_text()
+    assert text.startswith("# By hand\n")
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert "**45 of 45 runs are of the present code.**" in text
+    assert "| plain | 2 of 2; worst 0.0 % |" in text
+    assert "| fault | 1.000; worst 1 (ill (jax)) |" in text
+    assert "The task ill." in text
 
-    assert command.main(few) == 0
-    out = capsys.readouterr().out
-    assert "30 runs, 1 of them to do" in out
-    assert "rules: 8 hold, 0 do not, 3 not checked" in out.splitlines()[-1]
-    page = (tmp_path / "healbench.md").read_text()
-    assert page.startswith("# By hand\n")
-    assert page.endswith("more\n")
-    assert page.count(table.BEGIN) == page.count(table.END) == 1
-    assert "### Healthy tasks" in page
-    assert "### Sick tasks" in page
-    assert "The task ill." in page
-    assert (tmp_path / "healbench.png").read_bytes()[:4] == b"\x89PNG"
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert len(summary["cells"]) == 15
+    file = tmp_path / "runs" / "jax" / "nothing.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
+    assert command.main(whole) == 0
+    assert "45 runs, 1 of them to do" in capsys.readouterr().out
 
-    assert command.main([*asked, "--tasks", "fine", "--arms", "stop"]) == 0
-    assert "2 runs, 2 of them to do" in capsys.readouterr().out
-    verdicts = {
-        c["arm"]: c["verdict"] for c in json.loads((tmp_path / "summary.json").read_text())["cells"]
-    }
-    assert verdicts["stop"] == "stopped"  # in addition to the references that were there already
-    assert verdicts["nothing"] == "reference"
+    page.unlink()
+    assert command.main([*whole, "--tasks", "fine", "--arms", "healer", "stop"]) == 0
+    assert "6 runs, 3 of them to do" in capsys.readouterr().out
+    assert not page.exists()  # a part is only printed
+    assert command.main([*whole, "--report"]) == 0
+    assert "**45 of 45 runs" in page.read_text()
+    assert "### Healthy tasks, other arms" in page.read_text()  # those run by name are there
 
 
-def test_results_of_other_sources_are_reported_and_run_again_if_asked(tmp_path, fakes, capsys):
+def test_runs_of_other_code_are_neither_shown_nor_kept_from_running(tmp_path, fakes, capsys):
     asked = ["--results", str(tmp_path), "--jobs", "1", "--tasks", "fine", "--arms", "nothing"]
     store = Store(tmp_path)
-    for result in results_of({"nothing": [1.0, 1.0]}):
+    for result in results_of({"nothing": [9.0, 9.0]}, source="old"):
         store.write(result)
-    failed = Job("jax", "fine", "nothing", 2)
-    store.write(running.failed(failed, "timeout", "longer"))
-    assert command.main([*asked, "--report", "--seeds", "3"]) == 0
-    assert "3 of 3 results were made by other sources" in capsys.readouterr().out
-    command.main([*asked, "--seeds", "3", "--again", "failed"])
-    assert "3 runs, 1 of them to do" in capsys.readouterr().out
-    mended = store.read(failed)
-    assert mended is not None
-    assert mended.metric == pytest.approx(1.02)
-    command.main([*asked, "--seeds", "3", "--again", "changed"])
+    store.merge()
+    assert command.main([*asked, "--report"]) == 1
+    assert "no results of the present code" in capsys.readouterr().out
+    assert command.main([*asked, "--seeds", "1"]) == 0
+    assert "1 runs, 1 of them to do" in capsys.readouterr().out
+    assert command.main([*asked, "--seeds", "2", "--report"]) == 0
     out = capsys.readouterr().out
-    assert "3 runs, 2 of them to do" in out
-    assert "other sources" not in out
+    assert "**1 of 2 runs are of the present code.** Missing: `nothing` (jax) 1." in out
+    new = Store(tmp_path).read(Job("jax", "fine", "nothing", 0))
+    assert new is not None
+    assert new.value == 1.0
 
 
-def test_a_broken_rule_is_the_exit_status(tmp_path, fakes, capsys):
+def test_what_failed_runs_again_if_asked(tmp_path, fakes, capsys):
+    asked = ["--results", str(tmp_path), "--jobs", "1", "--tasks", "fine", "--arms", "nothing"]
+    store = Store(tmp_path)
+    source = running.source_of("jax", "fine", "nothing")
+    store.write(Result("jax", "fine", "nothing", 0, source, status="timeout", error="longer"))
+    command.main([*asked, "--seeds", "1"])
+    assert "1 runs, 0 of them to do" in capsys.readouterr().out
+    command.main([*asked, "--seeds", "1", "--failed"])
+    assert "1 runs, 1 of them to do" in capsys.readouterr().out
+
+
+def test_a_broken_promise_is_the_exit_status(tmp_path, fakes, capsys):
     store = Store(tmp_path)
     for result in results_of({"nothing": [1.0, 1.1], "healer": [1.5, 1.6]}):
-        policy = running.policy_of("jax", result.arm)
-        store.write(Result(**{**vars(result), "policy": policy}))
-    asked = ["--results", str(tmp_path), "--report", "--quick"]
-    assert command.main(asked) == 1
-    assert "fine (jax) healer: +48 %" in capsys.readouterr().out
+        source = running.source_of("jax", result.task, result.arm)
+        store.write(Result(**{**vars(result), "source": source}))
+    assert command.main(["--results", str(tmp_path), "--report", "--quick"]) == 1
+    assert "fine (jax) healer: +48 ± 0.0 %" in capsys.readouterr().out
 
 
 def test_nothing_there_is_no_success(tmp_path, fakes, capsys):
@@ -566,31 +530,74 @@ def test_an_interrupt_leaves_what_is_done(tmp_path, fakes, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run_all", interrupted)
-    asked = ["--results", str(tmp_path), "--quick"]
-    assert command.main(asked) == 130
+    assert command.main(["--results", str(tmp_path), "--quick"]) == 130
     assert "interrupted" in capsys.readouterr().out
-    assert len(list(tmp_path.rglob("jax/*/*.json"))) == 2
-    assert (tmp_path / "summary.json").exists()
+    lines = [line for file in tmp_path.rglob("*.jsonl") for line in file.open()]
+    assert len(lines) == 2
 
 
-def test_only_everything_goes_to_the_docs(fakes):
-    def places(*arguments: str) -> list[str]:
-        options = command._parser().parse_args(list(arguments))
-        return [str(path.relative_to(running.ROOT)) for path in command._places(options)]
+# -- other values of the numbers -------------------------------------------------------------------
 
-    runs = "benchmarks/results/healbench/runs"
-    docs = ["docs/healbench.md", "docs/healbench.png", "benchmarks/results/healbench/summary.json"]
-    other = [f"{runs}/healbench.md", f"{runs}/healbench.png", f"{runs}/summary.json"]
-    assert places() == places("--report") == places("--seeds", "8") == docs
-    assert places("--quick") == places("--tasks", "a") == places("--arms", "a", "b") == other
+
+def test_the_numbers_are_those_of_the_policy_and_each_can_be_changed():
+    from healcore.policy import load, to_dict
+
+    found = {each.name: each for each in decision_numbers.numbers()}
+    assert found["lr.factor"].value == load("default").lr.factor
+    for each in found.values():
+        value = decision_numbers.changed(each.value, 1.25)
+        assert value > each.value or each.value < 0
+        assert isinstance(value, int) == isinstance(each.value, int)
+    with decision_numbers.applied("lr.factor*0.75") as options:
+        varied, usual = to_dict(options["policy"]), to_dict(load("default"))
+    assert varied["lr"].pop("factor") == 0.75 * usual["lr"].pop("factor")
+    assert varied == usual
+    with pytest.raises(ValueError, match="no number"), decision_numbers.applied("nothing*2"):
+        pass
+
+
+def test_a_constant_is_changed_for_one_run_only(monkeypatch):
+    monkeypatch.setattr(decision_numbers, "CONSTANTS", (f"{__name__}:CONSTANT",))
+    name = f"{__name__}:CONSTANT"
+    seen = []
+
+    def fails() -> None:
+        with decision_numbers.applied(f"{name}*1.25"):
+            seen.append(CONSTANT)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert (seen, CONSTANT) == ([5], 4)
+
+
+CONSTANT = 4
+
+
+def test_the_table_of_the_numbers(tmp_path, monkeypatch, fakes, capsys):
+    monkeypatch.setattr(sensitivity, "suite", lambda _: running.Suite(TASKS, ARMS))
+    monkeypatch.setattr(sensitivity, "Job", lambda _, *rest: Job("jax", *rest))
+    monkeypatch.setattr(sensitivity, "TASKS", ("fine", "ill"))
+    page = tmp_path / "page.md"
+    asked = ["--results", str(tmp_path), "--page", str(page), "--jobs", "1", "--seeds", "2"]
+    asked += ["--numbers", "lr.factor", "--arms", "healer"]
+    assert sensitivity.main(asked) == 0
+    assert "12 runs, 12 of them to do" in capsys.readouterr().out
+    row = "| `lr.factor` | 0.25 | 0.1875 | +100 % (fine, healer) | +0 | × 2.000 | 0.3125 |"
+    assert row in page.read_text()
+    assert sensitivity.main(asked) == 0
+    assert "12 runs, 0 of them to do" in capsys.readouterr().out
 
 
 # -- what is written -------------------------------------------------------------------------------
 
 
+BEGIN, END = table.BEGIN.format("healbench"), table.END.format("healbench")
+
+
 def test_a_page_with_half_of_the_marks_is_left_alone(tmp_path):
     page = tmp_path / "page.md"
-    for text in (f"x\n{table.BEGIN}\n", f"{table.END}\n", f"{table.END}\n{table.BEGIN}\n"):
+    for text in (f"x\n{BEGIN}\n", f"{END}\n", f"{END}\n{BEGIN}\n"):
         page.write_text(text)
         with pytest.raises(ValueError, match="needs both marks"):
             table.write_between(page, "new")
@@ -598,25 +605,19 @@ def test_a_page_with_half_of_the_marks_is_left_alone(tmp_path):
     page.write_text("prose\n")
     table.write_between(page, "old")
     table.write_between(page, "new")
-    assert page.read_text() == f"prose\n\n{table.BEGIN}\n\nnew\n{table.END}\n"
+    assert page.read_text() == f"prose\n\n{BEGIN}\n\nnew\n{END}\n"
 
 
-def test_tables_and_figure_take_whatever_comes(tmp_path):
+def test_tables_take_whatever_comes():
     results = results_of({"nothing": [NAN, NAN], "fixed_clip": [1e300, 1.0], "healer": [1.0, 1.0]})
-    results += results_of({"clip_skip_nan": [NAN, INF], "healer": [1e9, NAN]}, "ill", policy="p")
+    results += results_of({"clip_skip_nan": [NAN, INF], "healer": [1e9, NAN]}, "ill")
     results += results_of({"fixed_clip": [0.0, 0.0], "healer": [1.0, 2.0]}, "well", stopped="a|b")
     results.append(Result("jax", "ill", "selgis", 0, status="unavailable", error="no selgis"))
-    tasks = {("jax", name): task for name, task in TASKS.items()}
     for some in (results, results[:1], []):
-        cells = compare(some, tasks)
-        held = rules(cells)
-        text = table.as_markdown(cells, held, tasks, "x.png") if cells else ""
+        cells = compare(some, KEYED)
+        jobs = [result.job for result in some]
+        text = table.as_markdown(cells, rules(cells), jobs, jobs)
         assert "nan" not in text.replace("skip_nan", "").replace("non-finite", "")
-        table.write_json(tmp_path / "all.json", table.as_data(cells, held))
-        assert len(json.loads((tmp_path / "all.json").read_text())["cells"]) == len(cells)
-        if cells:
-            figure.draw(cells, tmp_path / "all.png")
-            table.as_text(cells, held)
 
 
 def test_percent_has_no_more_digits_than_it_needs():

@@ -72,11 +72,14 @@ def test_the_suite_is_part_of_the_one_in_torch():
     assert there.tasks == TASKS
     assert list(there.tasks) == [task.name for task in there.tasks.values()]
     assert there.arms.keys() <= running.suite("torch").arms.keys()
-    for arm in there.arms:
-        assert running.policy_of("jax", arm) == running.policy_of("torch", arm)
     for name, task in TASKS.items():
         twin = TORCH[name]
-        assert (task.kind, task.metric, task.reference) == (twin.kind, twin.metric, twin.reference)
+        assert (task.kind, task.metric, task.reference, task.family) == (
+            twin.kind,
+            twin.metric,
+            twin.reference,
+            twin.family,
+        )
         assert not task.reference or task.reference in TASKS
     kinds = [task.kind for task in TASKS.values()]
     assert (kinds.count("healthy"), kinds.count("sick")) >= (15, 8)
@@ -188,4 +191,4 @@ def test_a_run_by_name():
     assert result.status == running.DONE
     assert 0 < result.value < 1
     assert result.clips > 0
-    assert (result.steps, result.steps_lost) == (1200, 0)
+    assert result.steps == 1200

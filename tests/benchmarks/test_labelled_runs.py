@@ -102,7 +102,7 @@ def test_the_benchmark_on_a_folder(tmp_path):
     script = ROOT / "benchmarks" / "detectors.py"
     results = tmp_path / "results.json"
     done = subprocess.run(
-        [sys.executable, script, folder(tmp_path), "--policy", "default", "--json", results],
+        [sys.executable, script, folder(tmp_path), "--policy", "pretraining", "--json", results],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -110,16 +110,16 @@ def test_the_benchmark_on_a_folder(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "healcore default: rollbacks" in done.stdout
+    assert "healcore pretraining: rollbacks" in done.stdout
 
     def no_constant(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     scores = json.loads(results.read_text(), parse_constant=no_constant)["scores"]
-    healed = scores["healcore default: rollbacks"]
+    healed = scores["healcore pretraining: rollbacks"]
     assert healed["spiky"]["within_10"] == 1
     assert healed["spiky"]["false_incidents"] == healed["healthy"]["false_incidents"] == 0
-    assert scores["healcore default: skips"]["spiky"]["nonfinite_latencies"] == [0]
+    assert scores["healcore pretraining: skips"]["spiky"]["nonfinite_latencies"] == [0]
     assert scores["5x the median of 100"]["spiky"]["found"] == 0
     assert "healthy" not in scores["ZClip z > 2.5, on norms"], "it has no norms"
 

@@ -121,6 +121,7 @@ def test_it_replays_the_same_in_jax(name, run):
 COVERING = (
     "default", "self-healing-trl-aggressive", "levanter-skip", "axolotl-watchdog", "observe",
     "adagc", "autoclip", "axlearn-skip", "levanter-clip-update", "llmc-soft-step",
+    "pretraining",
 )  # fmt: skip
 
 

@@ -63,21 +63,6 @@ def signals(
     )
 
 
-def garbage(rng: np.random.Generator, steps: int, lanes: int) -> Signals:
-    """Healthy runs whose every fifteenth batch, alone or in a row, is far out in loss and norm.
-
-    The losses of those batches differ little in some runs and by factors of ten in others.
-    """
-    shape = (steps, lanes)
-    norm, loss = np.exp(rng.normal(0, 0.1, shape)), np.exp(rng.normal(0, 0.1, shape))
-    bad = (rng.random(shape) < 1 / 15) & (np.arange(steps) > 60)[:, None]
-    bad[1:] |= bad[:-1] & (rng.random((steps - 1, lanes)) < 0.2)
-    norm = np.where(bad, norm * rng.choice([5.0, 20.0, 60.0, 150.0], shape), norm)
-    factor = 50 * np.exp(rng.uniform(0, 1.5, lanes) * rng.normal(size=shape))
-    loss = np.where(bad & (rng.random(shape) < 0.8), factor * loss, loss)
-    return Signals(loss=loss.astype(np.float32), grad_norm=norm.astype(np.float32))
-
-
 def growths(rng: np.random.Generator, steps: int, lanes: int) -> Signals:
     """Runs in which loss and norm grow twice: by a power of the steps, or from step to step.
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.engine.enforce import pick
 from healcore.core.signals import Signals
-from healcore.core.verdict import Decision
+from healcore.core.tree import map_leaves
+from healcore.core.verdict import Action, Decision
 from tests.core import fuzz
 from tests.core.reference import engine as reference
 
@@ -49,12 +51,35 @@ def lanes_of(trace: Signals) -> tuple[int, int]:
     return next(part.shape[:2] for part in trace if part is not None)
 
 
-Host = Callable[[reference.Engine, reference.Verdict, int, int], None]
-"""What the host does after a step: takes the machine, its verdict, the step and the lane."""
+Host = Callable[[reference.Engine, reference.Verdict, int, int, float | None], None]
+"""What the host does after a step: takes the machine, its verdict, the step, the lane and the
+schedule's rate."""
+
+LIMIT = np.float32(0.25)
+"""Rate at which the host limits some lanes."""
+RATE = Signals._fields.index("learning_rate")
+
+
+def rolls_back_odd_lanes(
+    machine: reference.Engine,
+    verdict: reference.Verdict,
+    step: int,
+    lane: int,
+    rate: float | None,
+) -> None:
+    """Carries out the rollbacks that `growing_run` carries out."""
+    if verdict.action & Action.ROLLBACK and lane % 2:
+        machine.roll_back()
+        if lane % 4 == 3:
+            machine.limit_lr(float(LIMIT), rate)
 
 
 def reference_run(
-    config: EngineConfig, trace: Signals, *, groups: int = 0, host: Host | None = None
+    config: EngineConfig,
+    trace: Signals,
+    *,
+    groups: int = 0,
+    host: Host = rolls_back_odd_lanes,
 ) -> Expected:
     """Runs the reference on each lane."""
     steps, lanes = lanes_of(trace)
@@ -68,8 +93,8 @@ def reference_run(
             verdict = machine.see(*seen)
             rows[i][lane] = (*verdict, *machine.report)
             close[i, lane] = machine.ties.close
-            if host is not None:
-                host(machine, verdict, i, lane)
+            rate = columns[RATE]
+            host(machine, verdict, i, lane, None if rate is None else rate[i][lane])
     by_name = {}
     for k, name in enumerate((*reference.Verdict._fields, *reference.Report._fields)):
         if rows[0][0][k] is not None:
@@ -86,14 +111,29 @@ def core_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Column
 def growing_run(
     config: EngineConfig, trace: Signals, stops: Iterable[int], *, groups: int = 0
 ) -> Iterator[Columns]:
-    """The same, yielded after each of these numbers of steps, always from the first step on."""
-    engine = Engine(config)
+    """The same, yielded after each of these numbers of steps, always from the first step on.
+
+    The rollbacks of every second lane are carried out, half of them with a limit on the rate.
+    """
+    numbers = np.arange(lanes_of(trace)[1])
+    engine, odd, limits = Engine(config), numbers % 2 == 1, numbers % 4 == 3
     state, rows = engine.init(groups=groups, batch=lanes_of(trace)[1:]), []
     for stop in stops:
         for i in range(len(rows), stop):
             state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
             rows.append(columns_of(state, decision))
+            back = odd & (decision.action & int(Action.ROLLBACK) != 0)
+            state = where(back, engine.on_rollback(state, state, xp=np), state)
+            rate = None if trace.learning_rate is None else trace.learning_rate[i]
+            with np.errstate(all="ignore"):
+                limited = engine.limit_lr(state, LIMIT, rate, xp=np)
+            state = where(back & limits, limited, state)
         yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def where(lanes: np.ndarray, new: EngineState, old: EngineState) -> EngineState:
+    """The state with these lanes of `new`, and the others of `old`."""
+    return map_leaves(lambda a, b: pick(lanes, a, b, xp=np), new, old)
 
 
 def columns_of(state: EngineState, decision: Decision) -> Columns:

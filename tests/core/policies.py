@@ -18,10 +18,9 @@ from healcore.core.engine import (
 from healcore.core.verdict import Action, Cause
 
 CLIPS: dict[str, Any] = {
+    "recent_max": RULES["recent_max"].RecentMaxConfig(max_norm=100.0),
     "zclip": RULES["zclip"].ZClipConfig(warmup_steps=20),
-    "zclip-mean": RULES["zclip"].ZClipConfig(
-        target="mean", max_norm=None, warmup_steps=11, lone_ratio=1.1, lone_share=0.25
-    ),
+    "zclip-mean": RULES["zclip"].ZClipConfig(target="mean", max_norm=None, warmup_steps=11),
     "zclip-max": RULES["zclip"].ZClipConfig(target="max", z_threshold=3.0, max_norm=100.0),
     "fixed": RULES["fixed"].FixedConfig(max_norm=0.7),
     "autoclip": RULES["autoclip"].AutoClipConfig(percentile=40.0, window=30),
@@ -35,9 +34,11 @@ GROUPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "plateau": {"window": 25, "patience": 2, "chance_level": 0.693},
     "overfit": {"max_gap": 1.0},
-    "loss_spike": {"warmup_steps": 20, "escape": 20},
-    "divergence": {"warmup_steps": 20, "patience": 12},
-    "instability": {"growth": 1.3, "norm_ratio": 2.75, "patience": 6, "warmup_steps": 3},
+    "loss_spike": {"window": 12},
+    "grad_spike": {"window": 12},
+    "divergence": {"window": 20, "patience": 12},
+    "instability": {"records": 2, "norm_ratio": 2.75, "patience": 6},
+    "records": {"alpha": 0.05},
     "vanishing": {"threshold": 1e-6, "patience": 6},
     "loss_ratio": {"window": 24, "warmup_steps": 5, "sustain": 3, "escape": 9},
     "loss_ceiling": {"ceiling": 11.0, "first_steps": 20, "first_ratio": 1.5},
@@ -72,6 +73,7 @@ RULES_OF_ALL_KINDS = (
     RuleConfig(int(Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING), action=int(Action.ALERT)),
     RuleConfig(int(Cause.GRAD_VANISHING), action=int(Action.STOP), consecutive=9),
     RuleConfig(int(Cause.INSTABILITY), action=int(Action.ROLLBACK | Action.CUT_LR)),
+    RuleConfig(int(Cause.RECORDS), action=int(Action.ROLLBACK | Action.CUT_LR)),
 )
 """Skips, soft steps, rollbacks, cuts, alerts, stops; at once, in a row, in a window, sustained."""
 
@@ -129,18 +131,11 @@ def published(*which: str, **changes: Any) -> EngineConfig:
     )
 
 
-def lone_spikes() -> EngineConfig:
-    """The rule for lone spikes, whose losses are watched."""
-    rule = CLIPS["zclip-mean"]._replace(lone_share=0.125)
-    watch = ("loss_spike", detectors.DETECTORS["loss_spike"].Config())
-    return EngineConfig(clip=("zclip", rule), detectors=(watch,))
-
-
-def growing(**changes: Any) -> EngineConfig:
-    """Only the instability detector: the other loss detectors would hide it from the oracle."""
+def growing(*names: str, **changes: Any) -> EngineConfig:
+    """Only detectors of growth: the other loss detectors would hide them from the oracle."""
     return full(
         None,
-        detectors=_watching(("nonfinite", "instability")),
+        detectors=_watching(("nonfinite", *names)),
         rules=RULES_OF_ALL_KINDS,
         **changes,
     )

@@ -45,6 +45,13 @@ shifts = st.builds(
 )
 
 CLIPS: dict[str, st.SearchStrategy] = {
+    "recent_max": st.builds(
+        RULES["recent_max"].RecentMaxConfig,
+        ratio=number(1.0, 16.0),
+        decay=decays,
+        warmup_steps=counts,
+        max_norm=limits,
+    ),
     "zclip": st.builds(
         RULES["zclip"].ZClipConfig,
         z_threshold=number(0.5, 8.0),
@@ -52,9 +59,6 @@ CLIPS: dict[str, st.SearchStrategy] = {
         warmup_steps=counts,
         target=st.sampled_from(["reciprocal", "mean", "max"]),
         max_norm=limits,
-        lone_ratio=st.just(0.0) | number(0.25, 4.0),
-        lone_share=st.just(0.0) | number(0.03125, 2.0),
-        lone_limit=number(0.5, 64.0),
         min_rel_std=number(0.001953125, 0.25),
         shift=shifts,
     ),
@@ -78,30 +82,32 @@ CLIPS: dict[str, st.SearchStrategy] = {
 SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
     "grad_spike": {
         "z_threshold": number(1.0, 12.0),
-        "min_ratio": number(1.0, 8.0),
-        "ema_decay": decays,
-        "warmup_steps": counts,
-        "sustain": st.integers(1, 8),
-        "shift": shifts,
+        "evidence": number(1.0, 4.0),
+        "window": counts,
+        "min_noise": number(0.03125, 1.0),
     },
     "loss_spike": {
         "z_threshold": number(2.0, 6.0),
         "evidence": number(1.0, 4.0),
-        "warmup_steps": counts,
-        "escape": st.integers(2, 80),
+        "window": counts,
+        "min_noise": number(0.0009765625, 0.25),
     },
     "divergence": {
         "rise": number(2.0, 10.0),
-        "given_back": number(0.0625, 0.5),
         "patience": st.integers(1, 60),
-        "warmup_steps": counts,
+        "window": counts,
     },
     "instability": {
-        "growth": number(1.0625, 3.0),
+        "growth": number(0.0, 1.0),
         "records": st.integers(2, 6),
         "norm_ratio": number(1.0, 12.0),
         "patience": st.integers(1, 30),
-        "warmup_steps": counts,
+    },
+    "records": {
+        "alpha": number(0.0009765625, 0.5),
+        "record_rate": number(0.0625, 0.9375),
+        "growth": number(0.0, 1.0),
+        "warmup_steps": st.integers(1, 12),
     },
     "vanishing": {"threshold": number(0.0009765625, 2.0), "patience": st.integers(1, 20)},
     "plateau": {
@@ -162,7 +168,7 @@ def detector(name: str) -> st.SearchStrategy:
 
 rules = st.builds(
     RuleConfig,
-    causes=st.integers(1, 1023),
+    causes=st.integers(1, 2047),
     skip=st.booleans(),
     action=st.integers(0, 63),
     sustained=st.booleans(),

@@ -30,8 +30,7 @@ def test_a_noisy_ramp_from_2_to_22_is_found(spread):
     losses[300:] += np.linspace(0, 20, 1000)[:, None]
     found = run(losses)
     assert not found[:300].any()
-    assert found[300:800].any(0).all(), "within half of the ramp"
-    assert found[-1].all(), "and it stands"
+    assert found[300:1000].any(0).all()
 
 
 def test_noise_does_not_diverge():
@@ -61,37 +60,43 @@ def test_a_constant_loss_does_not_diverge(value):
     assert not run(losses).any()
 
 
-def test_the_alarm_is_latched_and_ends():
-    losses = 2 + 0.1 * noise(1600)
-    losses[300:700] += np.linspace(0, 10, 400)[:, None]
-    losses[700:900] += 10
-    losses[900:] += 10 * np.exp(-np.arange(700) / 50)[:, None]
+def lengths(found: np.ndarray) -> list[int]:
+    """Lengths of all rows of alarms, over all lanes."""
+    padded = np.pad(found.astype(int), ((1, 1), (0, 0)))
+    edges = [np.flatnonzero(np.diff(lane)) for lane in padded.T]
+    return [end - start for each in edges for start, end in each.reshape(-1, 2)]
+
+
+def test_an_alarm_ends_after_a_bounded_number_of_steps():
+    """A loss that rises by design: without a bound it was one alarm of 1,500 steps."""
+    losses = 2 + 0.05 * noise(3000)
+    losses[300:] += np.linspace(0, 20, 2700)[:, None]
+    rows = lengths(run(losses))
+    assert rows
+    assert max(rows) <= 73, "patience steps and one"
+
+
+def test_after_the_alarm_the_level_of_now_is_the_level():
+    losses = 2 + 0.05 * noise(2000)
+    losses[300:] += 3.0
     found = run(losses)
-    assert found[700:900].all(), "no gap while it is high"
-    assert not found[1500:].any()
-    flips = (np.diff(found.astype(int), axis=0) != 0).sum(0)
-    assert flips.max() <= 2, "on once, off once: no flutter"
+    assert found[300:500].any(0).all()
+    assert not found[900:].any()
+    losses[1200:] += 3.0
+    assert run(losses)[1200:1400].any(0).all(), "and a further rise is a new alarm"
 
 
-def test_there_is_no_alarm_while_the_trend_comes_back():
-    """The divergence is not over: once the fall ends at a high level, the alarm returns."""
+def test_there_is_no_alarm_once_half_of_the_rise_is_gone():
     losses = 2 + 0.05 * noise(1200)
-    losses[300:500] += np.linspace(0, 40, 200)[:, None]
-    losses[500:700] += np.linspace(40, 25, 200)[:, None]
-    losses[700:] += 25
-    found = run(losses)
-    assert found[400:500].all()
-    assert not found[630:700].any()
-    assert found[1000:1100].all()
+    losses[300:] += 2 * np.exp(-np.arange(900) / 30)[:, None]
+    assert not run(losses).any()
 
 
 def test_nan_steps_neither_raise_nor_end_the_alarm():
     losses = 2 + 0.1 * noise(900)
     losses[200:] += np.linspace(0, 20, 700)[:, None]
     clean = run(losses)
-    faulty = losses.copy()
-    faulty[::3] = np.nan
+    faulty = np.insert(losses, range(1, 900), np.nan, axis=0)
     found = run(faulty)
-    assert not found[::3].any()
-    assert found[-20:][np.arange(880, 900) % 3 != 0].all()
-    assert clean[-1].all()
+    assert not found[1::2].any()
+    np.testing.assert_array_equal(found[::2], clean)

@@ -1,4 +1,4 @@
-"""Requests of the host: it declines a rollback, or asks for a cut of the rate."""
+"""Requests of the host: a rollback is carried out, the rate is limited, the limit is lifted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from healcore.core.engine import BudgetConfig, Engine, LrConfig, RuleConfig
-from healcore.core.engine.enforce import pick
 from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, oracle, policies
@@ -21,154 +20,192 @@ def same(a, b) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
-def declining(runner: Runner, losses: np.ndarray) -> list:
-    """Feeds losses, and declines every rollback."""
-    decisions = []
-    for loss in losses:
-        decisions.append(runner.step(loss=loss))
-        if decisions[-1].action & int(Action.ROLLBACK):
-            runner.state = runner.engine.decline(runner.state, xp=np)
-    return decisions
-
-
-def test_the_attempt_is_back_and_nothing_else_is_touched():
-    trace = fuzz.signals(np.random.default_rng(7), 150, 60)
-    engine = Engine(policies.full("fixed"))
-    state = engine.init(batch=(60,))
-    declined = 0
-    for i in range(150):
-        state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
-        after = engine.decline(state, xp=np)
-        left = np.minimum(state.budget.recoveries + 1, 4)
-        assert np.array_equal(after.budget.recoveries, left)
-        assert (after.incident.last_onset == -1).all()
-        back = after._replace(
-            incident=after.incident._replace(last_onset=state.incident.last_onset),
-            budget=after.budget._replace(recoveries=state.budget.recoveries),
-        )
-        assert same(back, state)
-        assert [leaf.dtype for leaf in leaves(after)] == [leaf.dtype for leaf in leaves(state)]
-        declined += int((decision.action & int(Action.ROLLBACK) != 0).sum())
-    assert declined > 20
-
-
-def test_the_next_trouble_is_another_incident_at_the_first_depth():
-    runner = Runner(ESCALATION)
-    decisions = declining(runner, bad(60, 10, 20, 30, 40))
-    assert depths(decisions) == {10: 1, 20: 1, 30: 1, 40: 1}, "never deeper: nothing was tried"
-    assert depths(Runner(ESCALATION).feed(loss=bad(60, 10, 20, 30, 40))) == {10: 1, 20: 3, 30: 5}
-    assert runner.state.incident.number == 4
-    assert runner.state.budget.recoveries == 3
-    assert runner.state.tally.rollbacks == 0
-
-
-def test_a_declined_rollback_never_uses_up_the_budget():
+def test_an_order_that_is_not_carried_out_never_uses_up_the_budget():
     config = ESCALATION._replace(budget=BudgetConfig(recoveries=1, lr_cuts=0, refund_after=1 << 20))
     runner = Runner(config)
-    decisions = declining(runner, bad(400, *range(10, 400, 3)))
+    decisions = runner.feed(loss=bad(400, *range(10, 400, 3)))
     asked = len(range(10, 400, 3)) / ESCALATION.incident.patience
     assert asked / 2 < len(depths(decisions)) <= asked + 1, "once in `patience` alarms"
     assert not ordered(decisions, Action.STOP).any()
     assert runner.state.budget.recoveries == 1
 
 
-def test_two_declines_give_nothing_more_than_the_budget():
-    runner = Runner(ESCALATION)
-    runner.feed(loss=bad(12, 10))
-    for _ in range(5):
-        runner.state = runner.engine.decline(runner.state, xp=np)
-    assert runner.state.budget.recoveries == 3
+def test_a_rollback_is_subtracted_where_it_is_carried_out_and_never_below_zero():
+    runner = Runner(ESCALATION._replace(budget=BudgetConfig(recoveries=2, refund_after=1 << 20)))
+    saved = runner.state
+    left = []
+    for _ in range(4):
+        runner.state = runner.engine.on_rollback(runner.state, saved, xp=np)
+        left.append(int(runner.state.budget.recoveries))
+    assert left == [1, 0, 0, 0]
 
 
-def test_a_cut_that_was_ordered_with_it_stays():
-    runner = Runner(ESCALATION)
-    decisions = declining(runner, bad(12, 10))
-    assert ordered(decisions, Action.CUT_LR)[10]
-    assert runner.state.lr.scale == np.float32(0.5)
+def test_health_before_a_rollback_does_not_raise_the_limit_that_comes_with_it():
+    health = 100
+    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=health)
+    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=()))
+    runner.feed(loss=np.ones(health - 1), learning_rate=[0.5] * (health - 1))
+    runner.state = runner.engine.on_rollback(runner.state, runner.state, xp=np)
+    runner.state = limited(runner, 0.125, 0.5)
+    after = runner.feed(loss=np.ones(2 * health), learning_rate=[0.5] * (2 * health))
+    scales = [float(d.lr_scale) for d in after]
+    assert scales[: health - 1] == [0.25] * (health - 1)
+    assert scales[-1] == 1.0, "health after it does"
+
+
+LR = LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=8, ceiling=0.5)
+
+
+def limiting(rate: float | None) -> tuple[Runner, Any]:
+    """A runner whose rules cut nothing, fed ten steps; and how to feed it more."""
+    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
+    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=()))
+
+    def feed(steps: int, at: float | None = rate) -> list[float]:
+        known = {} if at is None else {"learning_rate": [at] * steps}
+        return [float(d.lr_scale) for d in runner.feed(loss=np.ones(steps), **known)]
+
+    feed(10)
+    return runner, feed
+
+
+def limited(runner: Runner, limit: float, rate: float | None) -> Any:
+    array = None if rate is None else np.float32(rate)
+    return runner.engine.limit_lr(runner.state, np.float32(limit), array, xp=np)
+
+
+@pytest.mark.parametrize(("rate", "limit"), [(None, 0.25), (0.5, 0.125), (8.0, 0.5)])
+def test_a_limit_holds_from_the_next_step_on_and_the_ramp_does_not_raise_it(rate, limit):
+    runner, feed = limiting(rate)
+    runner.state = limited(runner, limit, rate)
+    assert feed(60) == [limit / (rate or 1.0)] * 60
+    assert runner.state.budget.lr_cuts == 0
+    assert runner.state.tally.lr_cuts == 1
+
+
+def test_a_limit_is_a_rate_and_a_lower_schedule_is_not_scaled():
+    runner, feed = limiting(8.0)
+    runner.state = limited(runner, 0.5, 8.0)
+    assert feed(30)[-1] == np.float32(0.0625)
+    assert feed(30, 0.25)[-1] == 1.0, "the schedule has fallen below the limit"
+    assert feed(30, 1.0)[-1] == 0.5, "and rises above it"
+
+
+def test_a_limit_above_the_rate_in_force_raises_nothing():
+    runner, feed = limiting(0.5)
+    runner.state = limited(runner, 3.0, 0.5)
+    assert feed(30) == [1.0] * 30
+
+
+def test_a_limit_needs_a_cut_in_the_budget():
+    runner, _ = limiting(0.5)
+    runner.state = limited(runner, 0.25, 0.5)
+    assert same(limited(runner, 0.1, 0.5), runner.state)
+
+
+@pytest.mark.parametrize("rate", [None, 0.5])
+def test_a_limit_at_the_share_of_the_policy_is_a_cut_of_a_rule(rate):
+    """The same multiplier, budget and tally as when a rule cuts at that step."""
+    same_share = LR._replace(ceiling=LR.factor)
+    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
+    plain = ESCALATION._replace(lr=same_share, budget=budget, rules=())
+    cutting = plain._replace(
+        rules=(RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.CUT_LR)),)
+    )
+    asked, own = Runner(plain), Runner(cutting)
+    known = {} if rate is None else {"learning_rate": [rate] * 11}
+    asked.feed(loss=bad(11, 10), **known)
+    own.feed(loss=bad(11, 10), **known)
+    asked.state = limited(asked, (rate or 1.0) * LR.factor, rate)
+    assert same(asked.state.lr, own.state.lr)
+    assert same(asked.state.budget, own.state.budget)
+    assert asked.state.tally.lr_cuts == own.state.tally.lr_cuts == 1
+
+
+def test_lifting_undoes_cuts_and_limits_and_no_budget():
+    config = ESCALATION._replace(lr=LR)
+    runner = Runner(config)
+    runner.feed(loss=bad(12, 10), learning_rate=[0.5] * 12)
+    assert runner.state.lr.scale == np.float32(0.25)
+    runner.state = runner.engine.lift_limit(runner.state, xp=np)
     assert runner.state.budget.lr_cuts == 1
+    rates = [*[0.5] * 50, *[50.0] * 50]
+    assert {d.lr_scale for d in runner.feed(loss=np.ones(100), learning_rate=rates)} == {1.0}
 
 
-def test_a_cut_that_is_declined_too_is_as_if_it_had_not_been():
-    runner = Runner(ESCALATION)
-    (*_, decision) = runner.feed(loss=bad(11, 10))
-    assert decision.lr_scale == np.float32(0.5)
-    runner.state = runner.engine.decline(runner.state, cut=True, xp=np)
-    assert runner.state.budget == Runner(ESCALATION).state.budget
-    assert [d.lr_scale for d in runner.feed(loss=np.ones(100))] == [1.0] * 100
-    assert runner.state.lr.broken == 0.0, "a rising schedule is not limited by it"
+def test_requests_change_nothing_else():
+    trace = fuzz.signals(np.random.default_rng(7), 100, 60)
+    engine = Engine(policies.full("fixed", budget=BudgetConfig(3, 2, refund_after=50)))
+    state = engine.init(batch=(60,))
+    for i in range(100):
+        state, _ = engine.step(state, fuzz.at(trace, i), xp=np)
+        lifted = engine.lift_limit(state, xp=np)
+        assert same(lifted._replace(lr=state.lr), state)
+        with np.errstate(all="ignore"):
+            after = engine.limit_lr(state, np.float32(0.1), trace.learning_rate[i], xp=np)
+        assert same(after._replace(lr=state.lr, budget=state.budget, tally=state.tally), state)
+        for each in (lifted, after):
+            kinds = [(leaf.dtype, leaf.shape) for leaf in leaves(each)]
+            assert kinds == [(leaf.dtype, leaf.shape) for leaf in leaves(state)]
 
 
-def test_declining_the_second_cut_leaves_the_first():
-    config = ESCALATION._replace(lr=LrConfig(factor=0.25, hold_steps=5, ramp_steps=5, ceiling=0.5))
-    runner, first = Runner(config), Runner(config)
-    runner.feed(loss=bad(40, 10, 30)[:31])
-    first.feed(loss=bad(31, 10))
-    assert runner.state.lr.scale == np.float32(0.125)
-    assert first.state.lr.scale == 0.5, "its ceiling"
-    runner.state = runner.engine.decline(runner.state, cut=True, xp=np)
-    assert runner.state.lr.scale == 0.5
-    assert {d.lr_scale for d in runner.feed(loss=np.ones(25))} == {np.float32(0.5)}
-    assert runner.state.budget.lr_cuts == first.state.budget.lr_cuts
-
-
-@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("often", [1.0, 0.5])
-def test_the_core_goes_on_as_the_reference_does(often, cut):
-    """Lanes decline each ordered rollback, or half of them, with their cuts or without."""
+def test_the_core_goes_on_as_the_reference_does(often):
+    """Lanes carry out some rollbacks with a limit, and lift the limits now and then."""
     steps, lanes = 250, 40
     rng = np.random.default_rng(8)
     trace = fuzz.signals(rng, steps, lanes)
     coin = rng.random((steps, lanes)) < often
+    lifts = rng.random((steps, lanes)) < 0.01
+    limits = (10.0 ** rng.uniform(-5, 0, (steps, lanes))).astype(np.float32)
     config = policies.full("fixed", budget=BudgetConfig(2, 3, refund_after=50))
+    rates = trace.learning_rate
 
     engine = Engine(config)
-    state, rows, asked = engine.init(batch=(lanes,)), [], []
+    state, rows, done, lifted = engine.init(batch=(lanes,)), [], 0, 0
     for i in range(steps):
         state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
         rows.append(oracle.columns_of(state, decision))
-        asked.append((decision.action & int(Action.ROLLBACK) != 0) & coin[i])
-        state = map_leaves(
-            lambda old, new, where=asked[-1]: pick(where, new, old, xp=np),
-            state,
-            engine.decline(state, cut=cut, xp=np),
-        )
+        back = (decision.action & int(Action.ROLLBACK) != 0) & coin[i]
+        rolled = engine.on_rollback(state, state, xp=np)
+        state = oracle.where(back, engine.limit_lr(rolled, limits[i], rates[i], xp=np), state)
+        lift = lifts[i] & (state.lr.scale < 1)
+        state = oracle.where(lift, engine.lift_limit(state, xp=np), state)
+        done, lifted = done + int(back.sum()), lifted + int(lift.sum())
     got = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    assert np.sum(asked) > lanes
+    assert done > lanes
+    assert lifted > 5
 
-    def host(machine: Any, verdict: Any, i: int, lane: int) -> None:
+    def host(machine: Any, verdict: Any, i: int, lane: int, rate: float) -> None:
         if verdict.action & Action.ROLLBACK and coin[i, lane]:
-            machine.decline(cut=cut)
+            machine.roll_back()
+            machine.limit_lr(float(limits[i, lane]), rate)
+        if lifts[i, lane] and machine.lr.scale < 1:
+            machine.lr.lift()
 
-    expected = oracle.reference_run(config, trace, host=host)
+    expected = oracle.reference_run(config, trace, host=host)  # type: ignore[arg-type]
     outcome = oracle.compare(expected, got)
     assert outcome.wrong is None, outcome.wrong
     assert outcome.steps >= 0.9 * steps * lanes
 
 
-@pytest.mark.parametrize("rate", [None, 0.5])
-def test_a_cut_that_the_host_asks_for_is_one_of_the_engines_own(rate):
-    """The same multiplier, budget and tally as when a rule cuts at that step."""
-    lr = LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=8, ceiling=0.5)
-    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=1 << 20)
-    plain = ESCALATION._replace(lr=lr, budget=budget, rules=())
-    cutting = plain._replace(
-        rules=(RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.CUT_LR)),)
-    )
-    asked, own = Runner(plain), Runner(cutting)
+def test_a_limited_policy_takes_the_rate_and_scales_updates():
+    """Also without a rule that cuts: the rollback may come from compared weights."""
+    back = RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.ROLLBACK))
+    engine = Engine(ESCALATION._replace(rules=(back,), lr=LR))
+    assert engine.may_be_limited
+    assert engine.limits_lr
+    assert engine.scales_lr
+    for other in (
+        ESCALATION._replace(rules=(back,), lr=LR._replace(ceiling=0.0)),
+        ESCALATION._replace(rules=(back._replace(action=int(Action.ALERT)),), lr=LR),
+    ):
+        assert not Engine(other).may_be_limited
+        assert not Engine(other).scales_lr
 
-    def feed(runner: Runner, losses: np.ndarray) -> list:
-        known = {} if rate is None else {"learning_rate": [rate] * len(losses)}
-        return runner.feed(loss=losses, **known)
 
-    feed(asked, bad(10))
-    feed(own, bad(11, 10))
-    array = None if rate is None else np.float32(rate)
-    asked.state = asked.engine.cut_lr(asked.state, array, xp=np)
-    assert same(asked.state.lr, own.state.lr)
-    assert asked.state.budget.lr_cuts == own.state.budget.lr_cuts == 0
-    assert asked.state.tally.lr_cuts == own.state.tally.lr_cuts == 1
-    again = asked.engine.cut_lr(asked.state, array, xp=np)
-    assert same(again, asked.state), "the policy has no cut left"
-    scales = [d.lr_scale for d in feed(asked, bad(60))]
-    assert scales[0] == np.float32(0.25)
-    assert scales[-1] == np.float32(0.5), "the ceiling"
+def test_a_state_keeps_its_shapes():
+    state = Engine(ESCALATION).init()
+    engine = Engine(ESCALATION)
+    limited_state = engine.limit_lr(state, np.float32(0.5), None, xp=np)
+    assert same(map_leaves(np.shape, limited_state), map_leaves(np.shape, state))

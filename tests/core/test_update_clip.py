@@ -142,17 +142,14 @@ def test_the_core_agrees_with_the_reference():
         norms = trace.update_norm[:, lane]
         restarts = np.asarray(trace.change_expected)[:, lane]
         ties = Ties()
-        settings = SHORT._asdict() | {
-            "target": "max", "max_norm": None, "lone_ratio": 0.0, "lone_share": 0.0,
-            "lone_limit": 32.0,
-        }  # fmt: skip
+        settings = SHORT._asdict() | {"target": "max", "max_norm": None}
         theirs = clips.RULES["zclip"](_Settings(settings), ties)
         ours, _ = feed(norms, change_expected=restarts)
         for norm, restart, scale in zip(norms.tolist(), restarts.tolist(), ours, strict=True):
             ties.forget()
             fine = np.isfinite(norm) and -1e-12 < norm <= 1e15
             value = float(np.float32(norm)) if fine and abs(norm) >= 1e-12 else 0.0
-            expected = theirs.see(value, None, bool(fine), restart, None).scale
+            expected = theirs.see(value, None, bool(fine), restart).scale
             if not np.isclose(scale, expected, rtol=1e-4, atol=1e-29):
                 wrong += not ties.close
                 break

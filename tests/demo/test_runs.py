@@ -116,7 +116,7 @@ def test_claims_that_hold(scenario):
         "torch healed: is better off before the empty batch: 2.00, unprotected 1e+09",
         "torch healed: goes back while the learning rate is wrong: step 112",
         "torch healed: goes back to a known-good checkpoint: step 90",
-        "torch healed: goes on slower: learning rate at most 0.02",
+        "torch healed: goes on slower: learning rate at most 0.02 (the schedule had come to 0.08)",
     ]
 
 

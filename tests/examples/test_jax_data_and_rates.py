@@ -18,7 +18,7 @@ def printed(main, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], float,
     return lines, float(match[1]), int(match[2]), int(match[3])
 
 
-def test_a_cut_multiplies_the_schedule_which_keeps_its_shape(capsys):
+def test_a_limit_multiplies_the_schedule_which_keeps_its_shape(capsys):
     from examples import optax_schedule
 
     lines, loss, steps, rollbacks = printed(optax_schedule.main, capsys)
@@ -28,12 +28,13 @@ def test_a_cut_multiplies_the_schedule_which_keeps_its_shape(capsys):
     step, schedule, multiplier, rate = rows.T
     wanted = optax.warmup_cosine_decay_schedule(0.01, 2.0, 200, optax_schedule.STEPS)
     np.testing.assert_allclose(schedule, np.array([wanted(int(each)) for each in step]), atol=1e-4)
-    np.testing.assert_allclose(rate, schedule * multiplier, rtol=2e-3, atol=2e-4)
-    cut = int(np.argmax(multiplier < 1.0))
-    assert step[cut] - step[cut - 1] == 1
-    assert multiplier[cut] == 0.25
-    assert rate[cut + 1 :].max() <= rate[cut] * 1.001
-    decay = (np.arange(len(step)) > cut + 1) & (step > 200) & (step < 590)
+    back = int(np.argmin(np.diff(step))) + 1
+    assert step[back] == 0
+    assert (multiplier[:back] == 1).all(), "no cut before the rollback"
+    broken, healed = slice(0, back), slice(back, None)
+    np.testing.assert_allclose(rate[healed], (schedule * multiplier)[healed], rtol=2e-3, atol=2e-4)
+    assert rate[healed].max() < 0.5 * rate[broken].max()
+    decay = (np.arange(len(step)) > back) & (step > 200) & (step < 590)
     assert decay.sum() >= 10
     assert (multiplier[decay] == multiplier[decay][0]).all()
     assert multiplier[decay][0] < 0.25
@@ -67,5 +68,4 @@ def test_each_step_of_a_scan_is_judged_and_a_rising_rate_rolls_back(capsys):
     lines, loss, steps, rollbacks = printed(scan_healer.main, capsys)
     assert loss < 0.45
     assert (steps, rollbacks) == (scan_healer.STEPS, 1)
-    # Twice: the run goes back to before the bad batch.
-    assert set(lines) == {"from step 40, skipped: 0 0 0 0 0 1 0 0 0 0"}
+    assert lines == ["from step 40, skipped: 0 0 0 0 0 1 0 0 0 0"]

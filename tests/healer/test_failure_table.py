@@ -118,7 +118,7 @@ def loss_spike(folder: Path) -> None:
 def divergence(folder: Path) -> None:
     """A ramp, by the default's rule for it; its rule for loss spikes would be faster."""
     rule = {"to": ["divergence"], "do": ["rollback", "alert"], "when": {"sustained": True}}
-    detect = dict.fromkeys(("loss_spike", "instability", "grad_spike"))
+    detect = dict.fromkeys(("loss_spike", "records", "grad_spike"))
     run = Run(folder, detect=detect, respond=[rule], **ROLLS_BACK)
     ramp = [Step(2.1 + 0.02 * min(n, 100) + 0.02 * (n % 3)) for n in range(240)]
     run([*healthy(120), *ramp])
@@ -127,7 +127,13 @@ def divergence(folder: Path) -> None:
 def instability(folder: Path) -> None:
     grown = [Step(3 + 1.6**n, 1 + 12 * 1.6**n) for n in range(12)]
     before = [Step(2.3, 4.0), Step(2.3, 6.0)]  # the norm grows first
-    Run(folder, rollback={"probation": 5})([*healthy(80), *before, *grown])
+    detect = {"records": None, "instability": {}}
+    Run(folder, detect=detect, respond=alert("instability"))([*healthy(80), *before, *grown])
+
+
+def records(folder: Path) -> None:
+    run = Run(folder, rollback={"probation": 5})
+    run([*healthy(80), *(Step(3 + 1.6**n, 1.0) for n in range(12))])
 
 
 def vanishing(folder: Path) -> None:
@@ -226,6 +232,7 @@ BROUGHT_ABOUT: dict[Cause, Callable[[Path], None]] = {
     Cause.LOSS_SPIKE: loss_spike,
     Cause.DIVERGENCE: divergence,
     Cause.INSTABILITY: instability,
+    Cause.RECORDS: records,
     Cause.GRAD_VANISHING: vanishing,
     Cause.PLATEAU: plateau,
     Cause.OVERFIT: overfit,
@@ -282,26 +289,17 @@ def test_a_recipe_is_what_the_default_policy_does(cause):
         assert "clip" not in row.recipe or policy.clip.kind != "none"
 
 
-def test_an_order_that_was_declined_a_step_before_sends_no_rollback_further_back(tmp_path):
-    grown = [Step(3 + 3 * 2.5**n, 1 + 12 * 2.5**n) for n in range(10)]
-    before = [Step(2.3, 4.0), Step(2.3, 6.0)]
-    Run(tmp_path, rollback={"probation": 5})([*healthy(120), *before, *grown, *healthy(20)])
-    declined, ordered = [e for e in events(tmp_path) if e["kind"] == "order"][:2]
-    assert (declined["depth"], ordered["depth"]) == (1, 2), "the engine did not know of it yet"
-    assert ordered["step"] == declined["step"] + 1
-    back = next(e for e in events(tmp_path) if e["kind"] == "rollback")
-    assert back["checkpoint"] == 110, "the newest known-good one, not the one before it"
-
-
 def test_orders_declined_again_and_again_have_few_lines(tmp_path, capsys):
     high = [Step(8.0 + 0.5 * (n % 3), 3.0) for n in range(400)]
-    Run(tmp_path)([*healthy(80), *high])
+    rule = {"to": ["loss_spike", "divergence"], "do": ["rollback"], "when": {"sustained": True}}
+    Run(tmp_path, respond=[rule], incident={"patience": 1})([*healthy(80), *high])
     declined = [e for e in events(tmp_path) if e["kind"] == "assessment"]
     *printed, end = capsys.readouterr().err.splitlines()
     assert f"declined {len(declined)} orders" in end
     lines = [e for e in printed if "the run continues" in e]
     assert len(declined) > 16
     assert all("cannot tell without loss_fn whether the model is worse" in line for line in lines)
-    first, tenth = lines
+    first, tenth, *_ = lines
+    assert len(lines) <= 3
     assert first.endswith("the run continues")
     assert tenth.endswith("the run continues (10 times so far)")

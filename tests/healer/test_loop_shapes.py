@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.healer import Healer
-from tests.healer.run_directory import events, events_of
+from tests.healer.run_directory import events
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
 
 
@@ -76,13 +76,12 @@ class TwoAlike:
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("ranks", [TwoAlike(), None])
-def test_a_loss_fn_that_several_ranks_do_not_call_is_named(framework, ranks, tmp_path):
-    loop = loop_of(framework, policy=rules())
-    options = {"loss_fn": lambda *arguments: 1.0, "ranks": ranks}
-    train(loop, rules(), range(3), events=tmp_path / "events", **options)
-    problems = [
-        event["problem"] for event in events_of(tmp_path / "events")[:-1] if "problem" in event
-    ]
-    assert len(problems) == (ranks is not None)
-    assert all("loss_fn is not called on several ranks (2 here)" in each for each in problems)
+def test_several_ranks_try_the_loss_fn_at_the_first_step(framework):
+    loop, calls = loop_of(framework, policy=rules()), []
+
+    def loss_fn(*arguments):
+        calls.append(arguments)
+        return 1.0
+
+    train(loop, rules(), range(3), loss_fn=loss_fn, ranks=TwoAlike())
+    assert len(calls) == 1

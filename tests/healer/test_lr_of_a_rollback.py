@@ -78,5 +78,5 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     assert shown is not None
     assert said in shown
     (line,) = (each for each in capsys.readouterr().err.splitlines() if "back to the known" in each)
-    assert f"; {said}, data rewound" in line
+    assert f"; {said} (the schedule had come to 0.01), data rewound" in line
     assert "×" not in line + shown

@@ -187,9 +187,10 @@ def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, m
         engine = healer.driver.healing()["optimizer"]["state"]
         seen.setdefault("at", healer.step)
         seen.setdefault("left", engine["budget"]["recoveries"])
+        seen.setdefault("done", engine["tally"]["rollbacks"])
 
     go(look)
-    assert seen == {"at": 10, "left": 2}
+    assert seen == {"at": 10, "left": 2, "done": 1}
 
 
 def test_the_step_a_process_started_from_is_not_older_than_earlier_targets(tmp_path):

@@ -22,7 +22,7 @@ ZCLIP = EngineConfig(
 SKIP = EngineConfig(
     detectors=(
         ("nonfinite", nonfinite.Config()),
-        ("grad_spike", grad_spike.Config(warmup_steps=WARMUP)),
+        ("grad_spike", grad_spike.Config(window=WARMUP)),
     ),
     rules=(RuleConfig(NONFINITE | int(Cause.GRAD_SPIKE), skip=True),),
 )
@@ -44,7 +44,7 @@ SOFT = SKIP._replace(
 )
 
 UPDATES = EngineConfig(
-    detectors=(("update_spike", update_spike.Config(warmup_steps=WARMUP)),),
+    detectors=(("update_spike", update_spike.Config(window=WARMUP)),),
     rules=(RuleConfig(int(Cause.UPDATE_SPIKE), skip=True),),
 )
 

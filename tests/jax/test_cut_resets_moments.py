@@ -20,7 +20,7 @@ from tests.jax.bit_comparison import assert_same_bits
 SPIKE, STEPS = 12, 20
 _RULE = RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR))
 CUTS = EngineConfig(
-    detectors=(("grad_spike", grad_spike.Config(warmup_steps=5)),),
+    detectors=(("grad_spike", grad_spike.Config(window=5)),),
     rules=(_RULE,),
     lr=LrConfig(factor=0.5, hold_steps=30, reset_moments=True),
 )

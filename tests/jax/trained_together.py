@@ -53,7 +53,7 @@ POLICY = EngineConfig(
     clip=("zclip", ZClipConfig(warmup_steps=20)),
     detectors=(
         ("nonfinite", nonfinite.Config()),
-        ("loss_spike", loss_spike.Config(warmup_steps=3)),
+        ("loss_spike", loss_spike.Config(window=20)),
         ("grad_spike", grad_spike.Config()),
     ),
     rules=(RuleConfig(NOT_FINITE | int(Cause.LOSS_SPIKE), skip=True),),

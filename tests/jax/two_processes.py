@@ -176,7 +176,6 @@ def healed(root: Path, *, until: int, **options: Any) -> dict[str, Any]:
     except RunStopped as stop:
         stopped = stop.why
     healer.driver.expect_change()
-    healer.driver.decline()
     whole = trained_together.whole(mesh(), without_heal_state(healer.state))
     return {
         "first": first,
@@ -291,6 +290,7 @@ def refused(root: Path) -> dict[str, Any]:
         store.wait()
     except StoreError as error:
         outcome["said"] = str(error)
+    multihost_utils.sync_global_devices("removed")  # what the other one had written, too
     outcome["steps"] = [save.step for save in store.steps()]
     outcome["left"] = store.problems() + sorted(p.name for p in root.glob(".tmp*"))
     return outcome

@@ -40,10 +40,10 @@ warmup_steps = 10
 max_norm = 4.0
 [detect.nonfinite]
 [detect.grad_spike]
-warmup_steps = 10
+window = 10
 z_threshold = 6.0
 [detect.loss_spike]
-warmup_steps = 16
+window = 16
 [detect.vanishing]
 patience = 3
 [[respond]]

@@ -25,9 +25,6 @@ def zclip_variants(rng: np.random.Generator) -> dict[str, np.ndarray]:
         "ema_decay": rng.uniform(0.8, 0.999, VARIANTS),
         "max_norm": rng.uniform(0.1, 100.0, VARIANTS),
         "min_rel_std": rng.uniform(0.001, 0.1, VARIANTS),
-        "lone_ratio": rng.uniform(0.0, 3.0, VARIANTS),
-        "lone_share": rng.uniform(0.0, 1.0, VARIANTS),
-        "lone_limit": rng.uniform(1.0, 40.0, VARIANTS),
     }
     numbers: dict[str, np.ndarray] = {k: v.astype(np.float32) for k, v in draw.items()}
     return numbers | {"warmup_steps": rng.integers(1, 60, VARIANTS).astype(np.int32)}
@@ -155,25 +152,28 @@ def test_the_same_in_numpy_with_a_policy_per_lane():
 
 
 def limited(numbers: dict[str, Any]) -> EngineConfig:
-    """Instability and the way of the learning rate; keys are "table.threshold"."""
+    """Growth and the way of the learning rate; keys are "table.threshold"."""
 
     def of(table: str) -> dict[str, Any]:
-        return {k.partition(".")[2]: v for k, v in numbers.items() if k.startswith(table)}
+        return {k.partition(".")[2]: v for k, v in numbers.items() if k.startswith(f"{table}.")}
 
-    config = policies.growing()
+    config = policies.growing("instability", "records")
     settings = {name: each._replace(**of(name)) for name, each in config.detectors}
     return config._replace(detectors=tuple(settings.items()), lr=config.lr._replace(**of("lr")))
 
 
-def test_vmap_over_instability_and_the_ceiling_of_the_learning_rate():
+def test_vmap_over_growth_and_the_ceiling_of_the_learning_rate():
     rng = np.random.default_rng(73)
     many = 500
     numbers: dict[str, np.ndarray] = {
-        "instability.growth": rng.uniform(1.05, 2.0, many).astype(np.float32),
+        "instability.growth": rng.uniform(0.0, 0.5, many).astype(np.float32),
         "instability.records": rng.integers(2, 5, many).astype(np.int32),
         "instability.norm_ratio": rng.uniform(1, 6, many).astype(np.float32),
         "instability.patience": rng.integers(1, 20, many).astype(np.int32),
-        "instability.warmup_steps": rng.integers(1, 12, many).astype(np.int32),
+        "records.alpha": rng.uniform(0.001, 0.3, many).astype(np.float32),
+        "records.record_rate": rng.uniform(0.1, 0.9, many).astype(np.float32),
+        "records.growth": rng.uniform(0.0, 0.5, many).astype(np.float32),
+        "records.warmup_steps": rng.integers(1, 12, many).astype(np.int32),
         "lr.factor": rng.uniform(0.1, 0.9, many).astype(np.float32),
         "lr.floor": rng.uniform(0.01, 0.1, many).astype(np.float32),
         "lr.ceiling": np.maximum(rng.uniform(-0.3, 1.0, many), 0).astype(np.float32),

@@ -146,15 +146,15 @@ WRONG = {
         HEAD + "[lr]\nfloor = 0.6\n", "lr.floor", "0.6", "at most factor", "floor = 0.5",
     ),
     "sustained after the escape": (
-        HEAD + "[detect.grad_spike]\nsustain = 26\n", "detect.grad_spike.sustain", "26",
+        HEAD + "[detect.grad_ema]\nsustain = 26\n", "detect.grad_ema.sustain", "26",
         "at most shift.patience", "sustain = 25",
     ),
     "a ceiling above the rate that broke the run": (
         HEAD + "[lr]\nceiling = 1.5\n", "lr.ceiling", "1.5", "at most 1", "ceiling = 0.0",
     ),
-    "growth that is none": (
-        HEAD + "[detect.instability]\ngrowth = 1.0\n", "detect.instability.growth", "1.0",
-        "above 1", "= 1.4",
+    "a margin below the last record": (
+        HEAD + "[detect.instability]\ngrowth = -0.1\n", "detect.instability.growth", "-0.1",
+        "at least 0", "= 0.25",
     ),
     "one record is no growth": (
         HEAD + "[detect.instability]\nrecords = 1\n", "detect.instability.records", "1",

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore.core.clipping.update_clip import UpdateClipConfig
 from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.detectors import grad_spike
+from healcore.core.detectors import grad_spike, loss_spike, nonfinite
 from healcore.core.engine import Engine
 from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, RanksDisagreeError, attach
@@ -54,7 +54,11 @@ FAULTS = {BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART}
 POLICY = Engine(
     policies.LOSSES.config._replace(
         clip=("zclip", ZClipConfig(warmup_steps=20)),
-        detectors=(*policies.LOSSES.config.detectors, ("grad_spike", grad_spike.Config())),
+        detectors=(
+            ("nonfinite", nonfinite.Config()),
+            ("loss_spike", loss_spike.Config()),
+            ("grad_spike", grad_spike.Config()),
+        ),
     )
 )
 """Clips, and skips what is not finite and spikes of the loss."""

@@ -15,7 +15,7 @@ NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 _SKIP = EngineConfig(
     detectors=(
         ("nonfinite", nonfinite.Config()),
-        ("grad_spike", grad_spike.Config(warmup_steps=WARMUP)),
+        ("grad_spike", grad_spike.Config(window=WARMUP)),
     ),
     rules=(RuleConfig(NONFINITE | int(Cause.GRAD_SPIKE), skip=True),),
 )
@@ -64,7 +64,7 @@ LOSSES = Engine(
     EngineConfig(
         detectors=(
             ("nonfinite", nonfinite.Config()),
-            ("loss_spike", loss_spike.Config(warmup_steps=WARMUP)),
+            ("loss_spike", loss_spike.Config(window=8)),  # fewer losses do not show their noise
         ),
         rules=(RuleConfig(NONFINITE | int(Cause.LOSS_SPIKE), skip=True),),
     )

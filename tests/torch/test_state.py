@@ -83,7 +83,7 @@ def test_loading_drops_the_losses_since_the_last_step(where: Where):
 
 
 @host_and_device
-def test_a_rollback_keeps_budgets_and_the_cut(where: Where):
+def test_a_rollback_keeps_the_cut_and_costs_one_recovery(where: Where):
     optimizer = CASE.build()
     heal = attach(optimizer, policies.CUTS, engine=where)
     run(optimizer, heal, range(5))
@@ -94,7 +94,8 @@ def test_a_rollback_keeps_budgets_and_the_cut(where: Where):
     heal.on_rollback(saved)
     state = heal.state_dict()["state"]
     assert state["lr"] == live["lr"]
-    assert state["budget"] == live["budget"]
+    paid = {**live["budget"], "recoveries": live["budget"]["recoveries"] - 1}
+    assert state["budget"] == paid
     assert state["detectors"] == saved["state"]["detectors"]
     assert state["detectors"] != live["detectors"]
 

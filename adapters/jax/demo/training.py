@@ -47,6 +47,8 @@ def train(
     def loss_of(params: Any, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         return nnx.merge(graph, params, constants).loss(tokens, weights)
 
+    evaluate = jax.jit(loss_of)
+
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: Any, batch: Any, rate: Any) -> Any:
         params, opt_state = state
@@ -64,6 +66,9 @@ def train(
                     state=state,
                     store=folder / "checkpoints",
                     events=folder / "events.jsonl",
+                    loss_fn=lambda state, index: evaluate(
+                        state[0], *scenario.training_batch(index)
+                    ),
                     save_every=SAVE_EVERY,
                 )
             )
@@ -78,4 +83,4 @@ def train(
             yield Step(step, index, loss, norm)
 
     params, _ = healer.state if healer else state
-    return jax.jit(loss_of)(params, *scenario.held_out_batch())
+    return evaluate(params, *scenario.held_out_batch())

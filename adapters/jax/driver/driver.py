@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from healcore.jax.driver.rendezvous import CoordinatedRendezvous
     from healcore.jax.driver.vote_marks import VoteMarks
 
-_TRACED = (jax.Array, np.ndarray, np.generic, int, float, complex)
-
 
 class JaxDriver:
     """Implements `healcore.runtime.driver.Driver` for a JAX run.
@@ -74,7 +72,7 @@ class JaxDriver:
         self._on_step: Callable[[], None] = lambda: None
         self._remember_step()
         self._edit = max(in_state.edits(self._states()))
-        """Number of the last edit of the state, by a rollback, a declined order, ..."""
+        """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
         self._edit_is_new = False
         """No `update` has shown yet that the loop continues from the edited state."""
 
@@ -196,10 +194,6 @@ class JaxDriver:
         """Opens every engine's grace window."""
         self._edit_state(in_state.with_change_expected(self._accessor.read()))
 
-    def decline(self, *, cut: bool = False) -> None:
-        """Reports to every engine that the rollback it ordered is not carried out."""
-        self._edit_state(in_state.declined(self._engine, self._accessor.read(), cut=cut))
-
     def interrupted(self) -> bool:
         """Whether the last step has failed because another process did not take it. A sync then.
 
@@ -227,40 +221,49 @@ class JaxDriver:
         """
         return self._nonfinite_parameters() <= self._not_finite
 
+    def copy_weights(self) -> dict[str, Any]:
+        """Path -> copy of the parameters, off the device if it is an accelerator.
+
+        All floating arrays count where the state does not show which of them are parameters.
+        """
+        names = self._parameter_names
+        return {
+            name: _copy(leaf)
+            for name, leaf in _by_path(without_heal_state(self._accessor.read())).items()
+            if (name in names if names else jnp.issubdtype(_dtype(leaf), jnp.floating))
+        }
+
     def losses_of(
         self,
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
-        state: Mapping[str, Any] | None = None,
+        weights: Mapping[str, Any] | None = None,
     ) -> list[float]:
-        """Calls `loss_fn(state, batch)`; for nnx objects, updated in place, `loss_fn(batch)`."""
-        live = self._accessor.read()
-        if state is not None:
-            self._accessor.write(self._layout.restored(state, live))
-        arguments = () if self._accessor.in_place else (self._accessor.state,)
+        """Calls `loss_fn(state, batch)`; for nnx objects, updated in place, `loss_fn(batch)`.
+
+        The random keys in the state are the current ones with either weights.
+        """
+        live, in_place = self._accessor.read(), self._accessor.in_place
+        state = live if weights is None else _with(live, weights)
+        if in_place and weights is not None:
+            self._accessor.write(state)
         try:
-            return [float(loss_fn(*arguments, batch)) for batch in batches]
+            return [
+                float(loss_fn(batch) if in_place else loss_fn(state, batch)) for batch in batches
+            ]
         finally:
-            if state is not None:
+            if in_place:
                 self._accessor.write(live)
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """Traces it. A function that reads values, or has other arguments, is called."""
-        if self._accessor.in_place:
-            live = self._accessor.read()
-            try:
-                return loss_fn(batch)
-            finally:
+        """Calls it, for nnx objects with the batch alone."""
+        live = self._accessor.read()
+        try:
+            arguments = (batch,) if self._accessor.in_place else (live, batch)
+            return jax.device_get(loss_fn(*arguments))
+        finally:
+            if self._accessor.in_place:
                 self._accessor.write(live)
-        arguments = (self._accessor.state, batch)
-        if all(isinstance(leaf, _TRACED) for leaf in jax.tree.leaves(arguments)):
-            try:
-                found = jax.eval_shape(loss_fn, *arguments)
-                whole = isinstance(found, jax.ShapeDtypeStruct)
-                return np.zeros(found.shape, found.dtype) if whole else found
-            except jax.errors.JAXTypeError:
-                pass
-        return loss_fn(*arguments)
 
     def gradient_window(self) -> GradientWindow:
         """The gradients since the last step, which the loop sums up."""
@@ -280,8 +283,14 @@ class JaxDriver:
         return dict(zip(names, values, strict=True))
 
     def learning_rate(self) -> float | None:
-        """The rate of optax.inject_hyperparams, read from the device; None without exactly one."""
+        """The rate of optax.inject_hyperparams, or the one that the last update was given.
+
+        Read from the device. None without exactly one.
+        """
         found = {float(rate) for rate in injected_rates(self._accessor.read())}
+        if not found:
+            rates = (each["state"]["lr"]["rate"] for each in self.healing().values())
+            found = {rate for rate in rates if rate not in (0.0, 1.0)}  # 1: none was given
         return found.pop() if len(found) == 1 else None
 
     # -- the run ----------------------------------------------------------------------------------
@@ -352,8 +361,13 @@ class JaxDriver:
 
     def _nonfinite_parameters(self) -> set[str]:
         """Paths of the parameters with a NaN or an Inf in them."""
+        return _not_finite(self._accessor.read(), self._parameter_names or None)
+
+    @property
+    def _parameter_names(self) -> frozenset[str]:
+        """Paths of the parameters; empty where the state does not show all of them."""
         parts = [each.parameters for each in self._engines]
-        return _not_finite(self._accessor.read(), frozenset().union(*parts) if all(parts) else None)
+        return frozenset().union(*parts) if all(parts) else frozenset()
 
     def _states(self) -> list[HealState]:
         roots = self._accessor.roots()
@@ -389,9 +403,9 @@ _ARRAYS_ONLY = (
 )
 _LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (
-    "this state was computed from one before the Healer changed it: a rollback, a resume, a "
-    f"declined order or expect_change() has made a new healer.state. Write `{_LINE}`, and take no "
-    "step from a variable that is older. For a state that you have restored yourself: "
+    "this state was computed from one before the Healer changed it: a rollback, a resume or "
+    f"expect_change() has made a new healer.state. Write `{_LINE}`, and take no step from an "
+    "older variable. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
 )
 
@@ -400,12 +414,42 @@ def _never() -> bool:
     return False
 
 
+def _by_path(tree: Any) -> dict[str, Any]:
+    """Path as text -> leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", np.dtype(object))
+
+
+def _copy(leaf: Any) -> Any:
+    """A copy that a donation of the state leaves alone; in host memory if that is not the CPU's."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if next(iter(leaf.sharding.device_set)).platform == "cpu":
+        return jnp.copy(leaf)
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+
+
+def _with(live: Any, weights: Mapping[str, Any]) -> Any:
+    """The state with other parameters."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        saved = weights.get(jax.tree_util.keystr(path), leaf)
+        moved = isinstance(saved, jax.Array) and saved is not leaf
+        return jax.device_put(saved, leaf.sharding) if moved else saved
+
+    return jax.tree_util.tree_map_with_path(one, live)
+
+
 def _not_finite(tree: Any, only: frozenset[str] | None) -> set[str]:
     """Those of the floating arrays at the paths `only`, or of all, with a NaN or an Inf in them."""
     arrays = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree))
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        name: leaf
+        for name, leaf in _by_path(without_heal_state(tree)).items()
+        if jnp.issubdtype(_dtype(leaf), jnp.floating)
     }
     # In the same order in all processes.
     names = [name for name in arrays if only is None or name in only]

@@ -153,16 +153,6 @@ def _with_ints(change: Callable[[Any], jax.Array], tree: Any) -> Any:
     return map_nodes(HealState, one, tree)
 
 
-def declined(engine: Engine, tree: Any, *, cut: bool = False) -> Any:
-    """The tree with the rollback that was ordered last cancelled, in every engine."""
-
-    def one(live: HealState) -> HealState:
-        state = engine.decline(heal_state.engine_state(engine, live), cut=cut, xp=jnp)
-        return jax.tree.map(as_live, heal_state.with_engine_state(engine, live, state), live)
-
-    return map_nodes(HealState, one, tree)
-
-
 def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
     """The outermost parts of a tree with `count` floating tensors, and the paths of these."""
     parts: dict[Path, list[Path]] = {}

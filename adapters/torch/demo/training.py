@@ -29,6 +29,10 @@ def train(
     )
     batches, healer = range(scenario.steps), None
 
+    def loss_of(index: int) -> torch.Tensor:
+        batch = scenario.training_batch(index)
+        return model.loss(torch.from_numpy(batch.tokens), torch.from_numpy(batch.weights))
+
     with suppress(RunStopped), ExitStack() as stack:
         if arm == "healed":
             healer = stack.enter_context(  # <- healcore
@@ -37,6 +41,7 @@ def train(
                     state={"model": model, "optimizer": optimizer},
                     store=folder / "checkpoints",
                     events=folder / "events.jsonl",
+                    loss_fn=loss_of,
                     save_every=SAVE_EVERY,
                 )
             )
@@ -44,18 +49,15 @@ def train(
             step = healer.step if healer else index  # <- healcore
             for group in optimizer.param_groups:
                 group["lr"] = scenario.learning_rate(step)
-            batch = scenario.training_batch(index)
 
             optimizer.zero_grad()
-            loss = model.loss(torch.from_numpy(batch.tokens), torch.from_numpy(batch.weights))
+            loss = healer.loss(index) if healer else loss_of(index)  # <- healcore
             loss.backward()
             norm = torch.nn.utils.get_total_norm(
                 [p.grad for p in model.parameters() if p.grad is not None]
             )
             if arm == "fixed clip":
                 torch.nn.utils.clip_grads_with_norm_(model.parameters(), FIXED_CLIP, norm)
-            if healer:
-                healer.observe(loss)  # <- healcore
             optimizer.step()
             yield Step(step, index, loss.detach(), norm)
 

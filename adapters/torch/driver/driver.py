@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimiz
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
 from healcore.torch.driver.rank_heartbeats import StoreHeartbeats
 from healcore.torch.driver.rendezvous import StoreRendezvous
+from healcore.torch.driver.undisturbed import Undisturbed
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
@@ -212,10 +213,7 @@ class TorchDriver:
     def undo_window(self) -> str:
         """Restores batch statistics, and parts that FSDP2 has gathered; no gradients are saved."""
         self._statistics.restore()
-        for item in self._state.values():
-            for module in item.modules() if isinstance(item, nn.Module) else ():
-                if hasattr(module, "set_reshard_after_forward"):  # an FSDPModule
-                    module.reshard()  # type: ignore[operator]
+        self._reshard()
         return ""
 
     def optimizer_reports(self) -> dict[str, object]:
@@ -240,11 +238,6 @@ class TorchDriver:
             healing.expect_change()
         self._statistics.save_finite()  # loaded weights come with loaded statistics
 
-    def decline(self, *, cut: bool = False) -> None:
-        """Reports to every engine that the rollback it ordered is not carried out."""
-        for healing in self.healings.values():
-            healing.decline(cut=cut)
-
     def finite(self) -> bool:
         """Whether all parameters are finite, of DTensors on all ranks. One sync per device."""
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
@@ -252,40 +245,44 @@ class TorchDriver:
         norm = gradients.total_norm(each, params[0].device)
         return bool(torch.isfinite(norm))
 
+    def copy_weights(self) -> list[Tensor]:
+        """The trainable parameters of all modules and optimizers, on the host; shards of DTensors.
+
+        A copy on the host, so that an accelerator's memory holds one set of weights.
+        """
+        return [local.detach().to("cpu", copy=True) for local in self._trainable()]
+
     def losses_of(
         self,
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
-        state: Mapping[str, Any] | None = None,
+        weights: Sequence[Tensor] | None = None,
     ) -> list[float]:
-        """The losses in evaluation mode, without gradients, with the modules of `state` if given.
+        """The losses without gradients, with `weights` in place if given.
 
-        Modes, generators and weights, which are kept on the host, are restored.
+        Modules stay in the mode of the loop, which is that of training. All that a forward pass
+        changes is restored.
         """
-        named = {n: m for n, m in self._state.items() if isinstance(m, nn.Module)}
-        modules = [m for each in named.values() for m in each.modules()]
-        modes, generators = [module.training for module in modules], self.generators()
-        before, weights = generators.state_dict(), {}
-        if state is not None:
-            weights = {n: _on_host(m.state_dict()) for n, m in named.items()}
-            apply(self._state, {name: state[name] for name in named})
+        undisturbed = Undisturbed(self._modules())
+        current = None if weights is None else self.copy_weights()
         try:
-            for module in modules:
-                module.training = False
+            if weights is not None:
+                self._write_weights(weights)
             with torch.no_grad():
-                return [float(loss_fn(batch)) for batch in batches]
+                return [float(_whole(loss_fn(batch))) for batch in batches]
         finally:
-            apply(self._state, weights)
-            for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
-            generators.load_state_dict(before)
+            if current is not None:
+                self._write_weights(current)
+            else:
+                self._reshard()
+            undisturbed.restore()
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """Calls it as `losses_of` does."""
         found: list[Any] = []
 
         def call(each: Any) -> float:
-            loss = loss_fn(each)
+            loss = _whole(loss_fn(each))
             found.append(loss.tolist() if isinstance(loss, Tensor) else loss)
             return 0.0
 
@@ -361,6 +358,29 @@ class TorchDriver:
         self._detach()
 
     # -- internal -------------------------------------------------------------------------------
+
+    def _modules(self) -> list[nn.Module]:
+        """All modules of the state, once each."""
+        named = (item for item in self._state.values() if isinstance(item, nn.Module))
+        return list({id(module): module for item in named for module in item.modules()}.values())
+
+    def _reshard(self) -> None:
+        """Frees parameters that a forward pass of FSDP2 has gathered: they hide the shards."""
+        for module in self._modules():
+            if hasattr(module, "set_reshard_after_forward"):  # an FSDPModule
+                module.reshard()  # type: ignore[operator]
+
+    def _trainable(self) -> list[Tensor]:
+        """The trainable parameters, of DTensors the local shards."""
+        self._reshard()
+        params = [p for module in self._modules() for p in module.parameters(recurse=False)]
+        params += [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
+        unique = {id(p): p for p in params if p.requires_grad}.values()
+        return [p.to_local() if hasattr(p, "to_local") else p for p in unique]  # type: ignore[operator]
+
+    def _write_weights(self, weights: Sequence[Tensor]) -> None:
+        for local, saved in zip(self._trainable(), weights, strict=True):
+            local.data.copy_(saved)
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:
         for name, optimizer in optimizers(self._state).items():
@@ -442,9 +462,6 @@ class TorchDriver:
         )
 
 
-def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a module's tensors on the host; other values as they are."""
-    return {
-        name: each.detach().to("cpu", copy=True) if isinstance(each, Tensor) else each
-        for name, each in state.items()
-    }
+def _whole(loss: Any) -> Any:
+    """The loss; of a DTensor the value that all ranks have together."""
+    return loss.full_tensor() if hasattr(loss, "full_tensor") else loss

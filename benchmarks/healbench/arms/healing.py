@@ -28,11 +28,13 @@ class _Counting(Training):
     heals: Mapping[str, Healing]
     """The handle of each optimizer, by the problem's names."""
 
-    def update(self, loss: Tensor, optimizer: str = MAIN) -> None:
+    def update(
+        self, loss: Tensor, optimizer: str = MAIN, *, step: bool = True, share: float = 1.0
+    ) -> None:
         """Takes the unchanged step, then reads the decision."""
         heal = self.heals[optimizer]
         before = heal.decision
-        super().update(loss, optimizer)
+        super().update(loss, optimizer, step=step, share=share)
         if heal.decision is None or heal.decision is before or not bool(heal.decision.skip):
             return
         if int(heal.decision.cause) & _NONFINITE:
@@ -45,6 +47,7 @@ class _Counting(Training):
         metrics = [heal.metrics() for heal in self.heals.values()]
         self.counts.clips = sum(int(each["heal/clips"]) for each in metrics)
         self.counts.lr_cuts = sum(int(each["heal/lr_cuts"]) for each in metrics)
+        self.counts.lr_scale = min(float(each["heal/lr_scale"]) for each in metrics)
 
 
 class _Rows(Sequence):
@@ -115,9 +118,10 @@ class Healed(_Counting):
         }
         if problem.scaler is not None:
             state["scaler"] = problem.scaler
-        options: dict[str, Any] = {}
-        if ask and problem.loss_fn is not None:
-            options["loss_fn"] = problem.loss_fn
+        self._batch: Any = None
+        """The current batch, for a program whose loss is that of its `loss_fn`."""
+        self._asks = ask and problem.loss_fn is not None
+        options: dict[str, Any] = {"loss_fn": problem.loss_fn} if self._asks else {}
         self._healer = healcore.Healer(policy, state=state, store=None, **options)
         self._ended: healcore.RunStopped | None = None
         self._silence = contextlib.ExitStack()
@@ -153,11 +157,13 @@ class Healed(_Counting):
     def batches(self) -> Iterator[Any]:
         """Through the Healer, which goes back in them."""
         try:
-            yield from self._healer.batches(_Rows(self.problem.batches))
+            for batch in self._healer.batches(_Rows(self.problem.batches)):
+                self._batch = batch if self._asks else None
+                yield batch
         except healcore.RunStopped as error:
             self._ended = error
             raise Stopped(error.why) from error
 
     def before_backward(self, loss: Tensor, optimizer: str) -> None:
-        """Reports the loss."""
-        self._healer.observe(loss, f"optimizer_{optimizer}")
+        """Reports the loss, as `healer.loss(batch)` does."""
+        self._healer.observe(loss, f"optimizer_{optimizer}", batch=self._batch)

@@ -101,12 +101,19 @@ class Selgis(Training):
     ) -> None:
         self._silence.close()
 
-    def update(self, loss: Tensor, optimizer: str = MAIN) -> None:
+    def update(
+        self, loss: Tensor, optimizer: str = MAIN, *, step: bool = True, share: float = 1.0
+    ) -> None:
         """Its `Trainer._training_step` and what follows."""
         core, inner = self._cores[optimizer], self.problem.optimizers[optimizer]
-        inner.zero_grad(set_to_none=True)
+        if not step:
+            super().update(loss, optimizer, step=False, share=share)
+            return
+        if optimizer not in self._accumulating:
+            inner.zero_grad(set_to_none=True)
+        self._accumulating.discard(optimizer)
         if core.check_loss(loss.detach()):
-            core.backward_step(loss)
+            core.backward_step(share * loss)
             self._count_clip(inner)
             with self._rates[optimizer].in_force():
                 core.optimizer_step()
@@ -177,11 +184,16 @@ class SelfHealingTrainer(FixedClip):
         self._norm = super().clip(optimizer)
         return self._norm
 
-    def update(self, loss: Tensor, optimizer: str = MAIN) -> None:
+    def update(
+        self, loss: Tensor, optimizer: str = MAIN, *, step: bool = True, share: float = 1.0
+    ) -> None:
         """The step, between the callback's."""
+        if not step:
+            super().update(loss, optimizer, step=False, share=share)
+            return
         run, inner = self._runs[optimizer], self.problem.optimizers[optimizer]
         run.begin(inner, self.problem.schedulers.get(optimizer))
-        super().update(loss, optimizer)
+        super().update(loss, optimizer, share=share)
         rate = inner.param_groups[0]["lr"]
         gone_back = run.callback.stats.rollbacks_executed
         run.end(float(loss.detach()), self._norm, rate, self.interval)

@@ -175,6 +175,7 @@ class Attached(Training):
         numbers = metrics(opt_state)
         self.counts.clips = int(numbers["heal/clips"])
         self.counts.lr_cuts = int(numbers["heal/lr_cuts"])
+        self.counts.lr_scale = float(numbers["heal/lr_scale"])
 
 
 class Healed(Attached):

@@ -212,5 +212,6 @@ TASKS = (
         "held-out loss of 8 steps",
         _growing_rollout,
         "A model of the Lorenz system, AdamW, whose roll-out grows from 1 to 24 steps.",
+        family="horizon and curriculum",
     ),
 )

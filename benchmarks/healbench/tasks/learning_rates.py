@@ -104,6 +104,7 @@ TASKS: tuple[Task, ...] = (
         metric=LM_METRIC,
         build=norm_free_lm,
         about="Byte-level transformer without LayerNorm on Python sources, AdamW at its best rate.",
+        family="stationary",
     ),
     _wrong_rate(3),
     _wrong_rate(6.7, quick=True),

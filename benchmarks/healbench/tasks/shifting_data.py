@@ -252,6 +252,7 @@ TASKS: tuple[Task, ...] = (
         _curriculum,
         "Regression by an MLP; every 300 steps the targets gain a larger and rougher part.",
         quick=True,
+        family="horizon and curriculum",
     ),
     Task(
         "sorted_stream",
@@ -281,6 +282,7 @@ TASKS: tuple[Task, ...] = (
         "held-out loss",
         _lr_restarts,
         "An MLP classifier, SGD, cosine schedule with warm restarts at steps 200 and 600 (SGDR).",
+        family="learning rate by design",
     ),
     Task(
         "sequence_growth",
@@ -288,6 +290,7 @@ TASKS: tuple[Task, ...] = (
         "held-out loss, nats per byte",
         _sequence_growth,
         "A byte-level transformer; windows of 8, 16, 32, then 64 bytes, 150 steps each.",
+        family="horizon and curriculum",
     ),
     Task(
         "label_permutation_forever",

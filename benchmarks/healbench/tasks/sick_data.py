@@ -195,6 +195,7 @@ TASKS: tuple[Task, ...] = (
         metric=MLP_METRIC,
         build=sick_base_mlp,
         about="Small ReLU network on 24 Gaussian clusters in 6 classes, AdamW, cosine decay.",
+        family="stationary",
     ),
     mlp_task(
         "corrupt_0.1pct",

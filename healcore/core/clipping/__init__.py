@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from healcore.core.clipping import adagc, autoclip, fixed, zclip
+from healcore.core.clipping import adagc, autoclip, fixed, recent_max, zclip
 from healcore.core.clipping.verdict import Clip
 
 RULES: dict[str, ModuleType] = {
+    "recent_max": recent_max,
     "zclip": zclip,
     "fixed": fixed,
     "autoclip": autoclip,

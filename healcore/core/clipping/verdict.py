@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from healcore.core import numerics
 
+EPSILON = 1e-6  # added to the norm, as torch and papers do
+
 
 class Clip(NamedTuple):
     """One step's clipping: arrays of the norm's shape, 0-d, or (n,) for per-tensor rules."""
@@ -17,7 +19,7 @@ class Clip(NamedTuple):
 
 
 def scale_to(limit: Any, norm: Any, over: Any, *, xp: Any) -> Any:
-    """Factor from `norm` to `limit` where `over`, else exactly 1; 1e-6 as in torch and papers."""
+    """Factor from `norm` to `limit` where `over`, else exactly 1."""
     target = xp.where(over, limit, norm)
-    scale = numerics.quotient(target, norm + 1e-6, xp=xp)
+    scale = numerics.quotient(target, norm + EPSILON, xp=xp)
     return numerics.settle(xp.where(over, scale, 1.0), xp=xp)

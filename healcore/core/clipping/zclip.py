@@ -10,8 +10,6 @@ Differs from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md)
 * The baseline follows true level shifts (`level_shift`), and the warm-up is robust (`warmup`).
 * NaN, Inf and zero norms teach nothing: one NaN disables the published rule for good, and a run of
   zeros makes it clip to zero. sigma is at least `min_rel_std` of mu.
-* A spike that comes alone may keep more of its norm (`lone_spikes`): a batch of a rare class that
-  is brought down to the mean is hardly learnt.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import level_shift, numerics, warmup
-from healcore.core.clipping import lone_spikes
 from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
 
@@ -39,15 +36,6 @@ class ZClipConfig(NamedTuple):
     """What a spike is brought down to: reciprocal, mean or max. Static."""
     max_norm: Any | None = 1.0
     """Absolute limit besides, in warm-up too; None for none."""
-    lone_ratio: Any = 0.0
-    """A spike right after a step without one may reach this multiple of the largest norm that has
-    passed lately (half of it is forgotten in 710 steps); 0: it is treated like any other."""
-    lone_share: Any = 0.0
-    """Each step allows lone spikes this many times the mean, saved up for the next one whose loss
-    stands out too. It may then be twice the largest norm that has passed lately."""
-    lone_limit: Any = 32.0
-    """A norm further out than this many means, or than what is saved up (at most twice this), gets
-    nothing of it. Rare classes and languages were seen at 3 to 37 means, garbage at 12 to 140."""
     min_rel_std: Any = 0.01
     """Floor of sigma as a fraction of the mean."""
     shift: level_shift.ShiftConfig = level_shift.ShiftConfig()
@@ -60,7 +48,6 @@ class ZClipState(NamedTuple):
     count: Any  # int32: norms learnt, up to the end of warm-up
     mean: Any  # float32
     var: Any  # float32: population variance in warm-up, then its moving average
-    lone: lone_spikes.State
     shift: level_shift.ShiftState
 
 
@@ -72,7 +59,6 @@ def init(config: ZClipConfig, *, groups: int = 0) -> ZClipState:
         count=np.zeros((), np.int32),
         mean=zero,
         var=zero.copy(),
-        lone=lone_spikes.init(),
         shift=level_shift.init(),
     )
 
@@ -104,11 +90,8 @@ def update(
     else:
         target = state.mean + xp.where(spike, numerics.product(k, sigma, xp=xp), 0.0)
 
-    lone, allowance = lone_spikes.allow(
-        config, state.lone, seen, spike, state.mean, warm, count == 0, xp=xp
-    )
-    alone = spike & allowance.lone & (allowance.norm > target)
-    effective = xp.where(spike, xp.where(alone, allowance.norm, target), norm)
+    accepted = xp.where(spike, target, norm)
+    effective = accepted
     threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
     if config.max_norm is not None:
         effective = numerics.smaller(effective, config.max_norm, xp=xp)
@@ -120,24 +103,14 @@ def update(
     z = xp.where(known, numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp), 0.0)
 
     learn = learn & seen.finite & (norm > 0)
-    passed = xp.where(over, effective, norm)
-    lone = lone_spikes.learn(
-        state.lone, lone, allowance, seen, spike, alone, passed, state.mean, learn, xp=xp
-    )
-    learnt = _learn(config, state, count, norm, xp.where(spike, target, norm), learn, xp=xp)
-    shows_shift = learn & ~warm
-    if seen.loss_outlier is not None:
-        # Larger norms with a loss that stands out may be a fault that ends: a wrong loss scale, a
-        # corrupt shard. As the new level they would pass. A loss that stays is an outlier no more.
-        shows_shift = shows_shift & ~(spike & seen.loss_outlier)
+    learnt = _learn(config, state, count, norm, accepted, learn, xp=xp)
     watch, shift = level_shift.update(
-        config.shift, state.shift, norm, spike, shows_shift, seen.restart, xp=xp
+        config.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
     )
     return ZClipState(
         count=learnt.count,
         mean=xp.where(shift.escaped, shift.level, learnt.mean),
         var=xp.where(shift.escaped, shift.spread, learnt.var),
-        lone=lone,
         shift=watch,
     ), Clip(scale, threshold, z, over)
 

@@ -23,6 +23,7 @@ from healcore.core.detectors import (
     nonfinite,
     overfit,
     plateau,
+    records,
     update_spike,
     vanishing,
 )
@@ -34,6 +35,7 @@ DETECTORS: dict[str, ModuleType] = {
     "grad_spike": grad_spike,
     "divergence": divergence,
     "instability": instability,
+    "records": records,
     "vanishing": vanishing,
     "plateau": plateau,
     "overfit": overfit,
@@ -55,6 +57,7 @@ CAUSES: dict[str, Cause] = {
     "grad_spike": Cause.GRAD_SPIKE,
     "divergence": Cause.DIVERGENCE,
     "instability": Cause.INSTABILITY,
+    "records": Cause.RECORDS,
     "vanishing": Cause.GRAD_VANISHING,
     "plateau": Cause.PLATEAU,
     "overfit": Cause.OVERFIT,

@@ -10,18 +10,16 @@ from typing import Any
 
 from healcore.core.detectors import norm_spike
 from healcore.core.signals import Observed
-from healcore.core.verdict import Cause, Reading, flag
+from healcore.core.verdict import Cause, Reading
 
 NEEDS = frozenset({"update_norm"})
 
-Config = norm_spike.NormSpikeConfig
-State = norm_spike.NormSpikeState
+Config = norm_spike.Config
+State = norm_spike.State
 init = norm_spike.init
 
 
 def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
     """Judges `seen.update_norm`, then learns it."""
-    norm, learn = seen.update_norm, seen.finite
-    state, spike = norm_spike.update(config, state, norm, learn, seen.restart, xp=xp)
-    cause = flag(spike.alarm, Cause.UPDATE_SPIKE, xp=xp)
-    return state, Reading(spike.alarm, spike.sustained, cause, spike.z)
+    norm, cause = seen.update_norm, Cause.UPDATE_SPIKE
+    return norm_spike.update(config, state, norm, seen.finite, seen.restart, cause, xp=xp)

@@ -1,8 +1,8 @@
 """How often the engine may act.
 
-With no recoveries left, the run is stopped if its numbers are not finite. Otherwise it goes on,
-clipped, with an alert: a loss that still grows at a small part of the learning rate, after going
-back did not help, is more likely to grow by design than because of its updates.
+With no recoveries left, the run is stopped if its numbers are not finite. Otherwise it continues,
+clipped, with an alert: a loss that still grows at a small part of the learning rate, after
+rollbacks that did not help, is more likely to grow by design than because of its updates.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def update(
     *,
     xp: Any,
 ) -> tuple[BudgetState, Granted]:
-    """Subtracts what is ordered, and gives one of each back after `refund_after` healthy steps.
+    """Subtracts the cut that is ordered, and gives back after `refund_after` healthy steps.
+
+    A rollback is subtracted where it is carried out, see `Engine.on_rollback`.
 
     A step is not `healthy` if it has an alarm or is `in_incident`, where the count starts over; a
     skipped non-finite step alone is only not counted. `nonfinite`: this step is.
@@ -70,7 +72,7 @@ def update(
         alert=denied & ~nonfinite,
         refund=refund,
     )
-    left = xp.where(granted.recover, state.recoveries - 1, state.recoveries)
+    left = state.recoveries
     cuts = xp.where(granted.cut, state.lr_cuts - 1, state.lr_cuts)
     return BudgetState(
         recoveries=xp.where(refund & (left < config.recoveries), left + 1, left),

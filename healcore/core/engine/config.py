@@ -40,7 +40,7 @@ class IncidentConfig(NamedTuple):
 
 
 class RollbackConfig(NamedTuple):
-    """How far back."""
+    """Which checkpoint a rollback restores."""
 
     depth: Any = 1
     """Known-good checkpoints to go back the first time."""
@@ -71,10 +71,10 @@ class LrConfig(NamedTuple):
 
 
 class BudgetConfig(NamedTuple):
-    """How often."""
+    """How often a run may recover."""
 
     recoveries: Any = 3
-    """Rollbacks. With none left a run that is not finite is stopped; otherwise it is an alert."""
+    """Rollbacks. With no rollback left a run that is not finite is stopped; otherwise an alert."""
     lr_cuts: Any = 4
     """Cuts of the learning rate."""
     refund_after: Any = 1000

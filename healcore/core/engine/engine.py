@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from healcore.core import numerics
 from healcore.core.clipping import RULES, update_clip
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import lr, readout, state_dict
@@ -85,6 +86,12 @@ class Engine:
         return any(rule.action & int(Action.CUT_LR) for rule in self.config.rules)
 
     @cached_property
+    def may_be_limited(self) -> bool:
+        """Whether the host may limit the learning rate with a rollback, see `limit_lr`."""
+        goes_back = any(rule.action & int(Action.ROLLBACK) for rule in self.config.rules)
+        return goes_back and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
+
+    @cached_property
     def softens(self) -> bool:
         """Whether a rule can order a soft step."""
         return any(rule.action & int(Action.SOFT_STEP) for rule in self.config.rules)
@@ -97,12 +104,13 @@ class Engine:
     @property
     def scales_lr(self) -> bool:
         """Whether `Decision.lr_scale` of a step can be other than 1."""
-        return self.cuts_lr or self.softens
+        return self.cuts_lr or self.softens or self.may_be_limited
 
     @cached_property
     def limits_lr(self) -> bool:
         """Whether a cut limits the rate in absolute terms, which needs `Signals.learning_rate`."""
-        return self.cuts_lr and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
+        ceiling = bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
+        return (self.cuts_lr and ceiling) or self.may_be_limited
 
     @property
     def clips_updates(self) -> bool:
@@ -157,6 +165,8 @@ class Engine:
                 "Signals(grad_norm=...)"
             )
         new, decision = judge(self.config, state, signals, xp=xp)
+        if self.mode == "observe":
+            new = self.charged(new, xp=xp)
         if signals.externally_skipped is not None:
             skipped = signals.externally_skipped
             new = map_leaves(lambda after, before: pick(skipped, before, after, xp=xp), new, state)
@@ -218,6 +228,10 @@ class Engine:
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
         """The state after a rollback: restored detectors, budgets and LR multiplier of now.
 
+        The rollback is subtracted from the budget here: an order that the host does not carry out
+        costs nothing. Healthy steps are counted from the rollback on: a limit that the host sets
+        with it is not raised for the health before it.
+
         Args:
             live: the state at the moment of the rollback.
             restored: the state in the checkpoint.
@@ -232,53 +246,51 @@ class Engine:
         if restored.update_clip is not None:  # its count belongs to the tally
             clip = restored.update_clip._replace(clips=live.update_clip.clips)
             restored = restored._replace(update_clip=clip)
+        left = numerics.sub_one(live.budget.recoveries, xp=xp)
+        healthy = xp.where(live.step >= 0, 0, live.budget.healthy)
         return restored._replace(
-            incident=closed, budget=live.budget, lr=live.lr, tally=tally, last=live.last
+            incident=closed,
+            budget=live.budget._replace(recoveries=left, healthy=healthy),
+            lr=live.lr,
+            tally=tally,
+            last=live.last,
         )
 
-    def decline(self, state: EngineState, *, cut: bool = False, xp: Any) -> EngineState:
-        """The state after the host has declined a rollback, which is refunded to the budget.
+    def charged(self, state: EngineState, *, xp: Any) -> EngineState:
+        """The state after a rollback ordered by the last step is subtracted from the budget.
 
-        The host found that the data are different and the model is not worse. The incident goes on,
-        so that the next order comes after its `patience`; detectors keep what they have learnt.
-
-        Args:
-            state: the live state.
-            cut: the cut of the learning rate that was ordered with it is taken back too.
-            xp: the array namespace.
+        For observe mode and replays, in which no host carries it out.
         """
-        always = state.step >= 0
-        room = state.budget.recoveries < self.config.budget.recoveries
-        left = xp.where(room, state.budget.recoveries + 1, state.budget.recoveries)
-        last_onset = xp.where(always, -1, state.incident.last_onset)
-        budget = state.budget._replace(recoveries=left)
-        lr_state = state.lr
-        if cut:
-            cuts = budget.lr_cuts + 1
-            only = cuts >= self.config.budget.lr_cuts
-            budget = budget._replace(lr_cuts=xp.where(only, self.config.budget.lr_cuts, cuts))
-            lr_state = lr.take_back(self.config.lr, lr_state, only, xp=xp)
-        return state._replace(
-            incident=state.incident._replace(last_onset=last_onset), budget=budget, lr=lr_state
-        )
+        ordered = (state.last.decision.action & int(Action.ROLLBACK)) != 0
+        left = xp.where(ordered, state.budget.recoveries - 1, state.budget.recoveries)
+        return state._replace(budget=state.budget._replace(recoveries=left))
 
-    def cut_lr(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
-        """The state after a cut of the learning rate by the host; unchanged where no cut is left.
+    def limit_lr(self, state: EngineState, limit: Any, rate: Any, *, xp: Any) -> EngineState:
+        """The state with a limit on the learning rate, set by the host; unchanged without budget.
 
         Args:
             state: the live state.
+            limit: rate that is not exceeded from now on, above 0, float32 array.
             rate: the schedule's learning rate now, float32 array, or None: taken as constantly 1.
             xp: the array namespace.
         """
         left = state.budget.lr_cuts
-        cut, never = left > 0, left != left
-        lr_state = lr.update(self.config.lr, state.lr, cut, never, ~never, never, rate, xp=xp)
-        counted = xp.where(cut, state.tally.lr_cuts + 1, state.tally.lr_cuts)
+        new = lr.limited(self.config.lr, state.lr, limit, rate, xp=xp)
+        kept = lr.LrState(*(xp.where(left > 0, a, b) for a, b in zip(new, state.lr, strict=True)))
+        counted = xp.where(left > 0, state.tally.lr_cuts + 1, state.tally.lr_cuts)
         return state._replace(
-            lr=lr_state,
-            budget=state.budget._replace(lr_cuts=xp.where(cut, left - 1, left)),
+            lr=kept,
+            budget=state.budget._replace(lr_cuts=xp.where(left > 0, left - 1, left)),
             tally=state.tally._replace(lr_cuts=counted),
         )
+
+    def lift_limit(self, state: EngineState, *, xp: Any) -> EngineState:
+        """The state with the full learning rate: every cut and limit is undone."""
+        always = state.step >= 0
+        full = lr.LrState(
+            *(xp.where(always, a, b) for a, b in zip(lr.init(), state.lr, strict=True))
+        )
+        return state._replace(lr=full._replace(peak=state.lr.peak, rate=state.lr.rate))
 
     def at_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
         """The state with the multiplier that is in force at another learning rate of the schedule.

@@ -104,8 +104,7 @@ def update(
     recovered = xp.where(opened, -1, state.recovered)
     cut = xp.where(opened, -1, state.cut)
     cuts = wants_cut & ((cut < 0) | (cut >= config.patience))
-    # A cut comes with a rollback: an earlier order, without the cut's evidence, may have been
-    # declined.
+    # A cut comes with a rollback: the host may have declined an earlier order.
     recover = wants_recovery & ((recovered < 0) | (recovered >= config.patience) | cuts)
     recover, cuts = numerics.shared(recover, xp=xp), numerics.shared(cuts, xp=xp)
     recovered = xp.where(recover, 0, _one_more(recovered, alarm, xp=xp))

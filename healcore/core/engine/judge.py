@@ -35,9 +35,6 @@ def judge(
     seen = observe(signals, change_expected, xp=xp)
 
     detectors, readings = _read(config, state, seen, grace > 0, xp=xp)
-    if "loss_spike" in readings:
-        watch = readings["loss_spike"]
-        seen = seen._replace(loss_outlier=watch.alarm, loss_excess=watch.excess)
     alarmed, sustained = _causes(readings, seen, xp=xp)
     alarmed, sustained = numerics.shared(alarmed, xp=xp), numerics.shared(sustained, xp=xp)
     cause = alarmed | sustained

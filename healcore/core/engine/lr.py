@@ -16,7 +16,7 @@ from healcore.core import numerics
 from healcore.core.engine.config import LrConfig
 
 _MOST = 1e12  # limit of a broken rate raised by health; no schedule has such a rate
-_FALL = 0.5  # a rate below this share of the last step's begins another schedule
+FALL = 0.5  # a rate below this share of the last step's begins another schedule
 
 
 class LrState(NamedTuple):
@@ -58,7 +58,7 @@ def update(
     one = state.scale - state.scale + 1.0
     rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
     # The end of a window with a wrong rate must not leave the multiplier of the window in force.
-    same = (rate >= _FALL * state.rate) & ~cut
+    same = (rate >= FALL * state.rate) & ~cut
     peak = xp.where(same & (state.peak > rate), state.peak, rate)
     lower = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
     # A floor above the multiplier does not raise it.
@@ -92,22 +92,24 @@ def update(
     return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)
 
 
-def take_back(config: LrConfig, state: LrState, only: Any, *, xp: Any) -> LrState:
-    """The state without its last cut, as if the rate had not broken the run.
+def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
+    """The state with the rate held at most at `limit`, as after a cut that has left this rate.
 
-    `only` (bool): no other cut is in force, so that the multiplier is 1, without a limit. Otherwise
-    hold and ramp go on from the rate before this cut.
+    `rate` is the schedule's learning rate now, or None: taken as constantly 1.
     """
     one = state.scale - state.scale + 1.0
-    factor = config.factor * one
-    scale, low = (numerics.quotient(each, factor, xp=xp) for each in (state.scale, state.low))
-    # This cut was made at the limit of the one before it.
-    share = xp.where(config.ceiling * one > 0, config.ceiling * one, factor)
-    broken = numerics.quotient(state.broken, share, xp=xp)
-    return state._replace(
-        scale=xp.where(only | (scale > 1), 1.0, scale),
-        low=xp.where(only, 0.0, low),
-        broken=xp.where(only, 0.0, numerics.smaller(broken, _MOST, xp=xp)),
-        hold=xp.where(only, 0, state.hold),
-        ramp=xp.where(only, 0, state.ramp),
+    rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
+    limit = xp.where(limit > 0, limit, rate)
+    scale = numerics.smaller(numerics.quotient(limit, rate, xp=xp), state.scale, xp=xp)
+    share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
+    broken = numerics.smaller(numerics.quotient(limit, share, xp=xp), _MOST, xp=xp)
+    none = state.hold - state.hold
+    return LrState(
+        numerics.settle(scale, xp=xp),
+        limit,
+        broken,
+        rate,
+        rate,
+        none + config.hold_steps,
+        none + config.ramp_steps,
     )

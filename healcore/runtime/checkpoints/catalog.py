@@ -25,6 +25,8 @@ class Catalog:
         self._region = region
         self._saves: dict[int, Saved] = {}
         self._surplus: set[int] = set()
+        self.protected: frozenset[int] = frozenset()
+        """Steps of checkpoints that are not deleted."""
 
     def reset(self, saves: Sequence[Saved]) -> None:
         """Replaces all entries by a store's listing."""
@@ -53,6 +55,11 @@ class Catalog:
     def mark_deleted(self, steps: set[int]) -> None:
         """Drops deleted checkpoints from the surplus."""
         self._surplus -= steps
+
+    def __contains__(self, step: int) -> bool:
+        """Whether a rollback could restore the checkpoint of a step."""
+        saved = self._saves.get(step)
+        return saved is not None and saved.finite and saved.status != "quarantined"
 
     @property
     def on_probation(self) -> list[int]:
@@ -88,11 +95,11 @@ class Catalog:
         Within the region of the last rollback its target and the next older known-good one stay, so
         that a second rollback there does not go to one that has become known-good since.
         """
-        saves, stay = list(self._saves.values()), set()
+        saves, stay = list(self._saves.values()), set(self.protected)
         last = ledger.past_rollbacks[-1] if ledger.past_rollbacks else None
         if last is not None and ledger.next_step < last.onset + self._region:
             good = sorted(s.step for s in saves if s.status == "good" and s.step < last.target)
-            stay = {last.target, *good[-1:]}
+            stay |= {last.target, *good[-1:]}
         return [step for step in superfluous(saves, self._keep) if step not in stay]
 
 

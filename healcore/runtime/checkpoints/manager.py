@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -162,6 +162,13 @@ class CheckpointManager:
                 step,
                 lambda tier: self._quarantined_late.extend(self._pending_quarantine.write(tier)),
             )
+
+    def protect(self, steps: Iterable[int]) -> None:
+        """Keeps the checkpoints of these steps, and of no others, from being deleted."""
+        self.catalog.protected = frozenset(steps)
+        memory: Any = getattr(self.store, "memory", self.store)
+        if hasattr(memory, "protected"):
+            memory.protected = self.catalog.protected
 
     def save_for_restart(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any]

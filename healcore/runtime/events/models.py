@@ -201,6 +201,7 @@ class EventFields(_EventsModel):
     lr_scale: Number = _may("The learning-rate multiplier from now on.")
     lr: Number = _may("The schedule's learning rate at `step`, without the multiplier.")
     lr_limit: Number = _may("The learning rate that a cut lets the run have at most, for now.")
+    lr_at_fault: Number = _may("The learning rate in force at which the run broke, if a rate has.")
     number: WholeFromOne = _may("Of the rollback, over the whole run.")
     depth: Whole = _may("How many known-good checkpoints to go back.")
     checkpoint: Whole = _may("Step of the checkpoint that was used, or that the event is about.")
@@ -214,23 +215,21 @@ class EventFields(_EventsModel):
     )
     why: Text = _may("The reason, as text.")
     problem: Text = _may("What went wrong, as text.")
-    verdict: Literal["damage", "data", "open", "unknown"] = _may(
-        "Whether the model was found to be worse; open: it may come back by itself; unknown: "
-        "damage and different data would both look like this, or nothing could be evaluated."
+    verdict: Literal["damage", "unknown"] = _may(
+        "Whether the model was found to be worse; unknown: damage and different data would both "
+        "look like this, or the current weights are not shown to be worse."
     )
     by: Literal[
-        "instability",
         "weights",
-        "remembered_batches",
         "earlier_weights",
         "repetition",
         "budget",
         "nothing",
     ] = _may("What the verdict is based on.")
-    rise: MaybeNumber = _may("Of the step's loss above that of the remembered batches.")
-    rise_remembered: MaybeNumber = _may(
-        "Of the loss of the remembered batches with the present weights."
+    rise: MaybeNumber = _may(
+        "Loss of the step's batch with the current weights, minus that with the earlier ones."
     )
+    rise_remembered: MaybeNumber = _may("The same for a batch trained on since the earlier ones.")
     sign: Text = _may("What an exception was recognised by: its type, an HTTP status, an errno.")
     answer: Text = _may("What is done about a fault: a word of the policy's `do`.")
     attempt: WholeFromOne = _may("Number of the attempt at a network call.")

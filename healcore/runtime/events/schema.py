@@ -45,7 +45,7 @@ KINDS: dict[str, EventKind] = {
         ("action", "cause"),
     ),
     "assessment": EventKind(
-        "Whether the model is worse or the data are different; only `damage` goes back.",
+        "Whether there is evidence that the model is worse; only `damage` rolls back.",
         ("verdict", "cause"),
     ),
     "save": EventKind("A checkpoint's copy was taken. `step` is the checkpoint's."),

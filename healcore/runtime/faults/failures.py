@@ -38,6 +38,7 @@ class Failure(NamedTuple):
 _PALM = "arXiv:2204.02311 (PaLM: go back about 100 steps and skip batches)"
 _OPT = "arXiv:2205.01068 (OPT: restart with a lower learning rate)"
 _ZCLIP = "arXiv:2504.02507 (ZClip)"
+_RENYI = "Renyi 1962 (records of exchangeable numbers are independent)"
 _TABLE = "the self-healing training system for Hugging Face's Trainer and TRL"
 
 FAILURES: dict[Cause, Failure] = {
@@ -65,8 +66,8 @@ FAILURES: dict[Cause, Failure] = {
     Cause.GRAD_SPIKE: Failure(
         "gradient_explosion",
         Severity.WARNING,
-        "The gradient norm ran away from its own history: the data of those steps, the learning "
-        "rate, and whether warm-up was long enough.",
+        "The gradient norm was far above its own history: look at the data of those steps, the "
+        "learning rate, and whether the warm-up was long enough.",
         ("clip", "alert"),
         (_ZCLIP, "BLOOM-176B's log: the norm grows before the loss does"),
     ),
@@ -77,26 +78,37 @@ FAILURES: dict[Cause, Failure] = {
         Severity.WARNING,
         "The loss left its level and stayed there: the data of those steps first, then the "
         "learning rate and the second-moment decay (a lower beta2 forgets sooner).",
-        ("clip", "alert", "rollback"),
+        ("clip", "alert"),
         (_PALM, _ZCLIP),
     ),
     # Published: half the learning rate with each rollback. A loss that climbs may be other data, so
-    # the Healer asks first; the rate is cut at the second rollback of the same trouble.
+    # the Healer goes back only where earlier weights are better on the same batches.
     Cause.DIVERGENCE: Failure(
         "divergence",
         Severity.ERROR,
         "The loss was climbing without one bad step: the learning rate is too high for this phase "
         "of the training, or the data has changed.",
-        ("rollback", "alert"),
+        ("alert",),
         (_OPT, _PALM),
     ),
+    # Not watched by the default policy: data that drift by design look like it.
     Cause.INSTABILITY: Failure(
         "divergence",
         Severity.ERROR,
-        "Each update made the model worse: the learning rate is too high for this phase of the "
-        "training. The run goes on below the rate that broke it; lower your own schedule to that.",
-        ("rollback", "cut_lr", "alert"),
+        "Loss and gradient norm grew together from update to update: the learning rate is too high "
+        "for this phase of the training. The run continues below the rate that broke it; lower "
+        "your own schedule to that.",
+        (),
         (_OPT,),
+    ),
+    # Data that drift by design set records too: an alert, and a reason to compare weights.
+    Cause.RECORDS: Failure(
+        "divergence",
+        Severity.ERROR,
+        "The loss set record after record, which well-mixed data do not: the learning rate is too "
+        "high for this phase of the training, or the data are no longer shuffled.",
+        ("alert",),
+        (_RENYI, _OPT),
     ),
     # Published: increase the learning rate, check the initialisation. A higher rate makes a healthy
     # run worse, and does nothing for a dead network: both are a person's.

@@ -22,8 +22,8 @@ class QueuedDispatch(NamedTuple):
     pending: PendingDispatch
     batches: tuple[BatchId, ...]
     """Several with gradient accumulation, or for several steps."""
-    batch: Any = None
-    """The last of these batches itself, if the assessment needs it."""
+    contents: tuple[Any, ...] = ()
+    """These batches themselves, if weights are compared on them."""
 
 
 class StepResult(NamedTuple):
@@ -33,7 +33,8 @@ class StepResult(NamedTuple):
     records: list[StepRecord]
     """One per engine, or more if an engine judged several times within the step."""
     batches: tuple[BatchId, ...]
-    batch: Any = None
+    contents: tuple[Any, ...] = ()
+    """The batches themselves, of the whole dispatch and with its last step only."""
     vote_requested: bool = False
     """See `PendingDispatch.vote_requested`; of the last step of a dispatch."""
 
@@ -52,6 +53,7 @@ class DelayedReader:
         self._read_steps: deque[StepResult] = deque()
         self._correction = 0
         self._accumulated: tuple[BatchId, ...] = ()
+        self._contents: tuple[Any, ...] = ()
 
     def push(self, dispatch: QueuedDispatch) -> None:
         """Adds the latest dispatch."""
@@ -90,11 +92,16 @@ class DelayedReader:
             batches = self._accumulated + ((dispatch.batches[i],) if single else dispatch.batches)
             # Accumulated batches belong to the update that their gradients go into.
             self._accumulated = () if any(each.judged for each in records) else batches
+            contents: tuple[Any, ...] = ()
+            if i == len(steps) - 1:
+                contents = self._contents + dispatch.contents
+                stepped = any(each.judged for each in records)
+                contents, self._contents = (contents, ()) if stepped else ((), contents)
             yield StepResult(
                 dispatch.index + i,
                 records,
                 () if self._accumulated else batches,
-                dispatch.batch,
+                contents,
                 dispatch.pending.vote_requested and i == len(steps) - 1,
             )
 
@@ -102,4 +109,4 @@ class DelayedReader:
         """Drops the steps of an abandoned branch."""
         self._queue.clear()
         self._read_steps.clear()
-        self._accumulated = ()
+        self._accumulated = self._contents = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from healcore.core.step_record import Readings, StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.history.incident import MOST_ALARMS
 from healcore.runtime.data import BatchId
+from healcore.runtime.dominance.dominance import Verdict
 from healcore.runtime.events.models import Ending
 from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.host_policy import HostPolicy
@@ -27,13 +27,13 @@ from healcore.runtime.store.ranks import Ranks
 
 _ON_HOST = (Action.STOP, Action.ROLLBACK, Action.SAVE)
 _NO_ORDER = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
-"""What the engine has done, or what only asks for an event."""
-_MIN_REMEMBERED = 1000
-"""Steps whose batch ids are remembered; more if the policy's region is longer."""
+"""Actions that the engine has carried out, or that only need an event."""
+REMEMBERED = 1000
+"""Steps whose batch ids are kept at least; more if the policy's region is longer."""
 
 
 class ActionRequest(NamedTuple):
-    """What the host has to carry out."""
+    """Request to the host."""
 
     action: Action
     depth: int
@@ -47,13 +47,14 @@ class ActionRequest(NamedTuple):
     bad: tuple[BatchId, ...]
     """Batches of the steps since then."""
     overridden: bool
-    """Not ordered by the engine: a hook changed it, or earlier weights were better."""
-    loss: float
-    """The last finite one, at the step that brought the request."""
+    """Whether a hook has changed the engine's order, or earlier weights are better."""
     arrays: tuple[str, ...] = ()
-    """If a save brought the request and not a step: the arrays with NaN or Inf."""
-    data_ordinary: bool = False
-    """Earlier weights find the data of the trouble like those before it: the rate was too high."""
+    """Arrays with NaN or Inf, if a save brought the request; else empty."""
+    better: int | None = None
+    """Step of the better earlier weights that brought the request, which the rollback restores, or
+    None."""
+    lr_at_fault: float | None = None
+    """Learning rate that has caused the trouble, NaN if it is unknown, or None if no rate has."""
 
 
 class FirstAlarm(NamedTuple):
@@ -89,12 +90,12 @@ class IncidentMonitor:
         self._alarms_outside = 0
         self._last_incident = 0
         self._alerts: Counter[tuple[int, Cause]] = Counter()
-        """Number of an incident (0: none) and causes -> steps with an alert."""
+        """(Number of an incident or 0, causes) -> steps with an alert."""
 
     def process(self, step: StepResult) -> ActionRequest | None:
         """Takes one step; returns a request if the host has to carry something out."""
         self._batches[step.index] = step.batches
-        self._batches.pop(step.index - max(self.policy.region, _MIN_REMEMBERED), None)
+        self._batches.pop(step.index - max(self.policy.region, REMEMBERED), None)
         incident = self.ledger.record(step.index, step.records)
         is_new = incident is not None and incident.number > self._last_incident
         if incident is not None and is_new:
@@ -138,11 +139,22 @@ class IncidentMonitor:
             **others,
         )
 
-    def request_rollback(self, onset: int, last: int) -> ActionRequest:
-        """Requests a rollback for high losses, which skips the data of steps `onset` to `last`."""
-        bad = self._batches_between(onset, last)
+    def request_rollback(
+        self, verdict: Verdict, *, lr_at_fault: float | None, leave_out: bool
+    ) -> ActionRequest:
+        """Makes a request to restore better weights; `leave_out` skips the data of the trouble."""
+        bad = self._batches_between(verdict.onset, verdict.index) if leave_out else ()
         return ActionRequest(
-            Action.ROLLBACK, 1, onset, onset, last, Cause.LOSS_SPIKE, bad, True, math.nan
+            Action.ROLLBACK,
+            1,
+            verdict.onset,
+            verdict.onset,
+            verdict.index,
+            Cause(0),
+            bad,
+            True,
+            better=verdict.anchor,
+            lr_at_fault=lr_at_fault,
         )
 
     @staticmethod
@@ -153,7 +165,7 @@ class IncidentMonitor:
         return tuple(each for step in later[: last + 1] for each in step.batches)
 
     def batches_of(self, steps: Iterable[int]) -> tuple[BatchId, ...]:
-        """Batches of some steps, if they are still remembered."""
+        """Batches of some steps, as far as they are kept."""
         return tuple(each for step in steps for each in self._batches.get(step, ()))
 
     def _batches_between(self, first: int, last: int) -> tuple[BatchId, ...]:
@@ -240,7 +252,7 @@ class IncidentMonitor:
                 action=names(action),
             )
         if self.ranks.world > 1:
-            # The actions of all ranks are united: engines agree, hooks need not.
+            # Takes the union of the ranks' actions, because hooks may differ between ranks.
             of_ranks = self.ranks.gather((int(action), depth))
             action = Action(0)
             for flags, depth_of_rank in of_ranks:
@@ -272,7 +284,6 @@ class IncidentMonitor:
             cause=record.cause,
             bad=self._batches_between(since, step.index),
             overridden=action != ordered,
-            loss=record.loss,
         )
 
     def _alert(self, step: StepResult, record: StepRecord, incident: int, action: Action) -> None:
@@ -366,5 +377,4 @@ def _merged(one: ActionRequest | None, other: ActionRequest | None) -> ActionReq
         bad=max(one.bad, other.bad, key=len),
         cause=one.cause | other.cause,
         overridden=one.overridden or other.overridden,
-        loss=max(one.loss, other.loss),
     )

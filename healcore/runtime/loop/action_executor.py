@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from healcore.core.verdict import Action, Cause, names
-from healcore.runtime.data import BatchId
+from healcore.core.verdict import Action, names
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.dominance.dominance import Verdict
 from healcore.runtime.events.models import RerunVerdict
-from healcore.runtime.incidents.assessment import AssessmentResult, DamageVerdict
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.incidents.step_lines import cause_text
-from healcore.runtime.ledger import Ledger, PastRollback
+from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.order_executor import (
     ActionResult,
     OrderExecutor,
     nonfinite_save,
 )
 from healcore.runtime.postmortem.diagnosis import RollbackRecord
-from healcore.runtime.rollback.engine_states import lr_raised
+from healcore.runtime.rollback.engine_states import without_limit
 from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager, RollbackRequest, RollbackResult
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
-
-_BEFORE_LR_CUT = 2
-"""Rollbacks in the same region that only skip more data; the next one cuts the learning rate."""
-_BEFORE_DATA_SKIP = 2
-"""Rollbacks at the same step that only cut the learning rate; the next one skips data too."""
-
-_SAME_STEP = 2
-"""Steps that an alarm may come later by chance."""
+from healcore.runtime.store.ranks import agreed
 
 
 class RerunWindow(NamedTuple):
@@ -62,7 +54,7 @@ class Reruns:
     def __post_init__(self) -> None:
         self._window: RerunWindow | None = None
         self.verdict = ""
-        """Of the last re-run: `transient` or `reproducible`; "": there was none."""
+        """Verdict of the last re-run: `transient` or `reproducible`, or an empty string."""
 
     def should_rerun(self, request: ActionRequest) -> bool:
         """Whether to answer a request with a re-run; a second one in a region shows nothing new."""
@@ -103,62 +95,62 @@ class ActionExecutor(OrderExecutor):
     reruns: Reruns
     completed: list[RollbackRecord] = field(default_factory=list, init=False)
     """Rollbacks of this process."""
-    _rate_cuts: list[PastRollback] = field(default_factory=list, init=False)
-    """Those of them that cut the learning rate for instability."""
 
-    def review_high_loss(self, step: int) -> ActionResult:
-        """Goes back to before high losses attributed to different data, if they did harm."""
-        period = self.assessor.high_loss_to_review()
-        found = None if period is None else self.rollbacks.state_before(period.onset)
-        if period is None or found is None:
-            return ActionResult()
-        _, earlier = found
-        request = self.monitor.request_rollback(period.onset, period.latest[0].index - 1)
-        result = self.assessor.review(period, earlier)
-        self._log_assessment(request, step, result)
-        if result.verdict is not DamageVerdict.DAMAGE or self._exhausted(request):
-            return ActionResult()
-        request = request._replace(data_ordinary=result.data_ordinary and self._can_cut())
-        return ActionResult(target=self._roll_back(request, step))
+    def roll_back_to_better(self, verdict: Verdict, step: int) -> ActionResult:
+        """Rolls back to weights that are better than the current ones; see `dominance`.
 
-    def _state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
-        return self.rollbacks.state_before(onset)
+        * The earlier weights find the batches of the trouble unusual: the data are at fault, and
+          the run skips these batches.
+        * A learning rate far above that of the earlier weights is at fault.
+        * Otherwise the same data come again at the same rate, since the damage may have no cause
+          in the run. If the trouble comes again, the rate is at fault.
 
-    def _repeats(self, request: ActionRequest, result: AssessmentResult) -> bool:
-        """It has come again at the same step, and neither the data nor the rate explain that.
-
-        * *Damage* (by a `loss_fn`): the run has gone back from this step before, and the earlier
-          weights find its batch ordinary. The loop itself changes the weights there.
-        * *Instability* (without a `loss_fn`, which shows more): the rollback cut the rate, which
-          would have delayed it. An older checkpoint is tried first: that one may have been damaged.
-
-        Not if the schedule raises the rate at that very step.
+        The result has no target if rollbacks have not helped here. Then the limits that they have
+        set are lifted.
         """
-        if result.by == "remembered_batches":
-            past = self.ledger.past_rollbacks if result.data_ordinary else []
-            again = any(abs(request.onset - each.onset) <= _SAME_STEP for each in past)
-        else:
-            unstable = result.by == "instability" and self.assessor.loss_fn is None
-            again = unstable and self._unstable_again(request)
-        return again and not lr_raised(self.policy.engine, self.driver.healing())
+        rate = self._rate_at_fault(verdict) if verdict.data_ordinary else None
+        rate = agreed(self.ranks, rate)  # each rank reads its own optimizer
+        request = self.monitor.request_rollback(
+            verdict, lr_at_fault=rate, leave_out=not verdict.data_ordinary
+        )
+        self.log.event(
+            "assessment",
+            step=step,
+            onset=request.onset,
+            cause=[],
+            verdict="damage",
+            by="earlier_weights",
+            rise=verdict.rise,
+            rise_remembered=verdict.rise_remembered,
+        )
+        exhausted = self._exhausted(request)
+        if not exhausted:
+            return ActionResult(target=self._roll_back(request, step))
+        rate = ""
+        if self._may_limit_lr:
+            self.driver.load_healing(without_limit(self.policy.engine, self.driver.healing()))
+            rate = " at the full learning rate,"
+        self.log.warning(
+            f"step {request.index}: the weights of step {verdict.anchor} are better, but "
+            f"{exhausted}: the run continues{rate} without further rollbacks for "
+            f"{self.policy.region} steps"
+        )
+        return ActionResult()
 
-    def _unstable_again(self, request: ActionRequest) -> bool:
-        """A rollback that cut the rate has restored the checkpoint that this one would restore."""
-        repeats = [
-            past.target for past in self._rate_cuts if request.onset <= past.onset + _SAME_STEP
-        ]
-        if not repeats:
-            return False
-        try:
-            return self.rollbacks.target(request.onset, self._depth(request)) in repeats
-        except StoreError:
-            return False
+    def _rate_at_fault(self, verdict: Verdict) -> float | None:
+        """Learning rate that has caused the trouble, NaN if it is unknown, or None if none has.
 
-    def _can_cut(self) -> bool:
-        """Whether the policy cuts the learning rate, and its budget has a cut left."""
-        engines = self.driver.healing().values()
-        left = all(each["state"]["budget"]["lr_cuts"] > 0 for each in engines)
-        return self.policy.engine.cuts_lr and left
+        A rate far above that of the earlier weights is at fault. If the run is worse than its first
+        weights, or a rollback has not helped, the rate at which the trouble began is at fault.
+        """
+        healthy = verdict.healthy_rate
+        highest = max(verdict.rates, default=math.nan)
+        untrained = verdict.anchor <= (self.rollbacks.journal.state.first_step or 0)
+        if healthy and not untrained and highest * self.policy.engine.config.lr.factor > healthy:
+            return highest
+        if untrained or self.ledger.rollbacks_near(verdict.onset, max(self.policy.region, 1)):
+            return next(iter(verdict.rates), math.nan)
+        return None
 
     def _roll_back(self, request: ActionRequest, step: int) -> int:
         rerun = self.reruns.should_rerun(request)
@@ -166,7 +158,8 @@ class ActionExecutor(OrderExecutor):
         unread = list(self.reader.due(all=True))
         self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
         bad = request.bad + self.monitor.bad_batches(unread)
-        bad, more = self._skipped_batches(request, bad)
+        if request.better is not None and not request.bad:
+            bad = ()  # the same data come again
         try:
             result = self.rollbacks.roll_back(
                 RollbackRequest(
@@ -174,8 +167,9 @@ class ActionExecutor(OrderExecutor):
                     depth=self._depth(request),
                     step=step,
                     bad=bad,
-                    more=more,
-                    cut=self._cuts_lr(request, rerun),
+                    better=request.better,
+                    limit=self._limits_lr(request, rerun),
+                    lr_at_fault=request.lr_at_fault,
                     rerun=request.index if rerun else None,
                 )
             )
@@ -196,50 +190,34 @@ class ActionExecutor(OrderExecutor):
             lr_limit=result.lr.limit,
             lr_scale=result.lr.scale,
             left_out=0 if rerun else len(bad),
+            lr_at_fault=result.lr.at_fault,
         )
         self._log_rollback(request._replace(bad=bad), result, done, rerun)
         if not rerun:
             self.completed.append(done)
-            if request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR:
-                self._rate_cuts.append(PastRollback(request.onset, result.target))
         return result.target
 
     def _depth(self, request: ActionRequest) -> int:
-        """Known-good checkpoints to go back.
-
-        The engine goes further back from its second order on, and a declined order was none. But
-        it learns of that a step or two later, when it may have ordered again.
-        """
+        """Number of known-good checkpoints to go back: one more for each rollback nearby."""
         rollback = self.policy.engine.config.rollback
-        first = not request.overridden and not self._near(request, max(self.policy.region, 1))
-        return min(request.depth, rollback.depth) if first else request.depth
+        if request.overridden:
+            return request.depth
+        return rollback.depth + rollback.deepen * self._near(request, max(self.policy.region, 1))
 
-    def _cuts_lr(self, request: ActionRequest, rerun: bool) -> bool:
-        """Whether to cut the rate although no rule does: other data have not helped, or cannot."""
-        policy = self.policy
-        cuts = policy.engine.cuts_lr and not request.action & Action.CUT_LR
-        again = self._near(request, max(policy.region, 1))
-        needed = request.data_ordinary or again >= _BEFORE_LR_CUT
-        return policy.confirm and cuts and not rerun and needed
+    @property
+    def _may_limit_lr(self) -> bool:
+        """Whether rollbacks limit the rate. Otherwise every cut is the policy's own."""
+        return self.policy.confirm and self.policy.engine.may_be_limited
 
-    def _skipped_batches(
-        self, request: ActionRequest, bad: tuple[BatchId, ...]
-    ) -> tuple[tuple[BatchId, ...], int]:
-        """The batches to skip: the bad window, and how many after it.
+    def _limits_lr(self, request: ActionRequest, rerun: bool) -> bool:
+        """Whether to limit the rate with the rollback.
 
-        If the learning rate was too high, the data are not at fault: a rollback that cuts it for
-        instability skips none, unless the trouble has come back at the same step twice. If it
-        returns although the window was skipped, it is wider than its alarms, and the window doubles
-        each time.
+        Reasons: the rate is at fault, or rollbacks with other data have not helped.
         """
-        again = self._near(request, self.policy.engine.config.incident.quiet_steps)
-        if request.data_ordinary:
-            return (), 0
-        if request.cause & Cause.INSTABILITY and request.action & Action.CUT_LR:
-            again -= _BEFORE_DATA_SKIP
-            if again < 0:
-                return (), 0
-        return bad, len(bad) * (2**again - 1) if self.policy.confirm else 0
+        if not self._may_limit_lr or rerun:
+            return False
+        near = self._near(request, max(self.policy.region, 1))
+        return request.lr_at_fault is not None or near > 0
 
     def _log_rollback(
         self, request: ActionRequest, result: RollbackResult, done: RollbackRecord, rerun: bool
@@ -256,6 +234,7 @@ class ActionExecutor(OrderExecutor):
             outcome="trial" if rerun else "done",
             lr=done.lr,
             lr_limit=done.lr_limit,
+            lr_at_fault=done.lr_at_fault,
             lr_scale_before=self.monitor.lr_scale_before,
             lr_scale=done.lr_scale,
             batches=[] if rerun else [list(each) for each in request.bad],
@@ -269,11 +248,14 @@ class ActionExecutor(OrderExecutor):
         cause = cause_text(request.cause) or "ordered by a hook"
         if request.arrays:
             cause = nonfinite_save(request)
+        if request.better is not None:
+            cause = f"the weights of step {request.better} are better on the same batches"
         changed = ["nothing else is changed, to see whether it happens again"]
         if not rerun:
             moments = "moments reset" if resets else ""
             changed = [done.lr_text, moments, f"data {data.split(':')[0]}"]
-        kind = "first snapshot" if result.initial else "known-good checkpoint"
+        kind = "checkpoint" if request.better is not None else "known-good checkpoint"
+        kind = "first snapshot" if result.initial else kind
         self.log.warning(
             f"step {request.index}: {cause}, since step {request.since}; "
             f"back to the {kind} of step {done.target}"

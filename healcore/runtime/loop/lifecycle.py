@@ -94,6 +94,8 @@ def begin(
     loop.rollbacks.write_journal(loop.step)
     loop.set_start(loop.step, resumed=resume)
     loop.checkpoints.reload()
+    if resume:  # otherwise the first save does it
+        loop.keep_anchor()
     if not resume:
         _allow_nonfinite(loop)
         loop.save("first")
@@ -111,12 +113,6 @@ def begin(
         loop.warn(
             f"other settings than at the start of this run (saved -> given): {change}. To train "
             "with new settings from the start, pass an empty directory"
-        )
-    if loop.loss_fn is not None and loop.ranks.world > 1:
-        loop.warn(
-            f"loss_fn is not called on several ranks ({loop.ranks.world} here), which see "
-            "different losses: a rollback needs other evidence, such as instability or weights "
-            "that are not finite"
         )
 
 

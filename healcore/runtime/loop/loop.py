@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,17 +15,18 @@ from healcore.core.verdict import Cause, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
+from healcore.runtime.dominance.dominance import Dominance, Verdict
 from healcore.runtime.driver import Driver, PendingDispatch, Rendezvous
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import Ending
 from healcore.runtime.hang_guard.hang_guard import HangGuard
 from healcore.runtime.hang_guard.health_probe import HealthProbe
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.assessment import HIGH_LOSS, Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
-from healcore.runtime.ledger import Ledger
+from healcore.runtime.ledger import LASTING, Ledger
 from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
 from healcore.runtime.loop.fault_answers import FaultAnswers
 from healcore.runtime.loop.last_state import LastState
@@ -116,9 +118,15 @@ class Loop:
             journal=self.journal,
             log=self.log,
         )
-        # Ranks see different losses, and would come to different results.
-        asks = policy.confirm and ranks.world == 1
-        self._assessor = Assessor(driver, self.loss_fn if asks else None, self.warn)
+        self.dominance = Dominance(
+            driver=driver,
+            loss_fn=self.loss_fn if policy.goes_back_for() else None,
+            ranks=ranks,
+            threshold=policy.evidence,
+            interval=self.checkpoints.every,
+            warn=self.warn,
+            learning_rate=self._rate_in_force,
+        )
         self.faults = FaultAnswers(
             policy=policy,
             loaders=self.loaders,
@@ -128,9 +136,11 @@ class Loop:
             log=self.log,
             step=lambda: self.step,
         )
-        self._batch: Any = None
-        self._assesses_batches = self._assessor.loss_fn is not None
-        self._reviews_high_loss = self._assesses_batches and policy.goes_back_for(HIGH_LOSS)
+        self._loop_names_batches = False
+        """The loop calls `Healer.loss`, or `observe` with a batch."""
+        self._contents: dict[int, list[ObservedBatch]] = {}
+        """Number of a loader -> its batches since the last step, if weights are compared on them.
+        """
         self.executor = ActionExecutor(
             policy=policy,
             driver=driver,
@@ -142,7 +152,7 @@ class Loop:
             reruns=self.reruns,
             log=self.log,
             run_end=partial(run_end, self, Ending.STOPPED),
-            assessor=self._assessor,
+            compares=lambda: self.dominance.asks,
         )
         self.out_of_memory = OutOfMemory(
             policy=policy,
@@ -153,6 +163,7 @@ class Loop:
             log=self.log,
             step=lambda: self.step,
             run_end=partial(run_end, self, Ending.STOPPED, fault=Cause.OOM),
+            on_redo=self._forget_parts,
         )
         self._state_check = StateCheck(
             policy=policy,
@@ -192,6 +203,7 @@ class Loop:
         """The loader that steps are taken with had no further batch."""
         self._open: set[int | None] = set()
         """Numbers of the loaders whose loop has a batch in hand."""
+        self._rate_checked = policy.observes
         self._update_went_back = False
         """Whether an `update` since the last `after_step` has brought a rollback."""
         self.ended_early = False
@@ -245,11 +257,12 @@ class Loop:
             self._current = number
             self._ids.setdefault(number, []).append(name)
             self._generators = None
-            self._batch = batch
+            if self.dominance.asks and not self._loop_names_batches:
+                self._contents.setdefault(number, []).append(ObservedBatch(batch))
             self.guard.watch()
             self._open.add(number)
             try:
-                self._assessor.check_loss_fn(batch)
+                self.dominance.check_loss_fn(batch)
                 yield batch
             except GeneratorExit:  # the loop was left by `break`
                 self.guard.pause()
@@ -261,6 +274,7 @@ class Loop:
                 self._warn_no_step()
         if number != self.loaders.current:  # an evaluation: its batches wait for no step
             self._ids.pop(number, None)
+            self._contents.pop(number, None)
         self.loaders.close(number)
 
     def _check_batch_size(self, number: int, loader: Any) -> None:
@@ -372,8 +386,9 @@ class Loop:
         self._last_ids = ids = self._ids.get(self._current, again)
         self._ids.clear()  # a step may take batches of several loaders
         self.loaders.stepped(self._current, ids[-1] if ids else None)
-        batch = self._batch if self._assesses_batches and ids else None
-        self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), batch))
+        contents = tuple(self._contents.get(self._current, ()))
+        self._contents.clear()
+        self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), contents))
         self.step += pending.count
         self.steps_taken += pending.count
         self._saves.count(pending.count)
@@ -383,13 +398,15 @@ class Loop:
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
         for step, request in self._process_due(all=all):
-            if step.batch is not None:
-                self._assessor.observe(step.index, step.batch, step.records)
+            self._check_rate()
+            verdict = self._compared(step)
             self.reruns.observe(step.index, request)
             if request is not None:
                 result = self.executor.execute(request, self.step)
-            elif self._reviews_high_loss:
-                result = self.executor.review_high_loss(self.step)
+            elif verdict is not None:
+                result = self.executor.roll_back_to_better(verdict, self.step)
+                if result.target is None:
+                    self.dominance.stay_silent(step.index + self.policy.region)
             else:
                 continue
             if result.target is not None:
@@ -398,6 +415,51 @@ class Loop:
             if result.save:
                 self.save("ordered")
         return False
+
+    def _check_rate(self) -> None:
+        """Says once, after the first step, that the learning rate is unknown."""
+        if self._rate_checked:
+            return
+        self._rate_checked = True
+        if self.policy.engine.limits_lr and self.driver.learning_rate() is None:
+            self.log.info(
+                "the learning rate is unknown: a rollback can lower it by a factor, but not to the "
+                "last healthy rate. In JAX write optax.inject_hyperparams(optax.adamw)("
+                "learning_rate=...), or pass learning_rate=... to tx.update"
+            )
+
+    def _compared(self, step: StepResult) -> Verdict | None:
+        """Compares the current weights with earlier ones, if there is a reason to."""
+        records = step.records
+        if not self.dominance.asks or not any(each.judged for each in records):
+            return None
+        bad = any(each.cause & Cause.NONFINITE_LOSS for each in records)
+        loss = math.nan if bad else sum(each.loss for each in records) / len(records)
+        return self.dominance.observe(
+            TrainedStep(step.index, step.contents),
+            loss,
+            alarm=any(each.cause & ~LASTING for each in records),
+            trained=not all(each.skip for each in records),
+        )
+
+    def _rate_in_force(self) -> float | None:
+        rate = self.driver.learning_rate()
+        return None if rate is None else rate * self.monitor.lr_scale
+
+    def observed(self, batch: Any) -> None:
+        """Takes a batch, or the current part of it, whose loss the loop has from `loss_fn`."""
+        if self.dominance.asks:
+            if not self._loop_names_batches:
+                self._loop_names_batches = self.dominance.gives_loss = True
+                self._contents.clear()
+            part = self.out_of_memory.window.part
+            weight = 1.0 if part is None else part.weight
+            self._contents.setdefault(self._current, []).append(ObservedBatch(batch, weight))
+
+    def _forget_parts(self) -> None:
+        """Forgets the parts of batches since the last step, which come again in smaller parts."""
+        if self._loop_names_batches:
+            self._contents.clear()
 
     def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, ActionRequest | None]]:
         self.guard.watch()  # reading waits for the device
@@ -423,10 +485,11 @@ class Loop:
         self._state_check.on_rollback(request)
         self.reader.clear()
         self.votes.on_rollback()
-        self._assessor.on_rollback(target)
+        self.dominance.on_rollback(target)
         self.metrics.went_back()
         self._ids.clear()
         self._last_ids = []
+        self._contents.clear()
         self.read_engines()
 
     # -- saving ---------------------------------------------------------------------------------
@@ -434,6 +497,13 @@ class Loop:
     def save(self, why: str) -> None:
         """Saves a checkpoint of this step."""
         self._saves.save(self.step, why)
+        if why in ("first", "regular"):
+            self.keep_anchor()
+
+    def keep_anchor(self) -> None:
+        """Keeps the current weights to compare later ones with, and their checkpoint."""
+        self.dominance.keep(self.step, self.checkpoints.catalog)
+        self.checkpoints.protect(each.step for each in self.dominance.anchors[1:])
 
     def save_requested(self) -> None:
         """See `Healer.save`."""

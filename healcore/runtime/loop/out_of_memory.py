@@ -39,6 +39,8 @@ class OutOfMemory:
     step: Callable[[], int]
     run_end: Callable[[str], RunEnd]
     """Takes the reason of a stop; returns the facts for the diagnosis."""
+    on_redo: Callable[[], object] = lambda: None
+    """Called before the parts since the last step come again."""
 
     def __post_init__(self) -> None:
         self._answers = self.policy.answers(Cause.OOM)
@@ -54,6 +56,7 @@ class OutOfMemory:
             on_failure=self._failed,
             may_grow=lambda: None if self.ledger.open else self.step(),
             on_growth=self._grown,
+            on_redo=self.on_redo,
             clear_cache="clear_cache" in self._answers,
             together=self._together if self.ranks.world > 1 else lambda: None,
         )

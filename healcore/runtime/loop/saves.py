@@ -19,6 +19,8 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks
 
+RECENT_ALARM = 2
+"""Steps after an alarm in which no checkpoint is saved: an incident may begin with it."""
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
 
@@ -91,7 +93,7 @@ class SaveSchedule:
 
     def _alarmed(self, step: int) -> bool:
         unhealthy = self.ledger.unhealthy
-        return bool(unhealthy) and unhealthy[-1] >= step - 2
+        return bool(unhealthy) and unhealthy[-1] >= step - RECENT_ALARM
 
     def save(self, step: int, why: str) -> None:
         """Saves a checkpoint of this step."""
@@ -224,7 +226,6 @@ class StateCheck:
             cause=Cause(0),
             bad=self.monitor.batches_of(bad),
             overridden=True,
-            loss=float("nan"),
             arrays=found[first],
         )
 

@@ -55,6 +55,8 @@ from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.store.snapshot import fits
 from healcore.runtime.trackers import Selection, Trackers
 
+MOST_CANDIDATES = 8
+"""Checkpoints on probation that are kept at most, unless `keep` says otherwise."""
 _loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 """Runs of this process; ended ones too while they are referenced."""
 
@@ -293,9 +295,9 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     checkpoints = CheckpointManager(
         store,
         every=every,
-        # By default all checkpoints on probation, within bounds, and some older known-good ones.
+        # By default all checkpoints on probation, within a bound, and some older known-good ones.
         keep=options.keep
-        or Keep(candidates=min(max(2, -(-policy.probation // every) + 1), 8), older=True),
+        or Keep(candidates=min(-(-policy.probation // every) + 1, MOST_CANDIDATES), older=True),
         probation=policy.probation,
         region=policy.region,
         verifier=BackgroundVerifier(in_background=ranks.world == 1),

@@ -185,6 +185,7 @@ class AccumulationWindow:
             `sizes` has then. What it raises ends the loop.
         may_grow: called before a window; the step that it is at, or None: nothing is risked now.
         on_growth: called with a larger size that is tried.
+        on_redo: called before the batches since the last step come again in smaller parts.
         clear_cache: see `Gradients.redo_window`.
         together: called before the first window; None: this rank decides alone.
     """
@@ -197,6 +198,7 @@ class AccumulationWindow:
         on_failure: Callable[[Failure], bool],
         may_grow: Callable[[], int | None],
         on_growth: Callable[[Resize], None],
+        on_redo: Callable[[], object] = lambda: None,
         clear_cache: bool = True,
         together: Callable[[], Together | None] = lambda: None,
     ) -> None:
@@ -205,6 +207,7 @@ class AccumulationWindow:
         self._on_failure = on_failure
         self._may_grow = may_grow
         self._on_growth = on_growth
+        self._on_redo = on_redo
         self._clear_cache = clear_cache
         self._find_together = together
         self._together: Together | None = None
@@ -251,6 +254,7 @@ class AccumulationWindow:
                 self.part = None
                 self._gradients.redo_window(self._held, clear_cache=self._clear_cache)
                 self._held.clear()
+                self._on_redo()
                 if self._together is not None:
                     self._together.ranks.restart()
                 done, first = 0, True

@@ -66,6 +66,8 @@ class RollbackRecord(NamedTuple):
     """The multiplier at `target`: 1 where the schedule is below the limit."""
     left_out: int = 0
     """Number of batches left out."""
+    lr_at_fault: float | None = None
+    """The learning rate that has caused the trouble, or None if it is unknown or has not."""
 
     @classmethod
     def of(cls, event: EventRecord) -> RollbackRecord:
@@ -79,14 +81,16 @@ class RollbackRecord(NamedTuple):
             lr_limit=event.lr_limit,
             lr_scale=1.0 if event.lr_scale is None else event.lr_scale,
             left_out=len(event.batches or ()),
+            lr_at_fault=event.lr_at_fault,
         )
 
     @property
     def lowers_lr(self) -> bool:
         """Whether the steps up to `step` have a lower learning rate than the schedule's."""
-        if self.lr is None or self.lr_limit is None:
+        before = self.lr if self.lr_at_fault is None else self.lr_at_fault
+        if before is None or self.lr_limit is None:
             return self.lr_scale < 1
-        return self.lr_limit < self.lr
+        return self.lr_limit < before
 
     @property
     def lr_text(self) -> str:
@@ -95,7 +99,10 @@ class RollbackRecord(NamedTuple):
             return ""
         if self.lr_limit is None:
             return f"learning rate × {self.lr_scale:.3g}"
-        return f"learning rate at most {self.lr_limit:.3g}"
+        text = f"learning rate at most {self.lr_limit:.3g}"
+        if self.lr_at_fault is not None:
+            return f"{text} (it was {self.lr_at_fault:.3g})"
+        return text if self.lr is None else f"{text} (the schedule had come to {self.lr:.3g})"
 
 
 class RunEnd(NamedTuple):
@@ -357,9 +364,6 @@ def _rollback(rollback: RollbackRecord) -> str:
     text = f"went back from step {rollback.step} to {rollback.target}"
     if rollback.lr_text:
         text += f" with the {rollback.lr_text}"
-        text += (
-            "" if rollback.lr_limit is None else f" (the schedule had come to {rollback.lr:.3g})"
-        )
     if rollback.left_out:
         text += f" and without {counted(rollback.left_out, 'batch', 'batches')}"
     return text

@@ -1,4 +1,4 @@
-"""Which checkpoint to go back to: pure functions of the checkpoints and of earlier rollbacks.
+"""Which checkpoint to restore: pure functions of the checkpoints and of earlier rollbacks.
 
 A checkpoint of step n holds the state after n optimizer steps. Steps are counted from 0, so this is
 the state that step n starts from. A checkpoint whose step is the onset is the last one from before
@@ -38,7 +38,7 @@ def choose(
     region: int = 0,
     initial: Sequence[int] = (),
 ) -> CheckpointChoice:
-    """Chooses the checkpoint to restore; NoGoodCheckpoint if there is nothing to go back to.
+    """Chooses the checkpoint to restore. Raises NoGoodCheckpoint if there is none.
 
     With several ranks `saves` is the result of `common_to_ranks`. `onset` is the step of the
     incident's first alarm. `depth` is the number of known-good checkpoints to go back: the engine's
@@ -69,6 +69,22 @@ def choose(
     )
 
 
+def newest_until(saves: Sequence[Saved], step: int) -> CheckpointChoice:
+    """Chooses the checkpoint of a step, or the newest before it; then older ones.
+
+    For weights that are better than the current ones. A checkpoint need not be known-good, because
+    its weights have been compared. Raises NoGoodCheckpoint if there is none.
+    """
+    usable = [save for save in saves if save.finite and save.status != "quarantined"]
+    order = sorted((save.step for save in usable if save.step <= step), reverse=True)
+    if not order:
+        raise NoGoodCheckpoint(_nothing(saves, step))
+    good = {save.step for save in usable if save.status == "good"}
+    return CheckpointChoice(
+        order=tuple(order), initial=order[-1] == order[0] not in good, repeated=False
+    )
+
+
 def why_older(
     saves: Sequence[Saved],
     chosen: CheckpointChoice,
@@ -77,7 +93,7 @@ def why_older(
     past_rollbacks: Sequence[PastRollback],
     region: int,
 ) -> str:
-    """Why an older checkpoint was chosen than the newest from before the onset; "": it was not."""
+    """Reason why the choice is not the newest from before the onset, or an empty string."""
     target = chosen.order[0]
     newer = [
         save

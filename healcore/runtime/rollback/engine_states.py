@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.detectors import instability
 from healcore.core.engine import Engine, StateError
 
 Engines = Mapping[str, Mapping[str, Any]]
@@ -20,18 +19,47 @@ Engines = Mapping[str, Mapping[str, Any]]
 
 
 def after_rollback(
-    engine: Engine, live: Engines, saved: Engines | None
+    engine: Engine, live: Engines, saved: Engines | None, *, counted: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Engine states after a rollback; an engine without a saved state starts its warm-up again."""
-    return {name: _merged(engine, now, (saved or {}).get(name)) for name, now in live.items()}
+    """Engine states after a rollback; an engine without a saved state starts its warm-up again.
+
+    `counted`: `live` has the rollback in its budget already, and goes to an older checkpoint.
+    """
+    then = saved or {}
+    return {name: _merged(engine, now, then.get(name), counted) for name, now in live.items()}
 
 
-def cut_lr(engine: Engine, live: Engines, rate: float | None) -> dict[str, dict[str, Any]]:
-    """Engine states after a cut of the schedule's learning rate, if the policy has one left."""
-    at = None if rate is None or not engine.limits_lr else np.float32(rate)
+def limited(
+    engine: Engine, engines: Engines, broken: float, rate: float | None, *, healthy: bool
+) -> dict[str, dict[str, Any]]:
+    """Engine states with a limit on the learning rate, if the policy has a cut left.
+
+    The limit is the last healthy rate. If this rate is unknown, or not lower than the rate at which
+    the run broke, the limit is the policy's share of the broken rate.
+
+    Args:
+        engine: of the policy.
+        engines: the states after the rollback, with the multipliers of the live run.
+        broken: learning rate in force at which the run broke; the multiplier if it is unknown.
+        rate: the schedule's rate at the restored step, or None if it is unknown.
+        healthy: steps before the restored one have been trained at that rate.
+    """
+    rate = rate if engine.limits_lr else None
+    states = {}
+    for name, each in engines.items():
+        state = engine.from_dict(each)
+        before = rate * float(state.lr.scale) if healthy and rate else broken
+        limit = before if before < broken else broken * float(engine.config.lr.factor)
+        at = None if rate is None else np.float32(rate)
+        states[name] = engine.to_dict(engine.limit_lr(state, np.float32(limit), at, xp=np))
+    return states
+
+
+def without_limit(engine: Engine, engines: Engines) -> dict[str, dict[str, Any]]:
+    """Engine states with the full learning rate."""
     return {
-        name: engine.to_dict(engine.cut_lr(engine.from_dict(now), at, xp=np))
-        for name, now in live.items()
+        name: engine.to_dict(engine.lift_limit(engine.from_dict(each), xp=np))
+        for name, each in engines.items()
     }
 
 
@@ -39,11 +67,13 @@ class LearningRate(NamedTuple):
     """The learning rate before and after a rollback."""
 
     schedule: float | None
-    """The schedule's at the step where it began, without the multiplier; None: not known."""
+    """Rate of the schedule where the rollback began, without the multiplier, or None if unknown."""
     limit: float | None
-    """What is not exceeded from now on; None: no cut limits it, or it is not known."""
+    """Limit from now on, or None without a limit or with an unknown rate."""
     scale: float
     """The multiplier at the restored step, the smallest of all engines."""
+    at_fault: float | None = None
+    """Rate in force at which the run broke, if the rollback limits the rate; else None."""
 
 
 def at_rate(
@@ -71,40 +101,29 @@ def at_rate(
     )
 
 
-def lr_raised(engine: Engine, engines: Engines) -> bool:
-    """Whether the schedule has just raised the learning rate, or it is not known if it has."""
-    names = [name for name, _ in engine.config.detectors]
-    for each in engines.values():
-        state = engine.from_dict(each)
-        detector = dict(zip(names, state.detectors, strict=True)).get("instability")
-        if detector is None or not 0 < state.lr.rate <= instability.RAISED * detector.rate:
-            return True
-    return False
-
-
 def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:
     """Engine states for a re-run with nothing changed: all as in the checkpoint.
 
-    That includes learning rate and incidents. The budget that the order has used is refunded: if
-    the trouble happens again, the engine orders the same again and uses its budget then.
+    That includes learning rate and incidents. The cut that the order has used is refunded: if the
+    trouble recurs, the engine gives the same order and uses its budget then.
     """
     states = {}
     for name, then in saved.items():
         now, start = engine.from_dict(live[name]).budget, engine.init().budget
-        budget = now._replace(
-            recoveries=np.minimum(now.recoveries + 1, start.recoveries),
-            lr_cuts=np.minimum(now.lr_cuts + 1, start.lr_cuts),
-        )
+        budget = now._replace(lr_cuts=np.minimum(now.lr_cuts + 1, start.lr_cuts))
         states[name] = engine.to_dict(engine.from_dict(then)._replace(budget=budget))
     return {**after_rollback(engine, live, saved), **states}
 
 
 def _merged(
-    engine: Engine, live: Mapping[str, Any], saved: Mapping[str, Any] | None
+    engine: Engine, live: Mapping[str, Any], saved: Mapping[str, Any] | None, counted: bool
 ) -> dict[str, Any]:
     now = engine.from_dict(live)
     then = engine.init(groups=live["groups"]) if saved is None else engine.from_dict(saved)
-    return engine.to_dict(engine.on_rollback(now, then, xp=np))
+    merged = engine.on_rollback(now, then, xp=np)
+    if counted:
+        merged = merged._replace(budget=now.budget, tally=now.tally)
+    return engine.to_dict(merged)
 
 
 def compatible(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping[str, Any]], str]:

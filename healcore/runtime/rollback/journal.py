@@ -93,6 +93,8 @@ class RollbackPlan:
     """Of a re-run with nothing changed: the onset, and the step that brought the order."""
     lr: float | None = None
     """The schedule's learning rate when it began; None: not known."""
+    limit: float | None = None
+    """The learning rate in force during the trouble, if the rollback limits it."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ start after a crash carries out the same plan again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,16 +25,18 @@ from healcore.runtime.rollback.checkpoint_choice import (
     CheckpointChoice,
     choose,
     common_to_ranks,
+    newest_until,
     saved_after,
     why_older,
 )
 from healcore.runtime.rollback.engine_states import (
+    Engines,
     LearningRate,
     after_rollback,
     at_rate,
     compatible,
-    cut_lr,
     for_rerun,
+    limited,
 )
 from healcore.runtime.rollback.host_state import ITEM, HostParts, HostState
 from healcore.runtime.rollback.journal import (
@@ -77,10 +80,12 @@ class RollbackRequest(NamedTuple):
     """Steps done now."""
     bad: tuple[BatchId, ...]
     """Ids of the bad window's batches."""
-    more: int = 0
-    """Batches after the window to skip, in addition to the policy's `skip_batches`."""
-    cut: bool = False
-    """Cut the learning rate too, although no rule of the policy did."""
+    better: int | None = None
+    """Step of better weights: that checkpoint is restored, or the newest one before it."""
+    limit: bool = False
+    """Limit the learning rate too."""
+    lr_at_fault: float | None = None
+    """Learning rate that has caused the trouble. If it is None or NaN, the current rate."""
     rerun: int | None = None
     """For a re-run (same learning rate and data, no attempt used): the step that ordered it."""
 
@@ -173,21 +178,23 @@ class RollbackManager:
         self.checkpoints.verify_due(self.ledger, before=request.onset)
         self.find_damage()
         saves = self.saves()
-        choice = self._choice(saves, request.onset, request.depth)
-        why = why_older(
-            saves,
-            choice,
-            onset=request.onset,
-            past_rollbacks=self.ledger.past_rollbacks,
-            region=self.policy.region,
+        choice = self._choice(saves, request.onset, request.depth, request.better)
+        why = (
+            ""
+            if request.better is not None
+            else why_older(
+                saves,
+                choice,
+                onset=request.onset,
+                past_rollbacks=self.ledger.past_rollbacks,
+                region=self.policy.region,
+            )
         )
         rerun = request.rerun is not None
         bad = () if rerun else request.bad
-        more = 0 if rerun else self.policy.skip_batches + request.more
+        more = self.policy.skip_batches if bad else 0
         live = self.driver.healing()
         rate = self.driver.learning_rate()
-        if request.cut:
-            live = cut_lr(self.policy.engine, live, rate)
         newer = {*saved_after(saves, onset=request.onset), *_newer(saves, choice.order[0])}
         plan = RollbackPlan(
             number=self.journal.state.rollbacks + 1,
@@ -200,6 +207,7 @@ class RollbackManager:
             forward=self.loaders.forward_positions(),
             rerun=None if request.rerun is None else [request.onset, request.rerun],
             lr=rate,
+            limit=self._rate_at_fault(request, live, rate) if request.limit else None,
         )
         self.journal.state.pending, self.journal.state.ledger = plan, self.ledger.to_dict()
         self.journal.state.quarantined += directories(saves, plan.quarantine)
@@ -220,19 +228,11 @@ class RollbackManager:
             plan.number, applied.target, moved, choice.repeated, choice.initial, why, applied.lr
         )
 
-    def state_before(self, onset: int) -> tuple[int, Mapping[str, Any]] | None:
-        """Step and a copy of the state that a rollback would restore; None if there is none."""
-        try:
-            step = self.target(onset)
-            return step, self.checkpoints.store.restore(step, self._items()).state
-        except StoreError:
-            return None
-
-    def target(self, onset: int, depth: int = 1) -> int:
-        """Step of the checkpoint that a rollback would restore; NoGoodCheckpoint without one."""
-        return self._choice(self.saves(), onset, depth).order[0]
-
-    def _choice(self, saves: Sequence[Saved], onset: int, depth: int = 1) -> CheckpointChoice:
+    def _choice(
+        self, saves: Sequence[Saved], onset: int, depth: int, better: int | None
+    ) -> CheckpointChoice:
+        if better is not None:
+            return newest_until(saves, better)
         initial = self.journal.state.first_step, self.started_from
         return choose(
             saves,
@@ -242,6 +242,13 @@ class RollbackManager:
             region=self.policy.region,
             initial=[step for step in initial if step is not None],
         )
+
+    def _rate_at_fault(self, request: RollbackRequest, live: Engines, rate: float | None) -> float:
+        """The learning rate in force during the trouble; the multiplier alone if it is unknown."""
+        if request.lr_at_fault is not None and math.isfinite(request.lr_at_fault):
+            return request.lr_at_fault
+        scales = [self.policy.engine.from_dict(each).lr.scale for each in live.values()]
+        return (1.0 if rate is None else rate) * float(min(scales, default=1.0))
 
     def _apply_plan(self, plan: RollbackPlan, *, now: int) -> AppliedPlan:
         """Quarantines, restores and loads. Repeating it has the same result."""
@@ -253,8 +260,13 @@ class RollbackManager:
             host = self._load_state(result, saved, engines, reset=self._resets(plan))
             # The schedule is at the restored step now. A re-run has everything as it was then.
             rate = self.driver.learning_rate() if counts else None
+            if plan.limit is not None:
+                # No step has been trained at the rate of the very first state.
+                trained = result.step > (self.journal.state.first_step or 0)
+                engines = limited(self.policy.engine, engines, plan.limit, rate, healthy=trained)
             engines, lr = at_rate(self.policy.engine, engines, rate, before=plan.lr)
             self.driver.load_healing(engines)
+            lr = lr._replace(at_fault=plan.limit if rate is not None else None)
             return AppliedPlan(result.step, engines, host, lr)
 
         self.checkpoints.quarantine(plan.quarantine, now=now)
@@ -334,7 +346,8 @@ class RollbackManager:
             if last is not None and result.step <= last.target:
                 # Killed between the rollback and the first save after it, or that one is damaged.
                 older = result.step < last.target
-                engines = after_rollback(self.policy.engine, live, engines) if older else live
+                engine = self.policy.engine
+                engines = after_rollback(engine, live, engines, counted=True) if older else live
                 reset = self._resets(last.plan)
             return result.step, self._load_state(result, saved, engines, reset=reset)
 

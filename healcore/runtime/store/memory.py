@@ -88,6 +88,8 @@ class SnapshotStore:
     def __init__(
         self, copier: Copier, keep: Keep = SMALL, *, nonfinite_ok: Collection[str] = ()
     ) -> None:
+        self.protected: frozenset[int] = frozenset()
+        """Steps of snapshots that stay in addition."""
         self.keep = keep.checked()
         self.nonfinite_ok = tuple(nonfinite_ok)
         """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
@@ -339,7 +341,8 @@ class SnapshotStore:
 
     def _thin(self) -> None:
         for step in retention.superfluous(self._listed(), self.keep):
-            self._release(self._slots.pop(step))
+            if step not in self.protected:
+                self._release(self._slots.pop(step))
         self._resolve_superseded()
 
     def _resolve_superseded(self) -> None:

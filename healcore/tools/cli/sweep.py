@@ -48,7 +48,7 @@ def sweep(
     ],
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="The base policy: a preset or a TOML file.")
-    ] = "default",
+    ] = "pretraining",
     set_: Set = None,
     vary: Annotated[
         list[str] | None,

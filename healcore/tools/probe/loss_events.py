@@ -37,8 +37,8 @@ standard deviations and a tenth of its maximum."""
 _REACH, _FADED = 12, 0.5
 """The onset is at most 12 values before detection, and after the last value at which the detector's
 votes were below 0.5."""
-_SIGMA = 1.25
-"""Standard deviation of Gaussian noise over its mean absolute deviation."""
+_SIGMA = 0.886
+"""Standard deviation of Gaussian noise over its mean absolute difference of successive values."""
 _YES, _NO = np.bool_(True), np.bool_(False)
 
 
@@ -221,7 +221,8 @@ class Incidents:
         steps = self._steps.medians()
         votes, heights, sustained = self._judged(self._values.medians())
         edges = np.diff(sustained.astype(np.int8), prepend=0, append=0)
-        found = []
+        found: list[Event] = []
+        begun, last = 0, -1
         for onset, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
             first = max(0, onset - _REACH)
             quiet = np.flatnonzero(votes[first:onset] < _FADED)
@@ -229,15 +230,19 @@ class Incidents:
             rising = first + np.flatnonzero(heights[first:onset] > _HIGH)
             # A small sustained rise has no value above _HIGH.
             first = int(rising[0]) if len(rising) else int(onset)
+            if first <= last:  # the votes had not faded since: the last event has not ended
+                first = begun
+                found.pop()
             over = max(_HIGH, _LEFT * heights[first:end].max())
             high = first + np.flatnonzero(heights[first:end] > over)
             last = int(high[-1]) if len(high) else int(end) - 1
+            begun = first
             found.append(
                 Event(
                     step=float(steps[first]),
                     values=(last + 1 - first) * self._values.size,
                     height=float(heights[first:end].max()),
-                    back=bool(end < len(steps) and end - onset < self._config.escape),
+                    back=bool(end < len(steps) and end - onset < 2 * self._config.window),
                     last=float(steps[last]),
                 )
             )
@@ -258,7 +263,7 @@ class Incidents:
                     update = record(partial(loss_spike.update, self._config), state, seen)
                 state, reading = update(state, seen)
                 # An incident includes the steps in it that are back at the level.
-                votes[at], sustained[at] = state.votes, reading.sustained or state.incident > 0
+                votes[at], sustained[at] = state.votes, reading.sustained or state.lasting > 0
                 heights[at] = reading.z / _SIGMA
         return votes, heights, sustained
 

@@ -22,6 +22,7 @@ from healcore.plugins.rows import (
     SignalRows,
     empty_columns,
     judge_row,
+    rolled_back,
 )
 from healcore.tools.traces.trace import by_signals
 
@@ -79,8 +80,8 @@ class NumpyRowRunner:
         return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, self._engine.init())
 
     def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
-        """`Engine.on_rollback`."""
-        return self._engine.on_rollback(live, restored, xp=host)
+        """See `RowRunner.on_rollback`."""
+        return rolled_back(self._engine, live, restored, xp=host)
 
     def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
         """See `RowRunner.run`."""

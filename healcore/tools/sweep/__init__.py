@@ -1,7 +1,7 @@
 """Thousands of settings of one policy over many recorded runs, ranked by a chosen objective.
 
 traces, unreadable = healcore.tools.traces.open_traces(["runs/"])
-found = healcore.tools.sweep.sweep(traces, "default", vary=["detect.divergence.rise=5..12"])
+found = healcore.tools.sweep.sweep(traces, "pretraining", vary=["detect.divergence.rise=5..12"])
 Path("mine.toml").write_text(healcore.policy.dumps(found.policy))
 """
 

@@ -70,7 +70,7 @@ class Sweep(NamedTuple):
 
 def sweep(
     traces: Sequence[Trace],
-    policy: PolicySource = "default",
+    policy: PolicySource = "pretraining",
     *,
     vary: Sequence[str] = (),
     labels: Labels | None = None,
@@ -99,7 +99,7 @@ def sweep(
     if not any("rollback" in rule.do for rule in base.respond):
         raise SweepError(
             f"policy {base.name} never goes back: a sweep ranks recoveries. Give one with a rule "
-            'that has do = ["rollback"], for example default'
+            'that has do = ["rollback"], for example pretraining'
         )
     axes = tuple(space.parse(base, text) for text in vary) or space.default_axes(base)
     keys = [axis.key for axis in axes]

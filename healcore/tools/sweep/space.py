@@ -23,7 +23,7 @@ _DEFAULT = (0.6, 1.6)  # of the base value, without --vary
 
 _PART = re.compile(r"([A-Za-z_]\w*)((?:\[\d+\])*)")
 """One part of a key, with its indices: `respond[3]`."""
-_LEARNING_KEYS = ("warmup", "escape", "first_", "min_rel_std")
+_LEARNING_KEYS = ("warmup", "window", "escape", "first_", "min_rel_std", "min_noise")
 """Prefixes of numbers that control how a baseline is learnt, not when an alarm is raised."""
 
 _NOT_IN_CURVES = ("clip", "update_clip", "rollback", "lr", "budget", "grace_steps")

@@ -41,7 +41,11 @@ def first(flags: Any) -> int | None:
 
 
 def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None) -> Decisions:
-    """Drives a policy with losses, and norms and evaluation losses where given."""
+    """Drives a policy with losses, and norms and evaluation losses where given.
+
+    As in a replay each rollback that is ordered is subtracted from the budget, and nothing is
+    restored.
+    """
     engine = load(policy).engine()
     state = engine.init()
     rows = []
@@ -52,6 +56,8 @@ def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None)
             loss, norm, evaluation = (None if a is None else a[i] for a in arrays)
             seen = Signals(loss=loss, grad_norm=norm, eval_loss=evaluation)
             state, _ = engine.step(state, seen, xp=host)
+            if engine.mode != "observe":  # where a step does it by itself
+                state = engine.charged(state, xp=host)
             ordered = state.last.decision  # as ordered, in observe mode too
             rows.append(
                 (ordered.cause, ordered.action, ordered.skip, ordered.lr_scale, ordered.grad_scale)

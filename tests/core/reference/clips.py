@@ -1,8 +1,6 @@
 """The reference's clipping rules, from their docstrings: Python floats, lists, ifs.
 
-Each has `see(norm, groups, learn, restart, outlier) -> Clipped`. `norm` and `groups` are finite;
-`outlier` is how far the loss stands out from its level, 0 if it does not, None if no detector
-watches it.
+Each has `see(norm, groups, learn, restart) -> Clipped`; `norm` and `groups` are finite.
 """
 
 from __future__ import annotations
@@ -28,34 +26,48 @@ def factor(limit: float, norm: float) -> float:
     return limit / (norm + 1e-6)
 
 
+class RecentMax:
+    """The largest norm that has passed is kept with its age, and searched at each step."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.passed: list[float] = []
+
+    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
+        c = self.config
+        if restart:
+            self.passed = []
+        warm = len(self.passed) < c.warmup_steps
+        ages = range(len(self.passed) - 1, -1, -1)
+        limit = c.ratio * max(
+            (x * c.decay**n for x, n in zip(self.passed, ages, strict=True)), default=math.inf
+        )
+        held = limit if self.ties.above(norm, limit) else norm
+        effective, threshold = (norm, 0.0) if warm else (held, limit)
+        if c.max_norm is not None:
+            effective, threshold = (
+                min(effective, c.max_norm),
+                min(threshold or c.max_norm, c.max_norm),
+            )
+        over = self.ties.above(norm, effective) if effective != norm else False
+        if learn and norm > 0:
+            self.passed.append(held)
+        return Clipped(factor(effective, norm) if over else 1.0, over, threshold)
+
+
 class ZClip:
     """Mean and variance of a list in warm-up, of the recursion after it."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
         self.config, self.ties = config, ties
         self.history: list[float] = []
-        self.mean = self.var = self.peak = self.saved = 0.0
-        self.before = "none"
-        """The last step: none, ordinary (a spike, its loss was no outlier), outlying."""
-        self.losses: float | None = None
-        """Average of how far the losses of lone spikes stood out."""
-        self.falls = 2
-        """From -6 to 2: how far they fall; below 0 a lone spike is no exception."""
-        self.far = "none"
-        """Spikes so far out that they may be garbage: none, came (the last step), gone."""
+        self.mean = self.var = 0.0
         self.watch = Watch(config.shift, ties)
 
-    def see(
-        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: float | None = None
-    ) -> Clipped:
+    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
         c = self.config
         if restart:
             self.history = []
-        if not self.history:
-            self.peak, self.far = 0.0, "none"
-            if outlier is not None:
-                self.losses, self.falls = None, 2
-        if restart:
             self.watch.clear()
         warm = len(self.history) < c.warmup_steps
         sigma = max(math.sqrt(self.var), c.min_rel_std * self.mean)
@@ -71,47 +83,15 @@ class ZClip:
                     "max": threshold,
                 }[c.target]
         accepted, effective = target, target
-        saved = 0.0 if warm else min(self.saved + c.lone_share, 2 * c.lone_limit)
-        far, losses, falls = self.far, self.losses, self.falls
-        if far == "came":
-            far = "none" if spike else "gone"
-        if spike and (self.before == "none" or (outlier and self.before == "ordinary")):
-            if outlier and self.before == "none":
-                losses, falls = self._judge(outlier, losses, falls)
-            allowed = c.lone_ratio * self.peak
-            reach = max(saved, c.lone_limit)
-            beyond = outlier and self.ties.above(norm, reach * self.mean)
-            if beyond and far == "gone":
-                allowed = min(allowed, self.peak)
-            elif outlier and not beyond:
-                allowed = max(allowed, min(saved * self.mean, 2 * self.peak))
-            if falls < 0 and outlier is not None:
-                allowed = 0.0
-            if self.ties.above(min(norm, allowed), target):
-                effective = min(norm, allowed)
-                saved = max(saved - effective / self.mean, 0.0)
-                far = "came" if beyond and far == "none" else far
         if c.max_norm is not None:
             effective = min(effective, c.max_norm)
             threshold = min(threshold or c.max_norm, c.max_norm)
         over = self.ties.above(norm, effective) if effective != norm else False
         if learn and norm > 0:
-            self.peak = max(self.peak * (1 - 1 / 1024), effective)
-            self.before = ("outlying" if outlier else "ordinary") if spike else "none"
-            self.saved, self.far, self.losses, self.falls = saved, far, losses, falls
-            self._learn(norm, accepted, warm, spike, unsure=bool(spike and outlier))
+            self._learn(norm, accepted, warm, spike)
         return Clipped(factor(effective, norm) if over else 1.0, over, threshold, z)
 
-    def _judge(self, loss: float, losses: float | None, falls: int) -> tuple[float, int]:
-        if losses is None:
-            return loss, falls
-        if not self.ties.above(loss, losses):
-            falls = min(falls + 1, 2)
-        elif self.ties.above(loss, 1.125 * losses):
-            falls = max(falls - 3, -6)
-        return losses + (min(loss, 2 * losses) - losses) / 16, falls
-
-    def _learn(self, norm: float, accepted: float, warm: bool, spike: bool, unsure: bool) -> None:
+    def _learn(self, norm: float, accepted: float, warm: bool, spike: bool) -> None:
         if warm:
             past = self.history
             if past:
@@ -125,8 +105,7 @@ class ZClip:
         a = self.config.ema_decay
         self.mean = a * self.mean + (1 - a) * accepted
         self.var = a * self.var + (1 - a) * (accepted - self.mean) ** 2
-        # Larger norms and larger losses may be a fault that ends: no new level yet.
-        if not unsure and self.watch.see(norm, spike):
+        if self.watch.see(norm, spike):
             self.mean, self.var = self.watch.level, self.watch.spread
 
 
@@ -136,9 +115,7 @@ class Fixed:
     def __init__(self, config: Any, ties: Ties) -> None:
         self.limit, self.ties = config.max_norm, ties
 
-    def see(
-        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: float | None = None
-    ) -> Clipped:
+    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
         over = self.ties.above(norm, self.limit)
         return Clipped(factor(self.limit, norm) if over else 1.0, over, self.limit)
 
@@ -150,9 +127,7 @@ class AutoClip:
         self.config, self.ties = config, ties
         self.bins: dict[int, int] = {}
 
-    def see(
-        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: float | None = None
-    ) -> Clipped:
+    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
         c = self.config
         if restart:
             self.bins = {}
@@ -190,9 +165,7 @@ class AdaGC:
         self.gamma: list[float] = [0.0] * groups
         self.watches = [Watch(config.shift, ties) for _ in range(groups)]
 
-    def see(
-        self, norm: float, groups: Any, learn: bool, restart: bool, outlier: float | None = None
-    ) -> Clipped:
+    def see(self, norm: float, groups: Any, learn: bool, restart: bool) -> Clipped:
         c = self.config
         if restart:
             self.count = 0
@@ -228,4 +201,10 @@ class AdaGC:
                 self.gamma[i] = self.watches[i].level
 
 
-RULES = {"zclip": ZClip, "fixed": Fixed, "autoclip": AutoClip, "adagc": AdaGC}
+RULES = {
+    "recent_max": RecentMax,
+    "zclip": ZClip,
+    "fixed": Fixed,
+    "autoclip": AutoClip,
+    "adagc": AdaGC,
+}

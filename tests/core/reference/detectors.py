@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
 from tests.core.reference.loss_limits import LossCeiling, LossRatio
-from tests.core.reference.losses import Divergence, Instability, LossSpike
+from tests.core.reference.losses import Divergence, LossSpike, Outliers
 from tests.core.reference.outliers import GradCeiling, GradEma, GradWindow, LossWindow
+from tests.core.reference.records import Instability, Records
 from tests.core.reference.ties import Ties
-from tests.core.reference.watch import Watch, warmup
 
 Finding = tuple[bool, bool, int]
 
@@ -48,53 +48,21 @@ class Nonfinite:
 
 
 class NormSpike:
-    """Level and mean absolute deviation of accepted norms."""
+    """Outliers of the gradient norm, by the same rule as those of the loss."""
 
     cause = Cause.GRAD_SPIKE
 
     def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
-        self.count = 0
-        self.level = self.scale = 0.0
-        self.watch = Watch(config.shift, ties)
+        self.outliers = Outliers(config, ties)
 
     def value(self, step: Step) -> float:
         assert step.norm is not None
         return step.norm
 
     def see(self, step: Step) -> Finding:
-        c, x = self.config, self.value(step)
-        if step.restart:
-            self.count = 0
-            self.level = self.scale = 0.0
-            self.watch.clear()
-        if not step.finite or x <= 0:
-            return False, False, 0
-        if self.count < c.warmup_steps:
-            if self.count:
-                x, forget = warmup(x, self.level, self.ties)
-                if forget:
-                    self.count = 0
-                    self.level = self.scale = 0.0
-            self.count += 1
-            self._average(x, 1 / self.count)
-            return False, False, 0
-        far = self.ties.above(x - self.level, c.z_threshold * self.scale, x, self.level)
-        high = self.ties.above(x, c.min_ratio * self.level)
-        alarm = far and high
-        if not alarm:
-            self._average(x, 1 - c.ema_decay)
-        escaped = self.watch.see(x, alarm)
-        sustained = alarm and (escaped or self.watch.run >= c.sustain * c.shift.gain)
-        if escaped:
-            self.level = self.watch.level
-        return alarm, sustained, int(self.cause) if alarm else 0
-
-    def _average(self, x: float, rate: float) -> None:
-        # A deviation is taken from the level before the value moved it; the first has none.
-        off = 0.0 if self.count == 1 and rate == 1 else abs(x - self.level)
-        self.scale += rate * (off - self.scale)
-        self.level += rate * (x - self.level)
+        x = self.value(step)
+        alarm, sustained = self.outliers.see(x, step.finite and x > 0, step.restart)
+        return alarm, sustained, int(self.cause) if alarm or sustained else 0
 
 
 class UpdateSpike(NormSpike):
@@ -208,6 +176,7 @@ DETECTORS: dict[str, tuple[Any, frozenset[str]]] = {
     "loss_spike": (LossSpike, frozenset({"loss"})),
     "divergence": (Divergence, frozenset({"loss"})),
     "instability": (Instability, frozenset({"loss", "norm"})),
+    "records": (Records, frozenset({"loss"})),
     "grad_spike": (NormSpike, frozenset({"norm"})),
     "vanishing": (Vanishing, frozenset({"norm"})),
     "plateau": (Plateau, frozenset({"loss"})),

@@ -163,14 +163,17 @@ class Multiplier:
                 self.scale = top if gone == 1.0 else bottom + (top - bottom) * gone
         return self.scale
 
-    def take_back(self, only: bool) -> None:
-        """The last cut was wrong; `only`: there is no other one."""
-        self.scale = 1.0 if only else min(1.0, self.scale / self.config.factor)
-        if only:
-            self.low, self.broken, self.hold, self.ramp = None, 0.0, 0, 0
-        elif self.low is not None:
-            self.low /= self.config.factor
-            self.broken = min(self.broken / (self.config.ceiling or self.config.factor), 1e12)
+    def limit(self, limit: float, schedule: float | None) -> None:
+        """The host holds the rate at most at `limit`, as after a cut that has left this rate."""
+        rate = schedule if schedule is not None and 0 < schedule < 1e12 else 1.0
+        self.scale = min(self.scale, limit / rate)
+        self.low, self.broken = limit, min(limit / (self.config.ceiling or 1.0), 1e12)
+        self.peak = self.rate = rate
+        self.hold, self.ramp = self.config.hold_steps, self.config.ramp_steps
+
+    def lift(self) -> None:
+        """The host undoes every cut and limit."""
+        self.scale, self.low, self.broken, self.hold, self.ramp = 1.0, None, 0.0, 0, 0
 
 
 class Engine:
@@ -197,8 +200,6 @@ class Engine:
         self.healthy = 0
         self.lr = Multiplier(config.lr)
         self.report = Report()
-        self.outlier: float | None = None
-        """How far the loss of this step stands out, 0 if it does not; None without a detector."""
         acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
         self.trouble = BAD
         for rule in config.rules:
@@ -237,7 +238,6 @@ class Engine:
             "update": update_norm is None,
             "eval_loss": eval_loss is None,
         }
-        self.outlier = None
         alarmed, sustained = self._causes(step, absent)
         cause = alarmed | sustained
         fired = [
@@ -253,7 +253,7 @@ class Engine:
         clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
         if self.clip is not None and grad_norm is not None:
             learn = step.finite and not held
-            clipped = self.clip.see(step.norm or 0.0, groups, learn, restart, self.outlier)
+            clipped = self.clip.see(step.norm or 0.0, groups, learn, restart)
             if not skip and self.per_tensor:
                 group_scale = clipped.scale
             elif not skip:
@@ -273,7 +273,8 @@ class Engine:
             lr_cuts=old.lr_cuts + bool(action & Action.CUT_LR),
             incidents=self.incident.number,
         )
-        if self.config.mode == "observe":
+        if self.config.mode == "observe":  # nobody carries out what is ordered
+            self.recoveries -= bool(action & Action.ROLLBACK)
             return self.neutral(1.0, cause)
         return Verdict(scale, skip, lr_scale, action, cause, depth, group_scale)
 
@@ -283,8 +284,6 @@ class Engine:
             if any(absent[each] for each in needs):
                 continue
             alarm, lasting, flags = detector.see(step)
-            if isinstance(detector, detectors.LossSpike):
-                self.outlier = detector.excess if alarm and self.grace == 0 else 0.0
             if always or self.grace == 0:
                 alarmed |= flags if alarm else 0
                 sustained |= flags if lasting else 0
@@ -301,13 +300,20 @@ class Engine:
         self.skips += 1
         return True
 
-    def decline(self, *, cut: bool = False) -> None:
-        """The host declines the last rollback, and its cut if `cut`; the incident goes on."""
-        self.incident.last_onset = None
-        self.recoveries = min(self.recoveries + 1, self.config.budget.recoveries)
-        if cut:
-            self.cuts = min(self.cuts + 1, self.config.budget.lr_cuts)
-            self.lr.take_back(self.cuts == self.config.budget.lr_cuts)
+    def roll_back(self) -> None:
+        """The host carries a rollback out, to a state with the present detectors."""
+        self.recoveries = max(0, self.recoveries - 1)
+        self.healthy = 0
+        self.incident.open = self.incident.only_skips = False
+        self.incident.quiet = 0
+        self.report = self.report._replace(rollbacks=self.report.rollbacks + 1)
+
+    def limit_lr(self, limit: float, schedule: float | None) -> None:
+        """The host limits the learning rate, if the budget has a cut left."""
+        if self.cuts > 0:
+            self.cuts -= 1
+            self.lr.limit(limit, schedule)
+            self.report = self.report._replace(lr_cuts=self.report.lr_cuts + 1)
 
     def _recovery_orders(
         self, cause: int, fired: list[Any], skip: bool, rate: float | None
@@ -327,8 +333,7 @@ class Engine:
         spent = recover and self.recoveries == 0
         cut = cuts and self.cuts > 0
         recover = recover and not spent
-        self.recoveries -= recover
-        self.cuts -= cut
+        self.cuts -= cut  # a rollback is subtracted where it is carried out
         serious = self.incident.serious
         healthy = not serious and not alarm
         self.healthy = 0 if serious or asked else self.healthy + healthy

@@ -1,8 +1,10 @@
-"""Before the Healer goes back: is the model worse, or are the data different? In JAX."""
+"""In JAX: with a `loss_fn` the weights are compared with earlier ones; damage is undone."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,21 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.core import Tracer
 
 from healcore import Healer
 from healcore.jax import metrics, protect
-from healcore.jax.driver import engines as in_state
-from healcore.jax.state import HealState, engine_state, map_nodes, with_engine_state
 from healcore.policy import load
 from healcore.runtime.events import read
 
+STEPS = 400
+CHANGE = 250
 
-def data(number: int, relabelled: bool, bad: bool = False, shuffled: bool = False) -> Any:
+
+def data(number: int, *, relabelled: bool = False, bad: bool = False) -> Any:
     random = np.random.default_rng(number)
     x = random.standard_normal((64, 6)).astype(np.float32)
     y = (x[:, 0] > 0) * 2 + (x[:, 1] > 0)
-    if shuffled:
-        y = random.permutation(y)
     if bad:
         x[0] = np.nan
     return x, (y + 1) % 4 if relabelled else y
@@ -36,106 +39,310 @@ def loss_of(params: Any, batch: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
+def initial() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "a": jax.random.normal(keys[0], (6, 32)) / 2.5,
+        "b": jax.random.normal(keys[1], (32, 4)) / 6,
+    }
+
+
 @functools.cache  # compiling takes seconds
-def program(rate: float) -> tuple[Any, Any]:
-    tx = protect(optax.adam(rate), "default")
+def program(parts: int = 1) -> tuple[Any, Any]:
+    tx: Any = protect(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2), "default")
+    if parts > 1:
+        tx = optax.MultiSteps(tx, parts, should_skip_update_fn=optax.skip_not_finite)
 
     @jax.jit
-    def step(state: Any, batch: Any) -> Any:
+    def step(state: Any, batch: Any, rate: Any, scale: Any) -> Any:
         params, opt, *rest = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        if parts == 1:
+            opt = optax.tree.set(opt, learning_rate=rate)
+        loss, grads = jax.value_and_grad(lambda p: scale * loss_of(p, batch))(params)
         updates, opt = tx.update(grads, opt, params, value=loss)
         return optax.apply_updates(params, updates), opt, *rest
 
     return tx, step
 
 
-def run(
-    folder: Any,
-    *,
-    change: int = 10**9,
-    damage: int = -1,
-    mask: bool = False,
-    bad: range = range(0),
-    shuffled: range = range(0),
-    rate: float = 1e-2,
-    asks: bool = True,
-) -> tuple[Healer, list[Any]]:
-    keys = jax.random.split(jax.random.key(0))
-    params = {
-        "a": jax.random.normal(keys[0], (6, 32)) / 2.5,
-        "b": jax.random.normal(keys[1], (32, 4)) / 6,
-    }
-    tx, step = program(rate)
-    batches = [
-        data(number, number >= change, number in bad, number in shuffled) for number in range(400)
-    ]
-    done = False
-    with Healer(
-        "default",
-        state=(params, tx.init(params), *([jnp.full((3,), -jnp.inf)] if mask else [])),
-        events=folder / "e.jsonl",
-        loss_fn=(lambda state, batch: loss_of(state[0], batch)) if asks else None,
-    ) as healer:
-        for batch in healer.batches(batches):
-            state = healer.state
-            if healer.step == damage and not done:
-                done = True
-                state = ({**state[0], "b": -4.0 * state[0]["b"]}, *state[1:])
-            healer.update(step(state, batch))
-    return healer, read(folder / "e.jsonl").events
+evaluate = jax.jit(lambda params, batch: loss_of(params, batch))
 
 
-def test_other_data_are_left_alone(tmp_path):
-    healer, events = run(tmp_path, change=250)
-    assert {e["verdict"] for e in events if e["kind"] == "assessment"} == {"data"}
-    assert healer.rollbacks == 0
-    assert not [e for e in events if e["kind"] == "lr"]
+class Run:
+    """A run of 400 steps, or fewer with several batches a step."""
+
+    def __init__(self, *, parts: int = 1, mask: bool = False) -> None:
+        self.tx, self.program = program(parts)
+        self.parts = parts
+        params = initial()
+        self.state: Any = (params, self.tx.init(params))
+        if mask:
+            self.state = (*self.state, jnp.full((3,), -jnp.inf))
+        self.batches = [data(number) for number in range(STEPS)]
+        self.rate, self.scale = 1e-2, 1.0
+        self.edit: Callable[[int, Any], Any] = lambda step, state: state
+        self.compared: list[Any] = []
+
+    def loss_fn(self, state: Any, batch: Any) -> Any:
+        if not isinstance(batch[0], Tracer):
+            self.compared.append(batch)
+        return self.scale * evaluate(state[0], batch)
+
+    def train(self, folder: Path, *, asks: bool = True, **options: Any) -> Healer:
+        options = {"loss_fn": self.loss_fn if asks else None, **options}
+        with Healer("default", state=self.state, events=folder / "e.jsonl", **options) as healer:
+            for batch in healer.batches(self.batches):
+                state = self.edit(healer.step, healer.state)
+                rate, scale = jnp.float32(self.rate), jnp.float32(self.scale)
+                healer.update(self.program(state, batch, rate, scale))
+        self.state = healer.state
+        return healer
 
 
-def test_a_damaged_model_goes_back(tmp_path):
-    healer, events = run(tmp_path, damage=250)
-    found = [e for e in events if e["kind"] == "assessment" and e["verdict"] == "damage"]
-    assert [e["by"] for e in found] == ["remembered_batches"]
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read(folder / "e.jsonl").events if e["kind"] == kind]
+
+
+def multiplier(healer: Healer) -> float:
+    return float(healer.metrics()["heal/lr_scale"])
+
+
+def reversed_layer(params: Any) -> Any:
+    return {**params, "b": -4.0 * params["b"]}
+
+
+def noisy_layer(params: Any) -> Any:
+    return {**params, "a": 3.0 * jax.random.normal(jax.random.key(1), params["a"].shape)}
+
+
+def damaged(
+    change: Callable[[Any], Any], at: int = CHANGE, often: int = 1
+) -> Callable[[int, Any], Any]:
+    """Changes the parameters before this step, at most so often."""
+    done = []
+
+    def edit(step: int, state: Any) -> Any:
+        if step != at or len(done) >= often:
+            return state
+        done.append(step)
+        return (change(state[0]), *state[1:])
+
+    return edit
+
+
+# -- damage, and a rate that jumps ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [reversed_layer, noisy_layer])
+def test_damaged_weights_are_rolled_back(tmp_path, change):
+    run = Run()
+    run.edit = damaged(change)
+    healer = run.train(tmp_path)
+    (found,) = events(tmp_path, "assessment")
+    assert (found["verdict"], found["by"]) == ("damage", "earlier_weights")
     assert healer.rollbacks == 1
+    assert events(tmp_path, "rollback")[0]["checkpoint"] == 100
+    assert multiplier(healer) == 1.0
 
 
-def test_a_bad_part_of_the_data_is_left_out_when_it_has_ended(tmp_path):
-    """While it lasts it looks like a new task; then the weights from before it are better."""
-    healer, events = run(tmp_path, shuffled=range(250, 310), rate=0.1)
-    looks = [e for e in events if e["kind"] == "assessment" and e["by"] == "earlier_weights"]
-    assert [e["verdict"] for e in looks][-1] == "damage"
-    assert healer.rollbacks == 1
-    (back,) = [e for e in events if e["kind"] == "rollback"]
-    assert {index for _, index in back["batches"]} >= {*range(251, 310)}
+def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, caplog):
+    run = Run()
+
+    def jump(step: int, state: Any) -> Any:
+        run.rate = 1.0 if step >= CHANGE else 0.01
+        return state
+
+    run.edit = jump
+    healer = run.train(tmp_path)
+    (*_, back) = events(tmp_path, "rollback")
+    assert back["lr"] == pytest.approx(1.0)
+    assert back["lr_limit"] == pytest.approx(0.01)
+    assert "learning rate at most 0.01 (it was 1)" in caplog.text
+    assert multiplier(healer) <= 0.01001
 
 
-def test_looking_at_earlier_weights_changes_nothing(tmp_path):
-    asked, events = run(tmp_path, change=250)
-    assert "earlier_weights" in {e["by"] for e in events if e["kind"] == "assessment"}
-    plain, _ = run(tmp_path / "plain", change=250, asks=False)
-    for a, b in zip(jax.tree.leaves(asked.state), jax.tree.leaves(plain.state), strict=True):
-        np.testing.assert_array_equal(a, b)
+def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caplog):
+    run = Run()
+    run.edit = damaged(reversed_layer, often=100)
+    healer = run.train(tmp_path)
+    assert [e["checkpoint"] for e in events(tmp_path, "rollback")] == [100, 100, 100]
+    assert "the run continues at the full learning rate" in caplog.text
+    assert multiplier(healer) == 1.0
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
 
 
-def test_a_mask_that_is_meant_to_be_infinite_is_no_damage(tmp_path):
-    healer, events = run(tmp_path, change=250, mask=True)
-    assert {e["verdict"] for e in events if e["kind"] == "assessment"} == {"data"}
+# -- healthy changes ------------------------------------------------------------------------------
+
+
+def relabelled(run: Run) -> None:
+    run.batches = [data(number, relabelled=number >= CHANGE) for number in range(STEPS)]
+
+
+def scaled(run: Run) -> None:
+    def scale(step: int, state: Any) -> Any:
+        run.scale = 1000.0 if step >= CHANGE else 1.0
+        return state
+
+    run.edit = scale
+
+
+def full_batch(run: Run) -> None:
+    run.batches = [data(0)] * STEPS
+
+
+def pruned(run: Run) -> None:
+    def prune(step: int, state: Any) -> Any:
+        if step != CHANGE:
+            return state
+        a = state[0]["a"]
+        kept = jnp.abs(a) > jnp.quantile(jnp.abs(a), 0.3)
+        return ({**state[0], "a": jnp.where(kept, a, 0.0)}, *state[1:])
+
+    run.edit = prune
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("change", [relabelled, scaled, full_batch, pruned])
+def test_a_healthy_change_costs_nothing(tmp_path, change, asks):
+    run = Run(mask=True)  # one that is meant to be infinite is no damage
+    change(run)
+    healer = run.train(tmp_path, asks=asks)
     assert healer.rollbacks == 0
+    assert multiplier(healer) == 1.0
+    assert not events(tmp_path, "lr")
 
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_steps_that_are_not_finite_have_changed_nothing(tmp_path, asks):
     """The gradient's norms of such a step are in the state, for the diagnosis."""
-    healer, events = run(tmp_path, bad=range(250, 264), asks=asks)
-    assert {e["verdict"] for e in events if e["kind"] == "assessment"} == {"data"}
+    run = Run()
+    run.batches = [data(number, bad=250 <= number < 264) for number in range(STEPS)]
+    healer = run.train(tmp_path, asks=asks)
+    assert {e["verdict"] for e in events(tmp_path, "assessment")} == {"unknown"}
     assert healer.rollbacks == 0
     assert all(np.isfinite(each).all() for each in jax.tree.leaves(healer.state[0]))
 
 
+def test_comparing_changes_not_one_bit_of_the_run(tmp_path):
+    asked, plain = Run(), Run()
+    for run, name in ((asked, "asked"), (plain, "plain")):
+        relabelled(run)
+        run.train(tmp_path / name, asks=run is asked)
+    assert len(asked.compared) > 10
+    for a, b in zip(jax.tree.leaves(asked.state), jax.tree.leaves(plain.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- all batches of a step ------------------------------------------------------------------------
+
+
+def numbers(run: Run) -> set[int]:
+    """The batches that were compared, by their place in the data."""
+    first = [batch[0][0, 0] for batch in run.batches]
+    check, *compared = [first.index(batch[0][0, 0]) for batch in run.compared]
+    assert check == 0  # the `loss_fn` is tried on the first batch alone
+    return {*compared}
+
+
+def test_every_batch_of_an_accumulation_is_compared(tmp_path):
+    run = Run(parts=4)
+    run.train(tmp_path)
+    compared = numbers(run)
+    assert compared
+    assert {4 * (number // 4) + i for number in compared for i in range(4)} == compared
+
+
+def test_every_batch_of_a_dispatch_of_many_steps_is_compared(tmp_path):
+    tx = protect(optax.adam(1e-2), "default", records=8)
+
+    @jax.jit
+    def many(state: Any, batches: Any) -> Any:
+        def one(state: Any, batch: Any) -> Any:
+            params, opt = state
+            loss, grads = jax.value_and_grad(loss_of)(params, batch)
+            updates, opt = tx.update(grads, opt, params, value=loss)
+            return (optax.apply_updates(params, updates), opt), None
+
+        return jax.lax.scan(one, state, batches)[0]
+
+    run, waiting = Run(), []
+    state = (initial(), tx.init(initial()))
+    done = False
+    with Healer("default", state=state, events=tmp_path / "e.jsonl", loss_fn=run.loss_fn) as healer:
+        for batch in healer.batches(run.batches):
+            waiting.append(batch)
+            if len(waiting) < 8:
+                continue
+            state = healer.state
+            if healer.step == 248 and not done:
+                done, state = True, ({**state[0], "b": -4.0 * state[0]["b"]}, *state[1:])
+            stacked = jax.tree.map(lambda *each: jnp.stack(each), *waiting)
+            waiting.clear()
+            healer.update(many(state, stacked))
+    compared = numbers(run)
+    assert compared
+    assert {8 * (number // 8) + i for number in compared for i in range(8)} == compared
+    assert healer.rollbacks <= 1
+
+
+# -- nnx: objects that are updated in place -------------------------------------------------------
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.inner = nnx.Linear(6, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.outer = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.outer(self.dropout(jnp.tanh(self.norm(self.inner(x)))))
+
+
+def nnx_loss(model: Net, batch: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch[0]), batch[1]).mean()
+
+
+def test_objects_that_are_updated_in_place_keep_their_statistics_and_keys(tmp_path):
+    evaluated = nnx.jit(nnx_loss)
+
+    @nnx.jit
+    def train(model: Net, optimizer: Any, batch: Any) -> None:
+        loss, grads = nnx.value_and_grad(nnx_loss)(model, batch)
+        optimizer.update(model, grads, value=loss)
+
+    ended = []
+    for asks in (False, True):
+        model, calls = Net(nnx.Rngs(0)), []
+        optimizer = nnx.Optimizer(model, protect(optax.adam(1e-2), "default"), wrt=nnx.Param)
+
+        def loss_fn(batch: Any, model: Net = model, calls: list[Any] = calls) -> Any:
+            calls.append(batch)
+            return evaluated(model, batch)
+
+        state = {"model": model, "optimizer": optimizer}
+        options: Any = {"loss_fn": loss_fn} if asks else {}
+        with Healer("default", state=state, **options) as healer:
+            for batch in healer.batches([data(n, relabelled=n >= 120) for n in range(160)]):
+                train(model, optimizer, batch)
+                healer.update()
+        assert healer.rollbacks == 0
+        assert (len(calls) > 4) is asks
+        ended.append(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))))
+    for a, b in zip(*ended, strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(a, b)
+
+
 def test_the_limit_on_an_injected_rate_is_absolute():
     """After a cut the multiplier is 1 where the schedule has decayed below the limit."""
-    tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=3.0), "default")
+    policy = load(
+        "default",
+        detect={"instability": {}},
+        respond=[{"to": ["instability"], "do": ["rollback", "cut_lr"]}],
+    )
+    tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=3.0), policy)
     curvature = jnp.linspace(0.1, 1.0, 8)
 
     @jax.jit
@@ -152,18 +359,3 @@ def test_the_limit_on_an_injected_rate_is_absolute():
         scales.append(float(metrics(state)["heal/lr_scale"]))
     assert 3.0 * scales[99] < 2.0
     assert scales[-1] == 1.0
-
-
-@pytest.mark.parametrize(("cut", "scale", "left"), [(False, 0.25, 3), (True, 1.0, 4)])
-def test_a_rollback_is_declined_with_its_cut_or_without(cut, scale, left):
-    engine = load("default").engine()
-
-    def cut_lr(live: HealState) -> HealState:
-        state = engine.cut_lr(engine_state(engine, live), None, xp=jnp)
-        return with_engine_state(engine, live, state)
-
-    state = protect(optax.sgd(0.1), "default").init({"a": jnp.ones(3)})
-    state = in_state.declined(engine, map_nodes(HealState, cut_lr, state), cut=cut)
-    found: list[Any] = []
-    map_nodes(HealState, lambda live: found.append(engine_state(engine, live)) or live, state)
-    assert [(float(each.lr.scale), int(each.budget.lr_cuts)) for each in found] == [(scale, left)]

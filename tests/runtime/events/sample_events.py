@@ -57,8 +57,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "assessment": {
         "onset": 4,
         "cause": Cause.LOSS_SPIKE,
-        "verdict": "data",
-        "by": "remembered_batches",
+        "verdict": "damage",
+        "by": "earlier_weights",
         "rise": 3.5,
         "rise_remembered": 0.01,
     },

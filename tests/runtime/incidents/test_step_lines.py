@@ -98,8 +98,11 @@ def test_outliers_that_were_only_clipped_are_said_at_powers_of_ten(run: Run):
     assert lines[0].endswith("grad spike; gradient norm 0, learning rate 0.001; gradients × 0.01")
 
 
-def test_every_cut_of_the_learning_rate_is_said_also_within_one_incident(run: Run):
+def test_every_cut_of_the_learning_rate_is_said_also_within_one_incident(
+    capsys: pytest.CaptureFixture[str],
+):
     """As for the third trouble of a run, which gets an alert and a cut and no rollback."""
+    run = Run(capsys, "pretraining")
     cut = {"cause": Cause.INSTABILITY, "action": Action.ALERT | Action.CUT_LR}
     one = {"incident": 1, "incident_open": True}
     run.steps(1, **one, **cut, lr_scale=0.25)

@@ -24,9 +24,9 @@ def healcore_cli(*arguments: str):
 
 @pytest.fixture
 def mine(tmp_path):
-    """A policy file: default with another threshold."""
+    """A policy file: pretraining with another threshold."""
     file = tmp_path / "mine.toml"
-    file.write_text(preset_text("default").replace("z_threshold = 2.5 ", "z_threshold = 3.5 "))
+    file.write_text(preset_text("pretraining").replace("z_threshold = 2.5 ", "z_threshold = 3.5 "))
     return str(file)
 
 
@@ -50,7 +50,7 @@ def test_list_json():
     rows = json.loads(healcore_cli("policy", "list", "--json").output)
     assert [row["name"] for row in rows] == list(ALL)
     assert [row["name"] for row in rows if row["kind"] == "preset"] == list(preset_names())
-    assert rows[0]["clip"] == "zclip"
+    assert rows[0]["clip"] == load(ALL[0]).clip.kind
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -99,14 +99,14 @@ def test_check_of_what_cannot_be_read(name):
 
 
 def test_diff(mine):
-    done = healcore_cli("policy", "diff", "default", mine)
+    done = healcore_cli("policy", "diff", "pretraining", mine)
     assert done.exit_code == 1
     (line,) = [line for line in done.output.splitlines() if line.startswith("clip.")]
     assert line.split() == ["clip.z_threshold", "2.5", "3.5"]
 
 
 def test_diff_json(mine):
-    found = json.loads(healcore_cli("policy", "diff", mine, "default", "--json").output)
+    found = json.loads(healcore_cli("policy", "diff", mine, "pretraining", "--json").output)
     assert found == [{"key": "clip.z_threshold", "left": 3.5, "right": 2.5}]
 
 

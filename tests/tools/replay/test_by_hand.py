@@ -49,7 +49,21 @@ def step(engine: Engine, state, row):
     if "eval_loss" in row:
         signals["eval_loss"] = np.asarray(float(row["eval_loss"] or "nan"), np.float32)
     new, _ = engine.step(state, Signals(**signals), xp=np)
+    if int(new.last.decision.action) & Action.ROLLBACK:  # a live run carries it out
+        new = paid_for(new, int(new.budget.recoveries) - 1)
     return new, new.last.decision
+
+
+def paid_for(state, recoveries):
+    """The state with so many rollbacks left."""
+    left = np.asarray(recoveries, np.int32)
+    return state._replace(budget=state.budget._replace(recoveries=left))
+
+
+def gone_back(engine, live, restored):
+    """The state after the recorded run went back: what it ordered has been paid for."""
+    state = engine.on_rollback(live, restored, xp=np)
+    return paid_for(state, live.budget.recoveries)
 
 
 def line_of(decision, action):
@@ -136,7 +150,7 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     second = logs.write(tmp_path / "2.csv", logs.part(run, 300, 700), range(300, 700))
     engine = load("pretraining").engine()
     before, states = by_hand(engine, engine.init(), rows_of(first), range(450))
-    state = engine.on_rollback(states[-1], states[299], xp=np)
+    state = gone_back(engine, states[-1], states[299])
     assert int(states[-1].budget.recoveries) < int(states[100].budget.recoveries)
     after, _ = by_hand(engine, state, rows_of(second), range(450, 850))
     got, result = replayed(logs.trace(first, second), "pretraining")
@@ -165,7 +179,7 @@ def test_a_restart_within_one_file_keeps_the_budget(tmp_path):
     engine = load("pretraining").engine()
     rows = rows_of(path)
     before, states = by_hand(engine, engine.init(), rows[:300], range(300))
-    state = engine.on_rollback(states[-1], engine.init(), xp=np)
+    state = gone_back(engine, states[-1], engine.init())
     after, _ = by_hand(engine, state, rows[300:], range(300, 600))
     got, _ = replayed(logs.trace(path), "pretraining")
     assert got == before + after
@@ -304,7 +318,7 @@ def test_incidents_have_their_rows_and_steps(tmp_path):
     assert 200 < incident.index < 210
     assert incident.step == 1000 + 10 * incident.index
     assert "LOSS_SPIKE" in incident.cause
-    assert (incident.lr_before, incident.lr_after) == (1.0, 0.5)
+    assert (incident.lr_before, incident.lr_after) == (1.0, 0.25)
     assert "would roll back" in outcome(incident)
     assert incident.skipped > 0
 

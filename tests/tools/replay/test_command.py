@@ -44,7 +44,7 @@ def test_the_table(run, spiked):
     done = healcore_replay(spiked, "-p", "pretraining")
     assert done.exit_code == 0, done.output
     assert cells(done.output, "spiked.csv")[:4] == ["spiked.csv", "300", "1", "1"]
-    assert "0.5 (1)" in done.output
+    assert "0.25 (1)" in done.output
     assert "Judged with numpy" in " ".join(done.output.split())
     both = healcore_replay(spiked, run)
     assert cells(both.output, "all 2")[2] == "600"
@@ -107,15 +107,15 @@ def test_comparing_policies(spiked, tmp_path):
     assert done.exit_code == 0, done.output
     summaries = [each for each in map(json.loads, out.open()) if each.get("summary")]
     assert [each["policy"] for each in summaries] == ["pretraining", str(mine), "zclip"]
-    assert [each["rollbacks"] for each in summaries] == [1, 1, 0]
-    assert [each["lowest_lr"] for each in summaries] == [0.5, 1, 1]
+    assert [each["rollbacks"] - each["repeats"] for each in summaries] == [1, 1, 0]
+    assert [each["lowest_lr_first"] for each in summaries] == [0.25, 1, 1]
     assert len({each["fingerprint"] for each in summaries}) == 3
 
 
 def test_a_value_is_replaced_in_every_policy(spiked):
-    assert "0.5 (1)" in healcore_replay(spiked, "-p", "pretraining").output
-    done = healcore_replay(spiked, "-p", "pretraining", "--set", "lr.factor=0.25")
-    assert "0.25 (1)" in done.output
+    assert "0.25 (1)" in healcore_replay(spiked, "-p", "pretraining").output
+    done = healcore_replay(spiked, "-p", "pretraining", "--set", "lr.factor=0.5")
+    assert "0.5 (1)" in done.output
     done = healcore_replay(spiked, "--set", "lr.factor=2")
     assert done.exit_code == 2
     assert "lr.factor = 2" in done.stderr
@@ -131,12 +131,12 @@ def test_labels(spiked, tmp_path):
         {"file": "other.csv", "points": 300, "spikes": []},
     ]
     labels.write_text(json.dumps(known))
-    done = healcore_replay(spiked, other, "--labels", labels)
+    done = healcore_replay(spiked, other, "-p", "pretraining", "--labels", labels)
     assert done.exit_code == 0, done.output
     assert cells(done.output, "spiked.csv")[-4:] == ["1", "of", "1", "-"]
     assert cells(done.output, "other.csv")[-2:] == ["-", "1"]
     row = cells(done.output, ".")
-    assert row[:8] == [".", "default", "rollbacks", "2", "600", "1", "of", "1"]
+    assert row[:8] == [".", "pretraining", "rollbacks", "2", "600", "1", "of", "1"]
     assert (row[8], *row[10:]) == ("1", "1", "16.67")
 
 
@@ -151,7 +151,7 @@ def test_a_policy_is_scored_by_its_severest_answer(spiked, tmp_path, monkeypatch
         '[[respond]]\nto = ["loss_spike"]\ndo = ["alert"]\n'
     )
     scored = {
-        "default": "rollbacks",
+        "pretraining": "rollbacks",
         "axolotl-watchdog": "stops",
         "olmo2-skip-step": "skips",
         alerts.name: "alarms",
@@ -161,7 +161,7 @@ def test_a_policy_is_scored_by_its_severest_answer(spiked, tmp_path, monkeypatch
     assert done.exit_code == 0, done.output
     scores = [line.split() for line in done.output.splitlines() if line.strip().startswith(". ")]
     assert {line[1]: line[2] for line in scores} == scored
-    for name in ("olmo2-skip-step", alerts.name, "default"):
+    for name in ("olmo2-skip-step", alerts.name, "pretraining"):
         assert ["1", "of", "1"] in [line[5:8] for line in scores if line[1] == name]
     assert "1 of 1 by skips" in done.output
     assert "1 of 1 by alarms" in done.output

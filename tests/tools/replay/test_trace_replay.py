@@ -31,7 +31,7 @@ def without(tmp_path, *names):
 def test_what_is_inactive_is_reported(tmp_path):
     (note,) = replay(without(tmp_path, "grad_norm"), "default").resting
     assert note == (
-        "clip zclip, grad_spike, instability and vanishing are inactive: no grad_norm was logged"
+        "clip recent_max, grad_spike and vanishing are inactive: no grad_norm was logged"
     )
     assert replay(without(tmp_path), "default").resting == ()
     (note,) = replay(without(tmp_path), "levanter-clip-update").resting

@@ -179,7 +179,7 @@ def test_an_observed_run_is_counted_from_its_metrics(observed):
     assert incident.skipped == report.counts.skips == sum(row["skip"] for row in rows) == 600
     assert report.counts.alarms == 600
     assert (incident.onset_step, incident.end) == (300.0, (899.0, 899))
-    assert incident.lr_path[:4] == (1.0, 0.5, 0.25, 0.125)
+    assert incident.lr_path[:4] == (1.0, 0.25, 0.0625, 0.015625)
     assert (incident.lr_before, incident.lr_after) == (1.0, incident.lr_path[-1])
     orders = [e for e in lines_of(observed) if e["kind"] == "order"]
     back = sum("ROLLBACK" in order["action"] and "incident" in order for order in orders)
@@ -195,7 +195,7 @@ def test_an_observed_run_is_reported_as_what_would_have_been(observed, tmp_path)
     assert "600 steps would be skipped" in page
     assert "nan last loss" in page
     assert "last finite loss" in page
-    assert "1 → 0.5 → 0.25 → 0.125 → 0.1" in page
+    assert "1 → 0.25 → 0.0625" in page
     assert "stopped the run" not in page.replace("helped), stopped the run", "")
     assert all("would have" in each for each in report.outcomes())
     alone = tmp_path / "run.events.jsonl"
@@ -209,7 +209,7 @@ def test_watching_an_observed_run(observed):
     assert found.exit_code == 0
     last = found.output.splitlines()[-3:]
     assert "it only observes" in last[0]
-    assert "learning rate would be × 0.1" in last[1]
+    assert "learning rate would be × 0.01" in last[1]
     would = "it would have skipped 100 or more steps, rolled back 4 times, cut the learning rate"
     assert would in last[2]
     assert "rollbacks" not in last[2]

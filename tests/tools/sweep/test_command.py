@@ -44,7 +44,8 @@ def test_the_table(logs, tmp_path):
     out = tmp_path / "mine.toml"
     done = run(*logs, "--variants", "10", "-o", str(out))
     assert done.exit_code == 0, done.output
-    for message in ("10 settings of policy default on 8 runs", "held out", "hindsight", str(out)):
+    settings = "10 settings of policy pretraining on 8 runs"
+    for message in (settings, "held out", "hindsight", str(out)):
         assert message in done.output
     assert load(str(out))
     again = run(*logs[:1], "--variants", "2", "-o", str(out))
@@ -58,9 +59,9 @@ def test_a_base_that_is_kept_is_what_is_written(logs, tmp_path):
     out = tmp_path / "mine.toml"
     done = run(*logs[::2], "--vary", "max_skips=9,11", "-o", str(out), "--json")
     assert json.loads(done.output)["take"] == "base"
-    assert out.read_text() == preset_text("default"), "comments and all"
+    assert out.read_text() == preset_text("pretraining"), "comments and all"
     own = tmp_path / "own.toml"
-    own.write_text("# kept for a reason\n" + preset_text("default"))
+    own.write_text("# kept for a reason\n" + preset_text("pretraining"))
     few = (*logs[:1], "-p", str(own), "--vary", "max_skips=9,11", "-o", str(out), "--overwrite")
     done = run(*few)
     assert done.exit_code == 0, done.output

@@ -38,7 +38,7 @@ def test_lost_is_shown_once_and_its_gap_in_steps(logs, tmp_path):
 
 def test_a_single_run_cannot_be_checked(logs, tmp_path):
     out = str(tmp_path / "mine.toml")
-    for policy, vary in ((blunt(tmp_path), DULL), ("default", "max_skips=9,11")):
+    for policy, vary in ((blunt(tmp_path), DULL), ("pretraining", "max_skips=9,11")):
         done = run(
             logs[0], "-p", policy, "--vary", vary, "--variants", "20", "-o", out, "--overwrite"
         )

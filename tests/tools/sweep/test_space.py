@@ -9,7 +9,7 @@ from healcore.plugins.sweep import configure
 from healcore.policy import fingerprint, load, loads
 from healcore.tools.sweep.space import SweepError, default_axes, draw, parse, place_of, policy_with
 
-DEFAULT = load("default")
+PRESET = load("pretraining")
 
 
 @pytest.mark.parametrize(
@@ -33,17 +33,17 @@ DEFAULT = load("default")
         ("detect.divergence.rise=0..9:log", "above 0"),
         ("detect.divergence.rise=a..9", "'a' is no number"),
         ("detect.divergence.rise=nan..9", "no number"),
-        ("detect.divergence.given_back=0.5..1.5", "at most 1"),
+        ("detect.loss_spike.evidence=5..20", "at most 15"),
         ("detect.divergence.patience=5.5..9", "whole numbers"),
         ("detect..x=1..2", "no key of a policy"),
     ],
 )
 def test_what_cannot_be_varied_has_a_clear_message(text, message):
     if text.endswith("rise=5"):
-        assert parse(DEFAULT, text).listed == (5.0,)
+        assert parse(PRESET, text).listed == (5.0,)
         return
     with pytest.raises(SweepError, match=message.replace("[", r"\[")):
-        parse(DEFAULT, text)
+        parse(PRESET, text)
 
 
 def test_a_size_of_the_memory_is_static():
@@ -55,66 +55,67 @@ def test_a_size_of_the_memory_is_static():
 
 
 def test_the_scale_of_a_range():
-    assert not parse(DEFAULT, "detect.divergence.rise=5..12").log
-    assert parse(DEFAULT, "detect.divergence.rise=1..12").log, "from a factor of ten on"
-    assert not parse(DEFAULT, "detect.divergence.rise=1..12:linear").log
-    axis = parse(DEFAULT, "detect.vanishing.threshold=1e-8..1e-4")
+    assert not parse(PRESET, "detect.divergence.rise=5..12").log
+    assert parse(PRESET, "detect.divergence.rise=1..12").log, "from a factor of ten on"
+    assert not parse(PRESET, "detect.divergence.rise=1..12:linear").log
+    axis = parse(PRESET, "detect.vanishing.threshold=1e-8..1e-4")
     assert axis.value(0.5) == pytest.approx(1e-6)
     assert axis.unit(1e-6) == pytest.approx(0.5)
 
 
 def test_the_default_space_is_what_orders_rollbacks():
-    keys = [axis.key for axis in default_axes(DEFAULT)]
+    keys = [axis.key for axis in default_axes(PRESET)]
     assert "detect.loss_spike.evidence" in keys
     assert "detect.divergence.patience" in keys
     assert not [key for key in keys if "warmup" in key or "grad_spike" in key]
-    for axis in default_axes(DEFAULT):
+    for axis in default_axes(PRESET):
         assert axis.low < axis.high
 
 
 def test_variants_differ_and_begin_with_the_base():
     axes = tuple(
-        parse(DEFAULT, text)
-        for text in ("detect.divergence.rise=5..12", "detect.divergence.patience=40..60")
+        parse(PRESET, text)
+        for text in ("detect.divergence.rise=5..12", "detect.divergence.patience=60..90")
     )
-    variants = draw(DEFAULT, axes, 300)
+    variants = draw(PRESET, axes, 300)
     assert len(variants.values) == 300 == len(np.unique(variants.values, axis=0))
-    assert variants.values[0].tolist() == [8.0, 56.0]
+    assert variants.values[0].tolist() == [6.0, 72.0]
     assert np.abs(variants.units.mean(axis=0) - 0.5).max() < 0.02, "spread evenly"
-    again = draw(DEFAULT, axes, 300)
+    again = draw(PRESET, axes, 300)
     assert np.array_equal(variants.values, again.values)
 
 
 def test_lists_make_a_grid():
-    axes = tuple(parse(DEFAULT, t) for t in ("max_skips=0,5,10", "detect.divergence.rise=7,8,9"))
-    variants = draw(DEFAULT, axes, 1000)
+    axes = tuple(parse(PRESET, t) for t in ("max_skips=0,5,10", "detect.divergence.rise=5,6,7"))
+    variants = draw(PRESET, axes, 1000)
     assert len(variants.values) == 9, "all combinations, the base among them"
 
 
 def test_no_more_variants_than_there_are():
-    assert len(draw(DEFAULT, (parse(DEFAULT, "max_skips=1..8"),), 50).values) == 9
+    assert len(draw(PRESET, (parse(PRESET, "max_skips=1..8"),), 50).values) == 9
 
 
 def test_settings_that_conflict_are_dropped():
+    policy = loads('schema = 1\nname = "x"\n[detect.grad_ema]\n')
     axes = (
-        parse(DEFAULT, "detect.grad_spike.sustain=1..25"),
-        parse(DEFAULT, "detect.grad_spike.shift.patience=5..25"),
+        parse(policy, "detect.grad_ema.sustain=1..25"),
+        parse(policy, "detect.grad_ema.shift.patience=5..25"),
     )
-    variants = draw(DEFAULT, axes, 200)
+    variants = draw(policy, axes, 200)
     assert variants.dropped > 0
     assert (variants.values[:, 0] <= variants.values[:, 1]).all()
 
 
 def test_a_variant_is_the_policy_that_would_be_written():
     """The scan gets the numbers that the core makes of the file."""
-    axes = default_axes(DEFAULT)
-    variants = draw(DEFAULT, axes, 40)
+    axes = default_axes(PRESET)
+    variants = draw(PRESET, axes, 40)
     places = tuple(axis.place for axis in axes)
     for i in (0, 11, 39):
-        policy = policy_with(DEFAULT, axes, variants.values[i])
+        policy = policy_with(PRESET, axes, variants.values[i])
         plain = tuple(each[i].item() for each in variants.numbers(slice(None)))
-        assert configure(DEFAULT.config(), places, plain) == policy.config()
-        assert (fingerprint(policy) == fingerprint(DEFAULT)) == (i == 0)
+        assert configure(PRESET.config(), places, plain) == policy.config()
+        assert (fingerprint(policy) == fingerprint(PRESET)) == (i == 0)
 
 
 def test_rules_are_counted_as_the_engine_has_them():

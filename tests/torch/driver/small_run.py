@@ -24,7 +24,7 @@ HOLD, RAMP = 3, 4
 _ROLLS_BACK = EngineConfig(
     detectors=(
         ("nonfinite", nonfinite.Config()),
-        ("grad_spike", grad_spike.Config(warmup_steps=4)),
+        ("grad_spike", grad_spike.Config(window=4)),
     ),
     rules=(
         RuleConfig(NONFINITE, skip=True, action=int(Action.ROLLBACK | Action.CUT_LR)),

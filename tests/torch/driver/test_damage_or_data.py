@@ -1,10 +1,7 @@
-"""Evidence before a rollback: is the model damaged, or are the data different?"""
+"""With a `loss_fn` the weights are compared with earlier ones: damage is undone, data are not."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,227 +9,256 @@ import torch
 
 from healcore import Healer
 from healcore.policy import load
-from healcore.runtime.events import read
-
-STEPS = 400
-CHANGE = 250
-
-
-class Run:
-    """Classification of points by a fixed rule; a small net, Adam."""
-
-    def __init__(self, seed: int = 0, lr: float = 1e-2, dropout: float = 0.0) -> None:
-        torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(6, 32),
-            torch.nn.BatchNorm1d(32),
-            torch.nn.Tanh(),
-            torch.nn.Dropout(dropout),
-            torch.nn.Linear(32, 4),
-        )
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr)
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        self.relabelled_from = STEPS
-        self.shuffled = range(0)
-        self.weight = 0.0
-        """Of a second term of the loss."""
-
-    def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(number)
-        x = torch.randn(64, 6, generator=generator)
-        y = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
-        if number in self.shuffled:
-            y = y[torch.randperm(64, generator=generator)]
-        return x, y if number < self.relabelled_from else (y + 1) % 4
-
-    def loss(self, number: int) -> torch.Tensor:
-        x, y = self.batch(number)
-        out = self.model(x)
-        second = self.weight * (out - 20 * x[:, :4]).square().mean()
-        return torch.nn.functional.cross_entropy(out, y) + second
-
-    def train(
-        self, folder: Path, *, at: Any = None, policy: Any = "default", **options: Any
-    ) -> Healer:
-        with (
-            contextlib.suppress(SystemExit),
-            Healer(policy, state=self.state, events=folder / "e.jsonl", **options) as healer,
-        ):
-            for number in healer.batches(range(STEPS)):
-                if at is not None:
-                    at(healer)
-                loss = self.loss(number)
-                healer.observe(loss)
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
-        return healer
+from tests.torch.driver.compared_run import (
+    CHANGE,
+    STEPS,
+    Run,
+    always,
+    events,
+    left_alone,
+    multiplier,
+    once,
+)
 
 
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read(folder / "e.jsonl").events if event["kind"] == kind]
-
-
-@pytest.mark.parametrize("asks", [False, True])
-def test_different_data_cause_no_rollback(tmp_path, asks):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> float:
+    """The loss on unseen data of a run to which nothing happens."""
     run = Run()
-    run.relabelled_from = CHANGE
-    healer = run.train(tmp_path, loss_fn=run.loss if asks else None)
-    verdicts = {event["verdict"] for event in events(tmp_path, "assessment")}
-    assert verdicts == ({"data"} if asks else {"unknown"})
-    assert healer.rollbacks == 0
-    assert not events(tmp_path, "lr")
-    assert events(tmp_path, "end")[0]["ending"] == "completed"
-    assert float(run.loss(STEPS)) < 0.5, "the new labels were learnt"
+    run.train(tmp_path_factory.mktemp("undisturbed"), asks=False)
+    return run.unseen_loss()
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_a_term_of_the_loss_whose_weight_is_raised_step_by_step_changes_nothing(tmp_path, asks):
-    """Its first step comes out of the blue; with a model that breaks the norms rise before it."""
+# -- damage ---------------------------------------------------------------------------------------
+
+
+def times(run: Run, factor: float) -> None:
+    """One layer that is too large."""
+    run.model[4].weight.mul_(factor)  # type: ignore[operator]
+
+
+def noise(run: Run, size: float) -> None:
+    """One layer that has lost everything."""
+    weight: Any = run.model[0].weight
+    weight.copy_(size * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("gives_loss", [False, True], ids=["observe", "loss"])
+@pytest.mark.parametrize(("damage", "size"), [(times, 50.0), (times, -4.0), (noise, 3.0)])
+def test_damaged_weights_are_rolled_back(tmp_path, damage, size, gives_loss, undisturbed):
     run = Run()
-
-    def raise_weight(healer: Healer) -> None:
-        run.weight = min(1.0, max(0, healer.step - CHANGE) / 30)
-
-    healer = run.train(tmp_path, at=raise_weight, loss_fn=run.loss if asks else None)
-    assert events(tmp_path, "alarm")
-    assert healer.rollbacks == 0
-    assert not events(tmp_path, "lr")
-
-
-def test_a_cut_for_a_loss_that_grows_by_design_is_taken_back(tmp_path):
-    """It triples with each step, as at a rate that is too high, but with any weights."""
-    run = Run()
-
-    def raise_weight(healer: Healer) -> None:
-        since = healer.step - CHANGE + 30
-        run.weight = 0.0 if since < 0 else min(1e3, 1e-7 * 3.0**since)
-
-    healer = run.train(tmp_path, at=raise_weight, loss_fn=run.loss)
-    unstable = [e for e in events(tmp_path, "assessment") if "INSTABILITY" in e["cause"]]
-    assert unstable
-    assert {(e["verdict"], e["by"]) for e in unstable} == {("data", "earlier_weights")}
-    assert healer.rollbacks == 0
-    driver: Any = healer.driver
-    healing = driver.healings["optimizer"]
-    assert float(healing.metrics()["heal/lr_scale"]) == 1.0
-    assert healing.live_engine.to_dict()["state"]["budget"]["lr_cuts"] == 4
-
-
-def test_a_loss_that_goes_on_growing_by_design_is_asked_about_once(tmp_path):
-    """Earlier weights are as bad with it, so its level is accepted."""
-    run = Run()
-
-    def raise_weight(healer: Healer) -> None:
-        since = healer.step - 200
-        run.weight = 0.0 if since < 0 else min(1e6, 1e-7 * 2.0**since)
-
-    healer = run.train(tmp_path, at=raise_weight, loss_fn=run.loss)
-    found = [(e["verdict"], e["by"]) for e in events(tmp_path, "assessment")]
-    assert found[-1] == ("data", "earlier_weights")
-    assert len(found) <= 2
-    assert healer.rollbacks == 0
-
-
-def test_an_instability_that_comes_again_at_a_lower_rate_is_not_due_to_the_rate(tmp_path):
-    """Without a loss_fn: one rollback to the only checkpoint shows it, another would not."""
-    run = Run()
-
-    def raise_weight(healer: Healer) -> None:
-        since = healer.step - CHANGE + 30
-        run.weight = 0.0 if since < 0 else min(1e3, 1e-7 * 3.0**since)
-
-    healer = run.train(tmp_path, at=raise_weight, save_every=1000)
-    unstable = [e for e in events(tmp_path, "assessment") if "INSTABILITY" in e["cause"]]
-    found = [(e["verdict"], e["by"]) for e in unstable]
-    assert found[0] == ("damage", "instability")
-    assert {*found[1:]} == {("data", "repetition")}
+    healer = run.train(tmp_path, at=once(CHANGE, lambda: damage(run, size)), gives_loss=gives_loss)
     assert healer.rollbacks == 1
-    driver: Any = healer.driver
-    budget = driver.healings["optimizer"].live_engine.to_dict()["state"]["budget"]
-    assert budget["lr_cuts"] == 3, "the later cuts were taken back"
+    (found,) = events(tmp_path, "assessment")
+    assert (found["verdict"], found["by"]) == ("damage", "earlier_weights")
+    assert min(found["rise"], found["rise_remembered"]) > 0
+    (back,) = events(tmp_path, "rollback")
+    assert back["checkpoint"] == 100, "the newest that was old enough to compare with"
+    assert not back["batches"], "the same data come again"
+    assert multiplier(healer) == 1.0, "no rate has broken it"
+    assert run.unseen_loss() < 1.3 * undisturbed
 
 
-def test_only_a_rollback_that_cut_the_rate_shows_that_the_rate_is_not_the_reason(tmp_path):
-    """One for weights that are not finite does not, although an earlier cut is in force."""
+def test_damage_of_one_accumulation_is_rolled_back(tmp_path):
+    run = Run(parts=3)
+    healer = run.train(tmp_path, at=once(CHANGE, lambda: times(run, -4.0)), gives_loss=True)
+    assert healer.rollbacks == 1
+
+
+def test_every_backward_pass_of_an_accumulation_is_compared(tmp_path):
+    """Also those of a loop that calls observe: the comparison is of the whole step."""
+    for gives_loss in (False, True):
+        run, seen = Run(parts=3), []
+
+        def loss_fn(number: int, run: Run = run, seen: list[int] = seen) -> torch.Tensor:
+            if not torch.is_grad_enabled():
+                seen.append(number)
+            return run.loss(number)
+
+        folder = tmp_path / str(gives_loss)
+        run.relabelled_from = 3 * 150
+        run.train(folder, loss_fn=loss_fn, gives_loss=gives_loss, steps=210)
+        compared = seen[1:]  # the first is the try
+        assert compared
+        assert {3 * (number // 3) + i for number in compared for i in range(3)} == {*compared}
+
+
+def test_corrupt_batches_that_have_damaged_the_model_are_left_out(tmp_path):
+    """Batches with labels at random, at a rate that learns them."""
+    run = Run(lr=0.03)
+    run.shuffled = range(CHANGE, CHANGE + 60)
+    healer = run.train(tmp_path)
+    for back in events(tmp_path, "rollback"):
+        left_out = {index for _, index in back["batches"]}
+        assert left_out <= {*range(CHANGE - 10, CHANGE + 100)}
+    assert healer.rollbacks <= 1
+
+
+# -- the learning rate ----------------------------------------------------------------------------
+
+
+def rate(run: Run, value: float) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] = value
+
+
+def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undisturbed, caplog):
     run = Run()
 
-    def trouble(healer: Healer) -> None:
-        grows_from = {0: 120, 2: CHANGE - 30}.get(healer.rollbacks, STEPS)
-        since = healer.step - grows_from
-        run.weight = 0.0 if since < 0 else min(1e3, 1e-7 * 3.0**since)
-        if healer.rollbacks == 1 and healer.step == CHANGE:
-            with torch.no_grad():
-                next(run.model.parameters())[0, 0] = torch.nan
+    def jump(healer: Any) -> None:
+        rate(run, 0.3 if healer.step >= CHANGE else 0.01)
 
-    run.train(tmp_path, at=trouble, save_every=1000)
-    found = [e for e in events(tmp_path, "assessment") if e["verdict"] == "damage"]
-    assert [e["by"] for e in found] == ["instability", "weights", "instability"]
-    assert not any(e["by"] == "repetition" for e in events(tmp_path, "assessment"))
+    healer = run.train(tmp_path, at=jump, gives_loss=True)
+    backs = events(tmp_path, "rollback")
+    assert 1 <= len(backs) <= 2
+    assert backs[-1]["lr"] == pytest.approx(0.3)
+    assert backs[-1]["lr_limit"] == pytest.approx(0.01)
+    assert "learning rate at most 0.01 (it was 0.3)" in caplog.text
+    assert 0.3 * multiplier(healer) <= 0.01001
+    assert run.unseen_loss() < 1.3 * undisturbed
 
 
-@pytest.mark.parametrize("save_every", [1000, 100])
-def test_a_rate_that_the_schedule_raises_at_once_is_cut_again(tmp_path, save_every):
-    """The trouble comes again at the same step, but there the schedule jumps."""
+def test_a_rate_that_is_too_high_from_the_start_is_limited(tmp_path):
+    """Gradient descent on a quadratic: above 2 / curvature each update makes it worse."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(8))
     curvature = torch.linspace(0.1, 1.0, 8)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 if t < 250 else 4000)
-    state = {"weight": weight, "optimizer": optimizer, "schedule": schedule}
-    options: Any = {"save_every": save_every, "events": tmp_path / "e.jsonl"}
-    with Healer("default", state=state, **options) as healer:
-        for number in healer.batches(range(400)):
-            noise = torch.randn(8, generator=torch.Generator().manual_seed(number))
-            loss = (curvature * (weight - 0.1 * noise).square()).sum() / 2 + 1.0
-            healer.observe(loss)
+    optimizer = torch.optim.SGD([weight], lr=3.0)
+
+    def loss_fn(number: int) -> torch.Tensor:
+        target = 0.1 * torch.randn(8, generator=torch.Generator().manual_seed(number))
+        return (curvature * (weight - target).square()).sum() / 2 + 1.0
+
+    state = {"weight": weight, "optimizer": optimizer}
+    with Healer("default", state=state, events=tmp_path / "e.jsonl", loss_fn=loss_fn) as healer:
+        for number in healer.batches(range(300)):
+            loss = healer.loss(number)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            schedule.step()
-    assert {e["by"] for e in events(tmp_path, "assessment")} <= {"instability", "nothing"}
-    onsets = [e["onset"] for e in events(tmp_path, "rollback")]
-    assert len(onsets) >= 2
-    assert max(onsets) - min(onsets) <= 2
+    assert 1 <= healer.rollbacks <= 3
+    assert {e["checkpoint"] for e in events(tmp_path, "rollback")} == {0}
+    assert float(loss.detach()) < 1.1
+    assert 3.0 * multiplier(healer) < 2.0, "below what broke it, to the end"
 
 
-def test_a_damaged_model_is_rolled_back(tmp_path):
-    run, done = Run(), []
-
-    def damage(healer: Healer) -> None:
-        if healer.step == CHANGE and not done:
-            done.append(True)
-            with torch.no_grad():
-                for p in run.model[4].parameters():
-                    p.mul_(-4.0)  # finite, at once, and every batch is worse from now on
-
-    healer = run.train(tmp_path, at=damage, loss_fn=run.loss)
-    (found,) = [e for e in events(tmp_path, "assessment") if e["verdict"] == "damage"]
-    assert found["by"] == "remembered_batches"
-    assert 0.5 * found["rise"] <= found["rise_remembered"] <= 2 * found["rise"]
-    assert healer.rollbacks == 1
-    assert not events(tmp_path, "lr"), "no rate has broken it"
+# -- healthy changes ------------------------------------------------------------------------------
 
 
-def test_a_bad_window_of_data_is_skipped_when_it_has_ended(tmp_path):
-    """While it lasts it looks like a new task; then the weights from before it are better."""
-    run = Run(lr=0.03)
-    run.shuffled = range(CHANGE, CHANGE + 60)
-    healer = run.train(tmp_path, loss_fn=run.loss)
-    found = [e for e in events(tmp_path, "assessment") if e["by"] == "earlier_weights"]
-    assert [e["verdict"] for e in found][-1] == "damage"
-    assert min(found[-1]["rise"], found[-1]["rise_remembered"]) > 0
-    assert healer.rollbacks == 1
-    (back,) = events(tmp_path, "rollback")
-    left_out = {index for _, index in back["batches"]}
-    assert left_out >= {*run.shuffled} - {CHANGE}, "the alarm may be a step late"
-    undamaged = Run(lr=0.03)
-    undamaged.train(tmp_path / "undamaged", loss_fn=undamaged.loss)
-    with torch.no_grad():
-        for each in (run, undamaged):
-            each.model.eval()
-        losses = [float(each.loss(STEPS + 1)) for each in (run, undamaged)]
-    assert losses[0] < 1.1 * losses[1]
+def relabelled(run: Run) -> Any:
+    run.relabelled_from = CHANGE
+
+
+def new_term(run: Run) -> Any:
+    def begin(healer: Any) -> None:
+        run.weight = 0.0 if healer.step < CHANGE else 1000.0
+
+    return begin
+
+
+def growing_term(run: Run) -> Any:
+    def grow(healer: Any) -> None:
+        since = healer.step - CHANGE + 30
+        run.weight = 0.0 if since < 0 else min(1e3, 1e-7 * 3.0**since)
+
+    return grow
+
+
+def scaled(run: Run) -> Any:
+    def scale(healer: Any) -> None:
+        run.scale = 1.0 if healer.step < CHANGE else 1000.0
+
+    return scale
+
+
+def scale_that_grows(run: Run) -> Any:
+    def scale(healer: Any) -> None:
+        run.scale = 1.02**healer.step
+
+    return scale
+
+
+def pruned(run: Run) -> Any:
+    def prune() -> None:
+        weight: Any = run.model[0].weight
+        weight[weight.abs() < weight.abs().flatten().quantile(0.3)] = 0.0
+
+    return always(CHANGE, prune)
+
+
+def full_batch(run: Run) -> Any:
+    run.full_batch = True
+
+
+def nothing(run: Run) -> Any:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (relabelled, {}),
+        (new_term, {}),
+        (growing_term, {}),
+        (scaled, {}),
+        (scale_that_grows, {}),
+        (pruned, {}),
+        (full_batch, {}),
+        (nothing, {"dropout": 0.5}),
+        (nothing, {"parts": 3}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_healthy_change_costs_nothing(tmp_path, change, settings):
+    run = Run(**settings)
+    left_alone(tmp_path, run.train(tmp_path, at=change(run), gives_loss=True))
+
+
+def test_new_labels_are_learnt(tmp_path):
+    run = Run()
+    run.relabelled_from = CHANGE
+    left_alone(tmp_path, run.train(tmp_path))
+    assert events(tmp_path, "alarm")
+    assert run.unseen_loss() < 0.5
+
+
+# -- rollbacks that do not help -------------------------------------------------------------------
+
+
+def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, capsys):
+    """Three rollbacks, never further back, and then the run goes on at the full rate."""
+    run = Run()
+    healer = run.train(tmp_path, at=always(CHANGE, lambda: times(run, -4.0)))
+    backs = events(tmp_path, "rollback")
+    assert [e["checkpoint"] for e in backs] == [100, 100, 100]
+    assert healer.rollbacks == 3
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "without further" in each]
+    assert "the run continues at the full learning rate" in line
+    assert multiplier(healer) == 1.0
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
+
+
+def test_rollbacks_that_do_not_help_undo_no_cut_of_the_policy(tmp_path, capsys):
+    """With `ceiling = 0` rollbacks limit no rate: a multiplier is the policy's own cut."""
+    run = Run()
+    damage = always(CHANGE, lambda: times(run, -4.0))
+
+    def at(healer: Healer) -> None:
+        run.scale = float("nan") if healer.step == 50 else 1.0
+        damage(healer)
+
+    rules = [
+        {"to": ["nonfinite"], "do": ["skip", "cut_lr"]},
+        {"to": ["nonfinite"], "when": {"consecutive": 10}, "do": ["rollback"]},
+    ]
+    policy = load("default", lr={"ceiling": 0.0, "hold_steps": 10_000}, respond=rules)
+    healer = run.train(tmp_path, at=at, policy=policy)
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "without further" in each]
+    assert "full learning rate" not in line
+    assert multiplier(healer) == 0.25
+
+
+# -- what may not happen --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,107 +267,43 @@ def test_a_bad_window_of_data_is_skipped_when_it_has_ended(tmp_path):
     ids=["observe", "no rollback"],
 )
 def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change):
-    run = Run(lr=0.03)
-    run.shuffled = range(CHANGE, CHANGE + 60)
-    healer = run.train(tmp_path, policy=load("default", **change), loss_fn=run.loss)
+    run = Run()
+    policy = load("default", **change)
+    healer = run.train(tmp_path, at=once(CHANGE, lambda: times(run, 50.0)), policy=policy)
     assert events(tmp_path, "alarm"), "there was a reason"
     assert not events(tmp_path, "assessment")
     assert healer.rollbacks == 0
 
 
-def test_evaluating_earlier_weights_changes_nothing(tmp_path):
-    """A run that is assessed again and again ends with the same bits as one that is not."""
-    runs = []
-    for asks in (False, True):
-        run = Run(dropout=0.3)
-        run.relabelled_from = CHANGE
-        folder = tmp_path / str(asks)
-        healer = run.train(folder, loss_fn=run.loss if asks else None)
-        looks = [e for e in events(folder, "assessment") if e["by"] == "earlier_weights"]
-        assert bool(looks) is asks
-        assert healer.rollbacks == 0
-        runs.append(run)
-    plain, asked = (run.model.state_dict() for run in runs)
-    assert all(torch.equal(plain[name], asked[name]) for name in plain)
-
-
-def test_nonfinite_weights_are_rolled_back(tmp_path):
-    run, done = Run(), []
-
-    def damage(healer: Healer) -> None:
-        if healer.step == CHANGE and not done:
-            done.append(True)
-            with torch.no_grad():
-                next(run.model.parameters())[0, 0] = torch.nan
-
-    healer = run.train(tmp_path, at=damage)
-    assert {e["by"] for e in events(tmp_path, "assessment")} == {"weights"}
-    assert healer.rollbacks == 1
-    assert all(p.isfinite().all() for p in run.model.parameters())
-
-
-def test_a_rate_that_is_too_high_is_cut_and_stays_cut(tmp_path):
-    """Gradient descent on a quadratic: above 2 / curvature each update makes it worse."""
-    torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.ones(8))
-    curvature = torch.linspace(0.1, 1.0, 8)
-    optimizer = torch.optim.SGD([weight], lr=3.0)
-    state = {"weight": weight, "optimizer": optimizer}
-    with Healer("default", state=state, events=tmp_path / "e.jsonl") as healer:
-        for _ in healer.batches(range(300)):
-            loss = (curvature * weight.square()).sum() / 2 + 1.0
-            healer.observe(loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    assert {e["by"] for e in events(tmp_path, "assessment")} <= {"instability"}
-    assert 1 <= healer.rollbacks <= 2
-    assert float(loss) == pytest.approx(1.0, abs=1e-3)
-    driver: Any = healer.driver
-    scale = float(driver.healings["optimizer"].metrics()["heal/lr_scale"])
-    assert 3.0 * scale < 2.0, "below what broke it, to the end"
-
-
-def test_evaluating_losses_changes_nothing_of_the_run(tmp_path):
-    """Dropout draws, running statistics and modes are those of a run without an assessment."""
+@pytest.mark.parametrize("gives_loss", [False, True])
+def test_comparing_changes_not_one_bit_of_the_run(tmp_path, gives_loss):
+    """Weights, running statistics, dropout draws and modes."""
     ended = []
     for asks in (False, True):
-        run = Run(dropout=0.2)
+        run, calls = Run(dropout=0.3), []
         run.relabelled_from = CHANGE
+
+        def loss_fn(number: int, run: Run = run, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(number)
+            return run.loss(number)
+
         folder = tmp_path / str(asks)
-        folder.mkdir()
-        run.train(folder, loss_fn=run.loss if asks else None)
+        gives = gives_loss and asks
+        options: Any = {"loss_fn": loss_fn} if asks else {}
+        healer = run.train(folder, asks=asks, gives_loss=gives, **options)
+        assert healer.rollbacks == 0
+        assert len(calls) > (STEPS if gives else 0) + 10 * asks - 1
         assert run.model.training
-        ended.append(copy.deepcopy(run.model.state_dict()))
-    assert events(tmp_path / "True", "assessment")
-    for name, value in ended[0].items():
-        assert torch.equal(value, ended[1][name]), name
+        ended.append((run.model.state_dict(), run.optimizer.state_dict(), torch.get_rng_state()))
+    (plain, optimizer, random), (asked, its_optimizer, its_random) = ended
+    assert all(torch.equal(plain[name], asked[name]) for name in plain)
+    assert torch.equal(random, its_random)
+    for key, moments in optimizer["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(value, its_optimizer["state"][key][name])
 
 
-def test_several_optimizers_that_leave_gradients_in_each_other_can_be_saved(tmp_path):
-    """A GAN's loop: the generator's backward reaches the discriminator."""
-    torch.manual_seed(0)
-    maker, judge = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
-    makes = torch.optim.Adam(maker.parameters(), lr=1e-3)
-    judges = torch.optim.Adam(judge.parameters(), lr=1e-3)
-    state = {"maker": maker, "judge": judge, "makes": makes, "judges": judges}
-    with Healer("default", state=state, events=tmp_path / "e.jsonl", save_every=10) as healer:
-        for _ in healer.batches(range(35)):
-            fake = maker(torch.randn(8, 2))
-            judges.zero_grad()
-            loss = torch.nn.functional.softplus(judge(fake.detach())).mean()
-            healer.observe(loss, "judges")
-            loss.backward()
-            judges.step()
-            makes.zero_grad()
-            loss = torch.nn.functional.softplus(-judge(fake)).mean()
-            healer.observe(loss, "makes")
-            loss.backward()
-            makes.step()
-    assert [e["step"] for e in events(tmp_path, "save")][:4] == [0, 10, 20, 30]
-
-
-def test_a_loss_fn_that_raises_at_an_alarm_does_not_end_the_run(tmp_path):
+def test_a_loss_fn_that_raises_later_does_not_end_the_run(tmp_path):
     calls = []
 
     def raises(number: int) -> torch.Tensor:
@@ -360,38 +322,70 @@ def test_a_loss_fn_that_raises_at_an_alarm_does_not_end_the_run(tmp_path):
     assert healer.rollbacks == 0
 
 
-def test_repeated_damage(tmp_path):
-    """Three rollbacks, the last of them with a cut of the rate, and then the run goes on."""
-    run, done = Run(), set()
+def test_a_resumed_run_starts_with_new_anchors_and_finds_damage(tmp_path):
+    store = tmp_path / "store"
+
+    def kill(healer: Any) -> None:
+        if healer.step == 150:
+            raise SystemExit(1)
+
+    Run().train(tmp_path / "a", store=store, at=kill)
+    run = Run()
+    (tmp_path / "b").mkdir()
+    healer = run.train(
+        tmp_path / "b", store=store, at=once(CHANGE, lambda: times(run, 50.0)), gives_loss=True
+    )
+    assert healer.rollbacks == 1
+    (back,) = events(tmp_path / "b", "rollback")
+    assert back["checkpoint"] <= 150, "the state that the second process began with"
+    assert back["step"] < CHANGE + 60
+
+
+def test_parts_that_come_again_after_an_out_of_memory_are_counted_once(tmp_path):
+    """And each part by its weight: the comparison is of the loss that was trained on."""
+    run, compared = Run(), []
+    state = {"model": run.model, "optimizer": run.optimizer}
+    fits, passed = [48], [0]
+
+    def loss_fn(part: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, y = part
+        if not torch.is_grad_enabled():
+            compared.append(len(x))
+        elif len(x) > fits[passed[0] > 0]:  # the first part of a batch fits
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
+        else:
+            passed[0] += 1
+        return torch.nn.functional.cross_entropy(run.model(x), y)
+
+    data = [run.batch(number) for number in range(210)]
+    with Healer("default", state=state, loss_fn=loss_fn) as healer:
+        for batch in healer.batches(data):
+            fits[1:], passed[0] = [12 if healer.step == 150 else 48], 0
+            for part in healer.microbatches(batch):
+                with part:
+                    (healer.loss(part.batch) * part.weight).backward()
+            dominance: Any = healer._loop.dominance
+            (parts,) = healer._loop._contents.values()
+            assert sum(len(each.content[0]) for each in parts) == 64
+            assert sum(each.weight for each in parts) == 1.0
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert dominance.gives_loss
+    assert healer.rollbacks == 0
+    assert {*compared[1:]} <= {64, 32, 8}, "whole steps, in the parts that they were trained in"
+
+
+def test_retention_keeps_the_checkpoints_that_weights_are_compared_with(tmp_path):
+    """Saves are more frequent than the probation is long: most of them are deleted early."""
+    run, done = Run(), []
 
     def damage(healer: Healer) -> None:
-        # At another step each time: at the same one, the loop itself would be the reason.
-        if healer.step == 200 + 4 * healer.rollbacks and healer.rollbacks not in done:
-            done.add(healer.rollbacks)
+        if healer.step == CHANGE and not done:
+            done.append(True)
             with torch.no_grad():
-                for p in run.model[4].parameters():
-                    p.mul_(-4.0)
+                run.model[0].weight.mul_(50)  # type: ignore[operator]
+                run.model[4].weight.mul_(50)  # type: ignore[operator]
 
-    healer = run.train(tmp_path, at=damage, loss_fn=run.loss)
-    assert healer.rollbacks == 3
-    assert [e["lr_scale"] for e in events(tmp_path, "rollback")] == [1.0, 1.0, 0.25]
-    assert len(done) == 4, "damaged once more"
-    assert events(tmp_path, "end")[0]["ending"] == "completed"
-
-
-def test_weights_that_the_loop_changes_are_accepted_when_they_come_again(tmp_path):
-    """A layer initialised again at a certain step: one rollback shows that it is no accident."""
-    run = Run()
-
-    def reset(healer: Healer) -> None:
-        if healer.step == CHANGE:
-            with torch.no_grad():
-                for p in run.model[4].parameters():
-                    p.mul_(-4.0)
-
-    healer = run.train(tmp_path, at=reset, loss_fn=run.loss)
-    assert healer.rollbacks == 1
-    found = [(e["verdict"], e["by"]) for e in events(tmp_path, "assessment")]
-    assert ("data", "repetition") in found
-    assert not events(tmp_path, "lr")
-    assert events(tmp_path, "end")[0]["ending"] == "completed"
+    run.train(tmp_path, at=damage, save_every=20)
+    [back] = events(tmp_path, "rollback")
+    assert CHANGE - 40 <= back["checkpoint"] <= CHANGE

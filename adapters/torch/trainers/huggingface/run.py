@@ -21,7 +21,6 @@ from healcore.runtime.events.models import Ending
 from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.assessment import Assessor
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
 from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
@@ -126,7 +125,7 @@ class TrainingRun:
             ledger=self.ledger,
             log=self.log,
             run_end=lambda why: self.run_end(Ending.STOPPED, why),
-            assessor=Assessor(self.driver, None, self.log.warning),
+            compares=lambda: False,
             run=self,
         )
 
@@ -371,9 +370,6 @@ class _WithoutRollback(OrderExecutor):
     """Carries out what a callback can: it saves, stops, and says what it cannot do."""
 
     run: TrainingRun
-
-    def _why_unknown(self) -> str:
-        return "a callback cannot tell whether the model is worse: heal(trainer) can"
 
     def _roll_back(self, request: ActionRequest, step: int) -> None:
         run, cause = self.run, cause_text(request.cause)

@@ -89,7 +89,7 @@ def heal(
         save_every: steps between two checkpoints; None: as for `healcore.Healer`. In any case the
             newest state is saved for a restart as often as the trainer saves (`save_steps`).
         keep: how many checkpoints of each kind stay.
-        loss_fn: the loss of one batch; it distinguishes a damaged model from different data.
+        loss_fn: the loss of one batch, by which the current weights are compared with earlier ones.
             "auto": the trainer's own `compute_loss`, except where the trainer generates what it is
             trained on (GRPO, RLOO). None: without that evidence.
         on_incident: functions that receive an incident and may override what is done.

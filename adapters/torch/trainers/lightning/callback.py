@@ -86,7 +86,7 @@ class LightningHealingCallback(Callback):
         in_step_only: only clips and skips, without checkpoints, rollbacks and stops. The policy's
             state is then in Lightning's own checkpoints. Always so under `fast_dev_run`.
         loss_fn: the loss of one batch on the module's device, `lambda batch: module.loss(batch)`,
-            by which a damaged model is distinguished from different data; see `healcore.Healer`.
+            by which the current weights are compared with earlier ones; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
         **options: further arguments of `healcore.Healer` (`events`, `save_every`, `resume`, ...)
             and values to replace in the policy. With `in_step_only` only `attach`, `console`

@@ -1,0 +1,233 @@
+"""A small transformer with LayerNorm and AdamW, and faults that begin in the middle of the run.
+
+The task is a random table of the symbol after each pair of symbols, with 1 % of noise: the loss
+falls to a small value, so that lost progress shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.healbench.problem import MAIN, Problem, Task, Update
+from benchmarks.healbench.tasks.models import ByteModel, warmup_cosine
+from benchmarks.healbench.tasks.sick_data import with_bad_batches
+
+STEPS = 500
+_MIDDLE = STEPS // 2
+_RATE = 1.5e-2  # of 5e-3 to 2.5e-2 the one with the lowest held-out loss
+_SYMBOLS = 8
+_ROWS, _LENGTH = 16, 12
+_METRIC = "held-out loss, nats per symbol"
+
+
+def _sequences(rows: int, table: Tensor, generator: torch.Generator) -> Tensor:
+    """Each symbol is the table's entry for the two before it; 1 % are drawn at random."""
+    symbols = torch.randint(_SYMBOLS, (rows, _LENGTH + 1), generator=generator)
+    noise = torch.rand(rows, _LENGTH + 1, generator=generator) < 0.01
+    for k in range(2, _LENGTH + 1):
+        follows = table[symbols[:, k - 2], symbols[:, k - 1]]
+        symbols[:, k] = torch.where(noise[:, k], symbols[:, k], follows)
+    return symbols
+
+
+def small_transformer(
+    seed: int, rate: float = 1.0, extra: Callable[[int], float] | None = None
+) -> Problem:
+    """The healthy run.
+
+    Args:
+        seed: of the table, the weights and the sequences.
+        rate: factor of the learning rate.
+        extra: further factor of the learning rate by step, part of the user's schedule.
+    """
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randint(_SYMBOLS, (_SYMBOLS, _SYMBOLS), generator=generator)
+    model = ByteModel(width=32, layers=1, context=_LENGTH)
+    model.embedding, model.head = nn.Embedding(_SYMBOLS, 32), nn.Linear(32, _SYMBOLS)
+    sequences = _sequences(STEPS * _ROWS, table, generator)
+    held_out = _sequences(2048, table, generator)
+    optimizer = AdamW(model.parameters(), lr=rate * _RATE)
+    usual = warmup_cosine(optimizer, STEPS, warmup=30, floor=0.1).lr_lambdas[0]
+    scheduler = LambdaLR(optimizer, lambda step: usual(step) * (extra(step) if extra else 1.0))
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        """The first symbol of a row has no pair before it."""
+        scores = model(batch[:, :-1])[:, 1:]
+        return F.cross_entropy(scores.flatten(0, 1), batch[:, 2:].flatten())
+
+    def step(batch: Tensor, update: Update) -> None:
+        update(loss_fn(batch))
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        return float(loss_fn(held_out))
+
+    return Problem(
+        modules={"model": model},
+        optimizers={MAIN: optimizer},
+        batches=list(sequences.view(STEPS, _ROWS, -1)),
+        step=step,
+        evaluate=evaluate,
+        schedulers={MAIN: scheduler},
+        loss_fn=loss_fn,
+    )
+
+
+# -- learning rates -------------------------------------------------------------------------------
+
+
+def _jump(seed: int, times: float, steps: int) -> Problem:
+    """The rate is `times` as high for that many steps from the middle on."""
+
+    def extra(step: int) -> float:
+        return times if _MIDDLE <= step < _MIDDLE + steps else 1.0
+
+    return small_transformer(seed, extra=extra)
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+Damage = Callable[[nn.Module, AdamW], None]
+
+
+def _damaged(seed: int, damage: Damage, steps: int = 1) -> Problem:
+    """`damage` is done between iterations, from the middle on, as often as `steps`.
+
+    Iterations are counted as executed, so that a rollback does not bring the damage back.
+    """
+    problem = small_transformer(seed)
+    model, optimizer = problem.modules["model"], problem.optimizers[MAIN]
+    assert isinstance(optimizer, AdamW)
+    healthy_step, executed = problem.step, 0
+
+    def step(batch: Any, update: Update) -> None:
+        nonlocal executed
+        if _MIDDLE <= executed < _MIDDLE + steps:
+            with torch.no_grad():
+                damage(model, optimizer)
+        executed += 1
+        healthy_step(batch, update)
+
+    problem.step = step
+    return problem
+
+
+def _weight(model: nn.Module) -> nn.Parameter:
+    return model.get_parameter("blocks.0.qkv.weight")
+
+
+def _layer(model: nn.Module, _: AdamW) -> None:
+    _weight(model).mul_(50.0)
+
+
+def _slow(model: nn.Module, _: AdamW) -> None:
+    _weight(model)[:, :8].mul_(1.05)
+
+
+def _flipped_weight(model: nn.Module, _: AdamW) -> None:
+    flat = _weight(model).view(-1)
+    flat[flat.abs().argmax()] *= 2.0**16
+
+
+def _flipped_moment(model: nn.Module, optimizer: AdamW) -> None:
+    moments = optimizer.state[_weight(model)]
+    moments["exp_avg"].view(-1)[moments["exp_avg"].abs().argmax()] *= 2.0**16
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def _random_symbols(batch: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randint(_SYMBOLS, batch.shape, generator=generator)
+
+
+def _shard(seed: int, batches: int) -> Problem:
+    bad = range(_MIDDLE, _MIDDLE + batches)
+    return with_bad_batches(small_transformer(seed), seed, bad, _random_symbols)
+
+
+def _task(name: str, build: Callable[[int], Problem], family: str, about: str) -> Task:
+    return Task(name, "sick", _METRIC, build, about, reference="small_transformer", family=family)
+
+
+TASKS: tuple[Task, ...] = (
+    Task(
+        "small_transformer",
+        "healthy",
+        _METRIC,
+        small_transformer,
+        "A one-block transformer with LayerNorm on sequences in which each pair of symbols has a "
+        "successor, AdamW.",
+        family="stationary",
+    ),
+    *(
+        _task(
+            f"start_{times}x",
+            partial(small_transformer, rate=float(times)),
+            "learning rate",
+            f"The small transformer at {times} times its learning rate from the first step on.",
+        )
+        for times in (10, 30, 100)
+    ),
+    *(
+        _task(
+            f"jump_{times}x",
+            partial(_jump, times=float(times), steps=STEPS),
+            "learning rate",
+            f"The same; the rate jumps to {times} times in the middle and stays there.",
+        )
+        for times in (10, 30, 100)
+    ),
+    *(
+        _task(
+            f"window_{steps}_{times}x",
+            partial(_jump, times=float(times), steps=steps),
+            "learning rate",
+            f"The same; the rate is {times} times as high for {steps} steps in the middle.",
+        )
+        for steps in (20, 45)
+        for times in (30, 100, 300)
+    ),
+    _task(
+        "layer_50x",
+        partial(_damaged, damage=_layer),
+        "damage",
+        "The same; in the middle the weights of one layer become 50 times as large.",
+    ),
+    _task(
+        "slow_damage",
+        partial(_damaged, damage=_slow, steps=100),
+        "damage",
+        "The same; from the middle on 256 weights of one layer grow by 5 % per step, 100 times.",
+    ),
+    _task(
+        "flipped_weight",
+        partial(_damaged, damage=_flipped_weight),
+        "damage",
+        "The same; in the middle one weight becomes 65,536 times as large.",
+    ),
+    _task(
+        "flipped_moment",
+        partial(_damaged, damage=_flipped_moment),
+        "damage",
+        "The same; in the middle one first moment becomes 65,536 times as large.",
+    ),
+    *(
+        _task(
+            f"shard_{batches}",
+            partial(_shard, batches=batches),
+            "poisoned data",
+            f"The same; {batches} batches in a row in the middle are random symbols.",
+        )
+        for batches in (10, 40, 100)
+    ),
+)

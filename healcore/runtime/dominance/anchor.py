@@ -1,0 +1,109 @@
+"""Anchors: earlier weights that the current ones are compared with, and the evidence against these.
+
+The evidence is an e-detector (Shin, Ramdas and Rinaldo 2022, arXiv:2203.03532). At each comparison
+`won` says whether the earlier weights were better. While the model is healthy that is true at most
+half of the time, whatever came before, and the mean number of comparisons until the evidence
+reaches a threshold c is then at least c.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+STAKE = 0.6
+"""Share of the evidence that is staked on each comparison (lambda), in (0, 1): it is multiplied by
+1.6 or by 0.4. Any value is valid; 20 wins in a row reach 1e4 with this one."""
+SAMPLE = 8
+"""Steps whose batches each anchor keeps: a uniform sample of all steps trained since."""
+MEDIAN = 0.5
+"""Quantile of the losses of the trouble that is compared with the usual losses."""
+RANGES = 1.0
+"""Ranges of the usual losses above the largest of them, up to which a loss is still ordinary."""
+ROUNDING = 1e-6
+"""Relative difference up to which two float32 losses are equal."""
+
+
+class ObservedBatch(NamedTuple):
+    """A batch, or a part of one, and its weight in the loss of its step."""
+
+    content: Any
+    weight: float = 1.0
+
+
+class TrainedStep(NamedTuple):
+    """One step of the run (one dispatch, if a compiled loop takes several) and its batches."""
+
+    index: int
+    batches: tuple[ObservedBatch, ...]
+    """All batches of an accumulation."""
+
+
+@dataclass(eq=False)
+class Anchor:
+    """The weights after `step` steps."""
+
+    step: int
+    weights: Any
+    """`Driver.copy_weights`."""
+    learning_rate: float | None
+    """Rate in force then, times the multiplier, or None if it is unknown."""
+    evidence: float = 1.0
+    """For these weights and against the current ones; 1 means no evidence."""
+    onset: int | None = None
+    """First of the comparisons in a row that the evidence comes from, or None without evidence."""
+    sample: list[TrainedStep] = field(default_factory=list)
+    trained: int = 0
+    """Steps since the anchor."""
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.step)  # the same on every rank
+
+    def add(self, step: TrainedStep) -> None:
+        """Adds a step that the model has trained on since (reservoir sampling, algorithm R)."""
+        self.trained += 1
+        if len(self.sample) < SAMPLE:
+            self.sample.append(step)
+        elif (place := self._random.randrange(self.trained)) < SAMPLE:
+            self.sample[place] = step
+
+    def draw(self) -> TrainedStep | None:
+        """One of the sampled steps, or None if there is none yet."""
+        return self._random.choice(self.sample) if self.sample else None
+
+    def learn(self, index: int, *, won: bool) -> None:
+        """Updates the evidence with the comparison at step `index`."""
+        if self.evidence <= 1:
+            self.onset = index
+        self.evidence = max(1.0, self.evidence) * (1 + STAKE if won else 1 - STAKE)
+        if self.evidence <= 1:
+            self.onset = None
+
+    def forget(self) -> None:
+        """Drops the evidence."""
+        self.evidence, self.onset = 1.0, None
+
+
+def better(now: float, then: float) -> bool:
+    """Whether the loss `then` of the earlier weights is lower; NaN and Inf are the highest."""
+    return math.isfinite(then) and not now <= then
+
+
+def same_data(first: float, second: float) -> bool:
+    """Whether two losses of one model are equal to float32 rounding: its batches are the same."""
+    return math.isclose(first, second, rel_tol=ROUNDING, abs_tol=0.0)
+
+
+def ordinary(losses: Iterable[float], usual: Sequence[float]) -> bool:
+    """Whether batches of these losses are like the usual ones, under the same weights.
+
+    Their median is at most the largest usual loss plus the range of the usual losses.
+    """
+    found = sorted(losses)
+    if not usual or not found:
+        return True
+    middle = found[int(len(found) * MEDIAN)]
+    return middle <= max(usual) + RANGES * (max(usual) - min(usual))

@@ -1,0 +1,425 @@
+"""Whether earlier weights are better than the current ones on everything seen since.
+
+A loss and a gradient norm cannot tell a damaged model from different data. Two sets of weights on
+the same batch can: a new term of the loss, another scale of the targets or a new task changes both
+losses alike. So the current weights are compared with earlier ones (anchors) on the batch of the
+step and on one batch trained on since the anchor. Earlier weights that are better on both, at
+comparison after comparison, are worth a rollback: nothing is lost by it.
+
+docs/how-it-decides.md has the theorem, and what the comparison cannot see.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from healcore.core.signals import SignalError, check_scalar
+from healcore.core.verdict import Cause
+from healcore.runtime.dominance.anchor import (
+    SAMPLE,
+    Anchor,
+    TrainedStep,
+    better,
+    ordinary,
+    same_data,
+)
+from healcore.runtime.dominance.exchange import exchange
+from healcore.runtime.driver import Driver
+from healcore.runtime.faults import classify
+from healcore.runtime.store.ranks import Ranks
+
+HEARTBEAT = 100
+"""Steps between two comparisons without a reason; more if a comparison is slow, see `_price`."""
+ANCHORS = 3
+"""Earlier weights that are kept at most."""
+AGE = 0.5
+"""Share of the run so far that an anchor's age is at least, up to one checkpoint interval."""
+NOTED = 0.5
+"""Power of the threshold from which on the rise of the loss is noted."""
+RECOVERS = 0.5
+"""Share of that rise below which a model is recovering, and gets more time once."""
+COST = 0.01
+"""Share of the time of a healthy run that comparisons may cost."""
+STEP_COST = 3.0
+"""Evaluations that a training step costs: a forward pass, and a backward pass of twice its cost."""
+SAVED = 30.0
+"""Evaluations that are saved up at most, and available at the start of a run."""
+SAME_LOSS = 1e-3
+"""Relative difference up to which two losses of one batch are equal, in half precision too."""
+
+
+class Verdict(NamedTuple):
+    """Earlier weights are better than the current ones."""
+
+    index: int
+    """The last step that was compared."""
+    anchor: int
+    """Step of the earlier weights."""
+    onset: int
+    """First step of the trouble: its first alarm, or the first comparison that found it."""
+    evidence: float
+    """Comparisons until such evidence comes by chance, at least and on average."""
+    rise: float
+    """Loss of the step's batch, current minus earlier weights."""
+    rise_remembered: float
+    """The same for a batch trained on since the anchor."""
+    data_ordinary: bool
+    """Whether the earlier weights find the batches of the trouble like earlier batches."""
+    healthy_rate: float | None
+    """Learning rate in force at the earlier weights, or None if it is unknown."""
+    rates: tuple[float, ...]
+    """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Dominance:
+    """Compares the current weights with earlier ones, and says when these are better.
+
+    Several ranks call the same methods with the same steps, compare their own batches and decide
+    by the mean. What makes them compare is the same on all of them, since each comparison is
+    collective: reduced losses and alarms, and one price. A `loss_fn` that raises is not called
+    again: it must not end the run that it protects. Exception: see `exchange`.
+    """
+
+    driver: Driver
+    loss_fn: Callable[..., Any] | None
+    ranks: Ranks
+    threshold: float
+    """`[rollback] evidence`: comparisons per false order."""
+    interval: int
+    """Steps between two checkpoints."""
+    warn: Callable[[str], object]
+    learning_rate: Callable[[], float | None]
+    """The learning rate in force, or None if it is unknown."""
+    anchors: list[Anchor] = field(default_factory=list, init=False)
+    """At most `ANCHORS`, oldest first: the weights at the start of this process, and those at the
+    last checkpoints."""
+    gives_loss: bool = field(default=False, init=False)
+    """The loop observes what `loss_fn` returns, so that the loss of a step is known already. The
+    loop says so, or the `loss_fn` has predicted the loss of the first step."""
+
+    def __post_init__(self) -> None:
+        self._checked = False
+        self._expected: float | None = None
+        """What the `loss_fn` has returned for the first batch, before the first step."""
+        self._losses: deque[float] = deque(maxlen=HEARTBEAT)
+        self._recent: deque[float] = deque(maxlen=SAMPLE)
+        """Losses with the earlier weights, of the latest comparisons that these have won."""
+        self._rates: list[float] = []
+        """Learning rates in force at the comparisons of the current suspicion."""
+        self._alarms = (-1, -1)
+        """First and last step of the latest alarms, less than `SAMPLE` steps apart."""
+        self._waited: dict[int, float] = {}
+        """Step of an anchor -> its rise when the evidence had come half of the way."""
+        self._postponed: set[int] = set()
+        self._silent_until = -1
+        self._wanted = False
+        self._of_dispatch: list[float] = []
+        """Losses of the steps of the current dispatch."""
+        self._credit = SAVED
+        self._price = 1
+        self._step_s = 0.0
+        self._last_time: float | None = None
+
+    # -- what the loop calls --------------------------------------------------------------------
+
+    @property
+    def asks(self) -> bool:
+        """Whether weights are compared at all."""
+        return self.loss_fn is not None
+
+    @property
+    def suspects(self) -> bool:
+        """Whether some earlier weights have been better in the latest comparisons."""
+        return any(each.evidence > 1 for each in self.anchors)
+
+    def check_loss_fn(self, batch: Any) -> None:
+        """Calls the `loss_fn` on the first batch: a mistake in it is an error at the start.
+
+        With several ranks `observe` does so at the first step.
+
+        Raises:
+            SignalError: `loss_fn` raises, or does not return one number. An exception about memory,
+                data or the network is only a warning.
+        """
+        if self.loss_fn is None or self._checked or self.ranks.world > 1:
+            return  # several ranks: at their first step, since one may evaluate alone before
+        self._check(batch)
+
+    def keep(self, step: int, restorable: Container[int]) -> None:
+        """Makes the current weights an anchor, unless they are suspect themselves.
+
+        Anchors of steps that are not `restorable` any more are dropped.
+        """
+        if not self.asks or self.suspects:
+            return
+        self.anchors = [each for each in self.anchors if each.step in restorable]
+        if step not in restorable or any(each.step == step for each in self.anchors):
+            return
+        del self.anchors[1 : max(1, len(self.anchors) - ANCHORS + 2)]  # the first one stays
+        self.anchors.append(Anchor(step, self.driver.copy_weights(), self.learning_rate()))
+
+    def observe(
+        self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool
+    ) -> Verdict | None:
+        """Takes a step that was read, and compares weights if there is a reason to.
+
+        Args:
+            step: the step and its batches. Of a dispatch of many steps only the last has batches,
+                those of all of them.
+            loss: its training loss, the mean over its batches and over all ranks.
+            alarm: a detector has found something.
+            trained: the step was not skipped.
+        """
+        if not self.asks:
+            return None
+        self._credit = min(SAVED, self._credit + COST * STEP_COST)
+        self._note_time()
+        if alarm:
+            first, last = self._alarms
+            self._alarms = (first if step.index - last <= SAMPLE else step.index, step.index)
+        high = len(self._losses) == HEARTBEAT and loss > max(self._losses)
+        self._losses.append(loss if math.isfinite(loss) else -math.inf)
+        due = step.index % (HEARTBEAT * self._price) == HEARTBEAT - 1
+        self._wanted |= alarm or high or due
+        self._of_dispatch.append(loss)
+        if not step.batches:
+            return None
+        if not self._checked:
+            self._check(step.batches[0].content)
+            self._expected = self._predicted(step)
+        if self._expected is not None:  # the first step since, on the batch of the check
+            same = len(step.batches) == 1 and math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
+            self.gives_loss |= same and len(self._of_dispatch) == 1
+        self._expected = None
+        wanted, self._wanted = self._wanted and self._credit > 0, False
+        loss = sum(self._of_dispatch) / len(self._of_dispatch)
+        self._of_dispatch.clear()
+        verdict = None
+        if step.index >= self._silent_until and (self.suspects or wanted):
+            verdict = self._compare(step, loss)
+        if trained:
+            for each in self.anchors:
+                each.add(step)
+        return verdict
+
+    def on_rollback(self, target: int) -> None:
+        """Forgets everything from step `target` on."""
+        self.anchors = [each for each in self.anchors if each.step <= target]
+        for each in self.anchors:
+            each.forget()
+            each.sample = [one for one in each.sample if one.index < target]
+            each.trained = max(target - each.step, len(each.sample))
+        self._forget_trouble()
+        self._losses.clear()
+
+    def stay_silent(self, until: int) -> None:
+        """Compares nothing before step `until`: rollbacks have not helped here."""
+        self._silent_until = until
+        for each in self.anchors:
+            each.forget()
+        self._forget_trouble()
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _check(self, batch: Any) -> None:
+        self._checked = True
+        mistake = problem = failure = None
+        try:
+            found = self.driver.try_loss_fn(self.loss_fn, batch)  # type: ignore[arg-type]
+            self._expected = float(check_scalar("loss_fn(batch)", found))
+        except SignalError as error:
+            mistake, failure = str(error), error
+        except Exception as error:
+            failure = error
+            problem = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
+            if classify(error).cause is Cause.UNKNOWN:
+                how = "loss_fn(batch), or in JAX with a pytree as state loss_fn(state, batch)"
+                mistake = (
+                    f"{problem}\nThe Healer calls {how}, with a batch as healer.batches() yields "
+                    "it, and gets one number: correct the function, or leave loss_fn out"
+                )
+        everyone = exchange(self.ranks, (mistake, problem), failure)
+        mistakes, problems = ([*filter(None, each)] for each in zip(*everyone, strict=True))
+        if mistakes:
+            raise SignalError(mistakes[0]) from failure
+        if problems:
+            self._expected = None
+            self.warn(problems[0])
+
+    def _predicted(self, first: TrainedStep) -> float | None:
+        """The first loss as the `loss_fn` finds it, with several ranks, which check after it."""
+        start = next((each for each in self.anchors if each.step == first.index), None)
+        if self.ranks.world == 1 or self._expected is None or start is None:
+            return None
+        losses = self._losses_of([first], start, [math.nan])
+        return None if losses is None else losses[1][0]
+
+    def _forget_trouble(self) -> None:
+        self._recent.clear()
+        self._rates.clear()
+        self._credit = SAVED
+        self._of_dispatch.clear()
+        self._waited.clear()
+        self._postponed.clear()
+        self._alarms = (-1, -1)
+
+    def _eligible(self, index: int) -> list[Anchor]:
+        """The anchors to compare with: the newest that is old enough, and those in suspicion.
+
+        Weights of a few steps ago differ too little, and are as damaged as the current ones. From
+        `SAMPLE` steps on an anchor has as many batches as it keeps.
+        """
+        age = max(SAMPLE, min(self.interval, int(AGE * index)))
+        old = [each for each in self.anchors if index - each.step >= age]
+        return [each for each in old if each is old[-1] or each.evidence > 1]
+
+    def _compare(self, step: TrainedStep, loss: float) -> Verdict | None:
+        """Compares with each anchor that is old enough; the verdict, if one has enough evidence."""
+        if not self.driver.may_save():
+            return None  # within an accumulation: the weights have not changed since the last one
+        began, evaluations = time.monotonic(), 0
+        found, suspected = None, self.suspects
+        for anchor in self._eligible(step.index):
+            losses = self._losses_of([step], anchor, None if not self.gives_loss else [loss])
+            if losses is None:
+                return None
+            [now], [then] = losses
+            evaluations += 1 + (not self.gives_loss)
+            if not math.isfinite(now) and not math.isfinite(then):
+                continue  # the batch is bad, and shows nothing
+            won, remembered = better(now, then), math.nan
+            past = anchor.draw() if won and math.isfinite(now) else None
+            if past is not None:
+                losses = self._losses_of([past], anchor)
+                if losses is None:
+                    return None
+                [now_past], [then_past] = losses
+                evaluations += 2
+                if not math.isfinite(now_past) and not math.isfinite(then_past):
+                    continue  # that batch is bad, and shows nothing
+                if same_data(then, then_past):
+                    continue  # every batch is the same: a swing looks like damage
+                won, remembered = better(now_past, then_past), now_past - then_past
+            elif won and math.isfinite(now):
+                continue  # nothing was trained on since
+            anchor.learn(step.index, won=won)
+            if won:
+                self._recent.append(then)
+            if self._is_enough(anchor, now - then):
+                found = self._verdict(step.index, anchor, now - then, remembered)
+        if not self.suspects:
+            self._rates.clear()
+        elif (rate := self.learning_rate()) is not None:
+            self._rates.append(rate)
+        self._pay(0 if suspected else evaluations, evaluations, time.monotonic() - began)
+        return found
+
+    def _is_enough(self, anchor: Anchor, rise: float) -> bool:
+        """Whether the evidence orders a rollback; a recovering model gets more time once."""
+        half = self.threshold**NOTED
+        if anchor.evidence < half:
+            self._waited.pop(anchor.step, None)
+            return False
+        self._waited.setdefault(anchor.step, rise)
+        if anchor.evidence < self.threshold:
+            return False
+        if rise < RECOVERS * self._waited[anchor.step] and anchor.step not in self._postponed:
+            self._postponed.add(anchor.step)
+            anchor.evidence = half
+            return False
+        return True
+
+    def _verdict(self, index: int, anchor: Anchor, rise: float, remembered: float) -> Verdict:
+        onset = index if anchor.onset is None else anchor.onset
+        first, last = self._alarms
+        if last >= onset - SAMPLE:
+            onset = min(onset, first)
+        onset = max(onset, anchor.step)
+        before = [each for each in anchor.sample if each.index < onset]
+        losses = self._losses_of(before, anchor, [math.nan] * len(before)) if before else None
+        usual = [] if losses is None else losses[1]
+        return Verdict(
+            index=index,
+            anchor=anchor.step,
+            onset=onset,
+            evidence=anchor.evidence,
+            rise=rise,
+            rise_remembered=remembered,
+            data_ordinary=ordinary(self._recent, usual),
+            healthy_rate=anchor.learning_rate,
+            rates=tuple(self._rates),
+        )
+
+    def _losses_of(
+        self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
+    ) -> tuple[list[float], list[float]] | None:
+        """The losses of steps with the current weights (or `known`) and with those of an anchor.
+
+        The means over all ranks, or None if the `loss_fn` has raised on a rank.
+        """
+        assert self.loss_fn is not None
+        batches = [each.content for step in steps for each in step.batches]
+        mine: tuple[list[float], list[float]] | str
+        failure = None
+        try:
+            now = known or _means(self._evaluated(batches, None), steps)
+            mine = (now, _means(self._evaluated(batches, anchor.weights), steps))
+        except Exception as error:
+            mine, failure = f"{type(error).__name__}: {error}", error
+        everyone = exchange(self.ranks, mine, failure)
+        failed = [each for each in everyone if isinstance(each, str)]
+        if failed:
+            self.loss_fn = None
+            self.anchors.clear()
+            self.warn(f"loss_fn raised {failed[0]}; it is not called again")
+            return None
+        now, then = (
+            [float(sum(each)) / len(everyone) for each in zip(*part, strict=True)]
+            for part in zip(*everyone, strict=True)
+        )
+        return now, then
+
+    def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
+        found = self.driver.losses_of(self.loss_fn, batches, weights)  # type: ignore[arg-type]
+        return [float(check_scalar("loss_fn(batch)", loss)) for loss in found]
+
+    # -- the budget -----------------------------------------------------------------------------
+
+    def _note_time(self) -> None:
+        """Measures the time of an ordinary step, as a moving average over a heartbeat."""
+        now = time.monotonic()
+        if self._last_time is not None:
+            taken = now - self._last_time
+            self._step_s += (taken - self._step_s) * (1 / HEARTBEAT if self._step_s else 1.0)
+        self._last_time = now
+
+    def _pay(self, counted: int, evaluations: int, seconds: float) -> None:
+        """Subtracts from the budget what is `counted`, and learns how much an evaluation costs.
+
+        While a suspicion lasts evaluations are not counted.
+
+        The price only lengthens the heartbeat. Comparisons at alarms do not depend on the clock,
+        so that a run that is repeated makes the same decisions.
+        """
+        self._credit -= counted
+        self._last_time = None
+        if not evaluations:
+            return
+        share = STEP_COST * seconds / evaluations / self._step_s if self._step_s else 1.0
+        price = 1 << max(0, round(math.log2(max(share, 1.0))))
+        self._price = max(self.ranks.gather(price))  # each rank has a clock of its own
+
+
+def _means(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:
+    """The mean loss of each step, from the losses of all their batches in order."""
+    remaining, means = iter(losses), []
+    for step in steps:
+        total = sum(each.weight * loss for each, loss in zip(step.batches, remaining, strict=False))
+        means.append(total / sum(each.weight for each in step.batches))
+    return means

@@ -1,0 +1,141 @@
+"""healbench's tasks: accumulated steps, optimizers of its own, edits and faults in the middle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.healbench.arms import ARMS
+from benchmarks.healbench.problem import MAIN, Problem
+from benchmarks.healbench.tasks import TASKS
+from benchmarks.healbench.tasks.middle_faults import STEPS
+from benchmarks.healbench.tasks.optimizers import Lion, ScheduleFreeSGD
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """One thread, as in the workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trained(task: str, arm: str, steps: slice) -> Any:
+    problem = TASKS[task].build(0)
+    problem.batches = problem.batches[steps]
+    with ARMS[arm](problem) as run:
+        run.train()
+    return run
+
+
+def weights(problem: Problem) -> Tensor:
+    return torch.cat([w.detach().flatten() for w in problem.modules["model"].parameters()])
+
+
+# -- accumulation ----------------------------------------------------------------------------------
+
+
+def test_four_micro_batches_are_one_step_on_the_whole_batch():
+    run = trained("accumulated", "nothing", slice(0, 8))
+    other = TASKS["accumulated"].build(0)
+    data: Any = other.batches
+    model, optimizer = other.modules["model"], other.optimizers[MAIN]
+    for first in (0, 4):
+        x, y = (torch.cat([pair[k] for _, pair in data[first : first + 4]]) for k in (0, 1))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        other.schedulers[MAIN].step()
+    torch.testing.assert_close(weights(run.problem), weights(other), rtol=1e-4, atol=1e-5)
+
+
+def test_the_arms_see_each_micro_batch_and_clip_each_step_once(monkeypatch):
+    clipped = trained("accumulated", "fixed_clip", slice(0, 8))
+    assert clipped.steps == 8
+    assert clipped.counts.clips <= 2
+    plain = trained("accumulated", "nothing", slice(0, 8))
+    seen: list[float] = []
+    arm = type(ARMS["healer"](TASKS["accumulated"].build(0)))
+    observe = arm.before_backward
+
+    def listen(self: Any, loss: Tensor, optimizer: str) -> None:
+        seen.append(float(loss.detach()))
+        observe(self, loss, optimizer)
+
+    monkeypatch.setattr(arm, "before_backward", listen)
+    healed = trained("accumulated", "healer", slice(0, 8))
+    assert len(seen) == 8
+    assert seen[0] == pytest.approx(2.1, abs=0.5)  # log 8: the loss itself, not a quarter of it
+    torch.testing.assert_close(weights(healed.problem), weights(plain.problem))
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def test_lion_is_the_published_update():
+    weight = torch.tensor([1.0, -2.0], requires_grad=True)
+    optimizer = Lion([weight], lr=0.1, weight_decay=0.5)
+    x, m = [1.0, -2.0], [0.0, 0.0]
+    for gradient in ([1.0, -1.0], [-0.02, 3.0], [0.0, 0.0]):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        for k, g in enumerate(gradient):
+            mixed = 0.9 * m[k] + 0.1 * g
+            x[k] -= 0.1 * ((mixed > 0) - (mixed < 0) + 0.5 * x[k])
+            m[k] = 0.99 * m[k] + 0.01 * g
+    assert weight.tolist() == pytest.approx(x)
+
+
+def test_schedule_free_averages_its_fast_iterates():
+    weight = torch.tensor([1.0], requires_grad=True)
+    optimizer = ScheduleFreeSGD([weight], lr=0.1, beta=0.9)
+    fast, iterates = 1.0, []
+    for gradient in (1.0, -2.0, 0.5, 3.0):
+        weight.grad = torch.tensor([gradient])
+        optimizer.step()
+        fast -= 0.1 * gradient
+        iterates.append(fast)
+        mean = sum(iterates) / len(iterates)
+        assert float(optimizer.state[weight]["x"]) == pytest.approx(mean)
+        assert float(weight.detach()) == pytest.approx(0.1 * fast + 0.9 * mean)
+
+
+# -- edits and faults ------------------------------------------------------------------------------
+
+
+def test_a_fault_in_the_middle_leaves_the_first_half_as_it_was():
+    faults = [n for n, t in TASKS.items() if t.reference == "small_transformer"]
+    half = weights(trained("small_transformer", "nothing", slice(0, 12)).problem)
+    late = [name for name in faults if not name.startswith("start_")]
+    assert len(faults) - len(late) == 3
+    for name in late:
+        healthy, sick = (TASKS[each].build(0) for each in ("small_transformer", name))
+        middle = STEPS // 2
+        for i in (0, middle - 1):
+            assert torch.equal(sick.batches[i], healthy.batches[i]), name
+        rates = [problem.schedulers[MAIN] for problem in (healthy, sick)]
+        factors = [[r.lr_lambdas[0](i) for i in range(middle + 2)] for r in rates]  # type: ignore
+        assert factors[0][:middle] == factors[1][:middle], name
+        if name.startswith("shard_"):
+            assert not torch.equal(sick.batches[middle], healthy.batches[middle])
+            after = middle + int(name.removeprefix("shard_"))
+            assert torch.equal(sick.batches[after], healthy.batches[after])
+    assert torch.equal(half, weights(trained("layer_50x", "nothing", slice(0, 12)).problem))
+
+
+@pytest.mark.parametrize("name", ["pruned_once", "quantized_once", "qat_sgd"])
+def test_a_model_that_was_rolled_back_past_its_edit_is_deployed_edited(name):
+    problem = TASKS[name].build(0)
+    problem.evaluate()
+    if name == "qat_sgd":
+        assert float(problem.modules["model"].get_buffer("on")) == 1
+        return
+    hidden = problem.modules["model"].get_parameter("2.weight").detach()
+    if name == "quantized_once":
+        assert len(hidden.unique()) <= 3
+    else:
+        assert float((hidden != 0).float().mean()) == pytest.approx(0.1, abs=0.01)

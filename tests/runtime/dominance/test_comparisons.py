@@ -1,0 +1,401 @@
+"""When weights are compared, with which anchors, and what follows. A model of one number."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from healcore import SignalError
+from healcore.runtime.dominance import dominance as module
+from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
+from healcore.runtime.dominance.dominance import SAVED
+from tests.runtime.dominance.toy_driver import Run
+
+
+def noisy(weight: float, batch: int) -> float:
+    """A loss around the weight's own level; batches differ by up to 0.1."""
+    return weight + 0.1 * random.Random(batch).random()
+
+
+def healthy(run: Run, steps: int, *, alarm: bool = False) -> None:
+    """The weight falls."""
+    for _ in range(steps):
+        assert run.take(run.step, weight=10.0 / (1 + run.step / 50), alarm=alarm) is None
+
+
+def damaged(run: Run, steps: int = 60, by: float = 5.0, *, alarm: bool = True) -> Any:
+    """From now on the weight is higher; the detectors say so."""
+    level = run.driver.weight + by
+    return run.until_verdict(steps, weight=level, alarm=alarm)
+
+
+# -- a verdict ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alarm", [True, False], ids=["alarm", "no detector"])
+def test_damage_is_found_after_twenty_comparisons(alarm):
+    run = Run(noisy)
+    healthy(run, 250)
+    verdict = damaged(run, alarm=alarm)
+    assert verdict is not None, "a loss above all of the last hundred is a reason to look too"
+    assert verdict.anchor == 100, "that of step 200 is only 50 steps old"
+    assert verdict.onset == 250
+    assert verdict.index == 250 + 19
+    assert verdict.evidence >= 1e4
+    assert verdict.rise > 1
+    assert verdict.rise_remembered > 1
+    assert verdict.data_ordinary
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loss: 1000 * loss,
+        lambda loss: loss + 1e6,
+        lambda loss: loss * 1e-3,
+    ],
+    ids=["scale", "new term", "smaller"],
+)
+def test_a_loss_that_changes_with_any_weights_is_no_evidence(change):
+    changed = False
+
+    def loss(weight: float, batch: int) -> float:
+        plain = noisy(weight, batch)
+        return change(plain) if changed else plain
+
+    run = Run(loss)
+    healthy(run, 250)
+    changed = True
+    healthy(run, 300, alarm=True)
+    assert not run.dominance.suspects
+
+
+def test_other_data_that_are_harder_for_any_weights_are_no_evidence():
+    """The old weights are better on the old data, and worse on the new ones."""
+
+    def loss(weight: float, batch: int) -> float:
+        return abs(weight - 3.0) + 1 if batch >= 250 else weight
+
+    run = Run(loss)
+    healthy(run, 250)
+    assert run.until_verdict(200, weight=3.0, alarm=True) is None
+
+
+def test_weights_that_only_forget_the_batch_of_the_step_are_no_evidence():
+    """The earlier weights are better on the batch of the step, and not on an earlier one."""
+
+    def loss(weight: float, batch: int) -> float:
+        return weight if batch >= 250 else -weight
+
+    run = Run(loss)
+    healthy(run, 250)
+    assert damaged(run) is None
+
+
+def test_the_same_data_in_every_step_are_no_evidence():
+    run = Run(lambda weight, batch: weight)
+    healthy(run, 250)
+    assert damaged(run) is None
+    assert not run.dominance.suspects
+
+
+def test_damaged_data_are_at_fault():
+    """The earlier weights find them extraordinary too, and the current ones are worse on all."""
+
+    def loss(weight: float, batch: int) -> float:
+        return noisy(weight, batch) + (50.0 if 250 <= batch < 300 else 0.0)
+
+    run = Run(loss)
+    healthy(run, 250)
+    verdict = damaged(run)
+    assert verdict is not None
+    assert not verdict.data_ordinary
+
+
+def test_the_rates_of_the_trouble_are_reported():
+    run = Run(noisy)
+    run.driver.rate = 0.25
+    run.dominance.anchors.clear()
+    run.dominance.keep(0, run.restorable)
+    healthy(run, 250)
+    run.driver.rate = 8.0
+    verdict = damaged(run)
+    assert verdict is not None
+    assert verdict.healthy_rate == 0.25
+    assert set(verdict.rates) == {8.0}
+
+
+def test_the_onset_is_the_first_alarm_of_the_trouble():
+    run = Run(noisy)
+    healthy(run, 246)
+    for _ in range(4):  # alarms, and the weights are not worse yet
+        run.take(run.step, alarm=True)
+    verdict = damaged(run)
+    assert verdict is not None
+    assert verdict.onset == 246
+
+
+def test_a_recovering_model_gets_more_time_once():
+    """The excess has halved since the evidence came half of the way."""
+    run, waits = Run(noisy), Run(noisy)
+    for each in (run, waits):
+        healthy(each, 250)
+    level, verdict = run.driver.weight, None
+    assert damaged(run) is not None
+    for number in range(60):
+        verdict = waits.take(waits.step, weight=level + 40.0 * 0.9**number, alarm=True)
+        if verdict is not None:
+            break
+    assert verdict is not None
+    assert verdict.index == 250 + 19 + 10, "half of the evidence again, and not for ever"
+
+
+# -- NaN ------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_nan_with_the_current_weights_alone_counts():
+    run = Run(lambda weight, batch: math.nan if weight > 50 else noisy(weight, batch))
+    healthy(run, 250)
+    assert damaged(run, by=100.0) is not None
+
+
+def test_a_batch_that_is_nan_with_both_shows_nothing():
+    run = Run(lambda weight, batch: noisy(weight, batch) if batch < 250 else math.nan)
+    healthy(run, 250)
+    assert damaged(run) is None
+    assert not run.dominance.suspects
+
+
+def test_a_sampled_batch_that_is_nan_with_both_is_no_evidence_against_damage():
+    run = Run(lambda weight, batch: math.nan if batch % 4 == 0 else noisy(weight, batch))
+    healthy(run, 250)
+    assert damaged(run) is not None, "a third of the steps show nothing, and no step is a defeat"
+
+
+# -- anchors --------------------------------------------------------------------------------------
+
+
+def test_at_most_three_anchors_the_start_and_the_last_two_checkpoints():
+    run = Run(noisy)
+    seen = []
+    for _ in range(7):
+        healthy(run, 100)
+        seen.append([each.step for each in run.dominance.anchors])
+    assert seen[:3] == [[0, 100], [0, 100, 200], [0, 200, 300]]
+    assert seen[-1] == [0, 600, 700]
+
+
+def test_an_anchor_is_compared_once_it_is_a_save_interval_old():
+    run = Run(noisy)
+    healthy(run, 250)
+    assert [each.step for each in run.dominance._eligible(150)] == [0]
+    assert [each.step for each in run.dominance._eligible(200)] == [100]
+    assert [each.step for each in run.dominance._eligible(299)] == [100]
+    assert [each.step for each in run.dominance._eligible(300)] == [200]
+
+
+def test_at_the_start_half_of_the_run_is_old_enough_and_eight_steps_at_least():
+    run = Run(noisy)
+    assert run.dominance._eligible(7) == []
+    assert [each.step for each in run.dominance._eligible(8)] == [0]
+
+
+def test_suspect_weights_are_no_anchor():
+    run = Run(noisy)
+    healthy(run, 290)
+    damaged(run, 12)
+    assert run.dominance.suspects
+    assert [each.step for each in run.dominance.anchors] == [0, 100, 200]
+
+
+def test_a_rollback_drops_later_anchors_and_batches():
+    run = Run(noisy)
+    healthy(run, 290)
+    assert damaged(run) is not None
+    run.dominance.on_rollback(150)
+    assert [each.step for each in run.dominance.anchors] == [0, 100]
+    assert all(step.index < 150 for each in run.dominance.anchors for step in each.sample)
+    assert not run.dominance.suspects
+
+
+def test_silence_accepts_the_level_and_ends():
+    run = Run(noisy)
+    healthy(run, 250)
+    run.dominance.stay_silent(400)
+    before = run.driver.evaluations
+    assert damaged(run, 150) is None
+    assert run.driver.evaluations == before
+    assert damaged(run, 60) is not None, "worse than the level that was accepted"
+
+
+# -- the budget -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gives_loss", [False, True])
+@pytest.mark.parametrize("alarm", [False, True])
+def test_a_healthy_run_costs_at_most_one_percent(alarm, gives_loss):
+    """30 evaluations per 1,000 steps, and 30 at the start, also with alarms at every step."""
+    run = Run(noisy)
+    run.dominance.gives_loss = gives_loss
+    healthy(run, 5000, alarm=alarm)
+    most = SAVED + 0.03 * 5000 + 2
+    assert run.driver.evaluations <= most
+    if alarm:
+        assert run.driver.evaluations > 0.8 * most
+
+
+def test_without_alarms_there_is_one_comparison_in_a_hundred_steps(monkeypatch):
+    monkeypatch.setattr(module.Dominance, "_note_time", lambda self: None)
+    run = Run(noisy)
+    run.dominance.gives_loss = True
+    healthy(run, 1000)
+    assert run.driver.evaluations == 10
+
+
+def test_a_slow_evaluation_makes_heartbeats_rarer_and_alarms_no_less_heard(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+
+    def slow(weight: float, batch: int) -> float:
+        clock[0] += 4.0
+        return noisy(weight, batch)
+
+    run = Run(slow)
+    run.dominance.gives_loss = True
+    for _ in range(1000):
+        clock[0] += 1.0
+        loss = noisy(10.0 / (1 + run.step / 50), run.step)
+        assert run.take(run.step, weight=10.0 / (1 + run.step / 50), loss=loss) is None
+    assert run.driver.evaluations <= 2, "an evaluation takes as long as four steps"
+    level = run.driver.weight + 5
+    found = None
+    for _ in range(60):
+        clock[0] += 1.0
+        found = found or run.take(run.step, weight=level, alarm=True, loss=noisy(level, run.step))
+    assert found is not None
+    assert found.index == 1000 + 19
+
+
+# -- a loss_fn that fails -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [KeyError("labels"), None], ids=["raises", "no number"])
+def test_a_loss_fn_that_fails_later_is_not_called_again(wrong):
+    calls = []
+
+    def loss(weight: float, batch: int) -> Any:
+        if batch >= 250:
+            calls.append(batch)
+            if wrong is not None:
+                raise wrong
+            return (1.0, 2.0)
+        return noisy(weight, batch)
+
+    run = Run(loss)
+    healthy(run, 250)
+    for _ in range(50):
+        assert run.take(run.step, weight=9.0, alarm=True, loss=9.0) is None
+    assert len(calls) == 1
+    assert not run.dominance.asks
+    assert not run.dominance.anchors, "their memory is free"
+    (line,) = run.warnings
+    assert "it is not called again" in line
+    assert type(wrong or SignalError("")).__name__ in line
+
+
+# -- dispatches of many steps, and accumulations --------------------------------------------------
+
+
+def test_a_dispatch_of_many_steps_is_compared_once_on_all_its_batches():
+    """The alarm may have come at any of its steps; only the last one has the batches."""
+    seen: list[int] = []
+
+    def loss(weight: float, batch: int) -> float:
+        seen.append(batch)
+        return noisy(weight, batch)
+
+    run = Run(loss)
+    for dispatch in range(40):
+        batches = tuple(ObservedBatch(8 * dispatch + i) for i in range(8))
+        run.driver.weight = 10.0 / (1 + dispatch / 5)
+        for i in range(8):
+            index = 8 * dispatch + i
+            step = TrainedStep(index, batches if i == 7 else ())
+            seen.clear()
+            run.dominance.observe(step, 1.0, alarm=index == 315, trained=True)
+            if index != 319:
+                continue
+            assert set(seen) >= set(range(312, 320))
+
+
+def test_parts_of_a_batch_count_by_their_weights():
+    """The mean of an accumulation is that of the training loss."""
+    run = Run(lambda weight, batch: weight + float(batch))
+    healthy(run, 250)
+    step = TrainedStep(run.step, (ObservedBatch(1.0, 0.75), ObservedBatch(5.0, 0.25)))
+    found = run.dominance._losses_of([step], run.dominance.anchors[0])
+    assert found is not None
+    [now], [then] = found
+    assert now == pytest.approx(run.driver.weight + 2.0)
+    assert then == pytest.approx(10.0 + 2.0), "the first weight"
+
+
+def test_without_a_loss_fn_nothing_is_kept():
+    run = Run(None)
+    assert not run.dominance.asks
+    assert run.dominance.anchors == []
+    step = TrainedStep(0, (ObservedBatch(0),))
+    assert run.dominance.observe(step, 1.0, alarm=True, trained=True) is None
+
+
+def test_an_anchor_whose_checkpoint_is_gone_is_dropped():
+    run = Run(lambda weight, batch: weight)
+    for step in range(300):
+        run.take(step)
+    assert [each.step for each in run.dominance.anchors] == [0, 200, 300]
+    run.restorable = {200, 300, 400}
+    for step in range(100):
+        run.take(step)
+    assert [each.step for each in run.dominance.anchors] == [200, 300, 400]
+    run.restorable = set()
+    for step in range(100):
+        run.take(step)
+    assert run.dominance.anchors == []
+
+
+def test_within_an_accumulation_nothing_is_compared():
+    run = Run(lambda weight, batch: weight + batch % 7)
+    run.take(0)
+    run.driver.weight, run.driver.accumulates = 500.0, True
+    for step in range(200):
+        run.take(step, alarm=True)
+    assert run.driver.evaluations == 0
+
+
+def test_a_loop_that_observes_the_loss_fn_needs_one_call_less():
+    """The loss_fn has predicted the loss of the first step."""
+    for given, free in ((None, True), (3.0, False)):
+        run = Run(lambda weight, batch: weight + batch)
+        run.dominance.check_loss_fn(5)
+        run.take(5, loss=given)
+        assert run.dominance.gives_loss is free
+
+
+class Two:
+    """Two ranks that agree."""
+
+    rank, world = 0, 2
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item, item]
+
+
+@pytest.mark.parametrize(("given", "free"), [(15.0, True), (9.0, False)])
+def test_several_ranks_predict_the_first_loss_with_the_weights_before_its_update(given, free):
+    run = Run(lambda weight, batch: weight + batch, ranks=Two())
+    run.driver.weight = 4.0
+    run.take(5, loss=given)
+    assert run.dominance.gives_loss is free

@@ -1,0 +1,184 @@
+"""The evidence of an anchor: its arithmetic, its theorem, its sample of batches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from healcore.runtime.dominance.anchor import (
+    SAMPLE,
+    STAKE,
+    Anchor,
+    ObservedBatch,
+    TrainedStep,
+    better,
+    ordinary,
+    same_data,
+)
+
+
+def anchor() -> Anchor:
+    return Anchor(0, None, None)
+
+
+def as_maximum(wins: list[bool]) -> float:
+    """The evidence in closed form: the largest product over a run of comparisons that ends now."""
+    factors = [1 + STAKE if won else 1 - STAKE for won in wins]
+    return max(math.prod(factors[start:]) for start in range(len(factors)))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_the_evidence_is_the_largest_product_of_any_run_of_comparisons(wins):
+    """The bet's product from the best starting point, as a CUSUM is of a log-likelihood."""
+    a = anchor()
+    for index, won in enumerate(wins):
+        a.learn(index, won=won)
+    assert a.evidence == pytest.approx(as_maximum(wins), rel=1e-9)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_the_onset_is_where_the_best_run_began(wins):
+    a = anchor()
+    for index, won in enumerate(wins):
+        a.learn(index, won=won)
+    if a.evidence <= 1:
+        assert a.onset is None
+        return
+    assert a.onset is not None
+    factors = [1 + STAKE if won else 1 - STAKE for won in wins]
+    assert math.prod(factors[a.onset :]) == pytest.approx(a.evidence)
+    assert wins[a.onset], "it begins with a comparison that was won"
+
+
+Adversary = Callable[[list[bool], float, random.Random], bool]
+
+
+def coin(past: list[bool], evidence: float, rng: random.Random) -> bool:
+    return rng.random() < 0.5
+
+
+def surely_then_never(past: list[bool], evidence: float, rng: random.Random) -> bool:
+    """Swings: an even chance decides two comparisons at once, the second at one half or none."""
+    return rng.random() < (0.5 if len(past) % 2 == 0 or past[-1] else 0.0)
+
+
+def after_wins(past: list[bool], evidence: float, rng: random.Random) -> bool:
+    """Even chances only after a win, less otherwise."""
+    return rng.random() < (0.5 if past[-1:] == [True] else 0.4)
+
+
+def comparisons_until(c: float, chance: Adversary, rng: random.Random) -> int:
+    a, past = anchor(), []
+    for index in itertools.count():
+        won = chance(past, a.evidence, rng)
+        past.append(won)
+        a.learn(index, won=won)
+        if a.evidence >= c:
+            return index + 1
+        if index > 20 * c:  # later is no smaller mean
+            return index
+    raise AssertionError
+
+
+@pytest.mark.parametrize("chance", [coin, surely_then_never, after_wins])
+@pytest.mark.parametrize("c", [10.0, 50.0])
+def test_a_healthy_run_has_at_least_c_comparisons_to_a_false_order_on_average(chance, c):
+    """Whatever the past, the chance of a win is at most one half."""
+    rng = random.Random(1)
+    found = [comparisons_until(c, chance, rng) for _ in range(300)]
+    mean = sum(found) / len(found)
+    spread = math.sqrt(sum((each - mean) ** 2 for each in found)) / len(found)
+    assert mean + 3 * spread >= c
+
+
+def test_a_model_that_is_worse_is_found_after_a_logarithm_of_c():
+    a = anchor()
+    wins = 0
+    while a.evidence < 1e4:
+        a.learn(wins, won=True)
+        wins += 1
+    assert wins == math.ceil(math.log(1e4) / math.log(1 + STAKE)) == 20
+    assert a.onset == 0
+
+
+def test_losses_that_are_not_finite():
+    assert better(2.0, 1.0)
+    assert not better(1.0, 1.0)
+    assert better(math.nan, 1.0)
+    assert better(math.inf, 1.0)
+    assert not better(1.0, math.nan)
+    assert not better(math.nan, math.nan)
+    assert not better(math.inf, math.inf)
+
+
+# -- the sample of batches ------------------------------------------------------------------------
+
+
+def filled(step: int, number: int) -> Anchor:
+    a = Anchor(step, None, None)
+    for index in range(number):
+        a.add(TrainedStep(index, (ObservedBatch(index),)))
+    return a
+
+
+def test_the_sample_is_uniform_over_all_steps_since():
+    """Of 40 steps each is kept with the chance 8 / 40, the first like the last."""
+    counts: Counter[int] = Counter()
+    runs = 3000
+    for step in range(runs):  # the step seeds the sample
+        counts.update(each.index for each in filled(step, 40).sample)
+    expected = runs * SAMPLE / 40
+    chi2 = sum((counts[index] - expected) ** 2 / expected for index in range(40))
+    assert chi2 < 72, "39 degrees of freedom: 99.9 % are below"
+
+
+def test_a_sample_is_the_same_in_every_process():
+    assert [e.index for e in filled(7, 100).sample] == [e.index for e in filled(7, 100).sample]
+    assert [filled(7, 100).draw(), filled(7, 100).draw()] == [filled(7, 100).draw()] * 2
+    assert len(filled(7, 3).sample) == 3
+    assert anchor().draw() is None
+
+
+def test_every_step_of_the_sample_is_drawn():
+    a = filled(3, 8)
+    drawn = {step.index for step in (a.draw() for _ in range(200)) if step}
+    assert drawn == set(range(8))
+
+
+# -- whose fault ----------------------------------------------------------------------------------
+
+
+def test_batches_within_the_range_of_the_usual_ones_are_ordinary():
+    usual = [1.0, 1.5, 2.0]
+    assert ordinary([2.9, 3.0, 0.1], usual)
+    assert ordinary([9.0, 3.0, 3.0], usual), "the median counts"
+    assert not ordinary([3.1, 3.1, 0.1], usual)
+    assert ordinary([9.0], []), "nothing to compare with"
+    assert ordinary([], usual)
+
+
+@given(
+    st.lists(st.floats(-100, 100), min_size=1, max_size=8),
+    st.lists(st.floats(-100, 100), min_size=1, max_size=8),
+    st.floats(-100, 100),
+)
+def test_ordinary_does_not_depend_on_the_level_of_the_loss(losses, usual, shift):
+    limit = 2 * max(usual) - min(usual)
+    middle = sorted(losses)[len(losses) // 2]
+    if abs(middle - limit) < 1e-6:
+        return
+    moved = ordinary([each + shift for each in losses], [each + shift for each in usual])
+    assert moved == ordinary(losses, usual)
+
+
+def test_same_data_is_equality_to_float32_rounding():
+    assert same_data(0.123456789, 0.123456785)
+    assert not same_data(0.12345, 0.12346)
+    assert not same_data(0.0, 1e-30)

@@ -1,0 +1,103 @@
+"""A model of one number and a driver for it; `loss(weight, batch)` is the loss.
+
+Comparisons take no time that counts, and every loss is known in advance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
+from healcore.runtime.dominance.dominance import Dominance, Verdict
+from healcore.runtime.store.ranks import Alone
+
+Loss = Callable[[float, Any], float]
+
+
+class ToyDriver:
+    """Has one weight."""
+
+    def __init__(self) -> None:
+        self.weight: float = 10.0
+        self.evaluations = 0
+        self.rate: float | None = None
+        self.accumulates = False
+
+    def may_save(self) -> bool:
+        return not self.accumulates
+
+    def copy_weights(self) -> float:
+        return self.weight
+
+    def try_loss_fn(self, loss_fn: Loss, batch: Any) -> float:
+        return loss_fn(self.weight, batch)
+
+    def losses_of(
+        self, loss_fn: Loss, batches: Iterable[Any], weights: float | None = None
+    ) -> list[float]:
+        found = []
+        for batch in batches:
+            self.evaluations += 1
+            found.append(loss_fn(self.weight if weights is None else weights, batch))
+        return found
+
+
+class Run:
+    """A run that is compared with its past, without a Healer."""
+
+    def __init__(
+        self,
+        loss_fn: Loss | None,
+        *,
+        threshold: float = 1e4,
+        interval: int = 100,
+        ranks: Any = None,
+    ) -> None:
+        self.driver = ToyDriver()
+        self.warnings: list[str] = []
+        self.loss_fn = loss_fn
+        self.interval = interval
+        driver: Any = self.driver
+        self.dominance = Dominance(
+            driver=driver,
+            loss_fn=loss_fn,
+            ranks=ranks or Alone(),
+            threshold=threshold,
+            interval=interval,
+            warn=self.warnings.append,
+            learning_rate=lambda: self.driver.rate,
+        )
+        self.step = 0
+        self.restorable: Any = range(10**9)
+        self.dominance.keep(0, self.restorable)
+
+    def take(
+        self,
+        batch: Any,
+        *,
+        weight: float | None = None,
+        alarm: bool = False,
+        trained: bool = True,
+        loss: float | None = None,
+    ) -> Verdict | None:
+        """One step on a batch; `weight` is the weight before its update."""
+        if weight is not None:
+            self.driver.weight = weight
+        assert self.loss_fn is not None
+        if loss is None:
+            loss = self.loss_fn(self.driver.weight, batch)
+        step = TrainedStep(self.step, (ObservedBatch(batch),))
+        verdict = self.dominance.observe(step, loss, alarm=alarm, trained=trained)
+        self.step += 1
+        if self.step % self.interval == 0:
+            self.dominance.keep(self.step, self.restorable)
+        return verdict
+
+    def until_verdict(self, steps: int, **options: Any) -> Verdict | None:
+        """Steps on batches numbered by step, at most so many, until a verdict."""
+        for _ in range(steps):
+            verdict = self.take(self.step, **options)
+            if verdict is not None:
+                return verdict
+        return None

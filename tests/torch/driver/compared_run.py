@@ -1,0 +1,136 @@
+"""A small run in torch whose weights are compared with earlier ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from healcore import Healer
+from healcore.runtime.events import read
+
+STEPS = 400
+CHANGE = 250
+
+
+class Run:
+    """Classification of points by a fixed rule; a small net, Adam."""
+
+    def __init__(self, *, lr: float = 1e-2, dropout: float = 0.0, parts: int = 1) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(6, 32),
+            torch.nn.BatchNorm1d(32),
+            torch.nn.Tanh(),
+            torch.nn.Dropout(dropout),
+            torch.nn.Linear(32, 4),
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr)
+        self.parts = parts
+        """Batches of an accumulation."""
+        self.full_batch = False
+        self.relabelled_from = 10 * STEPS
+        self.shuffled = range(0)
+        self.weight = 0.0
+        """Of a second term of the loss."""
+        self.scale = 1.0
+        """Of the whole loss."""
+
+    def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        seed = 0 if self.full_batch else number
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(64, 6, generator=generator)
+        y = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
+        if number in self.shuffled:
+            y = y[torch.randperm(64, generator=generator)]
+        return x, y if number < self.relabelled_from else (y + 1) % 4
+
+    def loss(self, number: int) -> torch.Tensor:
+        x, y = self.batch(number)
+        out = self.model(x)
+        second = self.weight * (out - 20 * x[:, :4]).square().mean()
+        return self.scale * torch.nn.functional.cross_entropy(out, y) + second
+
+    def train(
+        self,
+        folder: Path,
+        *,
+        at: Callable[[Healer], object] | None = None,
+        policy: Any = "default",
+        asks: bool = True,
+        gives_loss: bool = False,
+        steps: int = STEPS,
+        **options: Any,
+    ) -> Healer:
+        """Trains; `at` is called before each step."""
+        state = {"model": self.model, "optimizer": self.optimizer}
+        options = {"loss_fn": self.loss if asks else None, **options}
+        with (
+            contextlib.suppress(SystemExit),
+            Healer(policy, state=state, events=folder / "e.jsonl", **options) as healer,
+        ):
+            for place, number in enumerate(healer.batches(range(steps * self.parts))):
+                if at is not None:
+                    at(healer)
+                if gives_loss:
+                    loss = healer.loss(number)
+                else:
+                    loss = self.loss(number)
+                    healer.observe(loss)
+                (loss / self.parts).backward()
+                if place % self.parts == self.parts - 1:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+        return healer
+
+    def unseen_loss(self) -> float:
+        """The loss on batches that were not trained on."""
+        self.model.eval()
+        with torch.no_grad():
+            found = [float(self.loss(number)) for number in range(9_000, 9_010)]
+        self.model.train()
+        return sum(found) / len(found)
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read(folder / "e.jsonl").events if event["kind"] == kind]
+
+
+def multiplier(healer: Healer) -> float:
+    """The learning-rate multiplier at the end."""
+    return float(healer.metrics()["heal/lr_scale"])
+
+
+def left_alone(folder: Path, healer: Healer) -> None:
+    """Asserts that nothing was done to the run."""
+    assert healer.rollbacks == 0
+    assert not events(folder, "lr")
+    assert multiplier(healer) == 1.0
+    assert events(folder, "end")[0]["ending"] == "completed"
+
+
+def once(step: int, action: Callable[[], object]) -> Callable[[Healer], None]:
+    """Does it before this step, and not again after a rollback."""
+    done = []
+
+    def at(healer: Healer) -> None:
+        if healer.step == step and not done:
+            done.append(True)
+            with torch.no_grad():
+                action()
+
+    return at
+
+
+def always(step: int, action: Callable[[], object]) -> Callable[[Healer], None]:
+    """Does it whenever the run comes to this step."""
+
+    def at(healer: Healer) -> None:
+        if healer.step == step:
+            with torch.no_grad():
+                action()
+
+    return at
