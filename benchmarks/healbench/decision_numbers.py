@@ -28,8 +28,7 @@ CONSTANTS = (
     "healcore.runtime.dominance.dominance:HEARTBEAT",
     "healcore.runtime.dominance.dominance:ANCHORS",
     "healcore.runtime.dominance.dominance:AGE",
-    "healcore.runtime.dominance.dominance:NOTED",
-    "healcore.runtime.dominance.dominance:RECOVERS",
+    "healcore.runtime.dominance.dominance:AGAIN",
     "healcore.runtime.dominance.dominance:COST",
     "healcore.runtime.dominance.dominance:STEP_COST",
     "healcore.runtime.dominance.dominance:SAVED",
@@ -38,6 +37,7 @@ CONSTANTS = (
     "healcore.runtime.loop.setup:MOST_CANDIDATES",
     "healcore.runtime.store.retention:Keep.good",
     "healcore.runtime.incidents.monitor:REMEMBERED",
+    "healcore.runtime.incidents.monitor:INTERVALS",
 )
 """Constants of modules, and defaults of a NamedTuple's fields."""
 SHARED = {

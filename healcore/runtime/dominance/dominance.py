@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from healcore.core.signals import SignalError, check_scalar
 from healcore.core.verdict import Cause
 from healcore.runtime.dominance.anchor import (
+    MEDIAN,
     SAMPLE,
     Anchor,
     TrainedStep,
@@ -31,6 +32,7 @@ from healcore.runtime.dominance.anchor import (
 from healcore.runtime.dominance.exchange import exchange
 from healcore.runtime.driver import Driver
 from healcore.runtime.faults import classify
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 HEARTBEAT = 100
@@ -39,10 +41,9 @@ ANCHORS = 3
 """Earlier weights that are kept at most."""
 AGE = 0.5
 """Share of the run so far that an anchor's age is at least, up to one checkpoint interval."""
-NOTED = 0.5
-"""Power of the threshold from which on the rise of the loss is noted."""
-RECOVERS = 0.5
-"""Share of that rise below which a model is recovering, and gets more time once."""
+AGAIN = 0.5
+"""Power of the threshold that the evidence starts from when trouble that has lasted is compared
+again."""
 COST = 0.01
 """Share of the time of a healthy run that comparisons may cost."""
 STEP_COST = 3.0
@@ -57,7 +58,9 @@ class Verdict(NamedTuple):
     """Earlier weights are better than the current ones."""
 
     index: int
-    """The last step that was compared."""
+    """The step of the rollback."""
+    found: int
+    """The step at which there was enough evidence for the first time."""
     anchor: int
     """Step of the earlier weights."""
     onset: int
@@ -74,6 +77,17 @@ class Verdict(NamedTuple):
     """Learning rate in force at the earlier weights, or None if it is unknown."""
     rates: tuple[float, ...]
     """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
+
+    @property
+    def due(self) -> int:
+        """First step at which the trouble has lasted as long as a rollback repeats steps.
+
+        The rollback repeats the steps from the anchor to the onset. A run that recovers earlier
+        loses less than by the rollback; one that does not recover loses at most twice as much (rent
+        or buy: Karlin et al. 1988, "Competitive snoopy caching"). A learning rate that is raised on
+        purpose gets this time.
+        """
+        return self.onset + (self.onset - self.anchor)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -94,6 +108,7 @@ class Dominance:
     interval: int
     """Steps between two checkpoints."""
     warn: Callable[[str], object]
+    log: RunLog
     learning_rate: Callable[[], float | None]
     """The learning rate in force, or None if it is unknown."""
     anchors: list[Anchor] = field(default_factory=list, init=False)
@@ -114,11 +129,10 @@ class Dominance:
         """Learning rates in force at the comparisons of the current suspicion."""
         self._alarms = (-1, -1)
         """First and last step of the latest alarms, less than `SAMPLE` steps apart."""
-        self._waited: dict[int, float] = {}
-        """Step of an anchor -> its rise when the evidence had come half of the way."""
-        self._postponed: set[int] = set()
         self._silent_until = -1
         self._wanted = False
+        self._trouble: Verdict | None = None
+        """Damage that was found, until it has lasted for long enough or is over."""
         self._of_dispatch: list[float] = []
         """Losses of the steps of the current dispatch."""
         self._credit = SAVED
@@ -136,7 +150,7 @@ class Dominance:
     @property
     def suspects(self) -> bool:
         """Whether some earlier weights have been better in the latest comparisons."""
-        return any(each.evidence > 1 for each in self.anchors)
+        return self._trouble is not None or any(each.evidence > 1 for each in self.anchors)
 
     def check_loss_fn(self, batch: Any) -> None:
         """Calls the `loss_fn` on the first batch: a mistake in it is an error at the start.
@@ -185,8 +199,8 @@ class Dominance:
             self._alarms = (first if step.index - last <= SAMPLE else step.index, step.index)
         high = len(self._losses) == HEARTBEAT and loss > max(self._losses)
         self._losses.append(loss if math.isfinite(loss) else -math.inf)
-        due = step.index % (HEARTBEAT * self._price) == HEARTBEAT - 1
-        self._wanted |= alarm or high or due
+        heartbeat = step.index % (HEARTBEAT * self._price) == HEARTBEAT - 1
+        self._wanted |= alarm or high or heartbeat
         self._of_dispatch.append(loss)
         if not step.batches:
             return None
@@ -201,12 +215,24 @@ class Dominance:
         loss = sum(self._of_dispatch) / len(self._of_dispatch)
         self._of_dispatch.clear()
         verdict = None
-        if step.index >= self._silent_until and (self.suspects or wanted):
+        if self._trouble is not None:
+            if step.index >= self._trouble.due:
+                verdict = self._compare(step, loss)
+        elif step.index >= self._silent_until and (self.suspects or wanted):
             verdict = self._compare(step, loss)
         if trained:
             for each in self.anchors:
                 each.add(step)
         return verdict
+
+    def at_end(self, index: int) -> Verdict | None:
+        """The trouble in which the run would end at step `index`, which has no time to recover."""
+        if self._trouble is None:
+            return None
+        [anchor] = self._eligible(index)
+        losses = self._losses_of(anchor.sample, anchor)
+        won = [better(*pair) for pair in zip(*losses, strict=True)] if losses else []
+        return self._trouble._replace(index=index) if sum(won) > MEDIAN * len(won) else None
 
     def on_rollback(self, target: int) -> None:
         """Forgets everything from step `target` on."""
@@ -261,20 +287,21 @@ class Dominance:
         return None if losses is None else losses[1][0]
 
     def _forget_trouble(self) -> None:
+        self._trouble = None
         self._recent.clear()
         self._rates.clear()
         self._credit = SAVED
         self._of_dispatch.clear()
-        self._waited.clear()
-        self._postponed.clear()
         self._alarms = (-1, -1)
 
     def _eligible(self, index: int) -> list[Anchor]:
-        """The anchors to compare with: the newest that is old enough, and those in suspicion.
+        """The anchors to compare with: the newest that is old enough, and those with evidence.
 
         Weights of a few steps ago differ too little, and are as damaged as the current ones. From
         `SAMPLE` steps on an anchor has as many batches as it keeps.
         """
+        if self._trouble is not None:
+            return [each for each in self.anchors if each.step == self._trouble.anchor]
         age = max(SAMPLE, min(self.interval, int(AGE * index)))
         old = [each for each in self.anchors if index - each.step >= age]
         return [each for each in old if each is old[-1] or each.evidence > 1]
@@ -311,8 +338,13 @@ class Dominance:
             anchor.learn(step.index, won=won)
             if won:
                 self._recent.append(then)
-            if self._is_enough(anchor, now - then):
+            if anchor.evidence >= self.threshold:
                 found = self._verdict(step.index, anchor, now - then, remembered)
+            elif self._trouble is not None and anchor.evidence <= 1:
+                self._recovered(step.index)
+        if found is not None and step.index < found.due:
+            self._wait(found)
+            found = None
         if not self.suspects:
             self._rates.clear()
         elif (rate := self.learning_rate()) is not None:
@@ -320,22 +352,38 @@ class Dominance:
         self._pay(0 if suspected else evaluations, evaluations, time.monotonic() - began)
         return found
 
-    def _is_enough(self, anchor: Anchor, rise: float) -> bool:
-        """Whether the evidence orders a rollback; a recovering model gets more time once."""
-        half = self.threshold**NOTED
-        if anchor.evidence < half:
-            self._waited.pop(anchor.step, None)
-            return False
-        self._waited.setdefault(anchor.step, rise)
-        if anchor.evidence < self.threshold:
-            return False
-        if rise < RECOVERS * self._waited[anchor.step] and anchor.step not in self._postponed:
-            self._postponed.add(anchor.step)
-            anchor.evidence = half
-            return False
-        return True
+    def _wait(self, found: Verdict) -> None:
+        """Keeps the verdict until the trouble has lasted, see `Verdict.due`."""
+        self._trouble = found
+        for each in self.anchors:
+            each.forget()
+            if each.step == found.anchor:
+                each.onset, each.evidence = found.onset, self.threshold**AGAIN
+        self._log(found.index, "worse", found.onset)
+        self.log.warning(
+            f"step {found.index}: the weights of step {found.anchor} are better on the same "
+            f"batches, since step {found.onset}; the run rolls back to them if that is still true "
+            f"at step {found.due}"
+        )
+
+    def _recovered(self, index: int) -> None:
+        assert self._trouble is not None
+        self._log(index, "recovered", self._trouble.onset)
+        self.log.info(
+            f"step {index}: the run has recovered from what began at step {self._trouble.onset}"
+        )
+        self._forget_trouble()
+
+    def _log(self, index: int, verdict: str, onset: int) -> None:
+        self.log.event(
+            "assessment", step=index, onset=onset, cause=[], verdict=verdict, by="earlier_weights"
+        )
 
     def _verdict(self, index: int, anchor: Anchor, rise: float, remembered: float) -> Verdict:
+        if self._trouble is not None:
+            return self._trouble._replace(
+                index=index, evidence=anchor.evidence, rise=rise, rise_remembered=remembered
+            )
         onset = index if anchor.onset is None else anchor.onset
         first, last = self._alarms
         if last >= onset - SAMPLE:
@@ -346,6 +394,7 @@ class Dominance:
         usual = [] if losses is None else losses[1]
         return Verdict(
             index=index,
+            found=index,
             anchor=anchor.step,
             onset=onset,
             evidence=anchor.evidence,

@@ -215,9 +215,10 @@ class EventFields(_EventsModel):
     )
     why: Text = _may("The reason, as text.")
     problem: Text = _may("What went wrong, as text.")
-    verdict: Literal["damage", "unknown"] = _may(
-        "Whether the model was found to be worse; unknown: damage and different data would both "
-        "look like this, or the current weights are not shown to be worse."
+    verdict: Literal["damage", "worse", "recovered", "unknown"] = _may(
+        "Whether the model was found to be worse; worse: earlier weights are better, and the run "
+        "has time to recover; unknown: damage and different data would both look like this, or the "
+        "current weights are not shown to be worse."
     )
     by: Literal[
         "weights",

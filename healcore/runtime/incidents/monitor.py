@@ -30,6 +30,9 @@ _NO_ORDER = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
 """Actions that the engine has carried out, or that only need an event."""
 REMEMBERED = 1000
 """Steps whose batch ids are kept at least; more if the policy's region is longer."""
+INTERVALS = 3
+"""Checkpoint intervals whose batch ids are kept at least. Trouble begins up to two intervals after
+the checkpoint that the run rolls back to, and lasts as long before."""
 
 
 class ActionRequest(NamedTuple):
@@ -77,6 +80,8 @@ class IncidentMonitor:
     facts: Callable[[], RunFacts]
     learning_rate: Callable[[], float | None]
     """The user's own rate now, without the multiplier; see `Driver.learning_rate`."""
+    interval: int = 0
+    """Steps between two checkpoints."""
 
     def __post_init__(self) -> None:
         self.unreported_alarms = 0
@@ -95,7 +100,8 @@ class IncidentMonitor:
     def process(self, step: StepResult) -> ActionRequest | None:
         """Takes one step; returns a request if the host has to carry something out."""
         self._batches[step.index] = step.batches
-        self._batches.pop(step.index - max(self.policy.region, REMEMBERED), None)
+        kept = max(self.policy.region, REMEMBERED, INTERVALS * self.interval)
+        self._batches.pop(step.index - kept, None)
         incident = self.ledger.record(step.index, step.records)
         is_new = incident is not None and incident.number > self._last_incident
         if incident is not None and is_new:
@@ -143,7 +149,7 @@ class IncidentMonitor:
         self, verdict: Verdict, *, lr_at_fault: float | None, leave_out: bool
     ) -> ActionRequest:
         """Makes a request to restore better weights; `leave_out` skips the data of the trouble."""
-        bad = self._batches_between(verdict.onset, verdict.index) if leave_out else ()
+        bad = self._batches_between(verdict.onset, verdict.found) if leave_out else ()
         return ActionRequest(
             Action.ROLLBACK,
             1,

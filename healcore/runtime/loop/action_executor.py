@@ -25,6 +25,7 @@ from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager, RollbackRequest, RollbackResult
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
+from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.ranks import agreed
 
 
@@ -152,7 +153,7 @@ class ActionExecutor(OrderExecutor):
             return next(iter(verdict.rates), math.nan)
         return None
 
-    def _roll_back(self, request: ActionRequest, step: int) -> int:
+    def _roll_back(self, request: ActionRequest, step: int) -> int | None:
         rerun = self.reruns.should_rerun(request)
         # Steps that are not read yet belong to the bad window if they have alarms too.
         unread = list(self.reader.due(all=True))
@@ -175,7 +176,11 @@ class ActionExecutor(OrderExecutor):
             )
         except StoreError as error:
             self.rollbacks.abandon_plan(step)
-            self.stop(step, str(error))
+            if request.better is None or not isinstance(error, NoGoodCheckpoint):
+                self.stop(step, str(error))
+            problem = f"the weights of step {request.better} are better, but {error}"
+            self.log.problem(step, f"{problem}; the run continues without a rollback")
+            return None
         self.monitor.on_rollback(result.target)
         if rerun:
             self.reruns.start(request.onset, request.index)

@@ -30,6 +30,7 @@ from healcore.runtime.ledger import LASTING, Ledger
 from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
 from healcore.runtime.loop.fault_answers import FaultAnswers
 from healcore.runtime.loop.last_state import LastState
+from healcore.runtime.loop.order_executor import ActionResult
 from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.run_facts import run_end, run_facts
 from healcore.runtime.loop.run_settings import change_of_batch_size
@@ -109,6 +110,7 @@ class Loop:
             log=self.log,
             facts=partial(run_facts, self),
             learning_rate=driver.learning_rate,
+            interval=self.checkpoints.every,
         )
         self.reruns = Reruns(
             enabled=self.rerun,
@@ -125,6 +127,7 @@ class Loop:
             threshold=policy.evidence,
             interval=self.checkpoints.every,
             warn=self.warn,
+            log=self.log,
             learning_rate=self._rate_in_force,
         )
         self.faults = FaultAnswers(
@@ -349,6 +352,12 @@ class Loop:
             return False  # one rank may evaluate alone, and to read steps is collective
         if self._read(all=True):
             return True
+        verdict = self.dominance.at_end(self.step) if of_training else None
+        if verdict is not None:
+            target = self._roll_back_to_better(verdict).target
+            if target is not None:
+                self._continue_from(target)
+                return True
         if alone and of_training:
             self._saves.save_if_not_finite(self.step)
         return alone and self._leave_bad_state()
@@ -404,9 +413,7 @@ class Loop:
             if request is not None:
                 result = self.executor.execute(request, self.step)
             elif verdict is not None:
-                result = self.executor.roll_back_to_better(verdict, self.step)
-                if result.target is None:
-                    self.dominance.stay_silent(step.index + self.policy.region)
+                result = self._roll_back_to_better(verdict)
             else:
                 continue
             if result.target is not None:
@@ -415,6 +422,12 @@ class Loop:
             if result.save:
                 self.save("ordered")
         return False
+
+    def _roll_back_to_better(self, verdict: Verdict) -> ActionResult:
+        result = self.executor.roll_back_to_better(verdict, self.step)
+        if result.target is None:
+            self.dominance.stay_silent(verdict.index + self.policy.region)
+        return result
 
     def _check_rate(self) -> None:
         """Says once, after the first step, that the learning rate is unknown."""
@@ -503,7 +516,9 @@ class Loop:
     def keep_anchor(self) -> None:
         """Keeps the current weights to compare later ones with, and their checkpoint."""
         self.dominance.keep(self.step, self.checkpoints.catalog)
-        self.checkpoints.protect(each.step for each in self.dominance.anchors[1:])
+        started = self.rollbacks.started_from  # kept as long as it is the newest that is good
+        kept = [each.step for each in self.dominance.anchors if each.step != started]
+        self.checkpoints.protect(kept)
 
     def save_requested(self) -> None:
         """See `Healer.save`."""

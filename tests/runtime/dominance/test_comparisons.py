@@ -26,7 +26,11 @@ def healthy(run: Run, steps: int, *, alarm: bool = False) -> None:
         assert run.take(run.step, weight=10.0 / (1 + run.step / 50), alarm=alarm) is None
 
 
-def damaged(run: Run, steps: int = 60, by: float = 5.0, *, alarm: bool = True) -> Any:
+LASTS = 150
+"""Steps from the anchor of step 100 to the damage at step 250, which a rollback repeats."""
+
+
+def damaged(run: Run, steps: int = 250, by: float = 5.0, *, alarm: bool = True) -> Any:
     """From now on the weight is higher; the detectors say so."""
     level = run.driver.weight + by
     return run.until_verdict(steps, weight=level, alarm=alarm)
@@ -36,14 +40,17 @@ def damaged(run: Run, steps: int = 60, by: float = 5.0, *, alarm: bool = True) -
 
 
 @pytest.mark.parametrize("alarm", [True, False], ids=["alarm", "no detector"])
-def test_damage_is_found_after_twenty_comparisons(alarm):
+def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
     run = Run(noisy)
     healthy(run, 250)
     verdict = damaged(run, alarm=alarm)
+    assert run.assessments == ["worse"]
     assert verdict is not None, "a loss above all of the last hundred is a reason to look too"
     assert verdict.anchor == 100, "that of step 200 is only 50 steps old"
     assert verdict.onset == 250
-    assert verdict.index == 250 + 19
+    assert verdict.found == 250 + 19
+    assert verdict.due == 250 + LASTS
+    assert verdict.index == 250 + LASTS + 9, "half of the evidence again"
     assert verdict.evidence >= 1e4
     assert verdict.rise > 1
     assert verdict.rise_remembered > 1
@@ -138,19 +145,35 @@ def test_the_onset_is_the_first_alarm_of_the_trouble():
     assert verdict.onset == 246
 
 
-def test_a_recovering_model_gets_more_time_once():
-    """The excess has halved since the evidence came half of the way."""
-    run, waits = Run(noisy), Run(noisy)
-    for each in (run, waits):
-        healthy(each, 250)
-    level, verdict = run.driver.weight, None
-    assert damaged(run) is not None
-    for number in range(60):
-        verdict = waits.take(waits.step, weight=level + 40.0 * 0.9**number, alarm=True)
-        if verdict is not None:
-            break
+@pytest.mark.parametrize("recovers", [30, 140])
+def test_a_run_that_recovers_before_a_rollback_would_pay_is_left_alone(recovers):
+    run = Run(noisy)
+    healthy(run, 250)
+    level = run.driver.weight
+    assert damaged(run, recovers) is None
+    assert run.until_verdict(300, weight=level - 0.5) is None
+    assert run.assessments == ["worse", "recovered"]
+    assert not run.dominance.suspects
+
+
+def test_nothing_is_evaluated_while_the_trouble_has_to_last():
+    run = Run(noisy)
+    healthy(run, 250)
+    damaged(run, 20)
+    before = run.driver.evaluations
+    assert damaged(run, LASTS - 20, by=0.0) is None
+    assert run.driver.evaluations == before
+
+
+def test_damage_soon_after_the_anchor_is_not_waited_for():
+    """A rollback repeats little, and its evidence takes longer than that."""
+    run = Run(noisy, interval=8)
+    healthy(run, 250)
+    verdict = damaged(run)
     assert verdict is not None
-    assert verdict.index == 250 + 19 + 10, "half of the evidence again, and not for ever"
+    assert verdict.index == verdict.found == 250 + 19
+    assert verdict.anchor >= 230
+    assert run.assessments == []
 
 
 # -- NaN ------------------------------------------------------------------------------------------
@@ -272,11 +295,11 @@ def test_a_slow_evaluation_makes_heartbeats_rarer_and_alarms_no_less_heard(monke
     assert run.driver.evaluations <= 2, "an evaluation takes as long as four steps"
     level = run.driver.weight + 5
     found = None
-    for _ in range(60):
+    for _ in range(250):
         clock[0] += 1.0
         found = found or run.take(run.step, weight=level, alarm=True, loss=noisy(level, run.step))
     assert found is not None
-    assert found.index == 1000 + 19
+    assert found.found == 1000 + 19
 
 
 # -- a loss_fn that fails -------------------------------------------------------------------------

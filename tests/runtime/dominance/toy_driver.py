@@ -10,6 +10,8 @@ from typing import Any
 
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
 from healcore.runtime.dominance.dominance import Dominance, Verdict
+from healcore.runtime.events import Log
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Alone
 
 Loss = Callable[[float, Any], float]
@@ -56,6 +58,10 @@ class Run:
     ) -> None:
         self.driver = ToyDriver()
         self.warnings: list[str] = []
+        self.assessments: list[str] = []
+        """The verdicts that were logged."""
+        events = Log(None)
+        events.write = lambda kind, **fields: self.assessments.append(fields["verdict"])  # pyright: ignore
         self.loss_fn = loss_fn
         self.interval = interval
         driver: Any = self.driver
@@ -66,6 +72,7 @@ class Run:
             threshold=threshold,
             interval=interval,
             warn=self.warnings.append,
+            log=RunLog(events, silent=True),
             learning_rate=lambda: self.driver.rate,
         )
         self.step = 0
