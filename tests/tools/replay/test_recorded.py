@@ -40,7 +40,7 @@ def test_a_window_in_every_backend(tmp_path, family, spikes):
         rows = list(csv.DictReader(file))[max(0, onset - 200) : onset + 30]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "step"}
     path = logs.write(tmp_path / "a.csv", columns, [float(row["step"]) for row in rows])
-    output = check(logs.trace(path), "default")
+    output = check(logs.trace(path), "pretraining")
     assert '"ROLLBACK"' in "".join(output)
 
 
@@ -51,7 +51,7 @@ def test_whole_runs_in_numpy_and_jax():
         label = labelled(family, spikes=True)
         rows = [
             json.loads(line)
-            for line in check(logs.trace(FOLDER / label["file"]), "default", ("jax",))
+            for line in check(logs.trace(FOLDER / label["file"]), "pretraining", ("jax",))
         ]
         orders = [row["index"] for row in rows[:-1] if "ROLLBACK" in row["action"]]
         for spike in label["spikes"]:
@@ -59,7 +59,8 @@ def test_whole_runs_in_numpy_and_jax():
 
 
 @needed
-def test_runs_without_a_spike_have_no_rollback():
+@pytest.mark.parametrize("policy", ["default", "pretraining"])
+def test_runs_without_a_spike_have_no_rollback(policy):
     for family in ("algoperf/calm", "algoperf/hard", "megatron"):
         label = labelled(family, spikes=False)
-        assert replay(logs.trace(FOLDER / label["file"]), "default").finish().rollbacks == 0
+        assert replay(logs.trace(FOLDER / label["file"]), policy).finish().rollbacks == 0

@@ -389,3 +389,21 @@ def test_retention_keeps_the_checkpoints_that_weights_are_compared_with(tmp_path
     run.train(tmp_path, at=damage, save_every=20)
     [back] = events(tmp_path, "rollback")
     assert CHANGE - 40 <= back["checkpoint"] <= CHANGE
+
+
+def test_better_weights_whose_checkpoints_are_bad_are_no_reason_to_stop(tmp_path):
+    """Somebody has quarantined them."""
+    run = Run()
+    damage = once(CHANGE, lambda: times(run, 50.0))
+
+    def at(healer: Healer) -> None:
+        damage(healer)
+        if healer.step == CHANGE + 40:
+            assert healer.store is not None
+            for saved in healer.store.steps():
+                healer.store.mark(saved.step, "quarantined")
+
+    healer = run.train(tmp_path, at=at, store=tmp_path / "store", steps=450)
+    assert healer.rollbacks == 0
+    assert any("are better, but" in e["problem"] for e in events(tmp_path, "problem"))
+    assert events(tmp_path, "end")[0]["ending"] == "completed"
