@@ -143,6 +143,7 @@ SLOW = (
     "tests/tools/sweep/test_command.py",
     "tests/tools/sweep/test_report.py",
     "tests/torch/test_compile.py",
+    "tests/torch/test_simulated_device.py::test_more_on_a_simulated_accelerator",
 )
 """What begins like one of these has the marker `slow`, unless it has `stress`: more than half of
 the time of all tests."""
