@@ -110,6 +110,7 @@ SLOW = (
     "tests/catalogue/watch/",
     "tests/catalogue/test_every_policy.py::test_it_protects_in_jax_as_in_torch",
     # About our own oracles, benchmarks, examples and limits.
+    "tests/benchmarks/test_gpu_kit.py",
     "tests/benchmarks/test_healbench_jax.py",
     "tests/benchmarks/test_labelled_runs.py",
     "tests/core/test_escape.py::test_clipping_is_back_at_its_usual_amount",
