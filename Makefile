@@ -34,12 +34,12 @@ TORCH := $(PIP) install -c $(LOCK) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX
 # Without isolation: it would download a setuptools that nothing pins.
 HEALCORE := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help setup demo test test-slow lint bench docs lock clean
+.PHONY: help setup demo test test-slow lint bench gpu docs lock clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "targets: setup demo test test-slow lint bench docs lock clean"
+	@echo "targets: setup demo test test-slow lint bench gpu docs lock clean"
 
 # --- environment: a stamp says what is already installed, and is stale when its inputs change ------
 
@@ -103,6 +103,9 @@ lint: $(VENV)/.lint
 
 bench: $(VENV)/.bench
 	@$(BIN)/python benchmarks/step_overhead.py $(ARGS)
+
+gpu: $(VENV)/.test
+	@$(BIN)/python -m benchmarks.gpu_kit $(ARGS)
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"

@@ -6,11 +6,15 @@ protect. All in one process, interleaved; ratios are over the step with a fixed 
 step are counted in torch as calls of aten::_local_scalar_dense.
 
     python benchmarks/step_overhead.py [--quick] [--json FILE]
+    python benchmarks/step_overhead.py --framework torch --device cuda --params 124000000
+
+On CUDA a step is timed until the device has ended it. Packages that are not installed are left out.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 from typing import Any, Literal
 
 from side_by_side import Contender, Timing, arguments, interleave, machine, write_json
@@ -32,14 +36,16 @@ def shapes(params: int, tensors: int) -> list[tuple[int, ...]]:
 # -- torch -----------------------------------------------------------------------------------------
 
 
-def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str, Any]:
+def bench_torch(
+    params: int, tensors: int, rounds: int, warmup: int, device: str = "cpu"
+) -> dict[str, Any]:
     """Times the torch contenders and counts their syncs."""
-    import smartclip  # pyright: ignore[reportMissingImports]
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
-    from zclip import ZClip
 
     import healcore.torch
+
+    on_cuda = torch.device(device).type == "cuda"
 
     class Syncs(TorchDispatchMode):
         """Counts reads of a tensor's value by the host."""
@@ -51,20 +57,23 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
                 self.count += 1
             return func(*args, **(kwargs or {}))
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     sizes = shapes(params, tensors)
     # One set of gradients and one model for all: memory for six optimizers is enough.
-    fresh = [torch.randn(size, generator=generator) for size in sizes]
+    fresh = [torch.randn(size, generator=generator, device=device) for size in sizes]
     norm = torch.nn.utils.get_total_norm(fresh)
     for grad in fresh:
         grad.mul_(0.5 / norm)
-    scatter = [0.9 + 0.2 * torch.rand((), generator=generator).item() for _ in range(64)]
+    scatter = [
+        0.9 + 0.2 * torch.rand((), generator=generator, device=device).item() for _ in range(64)
+    ]
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weights = torch.nn.ParameterList(
-                torch.nn.Parameter(0.02 * torch.randn(size, generator=generator)) for size in sizes
+                torch.nn.Parameter(0.02 * torch.randn(size, generator=generator, device=device))
+                for size in sizes
             )
 
     def contender(name: str, make: Any) -> tuple[Contender, Syncs]:
@@ -82,6 +91,8 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
             turn[0] += 1
             for grad, source in zip(grads, fresh, strict=True):
                 torch.mul(source, scatter[turn[0] % len(scatter)], out=grad)
+            if on_cuda:
+                torch.cuda.synchronize()
 
         step = make(model, optimizer)
         for _ in range(2):  # creates the moments
@@ -90,9 +101,16 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
         with Syncs() as syncs:
             prepare()
             step()
-        return Contender(name, step, prepare), syncs
+        return Contender(name, finished(step) if on_cuda else step, prepare), syncs
 
-    loss = torch.tensor(2.0)
+    def finished(step: Any) -> Any:
+        def call() -> None:
+            step()
+            torch.cuda.synchronize()
+
+        return call
+
+    loss = torch.tensor(2.0, device=device)
 
     def nothing(model: Any, optimizer: Any) -> Any:
         return optimizer.step
@@ -131,6 +149,8 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
         return step
 
     def zclip(model: Any, optimizer: Any) -> Any:
+        from zclip import ZClip  # pyright: ignore[reportMissingImports]
+
         clipper = ZClip()
 
         def step() -> None:
@@ -140,6 +160,8 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
         return step
 
     def smart(model: Any, optimizer: Any) -> Any:
+        import smartclip  # pyright: ignore[reportMissingImports]
+
         clipper = smartclip.ZScoreClip()
 
         def step() -> None:
@@ -153,10 +175,15 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
         contender("healcore zclip", healed("zclip", "auto")),
         contender("healcore default", healed("default", "auto")),
         contender("Healer default", driven),
-        contender("healcore default, device engine", healed("default", "device")),
-        contender("zclip 1.0.0 + adamw", zclip),
-        contender("smartclip + adamw", smart),
     ]
+    if not on_cuda:
+        made.append(contender("healcore default, device engine", healed("default", "device")))
+    for package, name, make in (
+        ("zclip", "zclip 1.0.0 + adamw", zclip),
+        ("smartclip", "smartclip + adamw", smart),
+    ):
+        if importlib.util.find_spec(package):
+            made.append(contender(name, make))
     timings = interleave(
         [each for each, _ in made],
         reference="clip_grad_norm_ + adamw",
@@ -167,6 +194,7 @@ def bench_torch(params: int, tensors: int, rounds: int, warmup: int) -> dict[str
     report("torch " + torch.__version__, timings, syncs)
     return {
         "version": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if on_cuda else "CPU",
         "threads": torch.get_num_threads(),
         "steps": [{**vars(each), "syncs": syncs[each.name]} for each in timings],
     }
@@ -341,8 +369,11 @@ def main() -> None:
     choices = ["torch", "jax", "both", "none"]
     parser.add_argument("--framework", choices=choices, default="both")
     parser.add_argument("--rounds", type=int, help="timed rounds; 101, or 10 with --quick")
+    parser.add_argument("--device", default="cpu", help="of the torch steps: cpu or cuda")
+    parser.add_argument("--params", type=int, help=f"parameters; {PARAMS}, or {QUICK_PARAMS}")
     options = parser.parse_args()
     params, tensors = (QUICK_PARAMS, QUICK_TENSORS) if options.quick else (PARAMS, TENSORS)
+    params = options.params or params
     rounds, warmup = (10, 2) if options.quick else (101, 5)
     rounds = options.rounds or rounds
     print(machine())
@@ -351,8 +382,9 @@ def main() -> None:
     result: dict[str, Any] = {"parameters": count, "tensors": tensors, "rounds": rounds}
     result["heartbeat_ns"] = bench_heartbeat()
     if options.framework in ("torch", "both"):
-        result["torch"] = bench_torch(params, tensors, rounds, warmup)
-        result["torch"]["tiny"] = bench_tiny_torch(rounds, warmup)
+        result["torch"] = bench_torch(params, tensors, rounds, warmup, options.device)
+        if options.device == "cpu":
+            result["torch"]["tiny"] = bench_tiny_torch(rounds, warmup)
         gc.collect()
     if options.framework in ("jax", "both"):
         result["jax"] = bench_jax(params, tensors, rounds, warmup)

@@ -110,6 +110,7 @@ SLOW = (
     "tests/catalogue/watch/",
     "tests/catalogue/test_every_policy.py::test_it_protects_in_jax_as_in_torch",
     # About our own oracles, benchmarks, examples and limits.
+    "tests/benchmarks/test_gpu_kit.py",
     "tests/benchmarks/test_healbench_jax.py",
     "tests/benchmarks/test_labelled_runs.py",
     "tests/core/test_escape.py::test_clipping_is_back_at_its_usual_amount",
@@ -143,6 +144,7 @@ SLOW = (
     "tests/tools/sweep/test_command.py",
     "tests/tools/sweep/test_report.py",
     "tests/torch/test_compile.py",
+    "tests/torch/test_simulated_device.py::test_more_on_a_simulated_accelerator",
 )
 """What begins like one of these has the marker `slow`, unless it has `stress`: more than half of
 the time of all tests."""

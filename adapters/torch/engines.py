@@ -11,6 +11,7 @@ each; on an accelerator it is therefore compiled into a few kernels.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -336,8 +337,22 @@ class DeviceEngine(LiveEngine):
         return {name: value.detach().clone() for name, value in found.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """The framework-neutral state. A sync."""
-        return self.engine.to_dict(map_leaves(lambda leaf: leaf.cpu().numpy(), self.state))
+        """The framework-neutral state, in one copy. A sync."""
+        bits = torch.cat([_bits(leaf).reshape(-1) for leaf in leaves(self.state)]).cpu().numpy()
+        ends = itertools.accumulate(leaf.numel() for leaf in leaves(self.state))
+        parts = iter(np.split(bits, list(ends)))
+
+        def on_host(leaf: Tensor) -> np.ndarray:
+            part = next(parts).reshape(tuple(leaf.shape))
+            kind = np.dtype(str(leaf.dtype).removeprefix("torch."))
+            return part.view(kind) if leaf.dtype is torch.float32 else part.astype(kind)
+
+        return self.engine.to_dict(map_leaves(on_host, self.state))
+
+
+def _bits(leaf: Tensor) -> Tensor:
+    """A float32, int32 or bool leaf of a state as int32."""
+    return leaf.view(torch.int32) if leaf.dtype is torch.float32 else leaf.to(torch.int32)
 
 
 def _extended(old: Any, new: Any) -> Any:

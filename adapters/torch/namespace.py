@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from healcore.core.clipping.autoclip import EDGES
+
 float32, int32, bool = torch.float32, torch.int32, torch.bool
 abs, isfinite = torch.abs, torch.isfinite
 where = torch.where
@@ -58,7 +60,10 @@ def arange(n: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class Placed:
-    """This namespace with `arange` and `asarray` on one device."""
+    """This namespace with `arange` and `asarray` on one device.
+
+    The core's only table is copied there once: a CUDA graph cannot capture a copy from the host.
+    """
 
     float32, int32, bool = float32, int32, bool
     abs, isfinite, where = abs, isfinite, where
@@ -67,6 +72,7 @@ class Placed:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._edges = torch.as_tensor(EDGES).to(device)
 
     def arange(self, n: int, dtype: torch.dtype | None = None) -> Tensor:
         """0, 1, ... n - 1 on the device."""
@@ -74,6 +80,8 @@ class Placed:
 
     def asarray(self, x: Any, dtype: torch.dtype | None = None) -> Tensor:
         """`x` as a tensor on the device, copied there without a sync."""
+        if x is EDGES and dtype is None:
+            return self._edges
         return torch.as_tensor(x, dtype=dtype).to(self.device, non_blocking=True)
 
     def __repr__(self) -> str:

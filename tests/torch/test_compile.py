@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from healcore.core.clipping import autoclip
 from healcore.core.signals import Signals
 from healcore.core.tree import leaves, map_leaves
+from healcore.policy import engine_of
 from healcore.torch import attach, engines, namespace
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, snapshot
@@ -101,3 +103,22 @@ def test_the_placed_namespace_traces_as_one_graph():
     signals = Signals(loss=torch.tensor(2.0), grad_norm=torch.tensor(3.0))
     found, wanted = step(state, signals), engine.step(state, signals, xp=xp)
     assert bits(leaves(found)) == bits(leaves(wanted))
+
+
+def test_a_compiled_step_takes_nothing_from_the_host():
+    """The table of autoclip too: a CUDA graph cannot capture its copy to the device."""
+    engine, xp = engine_of("default", {"clip": {"kind": "autoclip"}}), namespace.on("cpu")
+    graphs: list[Any] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append((graph, inputs))
+        return graph
+
+    step = torch.compile(lambda s, x: engine.step(s, x, xp=xp), fullgraph=True, backend=kept)
+    state = map_leaves(torch.tensor, engine.init())
+    step(state, Signals(loss=torch.tensor(2.0), grad_norm=torch.tensor(3.0)))
+    ((graph, inputs),) = graphs
+    calls = {str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes}
+    assert "as_tensor" not in calls
+    table = xp.asarray(autoclip.EDGES)
+    assert sum(each is table for each in inputs) == 1

@@ -19,10 +19,11 @@ from healcore.core.signals import Observed
 
 _PER_OCTAVE = 16
 _OCTAVES = 32  # 2**-32 to 2**32
-_EDGES = np.exp2(
+EDGES = np.exp2(
     np.arange(-_OCTAVES * _PER_OCTAVE, _OCTAVES * _PER_OCTAVE + 1) / _PER_OCTAVE
 ).astype(np.float32)
-BINS = len(_EDGES) - 1  # number of bins of the histogram
+"""Edges of the bins; a table, which a namespace for a device keeps there."""
+BINS = len(EDGES) - 1  # number of bins of the histogram
 
 
 class AutoClipConfig(NamedTuple):
@@ -39,7 +40,7 @@ class AutoClipConfig(NamedTuple):
 class AutoClipState(NamedTuple):
     """The recent norms."""
 
-    counts: Any  # int32 (BINS,): norms per bin; edges are `_EDGES`
+    counts: Any  # int32 (BINS,): norms per bin; edges are `EDGES`
 
 
 def init(config: AutoClipConfig, *, groups: int = 0) -> AutoClipState:
@@ -54,7 +55,7 @@ def update(
     """Puts `seen.grad_norm` into the histogram and clips it at the percentile, itself included."""
     norm = seen.grad_norm
     learn = learn & seen.finite & (norm > 0)
-    edges = xp.asarray(_EDGES)
+    edges = xp.asarray(EDGES)
     above = norm[..., None] >= edges
     index = xp.sum(xp.astype(above, xp.int32), axis=-1) - 1
     index = xp.where(index < 0, 0, xp.where(index > BINS - 1, BINS - 1, index))

@@ -1,0 +1,1 @@
+"""What healcore does on one GPU: checks and measurements."""
