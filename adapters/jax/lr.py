@@ -158,6 +158,12 @@ def injected_rates(tree: Any) -> list[chex.Array]:
     return [leaf for path, leaf in found.items() if path.endswith(".hyperparams['learning_rate']")]
 
 
+def has_injected_schedule(tree: Any) -> bool:
+    """Whether `optax.inject_hyperparams` computes a rate from a schedule, in the update."""
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    return any(".hyperparams_states['learning_rate']" in jax.tree_util.keystr(p) for p in paths)
+
+
 def injected_hyperparameters(tree: Any) -> dict[str, chex.Array]:
     """Path -> each number that `optax.inject_hyperparams` holds in a state: floating, 0-d."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -20,6 +20,7 @@ from healcore.jax import state as heal_state
 from healcore.jax.commit import step_or_keep
 from healcore.jax.lr import (
     check_second_iterates,
+    has_injected_schedule,
     has_lr_scale,
     injected_rates,
     with_lr_scale,
@@ -288,9 +289,12 @@ def protect(
         given, others = split_keywords(extra_args)
         last = 0.0 if state.heal_update_norm is None else state.heal_update_norm
         known: Any = {"update_norm": jnp.where(state.heal_bad_update, jnp.inf, last), **given}
-        rates = injected_rates(state.inner_state) if engine.limits_lr else []
+        reads_rate = engine.limits_lr and "learning_rate" not in given
+        rates = injected_rates(state.inner_state) if reads_rate else []
         if len(rates) == 1:
-            known.setdefault("learning_rate", rates[0])
+            known["learning_rate"] = rates[0]
+        # A schedule inside sets the rate of this step only in the update.
+        late = len(rates) == 1 and has_injected_schedule(state.inner_state)
         signals, norms = make_signals(engine, updates, known, axes)
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
         pending, resets = None, state.heal_reset_moments
@@ -325,13 +329,16 @@ def protect(
             if resets is not None:
                 pending = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
             factor = jnp.ones_like(decision.lr_scale) if cuts_inside else decision.lr_scale
+            if late:
+                now = injected_rates(inner_state)[0] * decision.lr_scale
+                factor = factor * _within_limit(engine, heal, now)
             norm = bad = None
             if engine.clips_updates:
                 norm, bad = measured(updates)
                 assert norm is not None
                 heal, share = heal_state.clip_update(engine, heal, norm, decision.skip)
                 norm, factor = norm * factor, factor * share
-            if (engine.scales_lr and not cuts_inside) or engine.clips_updates:
+            if (engine.scales_lr and not cuts_inside) or engine.clips_updates or late:
                 updates = gradients.scale(updates, factor)
             if bad is None:
                 norm, bad = measured(updates)
@@ -374,6 +381,14 @@ def _transformation(
         ), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _within_limit(engine: Engine, heal: HealState, rate: chex.Array) -> chex.Array:
+    """Factor from a rate, multiplier included, to the limit that a cut has set; at most 1."""
+    lr = heal_state.engine_state(engine, heal).lr
+    limit = jnp.asarray(engine.config.lr.ceiling, jnp.float32) * lr.broken
+    above = (limit > 0) & (rate > limit)
+    return jnp.where(above, limit / jnp.where(above, rate, 1.0), 1.0)
 
 
 def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:

@@ -16,9 +16,10 @@ from flax import nnx
 from jax.core import Tracer
 
 from healcore import Healer
-from healcore.jax import metrics, protect
-from healcore.policy import load
+from healcore.jax import from_dict, metrics, protect, to_dict
+from healcore.policy import engine_of, load
 from healcore.runtime.events import read
+from healcore.runtime.rollback.engine_states import limited
 
 STEPS = 400
 CHANGE = 250
@@ -163,6 +164,7 @@ def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, caplog):
 
 def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caplog):
     run = Run()
+    run.batches = [data(number) for number in range(STEPS + 50)]
     run.edit = damaged(reversed_layer, often=100)
     healer = run.train(tmp_path)
     assert [e["checkpoint"] for e in events(tmp_path, "rollback")] == [100, 100, 100]
@@ -359,3 +361,19 @@ def test_the_limit_on_an_injected_rate_is_absolute():
         scales.append(float(metrics(state)["heal/lr_scale"]))
     assert 3.0 * scales[99] < 2.0
     assert scales[-1] == 1.0
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_limit_holds_in_the_step_in_which_an_injected_schedule_jumps(eager):
+    """The schedule computes the rate in the update, after the policy has judged the step."""
+    schedule = optax.piecewise_constant_schedule(0.1, {20: 30.0})
+    tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=schedule), "default")
+    state, sizes = tx.init(jnp.ones(1)), []
+    engines = {"": to_dict(state, "default")}
+    (limited_to,) = limited(engine_of("default"), engines, 3.0, 0.1, healthy=True).values()
+    state = from_dict(state, limited_to, "default")
+    step = tx.update if eager else jax.jit(tx.update)
+    for _ in range(40):
+        updates, state = step(jnp.ones(1), state, jnp.ones(1), value=jnp.float32(1.0))
+        sizes.append(float(-updates[0]))
+    np.testing.assert_allclose(sizes, 0.1, rtol=1e-5)
