@@ -22,6 +22,7 @@ def kit(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_each_check_runs(name: str, tmp_path: Path):
     found = run(name, tmp_path, 300)
