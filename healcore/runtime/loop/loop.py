@@ -514,11 +514,9 @@ class Loop:
             self.keep_anchor()
 
     def keep_anchor(self) -> None:
-        """Keeps the current weights to compare later ones with, and their checkpoint."""
+        """Keeps the current weights to compare later ones with, and the anchors' checkpoints."""
         self.dominance.keep(self.step, self.checkpoints.catalog)
-        started = self.rollbacks.started_from  # kept as long as it is the newest that is good
-        kept = [each.step for each in self.dominance.anchors if each.step != started]
-        self.checkpoints.protect(kept)
+        self.checkpoints.protect(each.step for each in self.dominance.anchors)
 
     def save_requested(self) -> None:
         """See `Healer.save`."""
