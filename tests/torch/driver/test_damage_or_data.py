@@ -391,13 +391,11 @@ def test_retention_keeps_the_checkpoints_that_weights_are_compared_with(tmp_path
     assert CHANGE - 40 <= back["checkpoint"] <= CHANGE
 
 
-def test_the_start_of_the_run_is_kept_while_it_may_be_rolled_back_to(tmp_path):
-    """The checkpoint of step 100 is too young to compare with when the damage comes."""
-    run = Run()
-    damage = once(190, lambda: times(run, 50.0))
-    healer = run.train(tmp_path, at=damage, steps=450)
-    assert [e["checkpoint"] for e in events(tmp_path, "rollback")] == [0]
-    assert healer.rollbacks == 1
+def test_the_checkpoints_of_all_earlier_weights_are_kept(tmp_path):
+    """Of the start, and of the last two saves: a rollback may go to each of them."""
+    healer = Run().train(tmp_path, steps=700)
+    assert healer.store is not None
+    assert {each.step for each in healer.store.steps()} >= {0, 600, 700}
 
 
 def test_better_weights_whose_checkpoints_are_bad_are_no_reason_to_stop(tmp_path):
