@@ -227,7 +227,7 @@ class Dominance:
 
     def at_end(self, index: int) -> Verdict | None:
         """The trouble in which the run would end at step `index`, which has no time to recover."""
-        if self._trouble is None:
+        if self._trouble is None or not self.asks:
             return None
         [anchor] = self._eligible(index)
         losses = self._losses_of(anchor.sample, anchor)

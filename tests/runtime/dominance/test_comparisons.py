@@ -329,6 +329,24 @@ def test_a_loss_fn_that_fails_later_is_not_called_again(wrong):
     assert type(wrong or SignalError("")).__name__ in line
 
 
+def test_a_run_can_end_after_its_loss_fn_has_failed_in_trouble():
+    failing = False
+
+    def loss(weight: float, batch: int) -> float:
+        if failing:
+            raise KeyError("labels")
+        return noisy(weight, batch)
+
+    run = Run(loss)
+    healthy(run, 250)
+    assert damaged(run, 60) is None
+    failing = True
+    for _ in range(LASTS):
+        assert run.take(run.step, loss=9.0) is None
+    assert not run.dominance.asks
+    assert run.dominance.at_end(run.step) is None
+
+
 # -- dispatches of many steps, and accumulations --------------------------------------------------
 
 
