@@ -98,8 +98,8 @@ class Healer(Generic[State]):
             `loss_fn(state, batch)` if the state is a pytree. Called without gradients, with the
             current weights and with earlier ones: better earlier weights are evidence for a
             rollback (docs/how-it-decides.md). With several ranks every rank calls it with its own
-            batches, and the mean decides. None: under "default" only weights that are not finite
-            are evidence. It is tried on the first batch (with several ranks after the first step):
+            batches, and the mean decides. Without it, "default" rolls back only if weights are
+            not finite. It is tried on the first batch (with several ranks after the first step):
             SignalError if it raises or does not return one number.
         on_incident: functions that receive an incident and may override what is done.
         on_saved: functions that receive the event of each save, a mapping: `step`, `why`,

@@ -260,7 +260,7 @@ class TorchDriver:
     ) -> list[float]:
         """The losses without gradients, with `weights` in place if given.
 
-        Modules stay in the mode of the loop, which is that of training. All that a forward pass
+        Modules stay in training mode, as the loop has set it. All that a forward pass
         changes is restored.
         """
         undisturbed = Undisturbed(self._modules())

@@ -50,11 +50,11 @@ class Anchor:
     weights: Any
     """`Driver.copy_weights`."""
     learning_rate: float | None
-    """Rate in force then, times the multiplier, or None if it is unknown."""
+    """Learning rate at that step, multiplier included; None if unknown."""
     evidence: float = 1.0
     """For these weights and against the current ones; 1 means no evidence."""
     onset: int | None = None
-    """First of the comparisons in a row that the evidence comes from, or None without evidence."""
+    """Step of the comparison at which the current evidence began; None without evidence."""
     sample: list[TrainedStep] = field(default_factory=list)
     trained: int = 0
     """Steps since the anchor."""

@@ -115,13 +115,14 @@ class Dominance:
     """At most `ANCHORS`, oldest first: the weights at the start of this process, and those at the
     last checkpoints."""
     gives_loss: bool = field(default=False, init=False)
-    """The loop observes what `loss_fn` returns, so that the loss of a step is known already. The
-    loop says so, or the `loss_fn` has predicted the loss of the first step."""
+    """The loop trains on the loss of `loss_fn`, so that a comparison does not evaluate the current
+    weights again. True if the loop calls `Healer.loss`, or if the first training loss is equal to
+    `loss_fn` of its batch."""
 
     def __post_init__(self) -> None:
         self._checked = False
         self._expected: float | None = None
-        """What the `loss_fn` has returned for the first batch, before the first step."""
+        """Loss of the first batch before the first step, by `loss_fn`."""
         self._losses: deque[float] = deque(maxlen=HEARTBEAT)
         self._recent: deque[float] = deque(maxlen=SAMPLE)
         """Losses with the earlier weights, of the latest comparisons that these have won."""
@@ -184,8 +185,8 @@ class Dominance:
         """Takes a step that was read, and compares weights if there is a reason to.
 
         Args:
-            step: the step and its batches. Of a dispatch of many steps only the last has batches,
-                those of all of them.
+            step: the step and its batches. In a dispatch of several steps only the last step has
+                batches: the batches of all its steps.
             loss: its training loss, the mean over its batches and over all ranks.
             alarm: a detector has found something.
             trained: the step was not skipped.
@@ -207,7 +208,7 @@ class Dominance:
         if not self._checked:
             self._check(step.batches[0].content)
             self._expected = self._predicted(step)
-        if self._expected is not None:  # the first step since, on the batch of the check
+        if self._expected is not None:  # the first step after the check, on the same batch
             same = len(step.batches) == 1 and math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
             self.gives_loss |= same and len(self._of_dispatch) == 1
         self._expected = None
@@ -226,7 +227,11 @@ class Dominance:
         return verdict
 
     def at_end(self, index: int) -> Verdict | None:
-        """The trouble in which the run would end at step `index`, which has no time to recover."""
+        """The damage with which the run would end at step `index`: it has no time left to recover.
+
+        Returns:
+            A verdict that rolls back if the anchor is better on most of its sampled batches.
+        """
         if self._trouble is None or not self.asks:
             return None
         [anchor] = self._eligible(index)
@@ -408,9 +413,16 @@ class Dominance:
     def _losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
     ) -> tuple[list[float], list[float]] | None:
-        """The losses of steps with the current weights (or `known`) and with those of an anchor.
+        """Evaluates steps with the current weights and with the weights of an anchor.
 
-        The means over all ranks, or None if the `loss_fn` has raised on a rank.
+        Args:
+            steps: the steps, with their batches.
+            anchor: the earlier weights.
+            known: losses of the steps with the current weights, which are then not evaluated.
+
+        Returns:
+            Two lists with one loss per step, current and earlier weights, each the mean over all
+            ranks; or None if the `loss_fn` raises on some rank.
         """
         assert self.loss_fn is not None
         batches = [each.content for step in steps for each in step.batches]
