@@ -35,8 +35,8 @@ HEARTBEATS_S = 10
 """Without one for that long a process counts as dead, and JAX ends the others."""
 BOUND = 60.0
 """Seconds until a process that is left alone has to have ended."""
-SAVES, LASTS_S = 4, 0.25
-"""Of one start, and about how long one of them takes."""
+SAVES = 4
+"""Of one start."""
 
 
 class Aim(NamedTuple):
@@ -44,8 +44,9 @@ class Aim(NamedTuple):
 
     process: int
     save: int
+    """From 1: the save before it shows how long one takes."""
     delay: float
-    """Seconds after the save began."""
+    """Share of that time, from when the save has its temporary directory."""
 
 
 def state_of(step: int, mesh: Any) -> dict[str, Any]:
@@ -87,12 +88,14 @@ def one_process(process: int, port: str, root: Path, aim: Aim | None) -> int:
         assert values_in(restored) == {float(step)}, (step, values_in(restored))
     for step in found[:-3]:
         store.delete(step)
-    first = max(found, default=0) + 1
+    first, lasted = max(found, default=0) + 1, 0.0
     for number in range(SAVES if aim is None else 100 * SAVES):  # until the kill
         if aim is not None and (process, number) == (aim.process, aim.save):
-            threading.Thread(target=kill, args=(aim.delay,), daemon=True).start()
+            threading.Thread(target=kill, args=(root, aim.delay * lasted), daemon=True).start()
+        began = time.monotonic()
         store.save(first + number, {"run": state_of(first + number, mesh)})
         store.wait()
+        lasted = time.monotonic() - began
     assert aim is None, "the kill came too late"
     assert store.steps()[-1].step == first + SAVES - 1
     assert store.problems() == []
@@ -101,7 +104,9 @@ def one_process(process: int, port: str, root: Path, aim: Aim | None) -> int:
     return len(found)
 
 
-def kill(delay: float) -> None:
+def kill(root: Path, delay: float) -> None:
+    while not list(root.glob(".tmp*")):
+        time.sleep(0.001)
     time.sleep(delay)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -143,7 +148,7 @@ def main(root: Path, kills: int, seed: int) -> None:
     draw = random.Random(seed)
     lived, left = [], 0
     for number in range(kills):
-        aim = Aim(number % 2, draw.randrange(SAVES), draw.random() * LASTS_S)
+        aim = Aim(number % 2, draw.randrange(1, SAVES), draw.random() / 2)
         statuses, seconds = start(root, free_port(), aim)
         assert statuses[aim.process] == -signal.SIGKILL, statuses
         assert statuses[1 - aim.process] != 0, statuses

@@ -146,10 +146,10 @@ class IncidentMonitor:
         )
 
     def request_rollback(
-        self, verdict: Verdict, *, lr_at_fault: float | None, leave_out: bool
+        self, verdict: Verdict, *, lr_at_fault: float | None, skip_from: int | None
     ) -> ActionRequest:
-        """Makes a request to restore better weights; `leave_out` skips the data of the trouble."""
-        bad = self._batches_between(verdict.onset, verdict.found) if leave_out else ()
+        """Makes a request to restore better weights; skips the batches from `skip_from` on."""
+        bad = () if skip_from is None else self._batches_between(skip_from, verdict.found)
         return ActionRequest(
             Action.ROLLBACK,
             1,

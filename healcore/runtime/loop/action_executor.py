@@ -86,6 +86,17 @@ class Reruns:
         self.log.info(f"step {index}: the fault of step {window.onset} is {self.verdict}")
 
 
+class Change(NamedTuple):
+    """What a run changes after a rollback to better weights."""
+
+    lr_at_fault: float | None = None
+    """Learning rate that has caused the trouble, NaN if it is unknown, or None if none has."""
+    skip_from: int | None = None
+    """First step whose batches are skipped, up to where the trouble was found; None: no batch."""
+    why_not: str = ""
+    """Why nothing is left to change, or an empty string."""
+
+
 @dataclass(eq=False, kw_only=True)
 class ActionExecutor(OrderExecutor):
     """Carries out the monitor's requests, and those of the state check, with rollbacks."""
@@ -100,19 +111,12 @@ class ActionExecutor(OrderExecutor):
     def roll_back_to_better(self, verdict: Verdict, step: int) -> ActionResult:
         """Rolls back to weights that are better than the current ones; see `dominance`.
 
-        * The earlier weights find the batches of the trouble unusual: the data are at fault, and
-          the run skips these batches.
-        * A learning rate far above that of the earlier weights is at fault.
-        * Otherwise the same data come again at the same rate, since the damage may have no cause
-          in the run. If the trouble comes again, the rate is at fault.
-
         The result has no target if rollbacks have not helped here. Then the limits that they have
         set are lifted.
         """
-        rate = self._rate_at_fault(verdict) if verdict.data_ordinary else None
-        rate = agreed(self.ranks, rate)  # each rank reads its own optimizer
+        change = agreed(self.ranks, self._change(verdict))  # each rank reads its own optimizer
         request = self.monitor.request_rollback(
-            verdict, lr_at_fault=rate, leave_out=not verdict.data_ordinary
+            verdict, lr_at_fault=change.lr_at_fault, skip_from=change.skip_from
         )
         self.log.event(
             "assessment",
@@ -124,7 +128,7 @@ class ActionExecutor(OrderExecutor):
             rise=verdict.rise,
             rise_remembered=verdict.rise_remembered,
         )
-        exhausted = self._exhausted(request)
+        exhausted = change.why_not or self._exhausted(request)
         if not exhausted:
             return ActionResult(target=self._roll_back(request, step))
         rate = ""
@@ -138,20 +142,34 @@ class ActionExecutor(OrderExecutor):
         )
         return ActionResult()
 
-    def _rate_at_fault(self, verdict: Verdict) -> float | None:
-        """Learning rate that has caused the trouble, NaN if it is unknown, or None if none has.
+    def _change(self, verdict: Verdict) -> Change:
+        """What the run changes when it repeats the steps of the trouble.
 
-        A rate far above that of the earlier weights is at fault. If the run is worse than its first
-        weights, or a rollback has not helped, the rate at which the trouble began is at fault.
+        * The earlier weights find the batches of the trouble unusual: the run skips them.
+        * The learning rate is far above that of the earlier weights, or these are the first ones of
+          the run: the rate is at fault.
+        * Otherwise nothing, since damage may have no cause in the run.
+        * If the trouble comes again: a rate above that of the earlier weights is at fault. At any
+          other rate it is the data, so the run skips all batches since the earlier weights.
+        * If the trouble comes again with other data, the rate is at fault.
         """
-        healthy = verdict.healthy_rate
-        highest = max(verdict.rates, default=math.nan)
-        untrained = verdict.anchor <= (self.rollbacks.journal.state.first_step or 0)
-        if healthy and not untrained and highest * self.policy.engine.config.lr.factor > healthy:
-            return highest
-        if untrained or self.ledger.rollbacks_near(verdict.onset, max(self.policy.region, 1)):
-            return next(iter(verdict.rates), math.nan)
-        return None
+        if not verdict.data_ordinary:
+            return Change(skip_from=verdict.onset)
+        healthy, factor = verdict.healthy_rate, self.policy.engine.config.lr.factor
+        first, highest = next(iter(verdict.rates), math.nan), max(verdict.rates, default=math.nan)
+        if verdict.anchor <= (self.rollbacks.journal.state.first_step or 0):
+            return Change(lr_at_fault=first)
+        if healthy and highest * factor > healthy:
+            return Change(lr_at_fault=highest)
+        near = self.ledger.rollbacks_near(verdict.onset, max(self.policy.region, 1))
+        if not near:
+            return Change()
+        other_data = near > 1 or not self.rollbacks.loaders.can_rewind
+        if other_data or not healthy or not highest <= healthy:
+            return Change(lr_at_fault=first)
+        if verdict.index < verdict.due:
+            return Change(why_not="the same data give the same result, and there are no others")
+        return Change(skip_from=verdict.anchor)
 
     def _roll_back(self, request: ActionRequest, step: int) -> int | None:
         rerun = self.reruns.should_rerun(request)
@@ -217,12 +235,13 @@ class ActionExecutor(OrderExecutor):
     def _limits_lr(self, request: ActionRequest, rerun: bool) -> bool:
         """Whether to limit the rate with the rollback.
 
-        Reasons: the rate is at fault, or rollbacks with other data have not helped.
+        Reasons: the rate is at fault, or a rollback for weights that are not finite has not helped.
         """
         if not self._may_limit_lr or rerun:
             return False
-        near = self._near(request, max(self.policy.region, 1))
-        return request.lr_at_fault is not None or near > 0
+        if request.better is not None:
+            return request.lr_at_fault is not None
+        return self._near(request, max(self.policy.region, 1)) > 0
 
     def _log_rollback(
         self, request: ActionRequest, result: RollbackResult, done: RollbackRecord, rerun: bool

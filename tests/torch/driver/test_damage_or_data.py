@@ -94,6 +94,40 @@ def test_corrupt_batches_that_have_damaged_the_model_are_left_out(tmp_path):
     assert healer.rollbacks <= 1
 
 
+class OneBatchDamages(Run):
+    """Training on batch `CHANGE` damages the model; other weights find the batch like any other."""
+
+    def loss(self, number: int) -> torch.Tensor:
+        if torch.is_grad_enabled() and number == CHANGE:
+            with torch.no_grad():
+                times(self, 50.0)
+        return super().loss(number)
+
+
+def test_damage_that_comes_again_with_the_same_data_at_a_healthy_rate_is_skipped(tmp_path):
+    run = OneBatchDamages()
+    healer = run.train(tmp_path, steps=550)
+    first, second = events(tmp_path, "rollback")
+    assert (first["checkpoint"], second["checkpoint"]) == (100, 100)
+    assert not first["batches"], "the same data come again"
+    skipped = [index for _, index in second["batches"]]
+    assert skipped == [*range(100, skipped[-1] + 1)], "all since the earlier weights"
+    assert CHANGE < skipped[-1] < CHANGE + 40, "up to where the trouble was found"
+    assert "lr_limit" not in second
+    assert multiplier(healer) == 1.0
+    assert run.unseen_loss() < 0.2
+
+
+def test_damage_that_comes_again_shortly_before_the_end_of_the_data_is_left(tmp_path, capsys):
+    """To skip its batches would leave fewer steps than it takes away."""
+    run = OneBatchDamages()
+    healer = run.train(tmp_path, steps=300)
+    assert healer.rollbacks == 1
+    assert healer.step == 300
+    assert multiplier(healer) == 1.0
+    assert "there are no others" in capsys.readouterr().err
+
+
 # -- the learning rate ----------------------------------------------------------------------------
 
 
@@ -226,11 +260,13 @@ def test_new_labels_are_learnt(tmp_path):
 
 
 def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, capsys):
-    """Three rollbacks, never further back, and then the run goes on at the full rate."""
+    """The same data, other data, a lower rate; and then the run goes on at the full rate."""
     run = Run()
-    healer = run.train(tmp_path, at=always(CHANGE, lambda: times(run, 50.0)), steps=450)
+    healer = run.train(tmp_path, at=always(CHANGE, lambda: times(run, 50.0)), steps=600)
     backs = events(tmp_path, "rollback")
     assert [e["checkpoint"] for e in backs] == [100, 100, 100]
+    assert [bool(e["batches"]) for e in backs] == [False, True, False]
+    assert ["lr_limit" in e for e in backs] == [False, False, True]
     assert healer.rollbacks == 3
     (line,) = [each for each in capsys.readouterr().err.splitlines() if "without further" in each]
     assert "the run continues at the full learning rate" in line
