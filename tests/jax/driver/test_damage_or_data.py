@@ -164,7 +164,7 @@ def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, caplog):
 
 def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caplog):
     run = Run()
-    run.batches = [data(number) for number in range(STEPS + 50)]
+    run.batches = [data(number) for number in range(STEPS + 200)]
     run.edit = damaged(reversed_layer, often=100)
     healer = run.train(tmp_path)
     assert [e["checkpoint"] for e in events(tmp_path, "rollback")] == [100, 100, 100]

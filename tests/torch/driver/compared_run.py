@@ -90,7 +90,7 @@ class Run:
         """The loss on batches that were not trained on."""
         self.model.eval()
         with torch.no_grad():
-            found = [float(self.loss(number)) for number in range(9_000, 9_010)]
+            found = [float(self.loss(number)) for number in range(3_000, 3_010)]
         self.model.train()
         return sum(found) / len(found)
 

@@ -288,7 +288,7 @@ def test_rollbacks_that_do_not_help_undo_no_cut_of_the_policy(tmp_path, capsys):
         {"to": ["nonfinite"], "when": {"consecutive": 10}, "do": ["rollback"]},
     ]
     policy = load("default", lr={"ceiling": 0.0, "hold_steps": 10_000}, respond=rules)
-    healer = run.train(tmp_path, at=at, policy=policy, steps=450)
+    healer = run.train(tmp_path, at=at, policy=policy, steps=600)
     (line,) = [each for each in capsys.readouterr().err.splitlines() if "without further" in each]
     assert "full learning rate" not in line
     assert multiplier(healer) == 0.25
