@@ -384,12 +384,14 @@ class _Worker:
         # Both are inherited: one thread from the first import on, and Ctrl-C is for us alone.
         variables = dict(os.environ)
         on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.environ.update(ENVIRONMENT)
+        # Runs of one task compile the same functions, in each of the workers.
+        ours = ENVIRONMENT | {"JAX_COMPILATION_CACHE_DIR": str(self.folder.parent / "compiled")}
+        os.environ.update(ours)
         try:
             self.process.start()
         finally:
             signal.signal(signal.SIGINT, on_interrupt)
-            for name in ENVIRONMENT:
+            for name in ours:
                 if name in variables:
                     os.environ[name] = variables[name]
                 else:
@@ -451,6 +453,7 @@ ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 """Environment of the workers, which share the cores."""
 
