@@ -1,9 +1,9 @@
-"""Anchors: earlier weights that the current ones are compared with, and the evidence against these.
+"""Anchors: copies of earlier weights, and the evidence that they are better than the current ones.
 
 The evidence is an e-detector (Shin, Ramdas and Rinaldo 2022, arXiv:2203.03532). At each comparison
-`won` says whether the earlier weights were better. While the model is healthy that is true at most
-half of the time, whatever came before, and the mean number of comparisons until the evidence
-reaches a threshold c is then at least c.
+`won` says whether the earlier weights were better. While the model is healthy, `won` is true with
+probability 1/2 at most, whatever came before. Then the mean number of comparisons until the
+evidence reaches a threshold c is at least c.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 STAKE = 0.6
-"""Share of the evidence that is staked on each comparison (lambda), in (0, 1): it is multiplied by
-1.6 or by 0.4. Any value is valid; 20 wins in a row reach 1e4 with this one."""
+"""Share of the evidence that each comparison stakes (lambda), in (0, 1). With 0.6 the evidence is
+multiplied by 1.6 if `won`, else by 0.4, and 20 wins in a row reach 1e4. Any value is valid."""
 SAMPLE = 8
 """Steps whose batches each anchor keeps: a uniform sample of all steps trained since."""
 MEDIAN = 0.5
 """Quantile of the losses of the trouble that is compared with the usual losses."""
 RANGES = 1.0
-"""Ranges of the usual losses above the largest of them, up to which a loss is still ordinary."""
+"""Ordinary losses exceed the largest usual loss by at most this many ranges of the usual losses."""
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
 
@@ -48,22 +48,22 @@ class Anchor:
 
     step: int
     weights: Any
-    """`Driver.copy_weights`."""
+    """From `Driver.copy_weights`."""
     learning_rate: float | None
     """Learning rate at that step, multiplier included; None if unknown."""
     evidence: float = 1.0
-    """For these weights and against the current ones; 1 means no evidence."""
+    """Evidence that these weights are better than the current ones; 1 means no evidence."""
     onset: int | None = None
     """Step of the comparison at which the current evidence began; None without evidence."""
     sample: list[TrainedStep] = field(default_factory=list)
     trained: int = 0
-    """Steps since the anchor."""
+    """Steps that the model has trained on since the anchor."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.step)  # the same on every rank
 
     def add(self, step: TrainedStep) -> None:
-        """Adds a step that the model has trained on since (reservoir sampling, algorithm R)."""
+        """Adds a later step that the model has trained on (reservoir sampling, algorithm R)."""
         self.trained += 1
         if len(self.sample) < SAMPLE:
             self.sample.append(step)
@@ -93,12 +93,12 @@ def better(now: float, then: float) -> bool:
 
 
 def same_data(first: float, second: float) -> bool:
-    """Whether two losses of one model are equal to float32 rounding: its batches are the same."""
+    """Whether two losses of the same weights are equal to rounding: their batches are the same."""
     return math.isclose(first, second, rel_tol=ROUNDING, abs_tol=0.0)
 
 
 def ordinary(losses: Iterable[float], usual: Sequence[float]) -> bool:
-    """Whether batches of these losses are like the usual ones, under the same weights.
+    """Whether batches with these losses are like the usual batches, under the same weights.
 
     Their median is at most the largest usual loss plus the range of the usual losses.
     """

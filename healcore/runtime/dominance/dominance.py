@@ -1,10 +1,10 @@
-"""Whether earlier weights are better than the current ones on everything seen since.
+"""Whether earlier weights are better than the current ones on the same batches.
 
 A loss and a gradient norm cannot tell a damaged model from different data. Two sets of weights on
 the same batch can: a new term of the loss, another scale of the targets or a new task changes both
 losses alike. So the current weights are compared with earlier ones (anchors) on the batch of the
-step and on one batch trained on since the anchor. Earlier weights that are better on both, at
-comparison after comparison, are worth a rollback: nothing is lost by it.
+step and on one batch trained on since the anchor. If the earlier weights are better on both, at
+comparison after comparison, the run rolls back to them.
 
 docs/how-it-decides.md has the theorem, and what the comparison cannot see.
 """
@@ -36,20 +36,19 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 HEARTBEAT = 100
-"""Steps between two comparisons without a reason; more if a comparison is slow, see `_price`."""
+"""Steps between two comparisons without a reason; more if a comparison is slow, see `_pay`."""
 ANCHORS = 3
-"""Earlier weights that are kept at most."""
+"""Most copies of earlier weights that are kept."""
 AGE = 0.5
-"""Share of the run so far that an anchor's age is at least, up to one checkpoint interval."""
+"""Least age of an anchor, as a share of the run so far; one checkpoint interval is enough."""
 AGAIN = 0.5
-"""Power of the threshold that the evidence starts from when trouble that has lasted is compared
-again."""
+"""When trouble has lasted, the evidence starts again at this power of the threshold."""
 COST = 0.01
 """Share of the time of a healthy run that comparisons may cost."""
 STEP_COST = 3.0
-"""Evaluations that a training step costs: a forward pass, and a backward pass of twice its cost."""
+"""Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
 SAVED = 30.0
-"""Evaluations that are saved up at most, and available at the start of a run."""
+"""Most evaluations that are saved up; a run starts with this many."""
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
 
@@ -66,13 +65,13 @@ class Verdict(NamedTuple):
     onset: int
     """First step of the trouble: its first alarm, or the first comparison that found it."""
     evidence: float
-    """Comparisons until such evidence comes by chance, at least and on average."""
+    """Mean number of comparisons until chance gives such evidence, at least."""
     rise: float
     """Loss of the step's batch, current minus earlier weights."""
     rise_remembered: float
-    """The same for a batch trained on since the anchor."""
+    """The same difference for a batch trained on since the anchor."""
     data_ordinary: bool
-    """Whether the earlier weights find the batches of the trouble like earlier batches."""
+    """Whether the batches of the trouble are like earlier batches, for the earlier weights."""
     healthy_rate: float | None
     """Learning rate in force at the earlier weights, or None if it is unknown."""
     rates: tuple[float, ...]
@@ -83,28 +82,28 @@ class Verdict(NamedTuple):
         """First step at which the trouble has lasted as long as a rollback repeats steps.
 
         The rollback repeats the steps from the anchor to the onset. A run that recovers earlier
-        loses less than by the rollback; one that does not recover loses at most twice as much (rent
-        or buy: Karlin et al. 1988, "Competitive snoopy caching"). A learning rate that is raised on
-        purpose gets this time.
+        loses fewer steps than by the rollback; a run that does not recover loses about twice as
+        many (rent or buy: Karlin et al. 1988, "Competitive snoopy caching"). So a learning rate
+        that is raised on purpose gets time to recover.
         """
         return self.onset + (self.onset - self.anchor)
 
 
 @dataclass(eq=False, kw_only=True)
 class Dominance:
-    """Compares the current weights with earlier ones, and says when these are better.
+    """Compares the current weights with earlier weights, and finds when the earlier are better.
 
     Several ranks call the same methods with the same steps, compare their own batches and decide
-    by the mean. What makes them compare is the same on all of them, since each comparison is
-    collective: reduced losses and alarms, and one price. A `loss_fn` that raises is not called
-    again: it must not end the run that it protects. Exception: see `exchange`.
+    by the mean. Each comparison is collective, so the reasons to compare are equal on all ranks:
+    reduced losses and alarms, and one price. A `loss_fn` that raises is not called again: it must
+    not end the run that it protects. Exception: see `exchange`.
     """
 
     driver: Driver
     loss_fn: Callable[..., Any] | None
     ranks: Ranks
     threshold: float
-    """`[rollback] evidence`: comparisons per false order."""
+    """`[rollback] evidence`: comparisons per false rollback."""
     interval: int
     """Steps between two checkpoints."""
     warn: Callable[[str], object]
@@ -125,15 +124,15 @@ class Dominance:
         """Loss of the first batch before the first step, by `loss_fn`."""
         self._losses: deque[float] = deque(maxlen=HEARTBEAT)
         self._recent: deque[float] = deque(maxlen=SAMPLE)
-        """Losses with the earlier weights, of the latest comparisons that these have won."""
+        """Losses of the earlier weights at the latest comparisons that they have won."""
         self._rates: list[float] = []
         """Learning rates in force at the comparisons of the current suspicion."""
         self._alarms = (-1, -1)
-        """First and last step of the latest alarms, less than `SAMPLE` steps apart."""
+        """First and last of the latest alarms, each at most `SAMPLE` steps after the one before."""
         self._silent_until = -1
         self._wanted = False
         self._trouble: Verdict | None = None
-        """Damage that was found, until it has lasted for long enough or is over."""
+        """The damage that was found, until the run rolls back or has recovered; else None."""
         self._of_dispatch: list[float] = []
         """Losses of the steps of the current dispatch."""
         self._credit = SAVED
@@ -163,7 +162,7 @@ class Dominance:
                 data or the network is only a warning.
         """
         if self.loss_fn is None or self._checked or self.ranks.world > 1:
-            return  # several ranks: at their first step, since one may evaluate alone before
+            return  # several ranks: at the first step, since one rank may evaluate alone before
         self._check(batch)
 
     def keep(self, step: int, restorable: Container[int]) -> None:
@@ -188,7 +187,7 @@ class Dominance:
             step: the step and its batches. In a dispatch of several steps only the last step has
                 batches: the batches of all its steps.
             loss: its training loss, the mean over its batches and over all ranks.
-            alarm: a detector has found something.
+            alarm: a detector has raised an alarm.
             trained: the step was not skipped.
         """
         if not self.asks:
@@ -284,7 +283,7 @@ class Dominance:
             self.warn(problems[0])
 
     def _predicted(self, first: TrainedStep) -> float | None:
-        """The first loss as the `loss_fn` finds it, with several ranks, which check after it."""
+        """Loss of the first step by `loss_fn`, with several ranks, which check after this step."""
         start = next((each for each in self.anchors if each.step == first.index), None)
         if self.ranks.world == 1 or self._expected is None or start is None:
             return None
@@ -300,10 +299,10 @@ class Dominance:
         self._alarms = (-1, -1)
 
     def _eligible(self, index: int) -> list[Anchor]:
-        """The anchors to compare with: the newest that is old enough, and those with evidence.
+        """The anchors to compare with: the newest that is old enough, and anchors with evidence.
 
-        Weights of a few steps ago differ too little, and are as damaged as the current ones. From
-        `SAMPLE` steps on an anchor has as many batches as it keeps.
+        Weights of a few steps ago differ too little, and are as damaged as the current ones. After
+        `SAMPLE` steps the sample of an anchor is full. Found damage is compared with its anchor.
         """
         if self._trouble is not None:
             return [each for each in self.anchors if each.step == self._trouble.anchor]
@@ -312,9 +311,9 @@ class Dominance:
         return [each for each in old if each is old[-1] or each.evidence > 1]
 
     def _compare(self, step: TrainedStep, loss: float) -> Verdict | None:
-        """Compares with each anchor that is old enough; the verdict, if one has enough evidence."""
+        """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
         if not self.driver.may_save():
-            return None  # within an accumulation: the weights have not changed since the last one
+            return None  # within an accumulation: the weights have not changed since the last step
         began, evaluations = time.monotonic(), 0
         found, suspected = None, self.suspects
         for anchor in self._eligible(step.index):
@@ -339,7 +338,7 @@ class Dominance:
                     continue  # every batch is the same: a swing looks like damage
                 won, remembered = better(now_past, then_past), now_past - then_past
             elif won and math.isfinite(now):
-                continue  # nothing was trained on since
+                continue  # no batch was trained on since the anchor
             anchor.learn(step.index, won=won)
             if won:
                 self._recent.append(then)
@@ -461,12 +460,12 @@ class Dominance:
         self._last_time = now
 
     def _pay(self, counted: int, evaluations: int, seconds: float) -> None:
-        """Subtracts from the budget what is `counted`, and learns how much an evaluation costs.
+        """Subtracts `counted` evaluations from the budget, and measures what an evaluation costs.
 
-        While a suspicion lasts evaluations are not counted.
+        Evaluations are not counted while a suspicion lasts.
 
-        The price only lengthens the heartbeat. Comparisons at alarms do not depend on the clock,
-        so that a run that is repeated makes the same decisions.
+        The price only lengthens the heartbeat. Comparisons at alarms do not depend on the clock:
+        a repeated run makes the same ones.
         """
         self._credit -= counted
         self._last_time = None

@@ -8,22 +8,22 @@ from typing import Any
 from healcore.runtime.store.ranks import Ranks
 
 WAIT_S = 30.0
-"""Seconds for which a rank whose call has raised waits for the others to return from theirs: as
-long as ranks wait for each other at the end of a run."""
+"""Seconds for which a rank whose call has raised waits for the calls of the other ranks. Ranks wait
+as long for each other at the end of a run."""
 
 
 def exchange(ranks: Ranks, item: Any, failure: Exception | None) -> list[Any]:
-    """Every rank's item, on every rank.
+    """Gathers the items of all ranks on every rank.
 
     Args:
-        ranks: which exchange.
-        item: of this rank.
-        failure: what the call has raised on this rank, or None.
+        ranks: the ranks that exchange.
+        item: the item of this rank.
+        failure: the exception that the call has raised on this rank, or None.
 
     Raises:
-        Exception: `failure`, if the others do not come: they wait for this rank in a collective of
-            the forward pass (FSDP, tensor parallel), which no exchange ends. The run has to end as
-            after any exception of one rank.
+        Exception: `failure`, if the other ranks do not answer: they wait for this rank in a
+            collective of the forward pass (FSDP, tensor parallel). The run has to end as after any
+            exception of one rank.
     """
     if failure is None or ranks.world == 1:
         return ranks.gather(item)

@@ -1,4 +1,4 @@
-"""Turns the records of one step into events, and into what the host has to do."""
+"""Turns the records of one step into events, and into a request to the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REMEMBERED = 1000
 """Steps whose batch ids are kept at least; more if the policy's region is longer."""
 INTERVALS = 3
 """Checkpoint intervals whose batch ids are kept at least. Trouble begins up to two intervals after
-the checkpoint that the run rolls back to, and lasts as long before."""
+the checkpoint that the run rolls back to, and lasts as long before the rollback."""
 
 
 class ActionRequest(NamedTuple):
@@ -48,9 +48,9 @@ class ActionRequest(NamedTuple):
     """The step that brought the request."""
     cause: Cause
     bad: tuple[BatchId, ...]
-    """Batches of the steps since then."""
+    """Batches that the rollback skips."""
     overridden: bool
-    """Whether a hook has changed the engine's order, or earlier weights are better."""
+    """Whether a hook, the state check or better weights brought the request, not the engine."""
     arrays: tuple[str, ...] = ()
     """Arrays with NaN or Inf, if a save brought the request; else empty."""
     better: int | None = None
@@ -98,7 +98,7 @@ class IncidentMonitor:
         """(Number of an incident or 0, causes) -> steps with an alert."""
 
     def process(self, step: StepResult) -> ActionRequest | None:
-        """Takes one step; returns a request if the host has to carry something out."""
+        """Takes one step. Returns a request if the host has to act, or None."""
         self._batches[step.index] = step.batches
         kept = max(self.policy.region, REMEMBERED, INTERVALS * self.interval)
         self._batches.pop(step.index - kept, None)
@@ -171,7 +171,7 @@ class IncidentMonitor:
         return tuple(each for step in later[: last + 1] for each in step.batches)
 
     def batches_of(self, steps: Iterable[int]) -> tuple[BatchId, ...]:
-        """Batches of some steps, as far as they are kept."""
+        """Batches of some steps, as far as they are remembered."""
         return tuple(each for step in steps for each in self._batches.get(step, ()))
 
     def _batches_between(self, first: int, last: int) -> tuple[BatchId, ...]:
@@ -214,7 +214,7 @@ class IncidentMonitor:
         )
 
     def _of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
-        """What each rank has seen itself; None for one rank. Collective, once per incident."""
+        """Loss and norm of each rank, or None with one rank. Collective, once per incident."""
         if record.of_rank is None or self.ranks.world == 1:
             return None
         return [
@@ -242,7 +242,7 @@ class IncidentMonitor:
                 engine=record.engine,
                 evidence=record.evidence,
                 batches=tuple((each.epoch, each.index) for each in step.batches),
-                facts=self.facts() if len(self.hooks) else RunFacts(),  # it lists the store
+                facts=self.facts() if len(self.hooks) else RunFacts(),  # `facts` lists the store
             )
         )
         for problem in result.problems:
@@ -336,10 +336,10 @@ class IncidentMonitor:
         )
 
     def _log_lr_change(self, step: StepResult, record: StepRecord) -> None:
-        """One event for each cut, and when the multiplier leaves 1 or is back there.
+        """One event for each cut, and when the multiplier leaves 1 or returns to 1.
 
-        Between, it changes with every step: on the way back, and where the schedule moves above a
-        limit that a cut has left.
+        In between the multiplier may change at every step: in the ramp, and while the schedule is
+        above a limit.
         """
         if record.action & Action.SOFT_STEP:
             return  # `lr_scale` is of this step alone, and its alarm has it

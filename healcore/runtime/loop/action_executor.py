@@ -1,4 +1,4 @@
-"""Carries out what the monitor requests with rollbacks and re-runs."""
+"""Carries out the monitor's requests with rollbacks and re-runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Reruns:
         """Verdict of the last re-run: `transient` or `reproducible`, or an empty string."""
 
     def should_rerun(self, request: ActionRequest) -> bool:
-        """Whether to answer a request with a re-run; a second one in a region shows nothing new."""
+        """Whether to answer a request with a re-run, at most one in a region."""
         past = (each.onset for each in self.ledger.past_rollbacks)
         onsets = [*self.journal.state.rerun_onsets, *past]
         near = any(abs(request.onset - onset) <= self.region for onset in onsets)
@@ -90,16 +90,16 @@ class Change(NamedTuple):
     """What a run changes after a rollback to better weights."""
 
     lr_at_fault: float | None = None
-    """Learning rate that has caused the trouble, NaN if it is unknown, or None if none has."""
+    """Learning rate that has caused the trouble, NaN if it is unknown, or None if no rate has."""
     skip_from: int | None = None
-    """First step whose batches are skipped, up to where the trouble was found; None: no batch."""
+    """First step whose batches are skipped, up to the step of the finding, or None for no skip."""
     why_not: str = ""
-    """Why nothing is left to change, or an empty string."""
+    """Reason why nothing is left to change, or an empty string."""
 
 
 @dataclass(eq=False, kw_only=True)
 class ActionExecutor(OrderExecutor):
-    """Carries out the monitor's requests, and those of the state check, with rollbacks."""
+    """Carries out the requests of the monitor and of the state check with rollbacks."""
 
     rollbacks: RollbackManager
     monitor: IncidentMonitor
@@ -111,8 +111,8 @@ class ActionExecutor(OrderExecutor):
     def roll_back_to_better(self, verdict: Verdict, step: int) -> ActionResult:
         """Rolls back to weights that are better than the current ones; see `dominance`.
 
-        The result has no target if rollbacks have not helped here. Then the limits that they have
-        set are lifted.
+        If nothing is left to change, or rollbacks have not helped here, the result has no target,
+        and the limits that rollbacks have set are lifted.
         """
         change = agreed(self.ranks, self._change(verdict))  # each rank reads its own optimizer
         request = self.monitor.request_rollback(
@@ -143,15 +143,16 @@ class ActionExecutor(OrderExecutor):
         return ActionResult()
 
     def _change(self, verdict: Verdict) -> Change:
-        """What the run changes when it repeats the steps of the trouble.
+        """What the run changes when it repeats the steps of the trouble: the first that applies.
 
-        * The earlier weights find the batches of the trouble unusual: the run skips them.
-        * The learning rate is far above that of the earlier weights, or these are the first ones of
-          the run: the rate is at fault.
-        * Otherwise nothing, since damage may have no cause in the run.
-        * If the trouble comes again: a rate above that of the earlier weights is at fault. At any
-          other rate it is the data, so the run skips all batches since the earlier weights.
-        * If the trouble comes again with other data, the rate is at fault.
+        * The earlier weights find the batches of the trouble unusual: the run skips these batches.
+        * The earlier weights are the first of the run, or the learning rate is far above the rate
+          at the earlier weights: the rate is at fault.
+        * The trouble is new: nothing, because damage may have no cause in the run.
+        * The trouble comes again with other data, or the rate is unknown or above the rate at the
+          earlier weights: the rate is at fault.
+        * Otherwise the data are at fault: the run skips all batches since the earlier weights. At
+          the end of the data nothing is left to change.
         """
         if not verdict.data_ordinary:
             return Change(skip_from=verdict.onset)
@@ -229,7 +230,7 @@ class ActionExecutor(OrderExecutor):
 
     @property
     def _may_limit_lr(self) -> bool:
-        """Whether rollbacks limit the rate. Otherwise every cut is the policy's own."""
+        """Whether rollbacks limit the rate. Otherwise only rules of the policy cut it."""
         return self.policy.confirm and self.policy.engine.may_be_limited
 
     def _limits_lr(self, request: ActionRequest, rerun: bool) -> bool:

@@ -34,8 +34,8 @@ class OrderExecutor(ABC):
     """Carries out the monitor's requests; a subclass knows how to roll back.
 
     Under a policy with `[rollback] confirm` an order needs evidence that the model is worse.
-    Weights that are not finite are evidence. All other evidence comes from `dominance`, for which
-    the Healer needs a `loss_fn`.
+    Weights that are not finite are evidence; so is, without a `loss_fn`, a long incident of steps
+    that are not finite. All other evidence comes from `dominance`, which needs a `loss_fn`.
     """
 
     policy: HostPolicy
@@ -48,7 +48,7 @@ class OrderExecutor(ABC):
     compares: Callable[[], bool]
     """Whether current and earlier weights are compared."""
     _declined: Counter[str] = field(default_factory=Counter, init=False)
-    """Reason -> orders declined; trouble that lasts brings one every few steps."""
+    """Reason -> orders declined; trouble that lasts brings an order every few steps."""
 
     @property
     def declined(self) -> int:
@@ -78,7 +78,7 @@ class OrderExecutor(ABC):
     # -- within ---------------------------------------------------------------------------------
 
     def _needs_evidence(self, request: ActionRequest) -> bool:
-        """Whether a request needs evidence. Exceptions: a hook's request, and a rule that stops."""
+        """Whether a request needs evidence. Exceptions: `overridden`, and a rule that stops."""
         policy = self.policy
         if not policy.confirm or request.overridden:
             return False
@@ -93,7 +93,7 @@ class OrderExecutor(ABC):
         return all(self.ranks.gather(self.driver.finite()))
 
     def _has_evidence(self, request: ActionRequest, step: int) -> bool:
-        """Whether the model is worse, as far as that can be known without comparing weights."""
+        """Whether the model is known to be worse without a comparison of weights."""
         if not self._finite():
             self._log_assessment(request, step, "damage", "weights")
             return True
@@ -110,9 +110,9 @@ class OrderExecutor(ABC):
         return False
 
     def _nonfinite_lasts(self, request: ActionRequest) -> bool:
-        """Whether the incident has lasted for long; weights can be finite and overflow.
+        """Whether the incident has lasted for `probation` steps; finite weights may overflow too.
 
-        As long as a checkpoint needs to become known-good: one from within it could be.
+        After this time a checkpoint from within the incident could become known-good.
         """
         incident = self.ledger.last_incident
         return incident is not None and request.index - incident.onset >= self.policy.probation
@@ -128,7 +128,7 @@ class OrderExecutor(ABC):
         )
 
     def _decline(self, request: ActionRequest, step: int, by: str, why: str) -> None:
-        """Continues without the action."""
+        """Logs that the run continues without the action."""
         self._log_assessment(request, step, "unknown", by)
         self._declined[why] += 1
         times = self._declined[why]
