@@ -33,6 +33,10 @@ class PastRollback(NamedTuple):
 
     onset: int
     target: int
+    step: int = 0
+    """Steps done when it began. Trouble before this step is the same trouble again."""
+    changed: str = ""
+    """What the repeated steps have otherwise: `rate`, `data`, or an empty string for nothing."""
 
 
 @dataclass
@@ -175,6 +179,11 @@ class Ledger:
         """Number of rollbacks so far whose onset was less than `reach` steps away."""
         return sum(abs(onset - past.onset) < reach for past in self.past_rollbacks)
 
+    def rollback_before(self, onset: int) -> PastRollback | None:
+        """The rollback for the trouble that begins again at step `onset`; None: it is new."""
+        last = self.past_rollbacks[-1] if self.past_rollbacks else None
+        return last if last is not None and onset <= last.step else None
+
     def row_onset(self, index: int) -> int:
         """First of the unhealthy steps in a row that ends at step `index`."""
         at = bisect.bisect_right(self.unhealthy, index)
@@ -183,16 +192,15 @@ class Ledger:
         return index + 1
 
     def on_rollback(
-        self, onset: int, target: int, saved: Ledger | None, *, counts: bool = True
+        self, rollback: PastRollback, saved: Ledger | None, *, counts: bool = True
     ) -> None:
-        """Records that the checkpoint of step `target` was restored for the incident at `onset`.
+        """Records that a checkpoint was restored, with the ledger `saved` in it.
 
-        `saved` is the ledger in the checkpoint. A re-run does not count: it must not affect the
-        choice of the next checkpoint.
+        A re-run does not count: it must not affect the choice of the next checkpoint.
         """
         if counts:
-            self.past_rollbacks.append(PastRollback(onset, target))
-        self._rewind(target, saved)
+            self.past_rollbacks.append(rollback)
+        self._rewind(rollback.target, saved)
         if (last := self.last_incident) is not None:
             last.rollbacks += 1
 

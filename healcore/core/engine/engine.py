@@ -228,6 +228,8 @@ class Engine:
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
         """The state after a rollback: restored detectors, budgets and LR multiplier of now.
 
+        If health has raised a limit since the checkpoint, it is as low again as it was then.
+
         The rollback is subtracted from the budget here: an order that the host does not carry out
         costs nothing. Healthy steps are counted from the rollback on: a limit that the host sets
         with it is not raised for the health before it.
@@ -248,10 +250,16 @@ class Engine:
             restored = restored._replace(update_clip=clip)
         left = numerics.sub_one(live.budget.recoveries, xp=xp)
         healthy = xp.where(live.step >= 0, 0, live.budget.healthy)
+        then = restored.lr
+        raised = (then.broken > 0) & (then.broken < live.lr.broken)
+        rate = live.lr._replace(
+            broken=xp.where(raised, then.broken, live.lr.broken),
+            low=xp.where(raised, then.low, live.lr.low),
+        )
         return restored._replace(
             incident=closed,
             budget=live.budget._replace(recoveries=left, healthy=healthy),
-            lr=live.lr,
+            lr=rate,
             tally=tally,
             last=live.last,
         )

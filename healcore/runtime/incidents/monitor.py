@@ -30,7 +30,7 @@ _NO_ORDER = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
 """Actions that the engine has carried out, or that only need an event."""
 REMEMBERED = 1000
 """Steps whose batch ids are kept at least; more if the policy's region is longer."""
-INTERVALS = 3
+INTERVALS = 5
 """Checkpoint intervals whose batch ids are kept at least. Trouble begins up to two intervals after
 the checkpoint that the run rolls back to, and lasts as long before the rollback."""
 
@@ -90,6 +90,8 @@ class IncidentMonitor:
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
         self._lines = StepLines(self.policy, self.log, self.learning_rate)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
+        self.loader_from = 0
+        """First step of the current loader. The ids of an earlier loader mean nothing in it."""
         self._lr_scale: dict[str, float] = {}
         self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = 0
@@ -146,10 +148,10 @@ class IncidentMonitor:
         )
 
     def request_rollback(
-        self, verdict: Verdict, *, lr_at_fault: float | None, skip_from: int | None
+        self, verdict: Verdict, *, lr_at_fault: float | None, skip: tuple[int, int] | None
     ) -> ActionRequest:
-        """Makes a request to restore better weights; skips the batches from `skip_from` on."""
-        bad = () if skip_from is None else self._batches_between(skip_from, verdict.found)
+        """Makes a request to restore better weights; skips the batches of the steps `skip`."""
+        bad = () if skip is None else self._batches_between(*skip)
         return ActionRequest(
             Action.ROLLBACK,
             1,
@@ -175,11 +177,13 @@ class IncidentMonitor:
         return tuple(each for step in steps for each in self._batches.get(step, ()))
 
     def _batches_between(self, first: int, last: int) -> tuple[BatchId, ...]:
+        first = max(first, self.loader_from)
         return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
 
     def on_rollback(self, target: int) -> None:
         """Forgets the steps from `target` on, which are repeated."""
         self._batches = {index: ids for index, ids in self._batches.items() if index < target}
+        self.loader_from = min(self.loader_from, target)
 
     def set_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes multipliers and counts of engine states (`Driver.healing`), without an event."""

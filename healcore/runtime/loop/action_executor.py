@@ -91,10 +91,8 @@ class Change(NamedTuple):
 
     lr_at_fault: float | None = None
     """Learning rate that has caused the trouble, NaN if it is unknown, or None if no rate has."""
-    skip_from: int | None = None
-    """First step whose batches are skipped, up to the step of the finding, or None for no skip."""
-    why_not: str = ""
-    """Reason why nothing is left to change, or an empty string."""
+    skip: tuple[int, int] | None = None
+    """First and last step whose batches are skipped; None: no batch."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,12 +109,12 @@ class ActionExecutor(OrderExecutor):
     def roll_back_to_better(self, verdict: Verdict, step: int) -> ActionResult:
         """Rolls back to weights that are better than the current ones; see `dominance`.
 
-        If nothing is left to change, or rollbacks have not helped here, the result has no target,
-        and the limits that rollbacks have set are lifted.
+        If rollbacks have not helped here, the result has no target, and the limits that they have
+        set are lifted.
         """
         change = agreed(self.ranks, self._change(verdict))  # each rank reads its own optimizer
         request = self.monitor.request_rollback(
-            verdict, lr_at_fault=change.lr_at_fault, skip_from=change.skip_from
+            verdict, lr_at_fault=change.lr_at_fault, skip=change.skip
         )
         self.log.event(
             "assessment",
@@ -128,7 +126,7 @@ class ActionExecutor(OrderExecutor):
             rise=verdict.rise,
             rise_remembered=verdict.rise_remembered,
         )
-        exhausted = change.why_not or self._exhausted(request)
+        exhausted = self._exhausted(request)
         if not exhausted:
             return ActionResult(target=self._roll_back(request, step))
         rate = ""
@@ -149,28 +147,29 @@ class ActionExecutor(OrderExecutor):
         * The earlier weights are the first of the run, or the learning rate is far above the rate
           at the earlier weights: the rate is at fault.
         * The trouble is new: nothing, because damage may have no cause in the run.
-        * The trouble comes again with other data, or the rate is unknown or above the rate at the
-          earlier weights: the rate is at fault.
-        * Otherwise the data are at fault: the run skips all batches since the earlier weights. At
-          the end of the data nothing is left to change.
+        * Nothing has been changed for it yet: the rate, if it is unknown or above the rate at the
+          earlier weights, otherwise the data. The run skips all batches since the earlier weights,
+          and at the end of the data all that are left.
+        * One of the two has been changed: the other one.
         """
         if not verdict.data_ordinary:
-            return Change(skip_from=verdict.onset)
+            return Change(skip=(verdict.onset, verdict.found))
         healthy, factor = verdict.healthy_rate, self.policy.engine.config.lr.factor
         first, highest = next(iter(verdict.rates), math.nan), max(verdict.rates, default=math.nan)
-        if verdict.anchor <= (self.rollbacks.journal.state.first_step or 0):
-            return Change(lr_at_fault=first)
-        if healthy and highest * factor > healthy:
-            return Change(lr_at_fault=highest)
-        near = self.ledger.rollbacks_near(verdict.onset, max(self.policy.region, 1))
-        if not near:
+        if self._may_limit_lr:
+            if verdict.anchor <= (self.rollbacks.journal.state.first_step or 0):
+                return Change(lr_at_fault=first)
+            if healthy and highest * factor > healthy:
+                return Change(lr_at_fault=highest)
+        before = self.ledger.rollback_before(verdict.onset)
+        if before is None:
             return Change()
-        other_data = near > 1 or not self.rollbacks.loaders.can_rewind
-        if other_data or not healthy or not highest <= healthy:
+        raised = not healthy or not highest <= healthy
+        rate = before.changed == "data" or (not before.changed and raised)
+        if self._may_limit_lr and (rate or not self.rollbacks.loaders.can_rewind):
             return Change(lr_at_fault=first)
-        if verdict.index < verdict.due:
-            return Change(why_not="the same data give the same result, and there are no others")
-        return Change(skip_from=verdict.anchor)
+        at_end = verdict.index < verdict.due
+        return Change(skip=(verdict.anchor, verdict.index if at_end else verdict.found))
 
     def _roll_back(self, request: ActionRequest, step: int) -> int | None:
         rerun = self.reruns.should_rerun(request)

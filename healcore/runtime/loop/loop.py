@@ -198,7 +198,7 @@ class Loop:
         """Number of a loader -> ids of its batches since the last step."""
         self._last_ids: list[BatchId] = []
         """Ids of the last step's batches."""
-        self._current = 0
+        self._current = self._trained = 0
         """Number of the loader that yielded the last batch."""
         self._generators: HostParts | None = None
         self._resumed_at: int | None = None
@@ -395,6 +395,8 @@ class Loop:
         self._last_ids = ids = self._ids.get(self._current, again)
         self._ids.clear()  # a step may take batches of several loaders
         self.loaders.stepped(self._current, ids[-1] if ids else None)
+        if self._current != self._trained:
+            self._trained, self.monitor.loader_from = self._current, self.step
         contents = tuple(self._contents.get(self._current, ()))
         self._contents.clear()
         self.reader.push(QueuedDispatch(self.step, pending, tuple(ids), contents))

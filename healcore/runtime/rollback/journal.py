@@ -95,6 +95,8 @@ class RollbackPlan:
     """The schedule's learning rate when it began; None: not known."""
     limit: float | None = None
     """The learning rate in force during the trouble, if the rollback limits it."""
+    skipped: int = 0
+    """Number of batches that it leaves out."""
 
 
 @dataclass

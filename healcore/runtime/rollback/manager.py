@@ -20,7 +20,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
 from healcore.runtime.data.position import DataError
 from healcore.runtime.driver import Driver, check_engines
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.ledger import Ledger
+from healcore.runtime.ledger import Ledger, PastRollback
 from healcore.runtime.rollback.checkpoint_choice import (
     CheckpointChoice,
     choose,
@@ -208,6 +208,7 @@ class RollbackManager:
             rerun=None if request.rerun is None else [request.onset, request.rerun],
             lr=rate,
             limit=self._rate_at_fault(request, live, rate) if request.limit else None,
+            skipped=len(bad),
         )
         self.journal.state.pending, self.journal.state.ledger = plan, self.ledger.to_dict()
         self.journal.state.quarantined += directories(saves, plan.quarantine)
@@ -273,7 +274,9 @@ class RollbackManager:
         applied, saved = self._load_first_intact(plan.order, load, now)
         self.checkpoints.quarantine(_newer(self.saves(), applied.target), now=now)
         self.checkpoints.retry_quarantine(applied.target)
-        self.ledger.on_rollback(plan.onset, applied.target, saved.ledger, counts=counts)
+        changed = "rate" if plan.limit is not None else "data" if plan.skipped else ""
+        done = PastRollback(plan.onset, applied.target, plan.step, changed)
+        self.ledger.on_rollback(done, saved.ledger, counts=counts)
         return applied
 
     def _complete(self, plan: RollbackPlan, applied: AppliedPlan) -> None:
