@@ -169,7 +169,7 @@ def test_hooks_cannot_send_a_run_back_for_ever():
         def __iter__(self):
             yield from range(3000)
 
-    with pytest.raises(RunStopped, match="3 rollbacks were needed"):
+    with pytest.raises(RunStopped, match="3 rollbacks have been made"):
         train(loop, SKIPS, Endless(), on_incident=lambda incident: Action.ROLLBACK)
     assert len(loop.faults.order) < 300
 

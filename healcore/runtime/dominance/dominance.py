@@ -366,15 +366,15 @@ class Dominance:
         self._log(found.index, "worse", found.onset)
         self.log.warning(
             f"step {found.index}: the weights of step {found.anchor} are better on the same "
-            f"batches, since step {found.onset}; the run rolls back to them if that is still true "
-            f"at step {found.due}"
+            f"batches, since step {found.onset}; unless the run recovers, it rolls back to them at "
+            f"step {found.due}, or at the end of the data"
         )
 
     def _recovered(self, index: int) -> None:
         assert self._trouble is not None
         self._log(index, "recovered", self._trouble.onset)
         self.log.info(
-            f"step {index}: the run has recovered from what began at step {self._trouble.onset}"
+            f"step {index}: the run has recovered from the damage of step {self._trouble.onset}"
         )
         self._forget_trouble()
 

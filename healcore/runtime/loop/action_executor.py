@@ -176,9 +176,9 @@ class ActionExecutor(OrderExecutor):
         # Steps that are not read yet belong to the bad window if they have alarms too.
         unread = list(self.reader.due(all=True))
         self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
-        bad = request.bad + self.monitor.bad_batches(unread)
-        if request.better is not None and not request.bad:
-            bad = ()  # the same data come again
+        bad = request.bad
+        if request.better is None:
+            bad += self.monitor.bad_batches(unread)
         try:
             result = self.rollbacks.roll_back(
                 RollbackRequest(

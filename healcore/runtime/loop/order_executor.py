@@ -147,7 +147,7 @@ class OrderExecutor(ABC):
         near = self._near(request, reach)
         if near < max(self.policy.recoveries, 1):
             return ""
-        return f"{near} rollbacks were needed within {reach} steps of the run"
+        return f"{near} rollbacks have been made within {reach} steps of the run"
 
     def _near(self, request: ActionRequest, reach: int) -> int:
         """Rollbacks so far whose onset was less than `reach` steps away."""
