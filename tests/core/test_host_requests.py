@@ -53,6 +53,23 @@ def test_health_before_a_rollback_does_not_raise_the_limit_that_comes_with_it():
     assert scales[-1] == 1.0, "health after it does"
 
 
+def test_a_rollback_restores_the_limit_that_health_has_raised_since_its_checkpoint():
+    budget = BudgetConfig(recoveries=3, lr_cuts=1, refund_after=20)
+    runner = Runner(ESCALATION._replace(lr=LR, budget=budget, rules=()))
+    runner.feed(loss=np.ones(10), learning_rate=[0.5] * 10)
+    runner.state = limited(runner, 0.125, 0.5)
+    runner.feed(loss=np.ones(5), learning_rate=[0.5] * 5)
+    saved = runner.state
+    raised = runner.feed(loss=np.ones(40), learning_rate=[0.5] * 40)
+    assert float(raised[-1].lr_scale) == 1.0
+    runner.state = runner.engine.on_rollback(runner.state, saved, xp=np)
+    assert float(runner.state.lr.broken) == float(saved.lr.broken)
+    after = runner.feed(loss=np.ones(19), learning_rate=[0.5] * 19)
+    assert {float(each.lr_scale) for each in after} == {0.25}
+    low = limited(runner, 0.0625, 0.5)
+    assert float(runner.engine.on_rollback(low, saved, xp=np).lr.broken) == float(low.lr.broken)
+
+
 LR = LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=8, ceiling=0.5)
 
 
