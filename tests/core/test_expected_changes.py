@@ -106,7 +106,13 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
     back = engine.on_rollback(state, restored, xp=np)
     for part in ("clip", "detectors", "rules", "step", "grace"):
         assert same(getattr(back, part), getattr(restored, part))
-    assert same(back.lr, state.lr)
+    lower = (restored.lr.broken > 0) & (restored.lr.broken < state.lr.broken)
+    assert 0 < lower.sum() < len(lower)
+    limit = {
+        name: np.where(lower, getattr(restored.lr, name), getattr(state.lr, name))
+        for name in ("broken", "low")
+    }
+    assert same(back.lr, state.lr._replace(**limit)), "the cut, or the lower limit of then"
     left = np.maximum(state.budget.recoveries - 1, 0)
     assert state.budget.healthy.any()
     none = np.zeros_like(state.budget.healthy)  # healthy steps count from the rollback on

@@ -228,7 +228,7 @@ class Engine:
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
         """The state after a rollback: restored detectors, budgets and LR multiplier of now.
 
-        If health has raised a limit since the checkpoint, it is as low again as it was then.
+        A limit that was lower at the checkpoint is in force again: health has raised it since.
 
         The rollback is subtracted from the budget here: an order that the host does not carry out
         costs nothing. Healthy steps are counted from the rollback on: a limit that the host sets
