@@ -149,7 +149,7 @@ class History(RuleBasedStateMachine):
     def went(self, target: int | None) -> None:
         assert self.onset is not None
         assert target is not None
-        self.back.append(PastRollback(self.onset, target))
+        self.back.append(PastRollback(self.onset, target, len(self.healthy)))
         assert target <= self.onset
         assert self.store.saves[target].status != "quarantined"
         del self.healthy[target:]
