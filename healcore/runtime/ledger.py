@@ -180,7 +180,7 @@ class Ledger:
         return sum(abs(onset - past.onset) < reach for past in self.past_rollbacks)
 
     def rollback_before(self, onset: int) -> PastRollback | None:
-        """The rollback for the trouble that begins again at step `onset`; None: it is new."""
+        """The rollback for the trouble that begins again at step `onset`, or None if it is new."""
         last = self.past_rollbacks[-1] if self.past_rollbacks else None
         return last if last is not None and onset <= last.step else None
 

@@ -228,7 +228,8 @@ class Engine:
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
         """The state after a rollback: restored detectors, budgets and LR multiplier of now.
 
-        A limit that was lower at the checkpoint is in force again: health has raised it since.
+        A limit that was lower at the checkpoint is in force again. Health has raised it since, or a
+        later cut began at a higher rate.
 
         The rollback is subtracted from the budget here: an order that the host does not carry out
         costs nothing. Healthy steps are counted from the rollback on: a limit that the host sets

@@ -32,7 +32,7 @@ REMEMBERED = 1000
 """Steps whose batch ids are kept at least; more if the policy's region is longer."""
 INTERVALS = 5
 """Checkpoint intervals whose batch ids are kept at least. Trouble begins up to two intervals after
-the checkpoint that the run rolls back to, and lasts as long before the rollback."""
+the checkpoint that the run rolls back to, lasts as long, and takes comparisons to find."""
 
 
 class ActionRequest(NamedTuple):

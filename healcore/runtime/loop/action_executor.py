@@ -92,7 +92,7 @@ class Change(NamedTuple):
     lr_at_fault: float | None = None
     """Learning rate that has caused the trouble, NaN if it is unknown, or None if no rate has."""
     skip: tuple[int, int] | None = None
-    """First and last step whose batches are skipped; None: no batch."""
+    """First and last step whose batches are skipped, or None if no batch is."""
 
 
 @dataclass(eq=False, kw_only=True)

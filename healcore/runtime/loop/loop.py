@@ -199,7 +199,7 @@ class Loop:
         self._last_ids: list[BatchId] = []
         """Ids of the last step's batches."""
         self._current = self._trained = 0
-        """Number of the loader that yielded the last batch."""
+        """Numbers of the loaders of the last batch and of the last step."""
         self._generators: HostParts | None = None
         self._resumed_at: int | None = None
         self._used_up = False

@@ -146,7 +146,7 @@ def test_damage_that_comes_again_at_the_end_of_an_epoch_is_skipped(tmp_path):
 
 
 def test_damage_of_another_cause_than_the_last_one_is_tried_again_first(tmp_path):
-    """A rate that is limited, and 200 steps later damage that has no cause in the run."""
+    """A rate that is limited, and within 500 steps damage that has no cause in the run."""
     run = Run()
     damage = once(700, lambda: times(run, 50.0))
 
