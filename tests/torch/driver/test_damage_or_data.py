@@ -180,7 +180,7 @@ def test_a_rollback_past_the_start_of_a_loader_begins_it_again(tmp_path):
     state = {"model": run.model, "optimizer": run.optimizer}
     options: Any = {"events": tmp_path / "e.jsonl", "loss_fn": run.loss}
     with Healer("default", state=state, **options) as healer:
-        for loader in (range(230), range(230, 800)):
+        for loader in (range(120), range(120, 800)):
             for number in healer.batches(loader):
                 loss = run.loss(number)
                 healer.observe(loss)
