@@ -9,7 +9,7 @@ import numpy as np
 
 from healcore.core.engine import Engine
 from healcore.plugins.rows import SignalLayout, SignalRows
-from healcore.plugins.sweep import WORD, PackedRows, PackedSeries, RowGroups
+from healcore.plugins.sweep import WORD, PackedRows, PackedSeries
 from healcore.tools.replay.backends import layout_of, rows_of
 from healcore.tools.traces.trace import Trace
 
@@ -142,12 +142,14 @@ def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
     while count < needed:
         count *= 4
     rows = PackedRows(
-        np.zeros((count * WORD, len(layout.signals)), np.float32),
-        np.zeros(count * WORD, np.int32),
-        np.zeros(count * WORD, bool),
-        np.zeros(count * WORD, bool),
+        signals=np.zeros((count * WORD, len(layout.signals)), np.float32),
+        kind=np.zeros(count * WORD, np.int32),
+        resumed=np.zeros(count * WORD, bool),
+        own=np.zeros(count * WORD, bool),
+        start=np.zeros(count, np.int32),
+        stop=np.zeros(count, np.int32),
+        fresh=np.zeros(count, bool),
     )
-    groups = RowGroups(np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, bool))
     first, group = [], 0
     for each in (series[i] for i in which):
         start, stop = group * WORD, group * WORD + each.length
@@ -157,12 +159,12 @@ def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
         rows.resumed[start:stop] = each.resumed
         rows.own[start + each.own : stop] = True
         end = group + each.groups
-        groups.start[group:end] = np.arange(group, end) * WORD
-        groups.stop[group:end] = np.minimum(groups.start[group:end] + WORD, stop)
-        groups.fresh[group] = True
+        rows.start[group:end] = np.arange(group, end) * WORD
+        rows.stop[group:end] = np.minimum(rows.start[group:end] + WORD, stop)
+        rows.fresh[group] = True
         first.append(group)
         group = end
-    return PackedSeries(layout, rows, groups, tuple(which), tuple(first))
+    return PackedSeries(layout, rows, tuple(which), tuple(first))
 
 
 def counted(count: int, noun: str) -> str:
