@@ -14,7 +14,8 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals
 from healcore.plugins.rows import rolled_back
 from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, configure, step, trimmed
-from healcore.tools.sweep.scores import Costs, OrderCounts, SeriesEvents, count_orders
+from healcore.tools.replay.scores import Label
+from healcore.tools.sweep.scores import Costs, OrderCounts, count_orders
 from healcore.tools.sweep.series import Series, pack, unpack
 from healcore.tools.sweep.space import SweepError, Variants
 
@@ -94,7 +95,7 @@ def run(
     scan: SweepScan,
     variants: Variants,
     series: Sequence[Series],
-    events: Sequence[SeriesEvents],
+    events: Sequence[Label],
     costs: Costs,
     *,
     backend: str,
@@ -138,5 +139,5 @@ def run(
 
 
 def _side_by_side(parts: Sequence[OrderCounts]) -> OrderCounts:
-    arrays = (np.concatenate(columns) for columns in zip(*(p[2:] for p in parts), strict=True))
-    return OrderCounts(parts[0].events, parts[0].rows, *arrays)
+    arrays = (np.concatenate(columns) for columns in zip(*(p[1:] for p in parts), strict=True))
+    return OrderCounts(parts[0].rows, *arrays)

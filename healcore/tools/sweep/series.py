@@ -36,6 +36,12 @@ class Series(NamedTuple):
         return len(self.index)
 
     @property
+    def bad(self) -> np.ndarray:
+        """int64 (m,): rows of the trace whose loss is not finite."""
+        loss = self.rows.values.get("loss")
+        return self.index[:0] if loss is None else self.index[~np.isfinite(loss)]
+
+    @property
     def groups(self) -> int:
         """Groups that it takes when it is packed."""
         return -(-self.length // WORD)
@@ -165,8 +171,3 @@ def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
         first.append(group)
         group = end
     return PackedSeries(layout, rows, tuple(which), tuple(first))
-
-
-def counted(count: int, noun: str) -> str:
-    """A number with a noun: "1 run", "2,000 runs"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
