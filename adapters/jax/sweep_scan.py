@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.engine import EngineConfig, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace
@@ -32,8 +32,8 @@ from healcore.plugins.sweep import (
     PackedSeries,
     Place,
     VariantDecision,
-    configure,
     step,
+    variants_of,
 )
 
 _OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
@@ -43,8 +43,8 @@ _ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 class JaxSweepScan:
     """The variants of one policy. Thread-safe: two threads keep two cores busy.
 
-    `config` is from `sweep.trimmed`, `places` are the positions of the varied numbers in it.
-    RuntimeError without a CPU backend.
+    `places` are the positions of the varied numbers in `config`. Raises RuntimeError without a CPU
+    backend.
     """
 
     def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
@@ -84,7 +84,7 @@ class JaxSweepScan:
 
         Vmap does not batch what is the same for all variants, the signals for example.
         """
-        engine = Engine(configure(self._config, self._places, numbers))
+        engine = variants_of(self._config, self._places, numbers)
         new_state = map_leaves(jnp.asarray, engine.init())
 
         def one(
@@ -97,10 +97,7 @@ class JaxSweepScan:
             state, skipped, recovered, word = carry
             state = _chosen(rows.resumed[i], rolled_back(engine, state, state, xp=namespace), state)
             cases = [functools.partial(one, i, names) for names in layout.combinations]
-            if len(cases) == 1:
-                state, verdict = cases[0](state)
-            else:
-                state, verdict = jax.lax.switch(rows.kind[i], cases, state)
+            state, verdict = jax.lax.switch(rows.kind[i], cases, state)
             bit = verdict.order.astype(jnp.uint32) << (i % WORD).astype(jnp.uint32)
             skipped = skipped + (verdict.skip & rows.own[i]).astype(jnp.int32)
             recovered = recovered + (verdict.first & rows.own[i]).astype(jnp.int32)

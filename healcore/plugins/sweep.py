@@ -1,11 +1,11 @@
 """The adapter need "sweep_scan": many variants of a policy over recorded series (`healcore sweep`).
 
-An adapter provides a `SweepScan` class, called with a config from `trimmed` and the varied places.
+An adapter provides a `SweepScan` class, called with the policy's config and the varied places.
 
 A variant is the engine with arrays for some of its numbers, run as a replay runs it
 (`healcore.plugins.rows.judge_row`). A recorded curve shows which steps are skipped and where a
-rollback is ordered. `trimmed` drops the parts of a policy that change neither; `step` leaves their
-state as it is, so that a compiled loop does not compute them.
+rollback is ordered. `variants_of` drops the parts of a policy that change neither; `step` leaves
+their state as it is, so that a compiled loop does not compute them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class VariantDecision(NamedTuple):
     skip: Any
 
 
-def configure(config: EngineConfig, places: tuple[Place, ...], numbers: tuple[Any, ...]) -> Any:
+def configure(
+    config: EngineConfig, places: tuple[Place, ...], numbers: tuple[Any, ...]
+) -> EngineConfig:
     """The config with Python numbers or arrays at `places`."""
     for place, number in zip(places, numbers, strict=True):
         config = _put(config, place, number)
@@ -110,23 +112,28 @@ def _put(tree: Any, place: Place, number: Any) -> Any:
     return tree._replace(**{head: _put(getattr(tree, head), rest, number)})
 
 
-def trimmed(config: EngineConfig) -> EngineConfig:
-    """The policy without the parts that change neither an order nor a skip."""
+def variants_of(
+    config: EngineConfig, places: tuple[Place, ...], numbers: tuple[Any, ...]
+) -> Engine:
+    """The engine of the variants, without the parts that change neither an order nor a skip."""
+    config = configure(config, places, numbers)
     acted_on = incident.causes(config)
-    return config._replace(
-        clip=None,
-        update_clip=None,
-        detectors=tuple(
-            (name, each) for name, each in config.detectors if int(CAUSES[name]) & acted_on
-        ),
-        rules=tuple(rule for rule in config.rules if rule.skip or rule.action & incident.ACTS),
+    return Engine(
+        config._replace(
+            clip=None,
+            update_clip=None,
+            detectors=tuple(
+                (name, each) for name, each in config.detectors if int(CAUSES[name]) & acted_on
+            ),
+            rules=tuple(rule for rule in config.rules if rule.skip or rule.action & incident.ACTS),
+        )
     )
 
 
 def step(
     engine: Engine, state: EngineState, signals: Signals, *, xp: Any
 ) -> tuple[EngineState, VariantDecision]:
-    """Judges one row; the config of the engine is from `trimmed`, and may have arrays."""
+    """Judges one row; `engine` is from `variants_of`."""
     new, (*_, due) = judge_row(engine, state, signals, xp=xp)
     before, after = state.incident, new.incident
     first = due & ((before.recovered < 0) | (after.number != before.number))

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from healcore import adapter_registry
-from healcore.core.engine import Engine, EngineConfig
+from healcore.core.engine import EngineConfig
 from healcore.core.signals import Signals
 from healcore.plugins.rows import rolled_back
-from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, configure, step, trimmed
+from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, step, variants_of
 from healcore.tools.replay.scores import Label
 from healcore.tools.sweep.scores import Costs, OrderCounts, count_orders
 from healcore.tools.sweep.series import Series, pack, unpack
@@ -48,7 +48,7 @@ class NumpySweepScan:
         self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `SweepScan.run`."""
-        engine = Engine(configure(self._config, self._places, numbers))
+        engine = variants_of(self._config, self._places, numbers)
         rows, layout = packed.rows, packed.layout
         shape = len(rows.start), len(numbers[0])
         words = np.zeros(shape, np.uint32)
@@ -79,7 +79,6 @@ def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> Sw
     """
     if backend not in BACKENDS:
         raise SweepError(f"the backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    config = trimmed(config)
     if backend == "numpy":
         return NumpySweepScan(config, places)
     try:
