@@ -114,5 +114,5 @@ def _print(line: str) -> None:
 
 
 def counted(number: int, noun: str, nouns: str = "") -> str:
-    """A number with its noun: "1 batch", "2 batches"."""
-    return f"{number} {noun if number == 1 else nouns or noun + 's'}"
+    """A number with its noun: "1 batch", "2,000 batches"."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"

@@ -115,7 +115,7 @@ SLOW = (
     "tests/benchmarks/test_labelled_runs.py",
     "tests/core/test_escape.py::test_clipping_is_back_at_its_usual_amount",
     "tests/core/test_planted_errors.py",
-    "tests/demo/test_comparison.py",
+    "tests/tools/test_demo.py",
     "tests/examples/test_accelerate_loop.py",
     "tests/examples/test_jax_data_and_rates.py",
     "tests/examples/test_jax_healers.py",

@@ -21,12 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.engine import EngineConfig
+from healcore.core.engine import EngineConfig, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
-from healcore.plugins import sweep
-from healcore.plugins.rows import SignalLayout
-from healcore.plugins.sweep import WORD, PackedRows, PackedSeries, Place, RowGroups, configure
+from healcore.jax import namespace
+from healcore.plugins.rows import SignalLayout, rolled_back
+from healcore.plugins.sweep import (
+    WORD,
+    PackedRows,
+    PackedSeries,
+    Place,
+    VariantDecision,
+    step,
+    variants_of,
+)
 
 _OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
 _ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
@@ -35,20 +43,12 @@ _ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 class JaxSweepScan:
     """The variants of one policy. Thread-safe: two threads keep two cores busy.
 
-    `config` is from `sweep.trimmed`, `places` are the positions of the varied numbers in it.
-    Benchmarks pass the whole engine as `init` and `step`. RuntimeError without a CPU backend.
+    `places` are the positions of the varied numbers in `config`. Raises RuntimeError without a CPU
+    backend.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        places: tuple[Place, ...],
-        *,
-        init: Callable[[EngineConfig], Any] = sweep.init,
-        step: Callable[..., tuple[Any, sweep.VariantDecision]] = sweep.step,
-    ) -> None:
+    def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
         self._config, self._places = config, places
-        self._init, self._step = init, step
         self._device = jax.devices("cpu")[0]
         self._programs: dict[tuple[SignalLayout, int, int], Callable[..., Any]] = {}
         self._compiling = threading.Lock()
@@ -57,101 +57,65 @@ class JaxSweepScan:
         self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `SweepScan.run`."""
-        program = self._program(packed, len(numbers[0]))
-        words, skipped, recovered = program(numbers, packed.rows, packed.groups)
-        return np.asarray(words), np.asarray(skipped), np.asarray(recovered)
-
-    def _program(self, packed: PackedSeries, variants: int) -> Callable[..., Any]:
-        shape = (packed.layout, variants, len(packed.groups.start))
+        shape = (packed.layout, len(numbers[0]), len(packed.rows.start))
         with self._compiling:
             if shape not in self._programs:
-                self._programs[shape] = self._compiled(packed, variants)
-        return self._programs[shape]
+                self._programs[shape] = self._compiled(numbers, packed)
+        words, skipped, recovered = self._programs[shape](numbers, packed.rows)
+        return np.asarray(words), np.asarray(skipped), np.asarray(recovered)
 
-    def _compiled(self, packed: PackedSeries, variants: int) -> Callable[..., Any]:
-        whole = np.zeros(variants, np.int32), np.zeros(variants, np.float32)
-        given = [_at(self._config, place) for place in self._places]
-        numbers = tuple(whole[isinstance(number, float)] for number in given)
+    def _compiled(self, numbers: tuple[np.ndarray, ...], packed: PackedSeries) -> Any:
         one = functools.partial(self._scan, packed.layout)
-        scan = jax.jit(jax.vmap(one, in_axes=(0, None, None), out_axes=1))
+        scan = jax.jit(jax.vmap(one, in_axes=(0, None), out_axes=1))
 
         def with_attributes(*arguments: Any) -> Any:
             with _small_call():
                 return scan(*arguments)
 
         with jax.default_device(self._device):
-            lowered = jax.jit(with_attributes).lower(numbers, packed.rows, packed.groups)
+            lowered = jax.jit(with_attributes).lower(numbers, packed.rows)
             try:
                 return lowered.compile(compiler_options=_OPTIONS)
             except jax.errors.JaxRuntimeError:  # an XLA without this option
                 return lowered.compile()
 
-    def _scan(
-        self, layout: SignalLayout, numbers: tuple[Any, ...], rows: PackedRows, groups: RowGroups
-    ) -> Any:
+    def _scan(self, layout: SignalLayout, numbers: tuple[Any, ...], rows: PackedRows) -> Any:
         """One variant over all groups: order bits, skips and recoveries of each group.
 
         Vmap does not batch what is the same for all variants, the signals for example.
         """
-        config = configure(self._config, self._places, numbers)
-        fresh = map_leaves(jnp.asarray, self._init(config))
+        engine = variants_of(self._config, self._places, numbers)
+        new_state = map_leaves(jnp.asarray, engine.init())
 
-        def one(i: Any, names: tuple[str, ...], state: Any) -> Any:
+        def one(
+            i: Any, names: tuple[str, ...], state: EngineState
+        ) -> tuple[EngineState, VariantDecision]:
             signals = Signals(**{n: rows.signals[i, layout.signals.index(n)] for n in names})
-            return self._step(config, state, signals, rows.resumed[i], xp=_Namespace())
+            return step(engine, state, signals, xp=namespace)
 
         def row(i: Any, carry: Any) -> Any:
             state, skipped, recovered, word = carry
+            state = _chosen(rows.resumed[i], rolled_back(engine, state, state, xp=namespace), state)
             cases = [functools.partial(one, i, names) for names in layout.combinations]
-            if len(cases) == 1:
-                state, verdict = cases[0](state)
-            else:
-                state, verdict = jax.lax.switch(rows.kind[i], cases, state)
+            state, verdict = jax.lax.switch(rows.kind[i], cases, state)
             bit = verdict.order.astype(jnp.uint32) << (i % WORD).astype(jnp.uint32)
             skipped = skipped + (verdict.skip & rows.own[i]).astype(jnp.int32)
             recovered = recovered + (verdict.first & rows.own[i]).astype(jnp.int32)
             return state, skipped, recovered, word | bit
 
-        def group(state: Any, part: RowGroups) -> Any:
-            state = map_leaves(lambda new, old: jnp.where(part.fresh, new, old), fresh, state)
-            carry = (state, jnp.int32(0), jnp.int32(0), jnp.uint32(0))
+        def group(state: EngineState, part: tuple[Any, Any, Any]) -> Any:
+            start, stop, fresh = part
+            carry = (_chosen(fresh, new_state, state), jnp.int32(0), jnp.int32(0), jnp.uint32(0))
             # As many iterations as the group has rows: padding costs nothing.
-            carry = jax.lax.fori_loop(part.start, part.stop, row, carry)
-            state, skipped, recovered, word = carry
+            state, skipped, recovered, word = jax.lax.fori_loop(start, stop, row, carry)
             return state, (word, skipped, recovered)
 
-        return jax.lax.scan(group, fresh, groups)[1]
+        return jax.lax.scan(group, new_state, (rows.start, rows.stop, rows.fresh))[1]
 
 
-class _Namespace:
-    """jax.numpy, with a barrier at every second `where` of a step.
-
-    Without it XLA computes cheap values again in each loop over the variants that needs them. A
-    step is up to a fifth faster (measured); barriers on a third, on all, or on one dtype gain less.
-    """
-
-    def __init__(self) -> None:
-        self._selections = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(jnp, name)
-
-    def where(self, condition: Any, a: Any, b: Any) -> Any:
-        """`jax.numpy.where`."""
-        self._selections += 1
-        chosen = jnp.where(condition, a, b)
-        return jax.lax.optimization_barrier(chosen) if self._selections % 2 == 0 else chosen
-
-
-def _at(config: Any, place: Place) -> Any:
-    for part in place:
-        if isinstance(part, int):
-            config = config[part]
-        elif isinstance(config, tuple) and not hasattr(config, "_fields"):
-            config = dict(config)[part]
-        else:
-            config = getattr(config, part)
-    return config
+def _chosen(condition: Any, new: EngineState, old: EngineState) -> EngineState:
+    """`new` where the condition holds. What is in both is not selected."""
+    return map_leaves(lambda a, b: b if a is b else jnp.where(condition, a, b), new, old)
 
 
 def _small_call() -> Any:

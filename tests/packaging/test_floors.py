@@ -17,12 +17,13 @@ FLOORS = (
     ("healcore.history",),
     ("healcore.runtime",),
     ("healcore.plugins",),
-    ("healcore.tools", "healcore.demo"),
+    ("healcore.demo",),
+    ("healcore.tools",),
 )
 """From the lowest; a module is on the first floor that lists a prefix of its name."""
 MODULES = sorted(
     path
-    for floor in ("core", "policy", "history", "runtime", "plugins")
+    for floor in ("core", "policy", "history", "runtime", "plugins", "demo")
     for path in (ROOT / floor).rglob("*.py")
 )
 

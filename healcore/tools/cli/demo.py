@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib
 from pathlib import Path
 from typing import Annotated
 
@@ -56,16 +55,15 @@ def demo(
     """A run that fails, unprotected and healed, in torch and in JAX, side by side."""
     if seed is not None and seeds is not None:
         raise typer.BadParameter("--seed names one seed, --seeds how many: write one of them")
+    from healcore.demo.scenario import DemoError
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError
+    from healcore.tools.demo import run_demo
     from healcore.tools.output_files import OutputError
 
-    # By name, because the layer of the demo may import the tools, and not the other way round.
-    scenario = importlib.import_module("healcore.demo.scenario")
-    comparison = importlib.import_module("healcore.demo.comparison")
     arms = ("unprotected", "healed") if quick else ("unprotected", "fixed clip", "healed")
     try:
-        result = comparison.run_demo(
+        result = run_demo(
             frameworks=("torch", "jax") if framework is _Framework.BOTH else (framework.value,),
             seeds=(seed or 0,) if seeds is None else range(seeds),
             arms=arms,
@@ -73,6 +71,6 @@ def demo(
             policy=policy,
             out=out,
         )
-    except (MissingExtraError, PolicyError, OutputError, scenario.DemoError, OSError) as error:
+    except (MissingExtraError, PolicyError, OutputError, DemoError, OSError) as error:
         fail(f"healcore demo: {error}")
     raise typer.Exit(0 if all(claim.holds for claim in result.claims) else 1)

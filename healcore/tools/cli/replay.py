@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +27,8 @@ from healcore.tools.output_files import OutputError
 from healcore.tools.terminal import echo
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
-    from healcore.tools.replay.batch import NamedPolicy, ReplayResult
+    from healcore.policy import Policy
+    from healcore.tools.replay.batch import ReplayResult
     from healcore.tools.replay.outputs import Outputs
     from healcore.tools.traces import Trace, Unreadable
 
@@ -102,27 +103,29 @@ def replay(
 
 def _run(
     opened: Sequence[Trace],
-    policies: Sequence[NamedPolicy],
+    policies: Mapping[str, Policy],
     backend: str | None,
     outputs: Outputs,
     known: Any,
 ) -> tuple[list[ReplayResult], list[Unreadable]]:
     """Replays, shows the tables and writes the files."""
-    from healcore.tools.replay.batch import ReplayOptions, ReplayResult, replay_all, surveyed
+    from healcore.tools.replay.batch import ReplayResult, replay_all, surveyed
     from healcore.tools.replay.outputs import draw, show
 
     results: list[ReplayResult] = []
     with outputs.lines() as file, progress_bar() as progress:
         reading = progress.add_task("reading", total=len(opened))
-        readable, failed = surveyed(opened, lambda _: progress.advance(reading))
+        readable, failed = surveyed(opened, lambda: progress.advance(reading))
         rows = sum(trace.survey().rows for trace in readable) * len(policies)
         task = progress.add_task("replaying", total=rows)
         for result in replay_all(
             readable,
             policies,
             backend=backend,
-            wanted=ReplayOptions(file, known, outputs.reports),
-            advance=lambda _, done: progress.advance(task, done),
+            jsonl=file,
+            labels=known,
+            reports=outputs.reports,
+            advance=lambda done: progress.advance(task, done),
         ):
             if isinstance(result, ReplayResult):
                 results.append(result)
@@ -137,14 +140,13 @@ def _run(
     return results, failed
 
 
-def _policies(names: Sequence[str], overrides: Any) -> list[NamedPolicy]:
+def _policies(names: Sequence[str], overrides: Any) -> dict[str, Policy]:
     from healcore.policy import load
-    from healcore.tools.replay.batch import NamedPolicy
 
     double = [name for place, name in enumerate(names) if name in names[:place]]
     if double:
         raise ValueError(f"--policy {double[0]} is there twice: name each policy once")
-    return [NamedPolicy(name, load(name, **overrides)) for name in names]
+    return {name: load(name, **overrides) for name in names}
 
 
 def _check_backend(backend: str | None) -> None:

@@ -17,21 +17,6 @@ from healcore.tools.report.run_report import RunReport
 from healcore.tools.traces import Rows, Trace, TraceError, Unreadable
 
 
-class NamedPolicy(NamedTuple):
-    """A policy, and the name that the user gave it."""
-
-    name: str
-    policy: Policy
-
-
-class ReplayOptions(NamedTuple):
-    """What to collect besides the summaries."""
-
-    jsonl: TextIO | None = None
-    labels: Labels | None = None
-    reports: bool = False
-
-
 class ReplayResult(NamedTuple):
     """One trace under one policy."""
 
@@ -47,9 +32,9 @@ class ReplayResult(NamedTuple):
 
 
 def surveyed(
-    traces: Sequence[Trace], done: Callable[[str], None]
+    traces: Sequence[Trace], done: Callable[[], None]
 ) -> tuple[list[Trace], list[Unreadable]]:
-    """Makes the first pass over every trace; `done` is called with each name after its pass."""
+    """Makes the first pass over every trace; `done` is called after each."""
     readable, unreadable = [], []
     for trace in traces:
         try:
@@ -58,76 +43,86 @@ def surveyed(
             unreadable.append(Unreadable(trace.name, str(error)))
         else:
             readable.append(trace)
-        done(trace.name)
+        done()
     return readable, unreadable
 
 
 def replay_all(
     traces: Sequence[Trace],
-    policies: Sequence[NamedPolicy],
+    policies: Mapping[str, Policy],
     *,
-    backend: str | None,
-    wanted: ReplayOptions,
-    advance: Callable[[str, int], None],
+    backend: str | None = None,
+    jsonl: TextIO | None = None,
+    labels: Labels | None = None,
+    reports: bool = False,
+    advance: Callable[[int], None] = lambda rows: None,
 ) -> Iterator[ReplayResult | Unreadable]:
-    """Replays every policy on every surveyed trace; yields results, or why there is none.
+    """Replays every policy on every surveyed trace.
 
-    `backend` is as for `replay`; None chooses by the rows that share a compiled loop. `advance` is
-    called with the name of a trace and how many of its rows are done.
+    Args:
+        traces: those that `surveyed` could read.
+        policies: by the name that the user gave.
+        backend: as for `replay`; None chooses by the rows that share a compiled loop.
+        jsonl: where lines of JSON are written.
+        labels: known events, by which the policies are scored.
+        reports: whether curves are kept for a report.
+        advance: called with the number of rows just done.
+
+    Yields:
+        A result, or why there is none.
     """
-    backend = backend or _backend(traces, len(policies))
+    if backend is None:
+        # Traces whose rows have the same combinations of signals share a policy's compiled loop.
+        rows: Counter[frozenset[frozenset[str]]] = Counter()
+        for survey in (trace.survey() for trace in traces):
+            rows[frozenset(each for each in survey.combinations if each)] += survey.rows
+        loops = [(count, len(loop)) for loop, count in rows.items()]
+        backend = backends.choose_backend(loops, len(policies))
     for trace in traces:
-        for named in policies:
+        label = labels.of(trace.name) if labels else None
+        for name, policy in policies.items():
             try:
-                yield _one(trace, named, backend, wanted, advance)
+                yield _one(trace, name, policy, backend, jsonl, label, reports, advance)
             except ReplayError as error:
                 yield Unreadable(trace.name, error.problem)
             except TraceError as error:  # the file was removed or changed after the survey
                 yield Unreadable(trace.name, str(error))
 
 
-def _backend(traces: Sequence[Trace], policies: int) -> str:
-    """Traces whose rows have the same combinations of signals share a policy's compiled loop."""
-    rows: Counter[frozenset[frozenset[str]]] = Counter()
-    for trace in traces:
-        survey = trace.survey()
-        rows[frozenset(each for each in survey.combinations if each)] += survey.rows
-    return backends.choose_backend([(count, len(loop)) for loop, count in rows.items()], policies)
-
-
 def _one(
     trace: Trace,
-    named: NamedPolicy,
+    name: str,
+    policy: Policy,
     backend: str,
-    wanted: ReplayOptions,
-    advance: Callable[[str, int], None],
+    jsonl: TextIO | None,
+    label: Label | None,
+    reports: bool,
+    advance: Callable[[int], None],
 ) -> ReplayResult:
-    label = wanted.labels.of(trace.name) if wanted.labels else None
-    answer = answer_of(named.policy.engine().config)
-    evidence = ScoreCollector(answer) if label else None
-    report = ReplayReport() if wanted.reports else None
+    answer = answer_of(policy.engine().config)
+    orders = ScoreCollector(answer) if label else None
+    report = ReplayReport() if reports else None
 
     def on_chunk(rows: Rows, judged: JudgedRows) -> None:
-        if evidence is not None:
-            evidence.add(rows, judged)
-        if report is not None:
-            report.add(rows, judged)
-        advance(trace.name, len(rows.index))
+        for each in (orders, report):
+            if each is not None:
+                each.add(rows, judged)
+        advance(len(rows.index))
 
-    result = replay(trace, named.policy, backend=backend, on_chunk=on_chunk, name=named.name)
-    if wanted.jsonl is None:
+    result = replay(trace, policy, backend=backend, on_chunk=on_chunk, name=name)
+    if jsonl is None:
         summary = result.finish()
     else:
         for row in result:
-            wanted.jsonl.write(decided_line(trace.name, named.name, row))
+            jsonl.write(decided_line(trace.name, name, row))
         summary = result.summary
-        wanted.jsonl.write(summary_line(summary))
+        jsonl.write(summary_line(summary))
     return ReplayResult(
         summary=summary,
         backend=backend,
         missing=result.missing,
         answer=answer,
         label=label,
-        score=evidence.score(label) if evidence and label else None,
-        report=report.finish(result, named.policy, survey_notes(trace)) if report else None,
+        score=orders.score(label) if orders and label else None,
+        report=report.finish(result, policy, survey_notes(trace)) if report else None,
     )

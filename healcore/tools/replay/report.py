@@ -60,7 +60,6 @@ class ReplayReport:
         if threshold is not None and np.isnan(threshold).all():
             threshold = None
         summary = result.summary
-        firsts, incidents = summary.rollbacks - summary.repeats, result.incidents
         return RunReport(
             title=summary.trace,
             mode=Mode.REPLAY,
@@ -78,13 +77,13 @@ class ReplayReport:
                 nonfinite=self._nonfinite,
                 rows=summary.rows,
             ),
-            incidents=incidents,
+            incidents=result.incidents,
             counts=Counts(
                 incidents=summary.incidents,
-                rollbacks=firsts,
+                rollbacks=summary.first_rollbacks,
                 repeats=summary.repeats,
                 denied=summary.spent,
-                stops=sum("STOP" in incident.action for incident in incidents),
+                stops=sum("STOP" in incident.action for incident in result.incidents),
                 skips=summary.skips,
                 clips=summary.clips,
                 alarms=summary.alarms,
@@ -105,8 +104,6 @@ class ReplayReport:
 
 def facts(summary: Summary, backend: str) -> dict[str, str]:
     """The counts as text, by name."""
-    firsts = summary.rollbacks - summary.repeats
-    cuts = summary.actions.get("CUT_LR", 0)
     lowest = f"{summary.lowest_lr_first:g}"
     if summary.lowest_lr < summary.lowest_lr_first:
         lowest += f", or {summary.lowest_lr:g} {_UNHELPED}"
@@ -114,11 +111,11 @@ def facts(summary: Summary, backend: str) -> dict[str, str]:
         "rows": f"{summary.rows:,}",
         "steps": f"{summary.first_step:.15g} to {summary.last_step:.15g}",
         "incidents": str(summary.incidents),
-        "rollbacks": _and_repeats(firsts, summary.repeats)
+        "rollbacks": _and_repeats(summary.first_rollbacks, summary.repeats)
         + (f", {summary.spent} beyond the budget" if summary.spent else ""),
         "steps skipped": f"{summary.skips:,}",
         "steps clipped": f"{summary.clips:,}",
-        "cuts of the learning rate": _and_repeats(cuts - summary.repeat_cuts, summary.repeat_cuts),
+        "cuts of the learning rate": _and_repeats(summary.first_cuts, summary.repeat_cuts),
         "smallest learning-rate multiplier": lowest,
         "judged with": backend,
     }

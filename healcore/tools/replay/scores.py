@@ -1,4 +1,4 @@
-"""Scores a replay's orders against labelled events: recall, latency, false alarms.
+"""Compares orders with labelled events: recall, latency, false alarms.
 
 A policy is scored by the most severe order that its rules can give. An order at row i belongs to an
 event if onset - 5 <= i <= end + 40. Orders in an ambiguous zone (same margins), in the first 64
@@ -104,24 +104,45 @@ class ScoreCollector:
         """The score after the whole replay; None if the trace is too short."""
         if label.points < FEWEST:
             return None
-        orders = np.concatenate(self._orders) if self._orders else np.zeros(0, np.int64)
-        bad = np.concatenate(self._bad) if self._bad else np.zeros(0, np.int64)
-        false = orders[~neutral(orders, bad, label)]
-        latencies = []
-        for spike in label.spikes:
-            start, stop = spike.widened
-            met = orders[(start <= orders) & (orders < stop)]
-            if met.size:
-                latencies.append(max(0, int(met[0]) - spike.onset))
-        incidents = int(false.size > 0) + int(np.count_nonzero(np.diff(false) > LATE))
-        return Score(1, self.rows, len(label.spikes), tuple(latencies), incidents)
+        none = np.zeros(0, np.int64)
+        orders = np.concatenate((none, *self._orders))
+        bad = np.concatenate((none, *self._bad))
+        ((delays,), (false,)) = compare(orders, np.zeros_like(orders), 1, bad, label)
+        latencies = tuple(delays[delays >= 0].tolist())
+        return Score(1, self.rows, len(label.spikes), latencies, int(false))
 
 
-def neutral(rows: np.ndarray, bad: np.ndarray, label: Label) -> np.ndarray:
-    """Flags (n,): an order at this row (n,) is not a false one.
+def compare(
+    orders: np.ndarray, variant: np.ndarray, variants: int, bad: np.ndarray, label: Label
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compares the orders of several variants of a policy with the events of one trace.
 
-    `bad` (m,) are the rows without a finite loss; both are row numbers, increasing.
+    Args:
+        orders: row numbers, int (n,), increasing within a variant.
+        variant: the variant of each order, int (n,), increasing.
+        variants: number of variants.
+        bad: rows without a finite loss, int (m,), increasing.
+        label: the events.
+
+    Returns:
+        Rows from onset to the first order, int32 (variants, events), -1 without an order; and
+        the number of false alarms, int (variants,).
     """
+    delays = np.full((variants, len(label.spikes)), -1, np.int32)
+    for event, spike in enumerate(label.spikes):
+        start, stop = spike.widened
+        here = (start <= orders) & (orders < stop)
+        who, first = np.unique(variant[here], return_index=True)
+        delays[who, event] = np.maximum(orders[here][first] - spike.onset, 0)
+    wrong = ~_neutral(orders, bad, label)
+    who, where = variant[wrong], orders[wrong]
+    apart = np.ones(len(who), bool)
+    apart[1:] = (np.diff(who) != 0) | (np.diff(where) > LATE)
+    return delays, np.bincount(who[apart], minlength=variants)
+
+
+def _neutral(rows: np.ndarray, bad: np.ndarray, label: Label) -> np.ndarray:
+    """Flags (n,): an order at this row (n,) is not a false one."""
     found = rows < START
     for start, stop in (each.widened for each in (*label.ambiguous, *label.spikes)):
         found |= (start <= rows) & (rows < stop)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections import Counter
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -18,126 +18,127 @@ MOST_KEPT = 1000
 """Incidents of one replay that are kept for the report; all are counted."""
 
 
-class AttemptSummary(NamedTuple):
+@dataclass
+class AttemptSummary:
     """One attempt of a resumed run; rows that a later attempt replaced count too."""
 
     number: int
     source: str
     first_step: float
-    rows: int
-    incidents: int
-    rollbacks: int
-    repeats: int
+    rows: int = 0
+    incidents: int = 0
+    rollbacks: int = 0
+    repeats: int = 0
 
 
-class Summary(NamedTuple):
-    """One trace under one policy. `first_*`, `last_*` and `stopped_step` are steps."""
+@dataclass(kw_only=True)
+class Summary:
+    """One trace under one policy, counted chunk by chunk.
+
+    `first_*`, `last_*` and `stopped_step` are steps.
+    """
 
     trace: str
     policy: str
     fingerprint: str
-    rows: int
-    unjudged: int
+    rows: int = 0
+    unjudged: int = 0
     """Rows without a loss and a gradient norm."""
     first_step: float
     last_step: float
     attempts: tuple[AttemptSummary, ...]
-    alarms: int
+    alarms: int = 0
     """Rows with a cause."""
-    causes: dict[str, int]
-    """Rows with each cause."""
-    actions: dict[str, int]
+    causes: dict[str, int] = field(default_factory=dict)
+    """Rows with each cause, lowest flag first."""
+    actions: dict[str, int] = field(default_factory=dict)
     """Rows with each order; ROLLBACK wherever one was due."""
-    skips: int
-    clips: int
-    incidents: int
-    rollbacks: int
+    skips: int = 0
+    clips: int = 0
+    incidents: int = 0
+    rollbacks: int = 0
     """Rows at which one was due, repeats and denied ones included."""
-    repeats: int
+    repeats: int = 0
     """Rollbacks after the first of an incident; live they occur only if the first did not help."""
-    spent: int
+    spent: int = 0
     """Rollbacks that the budget denied, at most one per incident."""
-    first_incident: float | None
-    last_incident: float | None
-    first_rollback: float | None
-    last_rollback: float | None
-    repeat_cuts: int
+    first_incident: float | None = None
+    last_incident: float | None = None
+    first_rollback: float | None = None
+    last_rollback: float | None = None
+    repeat_cuts: int = 0
     """Cuts of the learning rate after the first rollback of their incident."""
-    lowest_lr: float
+    lowest_lr: float = 1.0
     """The smallest learning-rate multiplier."""
-    lowest_lr_first: float
+    lowest_lr_first: float = 1.0
     """The smallest multiplier without repeat cuts."""
-    stopped_at: int | None
+    stopped_at: int | None = None
     """Row index of a live run's end: a rule stops it, or an incident's first rollback is denied."""
-    stopped_step: float | None
+    stopped_step: float | None = None
     resting: tuple[str, ...]
     """See `Replay.resting`."""
     problems: int
     """Lines of the trace that could not be read."""
 
+    @property
+    def first_rollbacks(self) -> int:
+        """Rollbacks that are the first of their incident."""
+        return self.rollbacks - self.repeats
 
-class SummaryCounter:
-    """Counts chunk by chunk. The attributes are those of a `Summary`."""
+    @property
+    def first_cuts(self) -> int:
+        """Cuts of the learning rate that are no repeats."""
+        return self.actions.get("CUT_LR", 0) - self.repeat_cuts
 
-    def __init__(self) -> None:
-        self.causes: Counter[str] = Counter()
-        self.actions: Counter[str] = Counter()
-        self.alarms = self.skips = self.clips = 0
-        self.rollbacks = self.repeats = self.spent = self.repeat_cuts = 0
-        self.first_rollback: float | None = None
-        self.last_rollback: float | None = None
-        self.lowest_lr = self.lowest_lr_first = 1.0
-        self.stopped_at: int | None = None
-        self.stopped_step: float | None = None
+    def attempt(self, number: int) -> AttemptSummary:
+        """The attempt of this number."""
+        return next(each for each in self.attempts if each.number == number)
 
-    def add(self, judged: JudgedRows) -> tuple[int, int]:
-        """Counts a chunk of at least one row; returns the numbers of its rollbacks and repeats."""
-        record, action = judged.record, judged.action
-        self.causes += _count(record.cause, Cause)
-        self.actions += _count(action, Action)
+    def add(self, rows: int, judged: JudgedRows) -> None:
+        """Counts a chunk of `rows` rows, of which `judged` could be judged; incidents are apart."""
+        record, action, attempt = judged.record, judged.action, self.attempt(judged.attempt)
+        self.rows += rows
+        attempt.rows += rows
+        self.unjudged += rows - len(judged.index)
+        self.causes = _summed(self.causes, record.cause, Cause)
+        self.actions = _summed(self.actions, action, Action)
         self.alarms += int(np.count_nonzero(record.cause))
         self.skips += int(np.count_nonzero(record.skip))
         self.clips += int(np.count_nonzero(judged.clipped))
         back = np.flatnonzero(action & int(Action.ROLLBACK))
-        repeats = int(np.count_nonzero(judged.again[back]))
         if back.size:
-            self.rollbacks += back.size
-            self.repeats += repeats
+            repeats = int(np.count_nonzero(judged.again[back]))
+            for counts in (self, attempt):
+                counts.rollbacks += back.size
+                counts.repeats += repeats
             self.spent += int(np.count_nonzero(judged.spent))
             if self.first_rollback is None:
                 self.first_rollback = float(judged.step[back[0]])
             self.last_rollback = float(judged.step[back[-1]])
-        lasting = record.lr_scale[record.action & int(Action.SOFT_STEP) == 0]
-        if lasting.size:
-            self.lowest_lr = min(self.lowest_lr, float(str(lasting.min())))
         cuts = action & int(Action.CUT_LR) != 0
         self.repeat_cuts += int(np.count_nonzero(cuts & judged.again))
+        lasting = record.action & int(Action.SOFT_STEP) == 0
+        self.lowest_lr = _lowest(self.lowest_lr, record.lr_scale[lasting])
         firsts = record.lr_scale[cuts & ~judged.again]
-        if firsts.size:
-            self.lowest_lr_first = min(self.lowest_lr_first, float(str(firsts.min())))
+        self.lowest_lr_first = _lowest(self.lowest_lr_first, firsts)
         stops = np.flatnonzero(judged.ends)
         if stops.size and self.stopped_at is None:
             self.stopped_at = int(judged.index[stops[0]])
             self.stopped_step = float(judged.step[stops[0]])
-        return back.size, repeats
-
-    def fields(self) -> dict[str, Any]:
-        """The counts by their names in a `Summary`."""
-        return vars(self) | {
-            "causes": _in_order(self.causes, Cause),
-            "actions": _in_order(self.actions, Action),
-        }
 
 
-def _in_order(counts: Counter[str], kind: type[Cause] | type[Action]) -> dict[str, int]:
-    """Lowest flag first, without those that never occurred."""
-    return {str(each.name): counts[str(each.name)] for each in kind if counts[str(each.name)]}
-
-
-def _count(flags: np.ndarray, kind: type[Cause] | type[Action]) -> Counter[str]:
+def _summed(
+    counts: dict[str, int], flags: np.ndarray, kind: type[Cause] | type[Action]
+) -> dict[str, int]:
     if not flags.any():
-        return Counter()
-    return Counter({str(each.name): int(np.count_nonzero(flags & int(each))) for each in kind})
+        return counts
+    rows = {str(each.name): int(np.count_nonzero(flags & int(each))) for each in kind}
+    summed = {name: counts.get(name, 0) + more for name, more in rows.items()}
+    return {name: count for name, count in summed.items() if count}
+
+
+def _lowest(known: float, scales: np.ndarray) -> float:
+    return min(known, shortest(scales.min())) if scales.size else known
 
 
 class _OpenIncident:
@@ -179,14 +180,11 @@ class _OpenIncident:
 
 
 class ReplayIncidents:
-    """Builds the incidents chunk by chunk."""
+    """Builds the incidents chunk by chunk, and counts them in the summary."""
 
-    def __init__(self) -> None:
+    def __init__(self, summary: Summary) -> None:
         self.kept: list[Incident] = []
-        self.count = 0
-        self.first: float | None = None
-        self.last: float | None = None
-        self.by_attempt: Counter[int] = Counter()
+        self._summary = summary
         self._open: _OpenIncident | None = None
         self._number = 0
         self._lr = 1.0
@@ -218,10 +216,12 @@ class ReplayIncidents:
         incident, self._open = self._open, None
         if incident is None:
             return
-        self.count += 1
-        self.first = incident.onset_step if self.first is None else self.first
-        self.last = incident.onset_step
-        self.by_attempt[incident.attempt] += 1
+        summary = self._summary
+        summary.incidents += 1
+        summary.attempt(incident.attempt).incidents += 1
+        if summary.first_incident is None:
+            summary.first_incident = incident.onset_step
+        summary.last_incident = incident.onset_step
         if len(self.kept) == MOST_KEPT:
             return
         cut = bool(incident.action & Action.CUT_LR)
@@ -231,7 +231,7 @@ class ReplayIncidents:
             "lr_path": (incident.lr_before, incident.lr_after) if cut else (),
         }
         del fields["lr_before"], fields["lr_after"]
-        self.kept.append(Incident(number=self.count, mode=Mode.REPLAY, **fields))
+        self.kept.append(Incident(number=summary.incidents, mode=Mode.REPLAY, **fields))
 
 
 def decided_line(trace: str, policy: str, row: Decided) -> str:
@@ -257,20 +257,19 @@ def decided_line(trace: str, policy: str, row: Decided) -> str:
 
 def summary_line(summary: Summary) -> str:
     """The summary of one trace under one policy, newline included."""
-    line = {"trace": summary.trace, "summary": True, "steps": summary.rows - summary.unjudged}
-    for name, value in summary._asdict().items():
-        if name != "trace":
-            line[name] = _number(value) if isinstance(value, float) else value
-    line["attempts"] = [
-        {**each._asdict(), "first_step": _number(each.first_step)} for each in summary.attempts
-    ]
-    return _line(line)
+    fields = asdict(summary, dict_factory=_numbers)
+    line = {"trace": fields.pop("trace"), "summary": True, "steps": summary.rows - summary.unjudged}
+    return _line(line | fields)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # typed: Cause(4) == Action(4)
 def _names(flags: Cause | Action) -> list[str]:
     """Cached `names`: few combinations occur, and naming them is the slowest part of a line."""
     return names(flags)
+
+
+def _numbers(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: _number(each) if isinstance(each, float) else each for name, each in fields}
 
 
 def _number(number: float) -> float | int | str:

@@ -122,7 +122,7 @@ def score_table(results: Sequence[ReplayResult]) -> Table:
 
 def _cells(result: ReplayResult, *, labelled: bool) -> list[str | Text]:
     summary, score = result.summary, result.score
-    cuts = _cuts(summary)
+    cuts = summary.first_cuts
     cells: list[str | Text] = [
         _count(summary.incidents, "yellow"),
         _rollbacks([summary]),
@@ -144,7 +144,7 @@ def _cells(result: ReplayResult, *, labelled: bool) -> list[str | Text]:
 
 def _sums(results: Sequence[ReplayResult], *, labelled: bool) -> list[str | Text]:
     all_ = [result.summary for result in results]
-    cuts = sum(_cuts(each) for each in all_)
+    cuts = sum(each.first_cuts for each in all_)
     ended = sum(each.stopped_step is not None for each in all_)
     cells: list[str | Text] = [
         f"{sum(each.rows for each in all_):,}",
@@ -206,10 +206,6 @@ def _rollbacks(all_: Sequence[Summary]) -> Text:
     if spent:
         cell.append(f" ({spent:,} denied)", "red")
     return cell
-
-
-def _cuts(summary: Summary) -> int:
-    return summary.actions.get("CUT_LR", 0) - summary.repeat_cuts
 
 
 def _found(score: Score, answer: str) -> str:

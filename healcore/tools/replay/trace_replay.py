@@ -8,7 +8,6 @@ rollback).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,12 +30,7 @@ from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
 from healcore.tools.replay import backends
 from healcore.tools.replay.decisions import Decided, JudgedRows, RepeatMarker, decided
-from healcore.tools.replay.summary import (
-    AttemptSummary,
-    ReplayIncidents,
-    Summary,
-    SummaryCounter,
-)
+from healcore.tools.replay.summary import AttemptSummary, ReplayIncidents, Summary
 from healcore.tools.report.descriptions import listed
 from healcore.tools.traces import Attempt, Rows, Trace
 
@@ -104,11 +98,20 @@ class Replay:
         )
         self._runner = backends.row_runner(self.engine, self._layout, self.backend)
         self._on_chunk = on_chunk
-        self._counter, self._incidents = SummaryCounter(), ReplayIncidents()
-        self._rows: Counter[int] = Counter()
-        self._rollbacks: Counter[int] = Counter()
-        self._repeats: Counter[int] = Counter()
-        self._judged = 0
+        self._summary = Summary(
+            trace=trace.name,
+            policy=self.policy,
+            fingerprint=self.fingerprint,
+            first_step=self._survey.first_step,
+            last_step=self._survey.last_step,
+            attempts=tuple(
+                AttemptSummary(each.number, each.source, each.first_step)
+                for each in self._survey.attempts
+            ),
+            resting=self.resting,
+            problems=self._survey.problem_count,
+        )
+        self._incidents = ReplayIncidents(self._summary)
         self._begun = self._finished = False
 
     def __iter__(self) -> Iterator[Decided]:
@@ -131,35 +134,7 @@ class Replay:
     def summary(self) -> Summary:
         """The counts of the whole replay. RuntimeError before its end."""
         self._needs_end()
-        survey = self._survey
-        rows = sum(self._rows.values())
-        return Summary(
-            trace=self.trace.name,
-            policy=self.policy,
-            fingerprint=self.fingerprint,
-            rows=rows,
-            unjudged=rows - self._judged,
-            first_step=survey.first_step,
-            last_step=survey.last_step,
-            attempts=tuple(
-                AttemptSummary(
-                    each.number,
-                    each.source,
-                    each.first_step,
-                    self._rows[each.number],
-                    self._incidents.by_attempt[each.number],
-                    self._rollbacks[each.number],
-                    self._repeats[each.number],
-                )
-                for each in survey.attempts
-            ),
-            incidents=self._incidents.count,
-            first_incident=self._incidents.first,
-            last_incident=self._incidents.last,
-            resting=self.resting,
-            problems=survey.problem_count,
-            **self._counter.fields(),
-        )
+        return self._summary
 
     def _needs_end(self) -> None:
         if not self._finished:
@@ -176,12 +151,8 @@ class Replay:
                 attempt = rows.attempt
                 self._incidents.begin_attempt(goes_on=lineage.enter(attempt))
             judged = marker.mark(self._judge(rows, lineage))
-            self._rows[attempt] += len(rows.index)
+            self._summary.add(len(rows.index), judged)
             if len(judged.index):
-                self._judged += len(judged.index)
-                rollbacks, repeats = self._counter.add(judged)
-                self._rollbacks[attempt] += rollbacks
-                self._repeats[attempt] += repeats
                 self._incidents.add(judged)
             if self._on_chunk is not None:
                 self._on_chunk(rows, judged)

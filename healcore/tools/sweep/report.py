@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from healcore.console import counted
 from healcore.policy import fingerprint
 from healcore.tools.sweep.choice import Standing, Validation
 from healcore.tools.sweep.scores import LOWER, OBJECTIVES, PER, rates_of
 from healcore.tools.sweep.search import Sweep
-from healcore.tools.sweep.series import counted
 
 _EDGE = 0.02  # of an axis
 _LEGEND = "latency: rows from onset to order, median of the events found"

@@ -6,16 +6,16 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
 from healcore import adapter_registry
 from healcore.core.engine import EngineConfig
 from healcore.core.signals import Signals
-from healcore.plugins import sweep as variant_engine
-from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, configure
-from healcore.tools.sweep.scores import Costs, OrderCounts, SeriesEvents, count_orders
+from healcore.plugins.rows import rolled_back
+from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, step, variants_of
+from healcore.tools.replay.scores import Label
+from healcore.tools.sweep.scores import Costs, OrderCounts, count_orders
 from healcore.tools.sweep.series import Series, pack, unpack
 from healcore.tools.sweep.space import SweepError, Variants
 
@@ -48,27 +48,26 @@ class NumpySweepScan:
         self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `SweepScan.run`."""
-        config = configure(self._config, self._places, numbers)
-        rows, groups, layout = packed.rows, packed.groups, packed.layout
-        shape = len(groups.start), len(numbers[0])
+        engine = variants_of(self._config, self._places, numbers)
+        rows, layout = packed.rows, packed.layout
+        shape = len(rows.start), len(numbers[0])
         words = np.zeros(shape, np.uint32)
         skipped, recovered = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         column = {name: rows.signals[:, i] for i, name in enumerate(layout.signals)}
-        state: Any = None
-        with np.errstate(all="ignore"):
-            for group in np.flatnonzero(groups.stop > groups.start):
-                if groups.fresh[group]:
-                    state = variant_engine.init(config)
-                for row in range(groups.start[group], groups.stop[group]):
-                    names = layout.combinations[rows.kind[row]]
-                    signals = Signals(**{name: column[name][row] for name in names})
-                    state, decision = variant_engine.step(
-                        config, state, signals, rows.resumed[row], xp=np
-                    )
-                    words[group] |= np.asarray(decision.order, np.uint32) << (row % WORD)
-                    if rows.own[row]:
-                        skipped[group] += decision.skip
-                        recovered[group] += decision.first
+        state = engine.init()
+        for group in np.flatnonzero(rows.stop > rows.start):
+            if rows.fresh[group]:
+                state = engine.init()
+            for row in range(rows.start[group], rows.stop[group]):
+                if rows.resumed[row]:
+                    state = rolled_back(engine, state, state, xp=np)
+                names = layout.combinations[rows.kind[row]]
+                signals = Signals(**{name: column[name][row] for name in names})
+                state, decision = step(engine, state, signals, xp=np)
+                words[group] |= np.asarray(decision.order, np.uint32) << (row % WORD)
+                if rows.own[row]:
+                    skipped[group] += decision.skip
+                    recovered[group] += decision.first
         return words, skipped, recovered
 
 
@@ -80,11 +79,10 @@ def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> Sw
     """
     if backend not in BACKENDS:
         raise SweepError(f"the backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    trimmed = variant_engine.trimmed(config)
     if backend == "numpy":
-        return NumpySweepScan(trimmed, places)
+        return NumpySweepScan(config, places)
     try:
-        return adapter_registry.find("jax", "sweep_scan")(trimmed, places)
+        return adapter_registry.find("jax", "sweep_scan")(config, places)
     except RuntimeError as error:
         raise SweepError(
             f"JAX has no CPU backend in this process ({error}): add cpu to JAX_PLATFORMS, or take "
@@ -96,7 +94,7 @@ def run(
     scan: SweepScan,
     variants: Variants,
     series: Sequence[Series],
-    events: Sequence[SeriesEvents],
+    events: Sequence[Label],
     costs: Costs,
     *,
     backend: str,
@@ -108,7 +106,7 @@ def run(
     """
     count = len(variants.values)
     batches = pack(series)
-    longest = max(len(packed.groups.start) for packed in batches)
+    longest = max(len(packed.rows.start) for packed in batches)
     blocks = -(-count // max(16, min(_LANES[backend], _WORDS // longest)))
     lanes = -(-count // blocks)
     lanes = -(-lanes // 16) * 16 if backend == "jax" else lanes
@@ -140,5 +138,5 @@ def run(
 
 
 def _side_by_side(parts: Sequence[OrderCounts]) -> OrderCounts:
-    arrays = (np.concatenate(columns) for columns in zip(*(p[2:] for p in parts), strict=True))
-    return OrderCounts(parts[0].events, parts[0].rows, *arrays)
+    arrays = (np.concatenate(columns) for columns in zip(*(p[1:] for p in parts), strict=True))
+    return OrderCounts(parts[0].rows, *arrays)

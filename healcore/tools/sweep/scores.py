@@ -1,6 +1,6 @@
-"""Scores orders against events: found or missed, latency, false orders, cost in steps.
+"""Scores the orders of many settings: events found, latency, false orders, cost in steps.
 
-The rules are those of `healcore.tools.replay.scores`, vectorized; a test compares the two.
+Orders are compared with events as in a replay (`healcore.tools.replay.scores.compare`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.replay.scores import IN_TIME, LATE, Label, neutral
+from healcore.tools.replay.scores import IN_TIME, Label, compare
 from healcore.tools.sweep.series import RecoveryOrders, Series
 
 PER = 10_000
@@ -39,25 +39,12 @@ class Costs(NamedTuple):
     """Steps that a recovery costs: back to the checkpoint, and the steps done again."""
 
 
-class SeriesEvents(NamedTuple):
-    """The events of one series."""
-
-    spikes: np.ndarray
-    """int64 (events, 4): onset, end, and the range (end excluded) of rows whose orders count for
-    it."""
-    neutral: np.ndarray
-    """bool (rows,): an order at this row of the series is not a false one."""
-    rows: int
-
-
 class OrderCounts(NamedTuple):
-    """Counts of every variant on one series. int64 (variants,) unless noted."""
+    """Counts of every variant on one series, int64 (variants,) unless noted."""
 
-    events: int
     rows: int
     in_time: np.ndarray
     """Events found within `Costs.within` rows of their onset."""
-    found: np.ndarray
     delay: np.ndarray
     """int32 (variants, events): rows from onset to order; -1 for an event that was not found."""
     false: np.ndarray
@@ -65,50 +52,31 @@ class OrderCounts(NamedTuple):
     """Steps lost: the cost of each incident's first recovery, skipped steps, and each event's rows
     until the order (all of them without one)."""
 
+    @property
+    def events(self) -> int:
+        """Events of the series."""
+        return self.delay.shape[1]
 
-def series_events(series: Series, label: Label) -> SeriesEvents:
-    """The trace's events that belong to the series.
 
-    A resumed trace has one series per attempt; an event belongs to the attempt that has its onset.
-    """
-    index = series.index
-    own = index[series.own :]
-    spikes = [zone for zone in label.spikes if own[0] <= zone.onset <= own[-1]]
-    loss = series.rows.values.get("loss")
-    bad = index[:0] if loss is None else index[~np.isfinite(loss)]
-    ends = [(zone.onset, zone.end, *zone.widened) for zone in spikes]
-    ends = np.array(ends, np.int64).reshape(-1, 4)
-    return SeriesEvents(ends, neutral(index, bad, label), len(own))
+def own_events(series: Series, label: Label) -> Label:
+    """The trace's events without spikes that begin in rows of another attempt."""
+    own = series.index[series.own :]
+    return label._replace(
+        spikes=tuple(zone for zone in label.spikes if own[0] <= zone.onset <= own[-1])
+    )
 
 
 def count_orders(
-    series: Series, events: SeriesEvents, orders: RecoveryOrders, costs: Costs
+    series: Series, events: Label, orders: RecoveryOrders, costs: Costs
 ) -> OrderCounts:
-    """Counts one series' orders; `events` is from `series_events`."""
-    variants = len(orders.skipped)
-    at = series.index[orders.row]
-    zero = np.zeros(variants, np.int64)
-    in_time, found = zero, zero.copy()
-    delays = np.full((variants, len(events.spikes)), -1, np.int32)
-    lost = orders.skipped.astype(np.int64)
-    lost += costs.recovery * orders.recovered.astype(np.int64)
-    for event, (onset, end, start, stop) in enumerate(events.spikes):
-        here = (at >= start) & (at < stop)
-        who, first = np.unique(orders.variant[here], return_index=True)
-        delay = np.maximum(at[here][first] - onset, 0)
-        found[who] += 1
-        delays[who, event] = delay
-        in_time[who] += delay <= costs.within
-        length = end - onset + 1
-        until = np.full(variants, length)
-        until[who] = np.minimum(delay, length)
-        lost += until
-    wrong = ~events.neutral[orders.row]
-    who, where = orders.variant[wrong], at[wrong]
-    first = np.ones(len(who), bool)
-    first[1:] = (who[1:] != who[:-1]) | (where[1:] - where[:-1] > LATE)
-    false = np.bincount(who[first], minlength=variants)
-    return OrderCounts(len(events.spikes), events.rows, in_time, found, delays, false, lost)
+    """Counts one series' orders; `events` is from `own_events`."""
+    at, variants = series.index[orders.row], len(orders.skipped)
+    delay, false = compare(at, orders.variant, variants, series.bad, events)
+    length = np.array([zone.end - zone.onset + 1 for zone in events.spikes], np.int64)
+    until = np.where(delay < 0, length, np.minimum(delay, length)).sum(axis=1)
+    lost = orders.skipped + costs.recovery * orders.recovered.astype(np.int64) + until
+    in_time = ((delay >= 0) & (delay <= costs.within)).sum(axis=1)
+    return OrderCounts(series.length - series.own, in_time, delay, false, lost)
 
 
 class Rates(NamedTuple):
@@ -127,7 +95,7 @@ def rates(counts: Sequence[OrderCounts]) -> Rates:
     """The rates over all the traces together."""
     events, rows = sum(c.events for c in counts), sum(c.rows for c in counts)
     in_time = np.sum([c.in_time for c in counts], axis=0)
-    found = np.sum([c.found for c in counts], axis=0)
+    found = np.sum([(c.delay >= 0).sum(axis=1) for c in counts], axis=0)
     share = PER / max(rows, 1)
     return Rates(
         events=events,

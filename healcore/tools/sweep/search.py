@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.console import counted
 from healcore.policy import Policy, PolicySource, load
 from healcore.tools.replay.scores import FEWEST, Label, Labels
 from healcore.tools.sweep import choice, hindsight, scans, scores, space
 from healcore.tools.sweep.scores import OBJECTIVES
-from healcore.tools.sweep.series import Series, counted, series_of
+from healcore.tools.sweep.series import Series, series_of
 from healcore.tools.sweep.space import SweepError
 from healcore.tools.traces.trace import Trace, TraceError, Unreadable
 
@@ -107,7 +108,7 @@ def sweep(
         raise SweepError(f"--vary names a key twice: {', '.join(keys)}")
     series, left_out, failed = _read(traces, base)
     seen = [_events(each, labels) for each in series]
-    events = [scores.series_events(each, its) for each, (its, _) in zip(series, seen, strict=True)]
+    events = [scores.own_events(each, its) for each, (its, _) in zip(series, seen, strict=True)]
     variants = space.draw(base, axes, plan.variants)
 
     steps = len(variants.values) * sum(each.length for each in series)

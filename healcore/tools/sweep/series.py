@@ -9,9 +9,9 @@ import numpy as np
 
 from healcore.core.engine import Engine
 from healcore.plugins.rows import SignalLayout, SignalRows
-from healcore.plugins.sweep import WORD, PackedRows, PackedSeries, RowGroups
+from healcore.plugins.sweep import WORD, PackedRows, PackedSeries
 from healcore.tools.replay.backends import layout_of, rows_of
-from healcore.tools.traces.trace import Trace
+from healcore.tools.traces.trace import Trace, load, select_rows
 
 GROUPS = 512
 """Groups packed together. A longer series takes 4 times as many, or 16 times, and so on."""
@@ -34,6 +34,12 @@ class Series(NamedTuple):
     def length(self) -> int:
         """Rows, including those of its lineage."""
         return len(self.index)
+
+    @property
+    def bad(self) -> np.ndarray:
+        """int64 (m,): rows of the trace whose loss is not finite."""
+        loss = self.rows.values.get("loss")
+        return self.index[:0] if loss is None else self.index[~np.isfinite(loss)]
 
     @property
     def groups(self) -> int:
@@ -67,14 +73,9 @@ def series_of(trace: Trace, engine: Engine) -> list[Series]:
     layout = layout_of(engine, survey.combinations)
     if not layout.combinations:
         return []
-    parts: list[tuple[SignalRows, np.ndarray, np.ndarray]] = []
-    for chunk in trace.rows():
-        rows, places = rows_of(layout, engine, chunk.values, chunk.given)
-        parts.append((rows, chunk.index[places], np.full(len(places), chunk.attempt)))
-    values = {name: np.concatenate([p[0].values[name] for p in parts]) for name in layout.signals}
-    kind = np.concatenate([p[0].kind for p in parts])
-    index = np.concatenate([p[1] for p in parts])
-    number = np.concatenate([p[2] for p in parts])
+    whole = load(trace)
+    rows, places = rows_of(layout, engine, whole.values, whole.given)
+    index, number = whole.index[places], whole.attempt[places]
     found = []
     lineage = np.zeros(0, np.int64)
     for attempt in survey.attempts:
@@ -86,8 +87,8 @@ def series_of(trace: Trace, engine: Engine) -> list[Series]:
             continue
         resumed = np.zeros(len(lineage), bool)
         resumed[len(before)] = len(before) > 0
-        rows = SignalRows({k: v[lineage] for k, v in values.items()}, kind[lineage])
-        found.append(Series(trace.name, layout, rows, index[lineage], resumed, len(before)))
+        part = select_rows(rows, lineage)
+        found.append(Series(trace.name, layout, part, index[lineage], resumed, len(before)))
     return found
 
 
@@ -142,12 +143,14 @@ def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
     while count < needed:
         count *= 4
     rows = PackedRows(
-        np.zeros((count * WORD, len(layout.signals)), np.float32),
-        np.zeros(count * WORD, np.int32),
-        np.zeros(count * WORD, bool),
-        np.zeros(count * WORD, bool),
+        signals=np.zeros((count * WORD, len(layout.signals)), np.float32),
+        kind=np.zeros(count * WORD, np.int32),
+        resumed=np.zeros(count * WORD, bool),
+        own=np.zeros(count * WORD, bool),
+        start=np.zeros(count, np.int32),
+        stop=np.zeros(count, np.int32),
+        fresh=np.zeros(count, bool),
     )
-    groups = RowGroups(np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, bool))
     first, group = [], 0
     for each in (series[i] for i in which):
         start, stop = group * WORD, group * WORD + each.length
@@ -157,14 +160,9 @@ def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
         rows.resumed[start:stop] = each.resumed
         rows.own[start + each.own : stop] = True
         end = group + each.groups
-        groups.start[group:end] = np.arange(group, end) * WORD
-        groups.stop[group:end] = np.minimum(groups.start[group:end] + WORD, stop)
-        groups.fresh[group] = True
+        rows.start[group:end] = np.arange(group, end) * WORD
+        rows.stop[group:end] = np.minimum(rows.start[group:end] + WORD, stop)
+        rows.fresh[group] = True
         first.append(group)
         group = end
-    return PackedSeries(layout, rows, groups, tuple(which), tuple(first))
-
-
-def counted(count: int, noun: str) -> str:
-    """A number with a noun: "1 run", "2,000 runs"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return PackedSeries(layout, rows, tuple(which), tuple(first))

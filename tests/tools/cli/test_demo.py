@@ -1,4 +1,4 @@
-"""`healcore demo`: options and exit status; tests/demo tests its training and output."""
+"""`healcore demo`: options and exit status; training and output are in tests/tools/test_demo.py."""
 
 from __future__ import annotations
 

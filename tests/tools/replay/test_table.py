@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
 from healcore.policy import load
 from healcore.tools.replay.backends import choose_backend
-from healcore.tools.replay.batch import NamedPolicy, ReplayOptions, ReplayResult, replay_all
+from healcore.tools.replay.batch import ReplayResult, replay_all
 from healcore.tools.replay.table import LEAVES_OUT, legend, notes, summary_table
 from tests.tools.replay import logs
 
@@ -27,26 +29,23 @@ def results(tmp_path_factory):
         for start, stop in ((0, 200), (150, 300), (250, 400))
     ]
     traces = [logs.trace(*parts), logs.trace(logs.write(folder / "healthy.csv", logs.noisy(300)))]
-    policies = [NamedPolicy(name, load(name)) for name in ("default", "observe")]
+    policies = {name: load(name) for name in ("default", "observe")}
     done = []
-    found = list(
-        replay_all(
-            traces,
-            policies,
-            backend="numpy",
-            wanted=ReplayOptions(),
-            advance=lambda name, rows: done.append((name, rows)),
-        )
-    )
-    assert sum(rows for _, rows in done) == 2 * (500 + 300)
+    found = list(replay_all(traces, policies, backend="numpy", advance=done.append))
+    assert sum(done) == 2 * (500 + 300)
     assert all(isinstance(each, ReplayResult) for each in found)
     return found
 
 
 def troubled(result):
     """The result with a curve that does not heal."""
-    summary = result.summary._replace(
-        rollbacks=31, repeats=15, spent=3, stopped_step=209_408.0, lowest_lr_first=0.5
+    summary = replace(
+        result.summary,
+        rollbacks=31,
+        repeats=15,
+        spent=3,
+        stopped_step=209_408.0,
+        lowest_lr_first=0.5,
     )
     return result._replace(summary=summary)
 
@@ -107,10 +106,7 @@ def test_what_is_inactive_is_reported_once_for_all_policies(tmp_path):
     ]
 
     def notes_of(*names, traces=traces):
-        policies = [NamedPolicy(name, load(name)) for name in names]
-        done = replay_all(
-            traces, policies, backend="numpy", wanted=ReplayOptions(), advance=lambda *_: None
-        )
+        done = replay_all(traces, {name: load(name) for name in names}, backend="numpy")
         return notes([each for each in done if isinstance(each, ReplayResult)])
 
     assert notes_of("default", "observe", "olmo2-skip-step") == [
@@ -133,7 +129,7 @@ def test_the_legend_covers_what_is_there(results):
     assert healthy
     assert legend(healthy) == "Judged with numpy."
     once = results[0]._replace(
-        summary=summary._replace(repeats=0, spent=0, stopped_step=None, lowest_lr_first=1.0)
+        summary=replace(summary, repeats=0, spent=0, stopped_step=None, lowest_lr_first=1.0)
     )
     assert legend([once]) == (
         "incidents: runs of alarms that the policy acts on. "

@@ -78,8 +78,8 @@ def test_attempts_of_a_run_stay_together():
 def tallies(in_time: np.ndarray, events: int = 10) -> list[OrderCounts]:
     """One per run: (runs, variants) events found in time, of ten."""
     zero = np.zeros(in_time.shape[1], np.int64)
-    delay = np.full((in_time.shape[1], 10), -1)
-    return [OrderCounts(events, 1000, each, each, delay, zero, zero) for each in in_time]
+    delay = np.full((in_time.shape[1], events), -1)
+    return [OrderCounts(1000, each, delay, zero, zero) for each in in_time]
 
 
 def judged(in_time: np.ndarray):

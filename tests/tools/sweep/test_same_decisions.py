@@ -9,8 +9,8 @@ import pytest
 
 from healcore.core.signals import Signals
 from healcore.jax.sweep_scan import JaxSweepScan
-from healcore.plugins.sweep import configure, trimmed
-from healcore.policy import load
+from healcore.plugins.sweep import configure, variants_of
+from healcore.policy import load, loads
 from healcore.tools.sweep.scans import NumpySweepScan
 from healcore.tools.sweep.series import RecoveryOrders, Series, pack, series_of, unpack
 from healcore.tools.sweep.space import draw, parse
@@ -94,7 +94,7 @@ def test_in_numpy_on_fuzzed_runs(seed):
     rng = np.random.default_rng(seed)
     config, values = policies.full(), numbers(rng)
     series = fuzzed(rng, resumed=seed % 2 == 1)
-    scan = NumpySweepScan(trimmed(config), PLACES)
+    scan = NumpySweepScan(config, PLACES)
     orders = one(scan, values, series)
     assert_as_alone(config, PLACES, values, orders, series, range(4))
 
@@ -105,7 +105,7 @@ def test_in_numpy_on_fuzzed_runs(seed):
 )
 def test_jax_equals_numpy_on_fuzzed_runs(series, kinds):
     rng = np.random.default_rng(50)
-    config = trimmed(policies.full())
+    config = policies.full()
     compiled, plain = JaxSweepScan(config, PLACES), NumpySweepScan(config, PLACES)
     values = numbers(rng)
     runs = [fuzzed(rng, resumed=run % 2 == 1, kinds=kinds) for run in range(series)]
@@ -134,7 +134,7 @@ def test_recorded_runs_in_jax(every):
     )
     variants = draw(policy, axes, 32)
     places = tuple(axis.place for axis in axes)
-    scan = JaxSweepScan(trimmed(policy.config()), places)
+    scan = JaxSweepScan(policy.config(), places)
     files = sorted(str(f) for f in recorded_runs.FOLDER.glob("algoperf/spiky/*.csv"))[::every]
     opened, unreadable = open_traces(files)
     assert not unreadable
@@ -150,7 +150,7 @@ def test_recorded_runs_in_jax(every):
 
 def test_what_is_trimmed_changes_no_decision():
     config = load("pretraining").config()
-    fewer = trimmed(config)
+    fewer = variants_of(config, (), ()).config
     assert fewer.clip is None
     assert [name for name, _ in fewer.detectors] == [
         "nonfinite",
@@ -175,6 +175,24 @@ def test_an_own_policy_of_presets():
     for name in ("pretraining", "aggressive"):
         config = load(name).config()
         values = (np.array([config.max_skips, 1], np.int32),)
-        orders = one(NumpySweepScan(trimmed(config), (("max_skips",),)), values, series)
+        orders = one(NumpySweepScan(config, (("max_skips",),)), values, series)
         checked = assert_as_alone(config, (("max_skips",),), values, orders, series, range(2))
         assert checked > 0, name
+
+
+def test_a_rule_after_one_that_only_alerts():
+    """The place of a rule counts all rules of the policy, also those that the scan drops."""
+    text = (
+        'schema = 1\nname = "x"\n[detect.nonfinite]\n[[respond]]\nto = ["nonfinite"]\n'
+        'do = ["alert"]\n[[respond]]\nto = ["nonfinite"]\ndo = ["rollback"]\n'
+        "when = { consecutive = 2 }\n"
+    )
+    loss = np.ones(300, np.float32)
+    loss[[100, 150, 151, 200, 201, 202, 203]] = np.nan
+    series = sample_series.series_of(Signals(loss=loss), (("loss",),), np.zeros(300))
+    config, places = loads(text).config(), (("rules", 1, "consecutive"),)
+    values = (np.array([1, 2, 4], np.int32),)
+    orders = one(NumpySweepScan(config, places), values, series)
+    assert_as_alone(config, places, values, orders, series, range(3))
+    first = [orders.row[orders.variant == i].min() for i in range(3)]
+    assert first == [100, 151, 203]
