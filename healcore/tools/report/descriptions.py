@@ -8,7 +8,7 @@ from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.history import Counts, Incident, Mode
 from healcore.history.process import RunState
-from healcore.history.run import Mark, MarkKind
+from healcore.history.run import Mark
 from healcore.runtime.events.models import EventRecord, RollbackOutcome
 from healcore.runtime.faults import FAILURES
 
@@ -155,15 +155,15 @@ def mark(mark: Mark) -> str:
     if event is None:
         return "a live run would have ended here"
     match mark.kind:
-        case MarkKind.RESUME:
+        case "resume":
             return f"resumed from the checkpoint of step {mark.step:g}"
-        case MarkKind.ALARM:
+        case "alarm":
             return flag_names(event.cause or ())
-        case MarkKind.ORDER:
+        case "order":
             return f"{flag_names(event.action or ())} ordered: {flag_names(event.cause or ())}"
-        case MarkKind.HOOK:
+        case "hook":
             return _hook(event)
-        case MarkKind.STOP:
+        case "stop":
             return f"stopped: {event.why or ''}"
     return f"end: {event.ending or 'not known'}"
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
-from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
+from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.tools.report.descriptions import STATES, counted, repeats
 from healcore.tools.report.markers import MARKERS
 
@@ -68,7 +68,7 @@ class RunReport(NamedTuple):
         """How a run ended, or at which step a replayed one would have; empty: it would not."""
         if self.state is not None:
             return STATES[self.state]
-        stops = [mark.step for mark in self.marks if mark.kind is MarkKind.STOP]
+        stops = [mark.step for mark in self.marks if mark.kind == "stop"]
         return f"step {stops[0]:.0f}" if stops else ""
 
     def gaps(self) -> list[str]:
@@ -111,7 +111,7 @@ class RunReport(NamedTuple):
             return incident.stop_step, incident.stop
         after = self.incidents[place + 1 : place + 2]
         end = after[0].onset_step if after and after[0].attempt == incident.attempt else np.inf
-        stops = (mark.step for mark in self.marks if mark.kind is MarkKind.STOP)
+        stops = (mark.step for mark in self.marks if mark.kind == "stop")
         at = next((step for step in stops if incident.onset_step <= step < end), None)
         return None if at is None else (at, -1)
 

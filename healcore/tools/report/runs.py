@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from healcore import policy as policies
 from healcore.core.errors import HealcoreError
 from healcore.history import Mode, Run, runs_of
-from healcore.history.incident import counts_of
+from healcore.history.curves import RunCurves
+from healcore.history.incident import Counts, counts_of
 from healcore.history.metrics import parse_metrics
 from healcore.history.process import RunState
 from healcore.policy import Policy
@@ -19,7 +20,7 @@ from healcore.runtime.events.json_lines import first_line
 from healcore.runtime.events.metrics import path_next_to, stem
 from healcore.runtime.events.models import EventRecord
 from healcore.runtime.postmortem import postmortem
-from healcore.tools.report.curves import MetricsError, curves_of, first_lines
+from healcore.tools.report.curves import first_lines, read_curves
 from healcore.tools.report.descriptions import STATES, fault_text
 from healcore.tools.report.run_report import RunReport
 
@@ -65,12 +66,9 @@ def read_reports(
     unreadable = ""
     reports = []
     for run in found:
-        try:
-            report = _report(path, run, source, policy)
-        except MetricsError as error:
-            unreadable, source = str(error), None
-            notes.append(unreadable)
-            report = _report(path, run, source, policy)
+        drawn, why = read_curves(run, source)
+        unreadable = unreadable or why
+        report = _report(path, run, drawn, policy)
         title = f"{report.title} · {run.processes[0].id}" if len(found) > 1 else report.title
         reports.append(report._replace(title=title, notes=(*notes, *report.notes)))
     problems = list(dict.fromkeys(note for report in reports for note in report.notes))
@@ -115,15 +113,14 @@ def _read(path: Path) -> History:
     )
 
 
-def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -> RunReport:
+def _report(path: Path, run: Run, drawn: RunCurves, policy: Policy | None) -> RunReport:
     malformed = [
-        f"event {each.seq} ({each.kind}): {', '.join(each.fields)} not as specified"
-        for each in run.malformed
+        f"event {event.seq} ({event.kind}): {', '.join(fields)} not as specified"
+        for event, fields in run.malformed
     ]
     found, problem = _postmortem_of(path, run.processes[-1].id)
     diagnosis = (found or {}).get("diagnosis")
-    drawn = curves_of(run, metrics)
-    counted = drawn.counted
+    counted = drawn.counts or Counts(alarms=0)
     ran = policy_of(run.start, policy)
     return RunReport(
         title="/".join(path.absolute().parts[-2:]),  # run.events.jsonl alone names no run
@@ -135,17 +132,17 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
         incidents=drawn.incidents,
         counts=counts_of(
             drawn.incidents,
-            alarms=max(run.alarms, counted.alarms if counted else 0),
-            skips=max(run.skips, counted.skips if counted else 0),
-            undone_skips=max(run.undone_skips, counted.undone_skips if counted else 0),
-            clips=counted.clips if counted else None,
+            alarms=max(run.alarms, counted.alarms or 0),
+            skips=max(run.skips, counted.skips),
+            undone_skips=max(run.undone_skips, counted.undone_skips),
+            clips=counted.clips,
         ),
         facts=_facts_of(run, found),
         state=_state_of(run, found),
         notes=(
             *first_lines("fields left out, not in their shape", malformed),
             *filter(None, (problem, *drawn.notes, ran.note)),
-            *_missing(run, counted=counted is not None),
+            *_missing(run, counted=drawn.counts is not None),
         ),
         attempts=drawn.attempts,
         marks=tuple(run.marks),

@@ -139,11 +139,11 @@ def _numbers(live: LiveRun) -> list[str]:
 
 
 def _incidents(live: LiveRun) -> str:
-    count, onset = live.run.incident_count, live.run.last_seen.onset
+    count, newest = live.run.incident_count, live.run.last_incident
     if not count:
         return "no incident"
     undone = _undone(live.run.undone_incidents)
-    last = "" if onset is None else f", the last at step {onset:,}"
+    last = f", the last at step {newest.onset_step:,.0f}" if newest else ""
     return f"{counted(count, 'incident')}{undone}{last}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -14,7 +15,7 @@ from healcore.core.evidence import Evidence
 from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.incident import counts_of
 from healcore.history.process import RunState
-from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
+from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.runtime.events.models import EventRecord
 from healcore.tools.report.descriptions import outcome
 from healcore.tools.report.page import render
@@ -63,7 +64,7 @@ def hostile() -> RunReport:
             RunAttempt(0, 0.0, AttemptOrigin.RECORDED, EVIL),
             RunAttempt(1, 0.0, AttemptOrigin.RECORDED, EVIL),
         ),
-        marks=(Mark(30.0, MarkKind.HOOK, EventRecord(kind="hook", hook=EVIL)),),
+        marks=(Mark(30.0, EventRecord(kind="hook", hook=EVIL)),),
         diagnosis=f"{EVIL}\n  - {EVIL}\n    {EVIL}",
     )
 
@@ -178,7 +179,8 @@ def test_no_run_is_no_page():
 
 def test_ten_thousand_incidents_are_a_page_that_opens():
     report = hostile()
-    many = tuple(report.incidents[0]._replace(number=i, onset_step=i % 50) for i in range(10_000))
+    first = report.incidents[0]
+    many = tuple(replace(first, number=i, onset_step=i % 50) for i in range(10_000))
     page = render([report._replace(incidents=many)])
     assert page.count("data-incident=") == 1000
     assert "9000 more are in the plot" in page
