@@ -14,6 +14,7 @@ from healcore.history.run import Run, RunAttempt
 
 MAX_ROWS = 9000  # about 450 bins or more, with all their extremes
 
+_CHUNK = 65_536  # rows that are thinned at a time
 _MIN_MISSING = 10  # rows, at the usual distance, that make a gap; a log may skip single ones
 _MAX_GAPS = 20  # with more gaps a log changes its stride, or has none
 
@@ -229,7 +230,7 @@ def _counts(rows: MetricRows) -> Counts | None:
         return None
 
     def steps(which: np.ndarray) -> int:
-        return int((which * rows.every).sum())
+        return int(rows.every[which].sum())
 
     alarm, skip, clip = rows.flags
     return Counts(
@@ -243,8 +244,11 @@ def _counts(rows: MetricRows) -> Counts | None:
 def _thinned(rows: MetricRows) -> Curves:
     envelope = Envelope(limit=MAX_ROWS)
     # The row at which an attempt begins is one of the extremes of its bin.
-    aligned = {"attempt": rows.attempt, "nonfinite": rows.nonfinite}
-    envelope.add(np.arange(len(rows.step)), {**rows.values, **aligned})
+    aligned = {**rows.values, "attempt": rows.attempt, "nonfinite": rows.nonfinite}
+    for first in range(0, len(rows.step), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        index = np.arange(first, min(first + _CHUNK, len(rows.step)))
+        envelope.add(index, {name: each[part] for name, each in aligned.items()})
     index, _ = envelope.kept()
     curve = {
         name: None if np.isnan(values).all() else values[index]

@@ -19,7 +19,7 @@ from healcore.runtime.events.models import NONFINITE
 CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
 _FLAGS = ("alarm", "skip", "clip")
 _MAX_PROBLEMS = 20
-_TYPES = {"step": "d", "attempt": "q", "every": "q", **dict.fromkeys(CURVES, "d")}
+_TYPES = {"step": "d", "attempt": "i", "every": "I", **dict.fromkeys(CURVES, "f")}
 _TYPES |= dict.fromkeys(("nonfinite", *_FLAGS), "b")
 
 
@@ -27,15 +27,16 @@ class MetricRows(NamedTuple):
     """Rows of a run in recorded order, as columns."""
 
     step: np.ndarray  # float64 (n,)
-    attempt: np.ndarray  # int64 (n,)
+    attempt: np.ndarray  # int32 (n,)
     values: dict[str, np.ndarray]  # by names of CURVES, float32 (n,); NaN where not logged, or NaN
     nonfinite: np.ndarray  # bool (n,): a loss or norm was logged and is not finite
-    flags: np.ndarray | None = None  # bool (3, n): alarm, skipped, clipped; None: not known
-    every: np.ndarray | int = 1  # int64 (n,): steps per row of thinned metrics
+    every: np.ndarray  # uint32 (n,): steps per row, of thinned metrics
+    flags: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    """Bool (n,) each: alarm, skipped, clipped; None: not known."""
 
 
 class RowCollector:
-    """Collects the rows of a run one by one, in 60 bytes each."""
+    """Collects the rows of a run one by one, in 36 bytes each."""
 
     def __init__(self) -> None:
         self._columns = {name: array(kind) for name, kind in _TYPES.items()}
@@ -63,11 +64,14 @@ class RowCollector:
     def rows(self) -> MetricRows:
         """The rows so far; no further row can be added."""
         found = {name: np.frombuffer(each, _TYPES[name]) for name, each in self._columns.items()}
-        with np.errstate(over="ignore"):  # 1e300 is Inf in float32
-            values = {name: found[name].astype(np.float32) for name in CURVES}
-        flags = np.stack([found[name] > 0 for name in _FLAGS])
+        bits = {name: found[name].view(bool) for name in ("nonfinite", *_FLAGS)}
         return MetricRows(
-            found["step"], found["attempt"], values, found["nonfinite"] > 0, flags, found["every"]
+            step=found["step"],
+            attempt=found["attempt"],
+            values={name: found[name] for name in CURVES},
+            nonfinite=bits["nonfinite"],
+            flags=(bits["alarm"], bits["skip"], bits["clip"]),
+            every=found["every"],
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import healcore
 from healcore.extras import require
 from healcore.history import Incident
-from healcore.tools.report.descriptions import flag_names, mark, outcome, step_range
+from healcore.runtime.sentences import flag_names, mark, outcome, step_range
 from healcore.tools.report.markers import LABELLED, LANE, MARKERS, has_room, is_wide, marker_rows
 from healcore.tools.report.run_report import RunReport, by_severity
 from healcore.tools.report.sections import overview, page_title, section

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.console import counted
 from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
-from healcore.tools.report.descriptions import STATES, counted, repeats
+from healcore.runtime.sentences import STATES, repeats
 from healcore.tools.report.markers import MARKERS
 
 _ORIGINS = {

@@ -20,8 +20,8 @@ from healcore.runtime.events.json_lines import first_line
 from healcore.runtime.events.metrics import path_next_to, stem
 from healcore.runtime.events.models import EventRecord
 from healcore.runtime.postmortem import postmortem
+from healcore.runtime.sentences import STATES, sentence
 from healcore.tools.report.curves import first_lines, read_curves
-from healcore.tools.report.descriptions import STATES, fault_text
 from healcore.tools.report.run_report import RunReport
 
 _FAULTS = 20
@@ -244,7 +244,7 @@ def _facts_of(run: Run, found: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _faults(run: Run) -> str:
-    shown = "; ".join(map(fault_text, run.faults[:_FAULTS]))
+    shown = "; ".join(f"step {each.step}: {sentence(each)}" for each in run.faults[:_FAULTS])
     more = len(run.faults) - _FAULTS
     return f"{shown}; and {more} more" if more > 0 else shown
 

@@ -13,9 +13,9 @@ from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load, loads
+from healcore.runtime.sentences import outcome
 from healcore.tools.replay import replay
 from healcore.tools.replay.report import facts
-from healcore.tools.report.descriptions import outcome
 from tests.healer.training_loops import rules
 from tests.tools.replay import logs
 from tests.tools.replay.test_backends import OVERFIT
