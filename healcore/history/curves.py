@@ -190,6 +190,7 @@ class RunCurves(NamedTuple):
     attempts: tuple[RunAttempt, ...]
     counts: Counts | None = None  # of the metrics, which have all alarms; None: they have none
     notes: tuple[str, ...] = ()
+    unreadable: str = ""  # why the metrics could not be read at all
 
 
 def curves_of(run: Run, rows: MetricRows) -> RunCurves:

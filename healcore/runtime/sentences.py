@@ -14,11 +14,10 @@ from healcore.core.verdict import Cause
 from healcore.history import Counts, Incident, Mode
 from healcore.history.process import RunState
 from healcore.history.run import Mark
-from healcore.runtime.events.models import EventHead, EventRecord, RollbackOutcome, record
+from healcore.runtime.events.models import EventRecord, RollbackOutcome, record
+from healcore.runtime.events.schema import ENVELOPE
 from healcore.runtime.faults import FAILURES
 from healcore.runtime.postmortem.diagnosis import RollbackRecord
-
-_ENVELOPE = frozenset(field.alias or name for name, field in EventHead.model_fields.items())
 
 STATES = {
     RunState.COMPLETED: "completed",
@@ -61,7 +60,7 @@ def sentence_and_fields(event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The sentence of an event, and its fields that the sentence does not have in full."""
     found, wrong = record(event)
     _, said = _SENTENCES.get(found.kind, (None, ""))
-    left_out = (_ENVELOPE | {*said.split()}) - {*wrong}
+    left_out = {*ENVELOPE, *said.split()} - {*wrong}
     return sentence(found), {name: each for name, each in event.items() if name not in left_out}
 
 

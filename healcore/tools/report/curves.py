@@ -28,17 +28,16 @@ _WITHOUT_METRICS = (
 )
 
 
-def read_curves(run: Run, metrics: Path | None) -> tuple[RunCurves, str]:
-    """The curves of a run, and why `metrics` could not be read; from its alarms without metrics."""
-    unreadable = ""
-    if metrics is not None:
-        try:
-            found = _from_lines(run, metrics) if _is_ours(metrics) else _from_trace(run, metrics)
-            return found, ""
-        except (OSError, TraceError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            unreadable = f"{metrics}: the metrics cannot be read: {why}"
-    return _from_alarms(run, *filter(None, (unreadable, _WITHOUT_METRICS))), unreadable
+def read_curves(run: Run, metrics: Path | None) -> RunCurves:
+    """The curves of a run; from its alarms without readable metrics."""
+    if metrics is None:
+        return _from_alarms(run, _WITHOUT_METRICS)
+    try:
+        return _from_lines(run, metrics) if _is_ours(metrics) else _from_trace(run, metrics)
+    except (OSError, TraceError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    unreadable = f"{metrics}: the metrics cannot be read: {why}"
+    return _from_alarms(run, unreadable, _WITHOUT_METRICS)._replace(unreadable=unreadable)
 
 
 def first_lines(what: str, found: Iterable[str], count: int | None = None) -> list[str]:

@@ -46,6 +46,8 @@ class RunReport(NamedTuple):
     marks: tuple[Mark, ...] = ()
     diagnosis: str = ""
     """The text of the postmortem; may have several lines."""
+    unreadable: str = ""
+    """Why the metrics could not be read at all, or an empty string."""
 
     @property
     def would(self) -> bool:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from healcore import policy as policies
 from healcore.core.errors import HealcoreError
 from healcore.history import Mode, Run, runs_of
-from healcore.history.curves import RunCurves
 from healcore.history.incident import Counts, counts_of
 from healcore.history.metrics import parse_metrics
 from healcore.history.process import RunState
@@ -32,24 +31,13 @@ class ReportError(HealcoreError, ValueError):
     """A file that no report can be made of; the message has the file, the rule and the remedy."""
 
 
-class Reports(NamedTuple):
-    """The result of reading the files of some runs."""
-
-    reports: list[RunReport]
-    """One for each training run in the file, for any number of its processes."""
-    problems: list[str]
-    """Damaged and missing parts of the files; each is also in the notes of its report."""
-    unreadable: str
-    """Why the metrics could not be read at all; empty: they were, or there are none."""
-
-
 def read_reports(
     events: str | os.PathLike[str],
     *,
     metrics: str | os.PathLike[str] | None = None,
     policy: Policy | None = None,
-) -> Reports:
-    """The reports of the runs in an events file, or in a directory with one.
+) -> list[RunReport]:
+    """A report of each run in an events file, or in a directory with one.
 
     `metrics` may be any trace that `healcore replay` reads; None takes `run.metrics.jsonl` next to
     `run.events.jsonl`, if there is one. `policy` None is the preset of that name, if the run used
@@ -63,16 +51,12 @@ def read_reports(
         source = None
     damage = [f"line {each.line}: {each.problem}" for each in history.problems]
     notes = first_lines(f"{path.name}: damaged", damage)
-    unreadable = ""
     reports = []
     for run in found:
-        drawn, why = read_curves(run, source)
-        unreadable = unreadable or why
-        report = _report(path, run, drawn, policy)
+        report = _report(path, run, source, policy)
         title = f"{report.title} · {run.processes[0].id}" if len(found) > 1 else report.title
         reports.append(report._replace(title=title, notes=(*notes, *report.notes)))
-    problems = list(dict.fromkeys(note for report in reports for note in report.notes))
-    return Reports(reports, problems, unreadable)
+    return reports
 
 
 def find_events(path: Path) -> Path:
@@ -113,13 +97,14 @@ def _read(path: Path) -> History:
     )
 
 
-def _report(path: Path, run: Run, drawn: RunCurves, policy: Policy | None) -> RunReport:
+def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -> RunReport:
     malformed = [
         f"event {event.seq} ({event.kind}): {', '.join(fields)} not as specified"
         for event, fields in run.malformed
     ]
     found, problem = _postmortem_of(path, run.processes[-1].id)
     diagnosis = (found or {}).get("diagnosis")
+    drawn = read_curves(run, metrics)
     counted = drawn.counts or Counts(alarms=0)
     ran = policy_of(run.start, policy)
     return RunReport(
@@ -147,6 +132,7 @@ def _report(path: Path, run: Run, drawn: RunCurves, policy: Policy | None) -> Ru
         attempts=drawn.attempts,
         marks=tuple(run.marks),
         diagnosis=diagnosis if isinstance(diagnosis, str) else run.processes[-1].diagnosis,
+        unreadable=drawn.unreadable,
     )
 
 

@@ -37,7 +37,7 @@ def state_lines(live: LiveRun) -> list[str]:
     state = "running" if ending is None else f"ended: {ending}"
     head = [
         "completed" if ending == "completed" else state,
-        f"step {live.step:,}" if live.step is not None else "",
+        f"step {live.run.step:,}" if live.run.step is not None else "",
         f"{live.speed:.3g} steps/s" if live.speed and ending is None else "",
         "" if start.policy is None else f"policy {start.policy}",
         "it only observes: nothing is done" if run.observes else "",
@@ -54,7 +54,7 @@ def _none_good(live: LiveRun) -> str:
         return "none yet" if live.ending is None else "none"
     if live.ending is None:
         return f"none yet, it takes {live.policy.rollback.probation} healthy steps"
-    return f"none{why_none_is_good(live.step or 0, live.policy.rollback.probation)}"
+    return f"none{why_none_is_good(live.run.step or 0, live.policy.rollback.probation)}"
 
 
 def _numbers(live: LiveRun) -> list[str]:
@@ -64,7 +64,7 @@ def _numbers(live: LiveRun) -> list[str]:
     return [
         f"loss {found['loss']:.5g}" if "loss" in found else "",
         f"gradient norm {found['grad_norm']:.4g}{limit}" if "grad_norm" in found else "",
-        "" if live.lr_scale is None else f"learning rate {would}× {live.lr_scale:.3g}",
+        "" if live.run.lr_scale is None else f"learning rate {would}× {live.run.lr_scale:.3g}",
     ]
 
 

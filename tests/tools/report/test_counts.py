@@ -174,7 +174,7 @@ def observed(tmp_path_factory):
 
 
 def test_an_observed_run_is_counted_from_its_metrics(observed):
-    (report,) = read_reports(observed).reports
+    (report,) = read_reports(observed)
     rows = lines_of(observed.with_name("run.metrics.jsonl"))
     (incident,) = report.incidents
     assert incident.skipped == report.counts.skips == sum(row["skip"] for row in rows) == 600
@@ -189,7 +189,7 @@ def test_an_observed_run_is_counted_from_its_metrics(observed):
 
 
 def test_an_observed_run_is_reported_as_what_would_have_been(observed, tmp_path):
-    (report,) = read_reports(observed).reports
+    (report,) = read_reports(observed)
     page = text_of(render([report]))
     would = "rolled back (2 times more if that had not helped), stopped the run at step"
     assert f"would have skipped 600 steps, {would}" in page
@@ -201,7 +201,7 @@ def test_an_observed_run_is_reported_as_what_would_have_been(observed, tmp_path)
     assert all("would have" in each for each in report.outcomes())
     alone = tmp_path / "run.events.jsonl"
     alone.write_bytes(observed.read_bytes())
-    (bare,) = read_reports(alone).reports
+    (bare,) = read_reports(alone)
     assert "skipped 100 steps or more" in outcome(bare.incidents[0])
 
 
@@ -225,7 +225,7 @@ def test_watching_counts_all_processes(resumed):
     incidents = sum(event["kind"] == "incident" for event in events)
     assert back > 1
     assert f"{incidents} incidents" in found
-    (report,) = read_reports(resumed).reports
+    (report,) = read_reports(resumed)
     undone = report.counts.undone_skips
     assert 0 < undone < skips
     assert f"{skips} steps skipped ({undone} undone) · {back} rollbacks" in found
@@ -233,7 +233,7 @@ def test_watching_counts_all_processes(resumed):
 
 
 def test_the_duration_names_its_processes(resumed):
-    (report,) = read_reports(resumed).reports
+    (report,) = read_reports(resumed)
     assert re.fullmatch(
         r"[\d.]+ s in 2 processes together; of the last [\d.]+ s", report.facts["Duration"]
     )

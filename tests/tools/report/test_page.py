@@ -94,7 +94,7 @@ class Elements(HTMLParser):
 
 
 def test_nothing_is_loaded(healed):
-    page = render(read_reports(healed).reports)
+    page = render(read_reports(healed))
     elements = Elements(page)
     for tag, attributes in elements.found:
         assert not {"src", "data", "srcset", "action", "ping"} & attributes.keys(), (
@@ -116,7 +116,7 @@ def test_nothing_is_loaded(healed):
 
 
 def test_the_page_is_small_and_has_one_script_however_many_runs(healed, stopped):
-    reports = [*read_reports(healed).reports, *read_reports(stopped).reports]
+    reports = [*read_reports(healed), *read_reports(stopped)]
     page = render(reports)
     assert len(page) < 300_000
     assert page.count("<script>") == render(reports[:1]).count("<script>") == 1
@@ -129,14 +129,14 @@ def test_the_data_is_strict_json(healed, stopped):
         raise AssertionError(f"{token} is not JSON")
 
     for events in (healed, stopped):
-        data = Elements(render(read_reports(events).reports)).scripts[0]
+        data = Elements(render(read_reports(events))).scripts[0]
         plot = json.loads(data, parse_constant=refuse)["runs"][0]
         rows = len(plot["step"])
         assert all(len(plot[name]) == rows for name in ("loss", "norm", "lr", "undone", "attempt"))
 
 
 def test_every_incident_has_its_row(healed):
-    (report,) = read_reports(healed).reports
+    (report,) = read_reports(healed)
     page = render([report])
     rows = re.findall(r'<tr id="s0-i(\d+)".*?</tr>', page)
     assert [int(row) for row in rows] == list(range(len(report.incidents)))
