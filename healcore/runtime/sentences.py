@@ -82,7 +82,7 @@ def _alarm(event: EventRecord) -> str:
 def _order(event: EventRecord) -> str:
     would = "would order" if event.observed else "ordered"
     actions = ", ".join(flag_names([each]) for each in event.action or ())
-    return f"{would}: {actions} ({flag_names(event.cause or ())})"
+    return f"{would}: {actions}" + (f" ({flag_names(event.cause)})" if event.cause else "")
 
 
 def _rollback(event: EventRecord) -> str:
@@ -121,7 +121,7 @@ def _fault(event: EventRecord) -> str:
     causes = [Cause[name] for name in event.cause or () if name in Cause.__members__]
     kinds = ", ".join(f"{FAILURES[each].name} ({FAILURES[each].severity})" for each in causes)
     done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
-    return f"{kinds or 'not known'}: {event.problem or ''}{done}"
+    return f"fault: {kinds or 'not known'}: {event.problem or ''}{done}"
 
 
 def _or(value: object) -> object:
@@ -162,7 +162,7 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
         "outcome why",
     ),
     "hook": (_hook, "hook ordered action problem"),
-    "fault": (_fault, "cause problem answer"),
+    "fault": (_fault, "problem answer"),
     "retried": (
         lambda event: event.why or f"a call has succeeded at attempt {_or(event.attempt)}",
         "why",

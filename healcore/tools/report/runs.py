@@ -230,7 +230,9 @@ def _facts_of(run: Run, found: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _faults(run: Run) -> str:
-    shown = "; ".join(f"step {each.step}: {sentence(each)}" for each in run.faults[:_FAULTS])
+    texts = (sentence(each).removeprefix("fault: ") for each in run.faults)
+    named = [f"step {each.step}: {text}" for each, text in zip(run.faults, texts, strict=True)]
+    shown = "; ".join(named[:_FAULTS])
     more = len(run.faults) - _FAULTS
     return f"{shown}; and {more} more" if more > 0 else shown
 
