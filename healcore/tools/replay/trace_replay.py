@@ -29,6 +29,7 @@ from healcore.plugins.rows import (
 )
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.sentences import listed
 from healcore.tools.replay import backends
 from healcore.tools.replay.decisions import Decided, JudgedRows, RepeatMarker, decided
 from healcore.tools.replay.summary import (
@@ -37,7 +38,6 @@ from healcore.tools.replay.summary import (
     Summary,
     SummaryCounter,
 )
-from healcore.tools.report.descriptions import listed
 from healcore.tools.traces import Attempt, Rows, Trace
 
 OnChunk = Callable[[Rows, JudgedRows], None]
