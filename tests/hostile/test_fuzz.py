@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from healcore.policy import PolicyError, dumps, load, loads
 from healcore.runtime.events import log
-from healcore.torch.inert_pickle import BadPickle, read
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe.checkpoint import probe_checkpoint
@@ -31,6 +30,7 @@ from healcore.tools.probe.result import ProbeError
 from healcore.tools.replay.scores import LabelError, read_labels
 from healcore.tools.traces import TraceError, open_traces
 from healcore.torch.checkpoint_contents import stored_bytes
+from healcore.torch.inert_pickle import BadPickle, read
 from healcore.torch.store import DCPStore
 from tests.hostile.pickles import dcp, packed
 from tests.hostile.run_directories import sealed_again

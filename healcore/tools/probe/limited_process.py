@@ -2,8 +2,8 @@
 
 The libraries that read a checkpoint allocate what the file asks for, and damage can end them. Here
 that costs one path its verdict. The process gets memory and time in proportion to the stored
-bytes, and may write small files only. It reads one path after the other, and a new process follows one that
-ended. Results come back as JSON.
+bytes, and may write small files only. It reads one path after the other, and a new process follows
+one that ended. Results come back as JSON.
 
 A command has one thread, and its process is forked, which takes milliseconds. A program with more
 threads could hang after a fork, so Python is started anew there.
@@ -33,9 +33,10 @@ from healcore.tools.probe import inputs as inputs_of
 from healcore.tools.probe.result import Check, NothingToProbe, ProbeResult, ProbeVerdict
 
 try:
-    import resource
+    import resource as _resource
 except ImportError:  # Windows
-    resource = None
+    _resource = None
+resource: Any = _resource
 
 NO_LIMITS = "read without limits on memory and time: this system has none"
 NO_MEMORY_LIMIT = "read without a limit on memory: this system enforces none"
