@@ -158,7 +158,7 @@ def _probe_error(path: Path, error: Exception, otherwise: str) -> Exception:
     if isinstance(error, OSError):
         return ProbeError(f"{path} cannot be read: {error.strerror or error}")
     # torch explains `weights_only` at length before it says what went wrong.
-    why = re.search(r"WeightsUnpickler error: *(\S.{,199})", str(error))
+    why = re.search(r"WeightsUnpickler error:\s*(\S.{,199})", str(error))
     return ProbeError(f"{otherwise}: {why[1] if why else first_line(error)}")
 
 

@@ -12,6 +12,7 @@ threads could hang after a fork, so Python is started anew there.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -20,7 +21,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +49,6 @@ _WAIT = 10
 _IDLE_SECONDS = 60
 _LARGEST_OUTPUT = 1 << 20
 """Bytes of a file that it writes: torch tries out the temporary directory."""
-_JUDGES = {
-    "checkpoint": ("healcore.tools.probe.checkpoint", "judge_checkpoint"),
-    "optimizer": ("healcore.tools.probe.optimizer", "judge_optimizer"),
-}
 _ERRORS = {each.__name__: each for each in (ProbeError, Damaged, NothingToProbe, MissingExtraError)}
 _START = "import sys; from healcore.tools.probe import limited_process as its; its.serve(sys.argv)"
 
@@ -199,6 +195,7 @@ def serve(arguments: list[str]) -> None:
 def _answer_all(channel: socket.socket) -> None:
     """Answers requests until the channel is closed or nothing comes for long, and exits."""
     try:
+        faulthandler.disable()  # pytest's has a standard error of its own
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
             os.dup2(nothing, standard)
@@ -240,9 +237,15 @@ def _answer(probe: str, at: str, kind: str, inputs: dict, limits: list[int]) -> 
     return {"error": "ProbeError", "message": message}
 
 
-def _judge(probe: str, path: Path, inputs: BaseModel) -> ProbeResult:
-    module, function = _JUDGES[probe]
-    return getattr(import_module(module), function)(path, inputs)
+def _judge(probe: str, path: Path, inputs: Any) -> ProbeResult:
+    """Runs a probe; they are imported here because they import this module."""
+    if probe == "checkpoint":
+        from healcore.tools.probe.checkpoint import judge_checkpoint
+
+        return judge_checkpoint(path, inputs)
+    from healcore.tools.probe.optimizer import judge_optimizer
+
+    return judge_optimizer(path, inputs)
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from healcore.tools.probe import limited_process
 from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.limited_process import Limits
 from healcore.tools.probe.result import NothingToProbe, ProbeError
-from tests.hostile.pickles import BEGIN, END, called, number, torch_file
+from tests.hostile.pickles import BEGIN, END, called, torch_file
 
 
 @pytest.fixture
@@ -24,7 +24,8 @@ def good(tmp_path):
 
 
 def test_what_asks_for_too_much_memory_is_an_error(tmp_path, good):
-    bomb = BEGIN + called("builtins.bytearray", number(10**11)) + END
+    size = b"\x8a\x05" + (10**11).to_bytes(5, "little")
+    bomb = BEGIN + called("builtins.bytearray", size) + END
     with pytest.raises(ProbeError, match="memory"):
         probe_checkpoint(torch_file(tmp_path / "bomb.pt", bomb))
     assert probe_checkpoint(good).verdict.value == "PASS"
