@@ -107,7 +107,7 @@ def _load(source: Any, *, mmap: bool = False) -> Any:
 
 
 def _check_records(file: Any, name: str) -> None:
-    """Checks that each record of an archive has all bytes of its tensor, which torch does not.
+    """Checks that each record has all bytes of its tensor, which torch does not if it maps a file.
 
     Raises:
         Damaged: a record is too short, or two records have one name.
