@@ -1,7 +1,8 @@
 """Opens torch checkpoints: files of `torch.save`, directories of `torch.distributed.checkpoint`.
 
-Nothing in them is executed, so DCP's own reader is not used: its index and the values besides the
-tensors are pickles.
+`torch.load(weights_only=True)` runs no code of a file. It allocates whatever size a file names, so
+`healcore.tools.probe` calls this module in a process with limits. DCP's own reader is not used: its
+index and the values besides the tensors are pickles, and a limit does not stop code.
 """
 
 from __future__ import annotations
@@ -26,52 +27,36 @@ from healcore.plugins.checkpoint_contents import (
     PIECE,
     Array,
     Contents,
+    Damaged,
     PathBudget,
     ProbeError,
     dotted,
     first_line,
 )
-from healcore.torch import dcp_index
-from healcore.torch.checkpoint_pickle import (
-    TorchArchive,
-    check_archive,
-    check_legacy_file,
-    plain_tensor,
-)
+from healcore.torch import dcp_index, inert_pickle
 from healcore.torch.dcp_index import INDEX, IndexEntry, Place
 
 _SCALARS = (bool, int, float, str, type(None))
-_DTYPES = {
-    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}  # fmt: skip
 
 
 def open_file(path: Path) -> Contents:
     """Opens a file of `torch.save`, mapped; those of torch before 1.6 (no zip) are read as a whole.
-
-    Memory is at most some hundred bytes for each byte of the pickle in it, and time is proportional
-    to the file: see `checkpoint_pickle` and `PathBudget`.
 
     Raises:
         Damaged: a record is shorter than its tensor.
         ProbeError: it is none, it is damaged, or it holds more than tensors and plain values.
     """
     try:
-        mapped = zipfile.is_zipfile(path)
-        # Checked before torch reads it, which allocates whatever size a file names.
-        if mapped:
-            with zipfile.ZipFile(path) as archive:
-                size = check_archive(archive, str(path), path.stat().st_size).pickled
-        else:
-            size = check_legacy_file(path)
+        with open(path, "rb", opener=regular_file.opener) as file:
+            mapped = zipfile.is_zipfile(file)
+            if mapped:
+                _check_records(file, str(path))
         loaded = _load(path, mmap=mapped)
     except Exception as error:
-        raise _probe_error(path, error, f"{path} is no torch checkpoint, or is damaged") from None
+        what = "is no torch checkpoint, or is damaged" + " or cut short" * (not mapped)
+        raise _probe_error(path, error, f"{path} {what}") from None
     try:
-        return _contents("torch file", loaded, PathBudget(size))
+        return _contents("torch file", loaded, PathBudget(path.stat().st_size))
     except ProbeError as error:
         raise ProbeError(f"{path}: {error}") from None
 
@@ -88,8 +73,7 @@ def open_directory(folder: Path) -> Contents:
             continue
         for place in [*entry.places.values()][:1]:
             try:
-                value, size = _part(folder, place)
-                part = _contents("", value, PathBudget(size), path)
+                part = _contents("", _part(folder, place), PathBudget(place.length), path)
             except ProbeError as error:
                 notes.append(f"{name} was not looked at: {error}")
                 continue
@@ -122,20 +106,60 @@ def _load(source: Any, *, mmap: bool = False) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def _probe_error(path: Path, error: Exception, otherwise: str) -> ProbeError:
-    """The ProbeError for an error of reading a file, which may be any if the file is damaged."""
-    if isinstance(error, ProbeError):
+def _check_records(file: Any, name: str) -> None:
+    """Checks that each record has all bytes of its tensor, which torch does not if it maps a file.
+
+    Raises:
+        Damaged: a record is too short, or two records have one name.
+        ProbeError: torch.save does not write such an archive.
+        Exception: any, if the archive or pickle is damaged.
+    """
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+            raise ProbeError(f"{name} has compressed records, which torch.save does not write")
+        # torch's reader ignores case.
+        if len({record.filename.lower() for record in records}) != len(records):
+            raise Damaged(f"{name} has two records of one name")
+        root = records[0].filename.partition("/")[0]
+        needed = stored_bytes(archive.read(f"{root}/data.pkl"))
+    for record in records:
+        key = record.filename.removeprefix(f"{root}/data/")
+        if record.file_size < needed.get(key, 0):
+            raise Damaged(
+                f"{name}: the record data/{key} is shorter than its tensor: {record.file_size} of "
+                f"{needed[key]} bytes"
+            )
+
+
+def stored_bytes(pickled: bytes) -> dict[str, int]:
+    """Bytes of each storage that a pickle of `torch.save` names, by key; BadPickle if damaged."""
+    found: dict[str, int] = {}
+
+    def persistent(pid: Any) -> None:
+        _, kind, key, _, elements = pid[:5]
+        dtype = getattr(getattr(torch, kind.name, None), "dtype", torch.uint8)
+        found[key] = max(found.get(key, 0), elements * dtype.itemsize)
+
+    inert_pickle.read(pickled, persistent)
+    return found
+
+
+def _probe_error(path: Path, error: Exception, otherwise: str) -> Exception:
+    """The error for an error of reading a file, which may be any if the file is damaged."""
+    if isinstance(error, (ProbeError, MemoryError)):
         return error
-    if isinstance(error, pickle.UnpicklingError):
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"a {found[1]}" if found else first_line(error)
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and found:
         return ProbeError(
-            f"{path} holds more than tensors and plain values ({what}), and making that could "
-            "execute code: save the state dictionaries alone and probe that file"
+            f"{path} holds more than tensors and plain values (a {found[1]}), and making that "
+            "could execute code: save the state dictionaries alone and probe that file"
         )
     if isinstance(error, OSError):
         return ProbeError(f"{path} cannot be read: {error.strerror or error}")
-    return ProbeError(f"{otherwise}: {first_line(error)}")
+    # torch explains `weights_only` at length before it says what went wrong.
+    why = re.search(r"WeightsUnpickler error:\s*(\S.{,199})", str(error))
+    return ProbeError(f"{otherwise}: {why[1] if why else first_line(error)}")
 
 
 def _contents(format: str, tree: Any, budget: PathBudget, at: tuple[str, ...] = ()) -> Contents:
@@ -240,7 +264,7 @@ def _sharded(folder: Path, path: tuple[str, ...], name: str, entry: IndexEntry) 
             there = f"{len(entry.places)} of {len(entry.chunks)} parts of {name} are there"
             raise ProbeError(f"{folder}: {there}")
         for place in entry.places.values():
-            tensor, _ = _part(folder, place)
+            tensor = _part(folder, place)
             if not isinstance(tensor, Tensor):
                 raise ProbeError(f"{folder / place.file}: {name} is no tensor there")
             yield from _pieces(tensor)
@@ -248,8 +272,8 @@ def _sharded(folder: Path, path: tuple[str, ...], name: str, entry: IndexEntry) 
     return Array(path, entry.dtype, entry.shape, read, name)
 
 
-def _part(folder: Path, place: Place) -> tuple[Any, int]:
-    """The tensor or value in one place of one file, and the size of its pickle."""
+def _part(folder: Path, place: Place) -> Any:
+    """The tensor or value in one place of one file."""
     at = folder / place.file
     if not place.plain:
         raise ProbeError(f"{at} is compressed or transformed, which healcore does not undo")
@@ -260,25 +284,9 @@ def _part(folder: Path, place: Place) -> tuple[Any, int]:
             if place.offset + place.length > os.fstat(file.fileno()).st_size:
                 raise ProbeError(f"{at} is damaged: it ends before what should lie in it")
             file.seek(place.offset)
-            data = file.read(place.length)
-        file = io.BytesIO(data)
-        with zipfile.ZipFile(file) as archive:
-            checked = check_archive(archive, str(at), len(data))
-            tensor = _tensor(checked)
-        file.seek(0)
-        return (_load(file) if tensor is None else tensor), checked.pickled
+            part = io.BytesIO(file.read(place.length))
+        _check_records(part, str(at))
+        part.seek(0)
+        return _load(part)
     except Exception as error:
         raise _probe_error(at, error, f"{at} is damaged") from None
-
-
-def _tensor(checked: TorchArchive) -> Tensor | None:
-    """The tensor in a part, in a third of the time of torch.load; None if it is something else."""
-    plain = plain_tensor(checked.value)
-    dtype = None if plain is None else _DTYPES.get(plain[0].kind)
-    if plain is None or dtype is None:
-        return None
-    storage, offset, shape, strides = plain
-    content = checked.content(storage) if storage.bytes else None
-    if not content:
-        return None
-    return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, strides, offset)

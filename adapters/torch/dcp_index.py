@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from healcore import regular_file
-from healcore.runtime import inert_pickle
-from healcore.runtime.inert_pickle import Global, Made
+from healcore.torch import inert_pickle
+from healcore.torch.inert_pickle import Global, Unpickled
 
 INDEX = ".metadata"
 
@@ -68,9 +68,9 @@ def read(path: Path, *, only_dcp: bool = False) -> dict[str, IndexEntry]:
     """
     content = regular_file.read(path)
     try:
-        objects: list[Made] = []
-        metadata, _ = inert_pickle.read(content, objects=objects)
-        other = [each.what for each in objects if each.what not in _DCP] if only_dcp else []
+        objects: list[Unpickled] = []
+        metadata = inert_pickle.read(content, objects=objects)
+        other = [each.kind for each in objects if each.kind not in _DCP] if only_dcp else []
         if other:
             raise ValueError(f"it names {other[0]!s:.200}")
         return _entries(metadata)
@@ -119,14 +119,16 @@ def _check_overlaps(parts: list[tuple[str, int, int]]) -> None:
 
 
 def _entry(kind: Any, places: dict[Shape | None, Place], planned: Any) -> IndexEntry:
-    if type(kind) is Made and kind.what == Global(_METADATA, "BytesStorageMetadata"):
+    if type(kind) is Unpickled and kind.kind == Global(_METADATA, "BytesStorageMetadata"):
         return IndexEntry("", (), [], places, planned)
     tensor = _attributes(kind, "TensorStorageMetadata")
     properties = tensor["properties"]
-    if type(properties) is not Made or properties.what != Global(_METADATA, "TensorProperties"):
+    if type(properties) is not Unpickled or properties.kind != Global(
+        _METADATA, "TensorProperties"
+    ):
         raise ValueError("a tensor has no properties")
     state = properties.state
-    dtype = state[0] if type(state) is tuple else state["dtype"]
+    dtype = state[0] if type(state) is tuple else _dictionary(state)["dtype"]
     if type(dtype) is not Global or dtype.module != "torch":
         raise ValueError("the dtype of a tensor is none")
     if type(tensor["chunks"]) is not list:
@@ -137,7 +139,11 @@ def _entry(kind: Any, places: dict[Shape | None, Place], planned: Any) -> IndexE
 
 
 def _shape(value: Any) -> Shape:
-    if type(value) is not Made or value.what != Global("torch", "Size") or len(value.args) != 1:
+    if (
+        type(value) is not Unpickled
+        or value.kind != Global("torch", "Size")
+        or len(value.args) != 1
+    ):
         raise ValueError("a shape is none")
     (shape,) = value.args
     if not isinstance(shape, (tuple, list)) or len(shape) > 64:

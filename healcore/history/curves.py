@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from healcore.history.incident import Incident
-from healcore.history.metrics import CURVES, MetricRows
+from healcore.history.incident import Counts, Incident
+from healcore.history.metrics import MetricRows
+from healcore.history.run import Run, RunAttempt
 
 MAX_ROWS = 9000  # about 450 bins or more, with all their extremes
 
-_EXACT = 2.0**24  # float32, the dtype of an envelope's columns, has all whole numbers up to here
+_CHUNK = 65_536  # rows that are thinned at a time
 _MIN_MISSING = 10  # rows, at the usual distance, that make a gap; a log may skip single ones
 _MAX_GAPS = 20  # with more gaps a log changes its stride, or has none
 
@@ -49,14 +50,9 @@ class Curves(NamedTuple):
 
     def undone(self) -> np.ndarray:
         """Bool (n,): rows replaced by a later attempt, which began at or before their step."""
-        if self.attempt is None or not len(self.step):
+        if self.attempt is None:
             return np.zeros(len(self.step), bool)
-        undone = np.zeros(len(self.step), bool)
-        # In recorded order, all rows after an attempt's first are of it or of a later one.
-        begins = np.flatnonzero(np.diff(self.attempt)) + 1
-        for begin in begins:
-            undone[:begin] |= self.step[:begin] >= self.step[begin]
-        return undone
+        return undone_rows(self.step, self.attempt)
 
     def gaps(self) -> list[Gap]:
         """Where steps are missing in curves that have nearly all others.
@@ -87,6 +83,14 @@ class Curves(NamedTuple):
             )
             for i in found.tolist()
         ]
+
+
+def undone_rows(step: np.ndarray, attempt: np.ndarray) -> np.ndarray:
+    """Bool (n,): rows replaced by a later attempt, which began at or before their step."""
+    begins = np.flatnonzero(np.diff(attempt))  # the last row before each
+    first = np.full(len(step), np.inf)
+    first[begins] = step[begins + 1]
+    return step >= np.minimum.accumulate(first[::-1])[::-1]
 
 
 class Envelope:
@@ -178,133 +182,87 @@ def _first_of_each(hit: np.ndarray, of_bin: np.ndarray) -> np.ndarray:
     return at[np.unique(of_bin[at], return_index=True)[1]]
 
 
-class RunMetrics(NamedTuple):
-    """The curves and counts of a run, from its metrics."""
+class RunCurves(NamedTuple):
+    """The curves of a run, and what depends on them."""
 
     curves: Curves
     incidents: tuple[Incident, ...]  # with `onset` and `index`
-    counted: MetricCounts | None  # None: the rows do not have alarms and skips
+    attempts: tuple[RunAttempt, ...]
+    counts: Counts | None = None  # of the metrics, which have all alarms; None: they have none
+    notes: tuple[str, ...] = ()
+    unreadable: str = ""  # why the metrics could not be read at all
 
 
-class MetricCounts:
-    """Counts of alarms in the metrics, which have all; only an incident's first ones have events.
-
-    For thinned metrics they are estimates.
-    """
-
-    def __init__(self, incidents: Sequence[Incident]) -> None:
-        self.known = False  # the rows have alarms and skips
-        self.alarms = self.skips = self.clips = 0
-        # Skipped steps that were not undone, with the steps that each row stands for.
-        self._standing = np.empty((0, 2))
-        self._attempt = -1
-        # By place in `incidents`: step and index of the last alarm.
-        self.ends: dict[int, tuple[float, int]] = {}
-        self._skipped: Counter[int] = Counter()
-        self._begins: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
-        for place, incident in enumerate(incidents):
-            self._begins[incident.attempt].append((incident.onset_step, place))
-        for begins in self._begins.values():
-            begins.sort()
-
-    def add(self, rows: MetricRows, index: np.ndarray) -> None:
-        """Adds rows, with their indices."""
-        if rows.flags is None:
-            return
-        self.known = True
-        alarm, skip, clip = rows.flags.T
-        every = 1 if rows.every is None else rows.every
-        self.alarms += int((alarm * every).sum())
-        self.skips += int((skip * every).sum())
-        self.clips += int(((clip & ~skip) * every).sum())
-        for attempt in np.unique(rows.attempt).tolist():
-            mine = rows.attempt == attempt
-            if attempt != self._attempt:
-                self._attempt = attempt
-                self._standing = self._standing[self._standing[:, 0] < rows.step[mine][0]]
-            each = np.stack([rows.step, np.broadcast_to(every, rows.step.shape)], axis=1)
-            self._standing = np.concatenate([self._standing, each[mine & skip]])
-        for attempt in np.unique(rows.attempt[alarm]).tolist():
-            begins = self._begins.get(attempt)
-            if begins:
-                self._extend(begins, rows, index, alarm & (rows.attempt == attempt))
-
-    @property
-    def undone_skips(self) -> int:
-        """Skipped steps that a later attempt has undone."""
-        return self.skips - int(self._standing[:, 1].sum())
-
-    def _extend(
-        self,
-        begins: list[tuple[float, int]],
-        rows: MetricRows,
-        index: np.ndarray,
-        alarms: np.ndarray,
-    ) -> None:
-        """Assigns each alarm to the last incident that began before it."""
-        assert rows.flags is not None
-        step, index, skip = rows.step[alarms], index[alarms], rows.flags[alarms, 1]
-        which = np.searchsorted([onset for onset, _ in begins], step, side="right") - 1
-        for each in np.unique(which[which >= 0]).tolist():
-            place, mine = begins[each][1], np.flatnonzero(which == each)
-            self.ends[place] = float(step[mine[-1]]), int(index[mine[-1]])
-            self._skipped[place] += int(skip[mine].sum())
-
-    def completed(self, place: int, incident: Incident) -> Incident:
-        """The incident at `place`, with the alarms that have no event."""
-        step, _ = self.ends.get(place, (incident.step, -1))
-        skipped = max(incident.skipped, self._skipped[place])
-        return incident._replace(skipped=skipped, step=max(incident.step, step), capped=False)
+def curves_of(run: Run, rows: MetricRows) -> RunCurves:
+    """Thins the rows of a run for plots, finds the rows of its incidents, and counts."""
+    incidents = [_completed(each, run.incidents, rows) for each in run.incidents]
+    ends = np.array([at for each in incidents for at in (each.onset_step, each.step)])
+    near = np.flatnonzero(np.isin(rows.step, ends)).tolist()
+    found = {(int(rows.attempt[row]), float(rows.step[row])): row for row in near}
+    placed = tuple(
+        dataclasses.replace(
+            each,
+            onset=found.get((each.attempt, each.onset_step), -1),
+            index=found.get((each.attempt, each.step), -1),
+        )
+        for each in incidents
+    )
+    return RunCurves(_thinned(rows), placed, tuple(run.attempts), _counts(rows))
 
 
-def gather(chunks: Iterable[MetricRows], incidents: Sequence[Incident]) -> RunMetrics:
-    """Thins the curves of one run, finds the rows of the incidents, and counts; all in order."""
+def _completed(incident: Incident, others: Sequence[Incident], rows: MetricRows) -> Incident:
+    """An incident with the alarms that have no event: those up to the next incident."""
+    if rows.flags is None or not incident.capped:
+        return incident
+    onsets = (each.onset_step for each in others if each.attempt == incident.attempt)
+    end = min((onset for onset in onsets if onset > incident.onset_step), default=np.inf)
+    alarm, skip, _ = rows.flags
+    own = (rows.attempt == incident.attempt) & (rows.step >= incident.onset_step)
+    last = rows.step[own & (rows.step < end) & alarm].max(initial=incident.step)
+    skipped = int(np.count_nonzero(own & (rows.step < end) & alarm & skip))
+    return dataclasses.replace(
+        incident, skipped=max(incident.skipped, skipped), step=float(last), capped=False
+    )
+
+
+def _counts(rows: MetricRows) -> Counts | None:
+    """Counts of steps; for thinned metrics they are estimates."""
+    if rows.flags is None:
+        return None
+
+    def steps(which: np.ndarray) -> int:
+        return int(rows.every[which].sum())
+
+    alarm, skip, clip = rows.flags
+    return Counts(
+        alarms=steps(alarm),
+        skips=steps(skip),
+        undone_skips=steps(skip & undone_rows(rows.step, rows.attempt)),
+        clips=steps(clip & ~skip),
+    )
+
+
+def _thinned(rows: MetricRows) -> Curves:
     envelope = Envelope(limit=MAX_ROWS)
-    counted = MetricCounts(incidents)
-    wanted = {(each.attempt, at) for each in incidents for at in (each.onset_step, each.step)}
-    attempts = {attempt for attempt, _ in wanted}
-    found: dict[tuple[int, float], int] = {}
-    seen: set[str] = set()
-    count = 0
-    for rows in chunks:
-        index = np.arange(count, count + len(rows.step))
-        count += len(index)
-        counted.add(rows, index)
-        seen |= {name for name, values in rows.values.items() if np.any(~np.isnan(values))}
-        marked = np.where(rows.nonfinite, np.float32(1), np.float32(0))
-        high, low = np.divmod(rows.step, _EXACT)
-        aligned = {"high": high, "low": low, "attempt": rows.attempt, "nonfinite": marked}
-        envelope.add(index, {**rows.values, **aligned})
-        if attempts.intersection(rows.attempt.tolist()):
-            pairs = zip(rows.attempt.tolist(), rows.step.tolist(), strict=True)
-            found |= {
-                pair: i for pair, i in zip(pairs, index.tolist(), strict=True) if pair in wanted
-            }
-    curves = _curves(envelope, seen, count)
-    placed = []
-    for place, incident in enumerate(incidents):
-        if counted.known and incident.capped:
-            incident = counted.completed(place, incident)
-        step, index = counted.ends.get(place, (-1.0, -1))
-        index = index if step == incident.step else found.get((incident.attempt, incident.step), -1)
-        onset = found.get((incident.attempt, incident.onset_step), -1)
-        placed.append(incident._replace(onset=onset, index=index))
-    return RunMetrics(curves, tuple(placed), counted if counted.known else None)
-
-
-def _curves(envelope: Envelope, seen: set[str], count: int) -> Curves:
-    if not count:
-        return Curves(np.zeros(0), np.zeros(0, np.float32), rows=0)
-    index, values = envelope.kept()
-    curve = {name: values[name] if name in seen else None for name in CURVES}
+    # The row at which an attempt begins is one of the extremes of its bin.
+    aligned = {**rows.values, "attempt": rows.attempt, "nonfinite": rows.nonfinite}
+    for first in range(0, len(rows.step), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        index = np.arange(first, min(first + _CHUNK, len(rows.step)))
+        envelope.add(index, {name: each[part] for name, each in aligned.items()})
+    index, _ = envelope.kept()
+    curve = {
+        name: None if np.isnan(values).all() else values[index]
+        for name, values in rows.values.items()
+    }
     return Curves(
-        step=values["high"].astype(np.float64) * _EXACT + values["low"],
-        loss=values["loss"],
+        step=rows.step[index],
+        loss=rows.values["loss"][index],
         grad_norm=curve["grad_norm"],
         threshold=curve["threshold"],
         lr_scale=curve["lr_scale"],
         index=index,
-        attempt=values["attempt"].astype(np.int64),
-        nonfinite=values["nonfinite"] > 0,
-        rows=count,
+        attempt=rows.attempt[index],
+        nonfinite=rows.nonfinite[index],
+        rows=len(rows.step),
     )

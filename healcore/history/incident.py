@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from healcore.core.evidence import Evidence
-from healcore.runtime.events.models import EventRecord
+from healcore.runtime.events.models import EventRecord, ReadingsRecord
 
 MOST_ALARMS = 100  # alarms with an event: in each incident, and outside of incidents in total
-
-_MAX_EVIDENCE = 5  # tensors per incident
 
 
 class Mode(enum.StrEnum):
@@ -33,8 +32,9 @@ class IncidentOutcome(enum.StrEnum):
     ALERT = "alert"
 
 
-class Incident(NamedTuple):
-    """Alarms with one onset."""
+@dataclass
+class Incident:
+    """Alarms with one onset. Its events are added as they are read."""
 
     number: int  # from 1, over the whole run
     attempt: int
@@ -43,18 +43,21 @@ class Incident(NamedTuple):
     cause: tuple[str, ...] = ()
     action: tuple[str, ...] = ()  # ordered on the host; unless HEAL, what would have been
     mode: Mode = Mode.HEAL
+    alarms: int = 0  # alarms with an event
     skipped: int = 0  # skipped steps
     capped: bool = False  # some alarms may have no event: `skipped` is a lower bound
     clipped: int | None = None  # steps with clipped gradients; None: not counted
+    rollbacks: int = 0  # rollbacks; unless HEAL, those ordered; not counted in a replay
     repeats: int = 0  # rollbacks after the first; unless HEAL, those if the first did not help
     denied: bool = False  # the budget did not grant the first rollback: the run would stop
     repeat_denied: bool = False  # the budget did not grant one of the repeats
     measures: tuple[EventRecord, ...] = ()  # rollbacks, hook answers, re-run verdicts, the stop
     lr_path: tuple[float, ...] = ()  # learning-rate multipliers, from the one before it on
     checkpoint: int | None = None  # step of the restored checkpoint
-    batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of those left out, or of the first
-    left_out: bool = False  # `batches` were left out
+    batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of its first step
+    left_out: tuple[tuple[int, int], ...] = ()  # (epoch, index) that a rollback left out
     evidence: tuple[Evidence, ...] = ()  # tensors with unusual gradients, the worst first
+    readings: ReadingsRecord | None = None  # of its first alarm
     onset: int = -1  # row index of its first alarm; -1: not known
     index: int = -1  # row index of `step`; -1: not known
     stop: int = -1  # row index of the ordered stop; -1: not known
@@ -79,66 +82,47 @@ class Incident(NamedTuple):
             return self.step, self.index
         return self.last_step, self.last
 
-    @property
-    def lr_before(self) -> float | None:
-        """Multiplier of the learning rate before it; None: not changed."""
-        return self.lr_path[0] if self.lr_path else None
-
-    @property
-    def lr_after(self) -> float | None:
-        """Multiplier of the learning rate after it; None: not changed."""
-        return self.lr_path[-1] if self.lr_path else None
-
-
-class OpenIncident:
-    """An incident while its events are read."""
-
-    def __init__(self, incident: Incident) -> None:
-        self.incident = incident
-        self.rollbacks = self.alarms = 0
-
-    def update(self, **fields: Any) -> None:
-        """Replaces fields of the incident."""
-        self.incident = self.incident._replace(**fields)
-
     def add(self, event: EventRecord) -> None:
         """Adds one of its alarms or orders."""
-        known, step, action = self.incident, float(event.step or 0), event.action or ()
-        observed = bool(event.observed) or known.mode is Mode.OBSERVE
-        self.update(
-            step=max(known.step, step),
-            mode=Mode.OBSERVE if observed else known.mode,
-            cause=with_names(known.cause, event.cause or ()),
-            action=with_names(known.action, action),
-        )
+        action = event.action or ()
+        self.step = max(self.step, float(event.step or 0))
+        if event.observed:
+            self.mode = Mode.OBSERVE
+        self.cause = with_names(self.cause, event.cause or ())
+        self.action = with_names(self.action, action)
+        self.batches = self.batches or batches_of(event)
         if event.kind == "alarm":
             self.alarms += 1
-            self.update(skipped=known.skipped + bool(event.skip))
-            if not known.evidence:
-                found = (event.evidence or ())[:_MAX_EVIDENCE]
-                self.update(evidence=tuple(Evidence(each.name, each.grad_norm) for each in found))
+            self.capped = self.alarms >= MOST_ALARMS
+            self.skipped += bool(event.skip)
+            self.readings = self.readings or event.readings
+            found = event.evidence or ()
+            self.evidence = self.evidence or tuple(
+                Evidence(each.name, each.grad_norm) for each in found
+            )
             return
-        self.rollbacks += observed and "ROLLBACK" in action
-        if "STOP" in action and known.stop_step is None:
-            self.update(stop_step=step)
+        if self.mode is Mode.OBSERVE and "ROLLBACK" in action:
+            self.count_rollback()
+        if "STOP" in action and self.stop_step is None:
+            self.stop_step = float(event.step or 0)
+
+    def count_rollback(self) -> None:
+        """Counts a rollback that was carried out, or that an observing policy would order."""
+        self.repeats += self.rollbacks > 0
+        self.rollbacks += 1
 
     def measure(self, event: EventRecord, *ordered: str) -> None:
         """Adds a measure that was taken, and the actions that it stands for."""
-        known = self.incident
-        action = with_names(known.action, ordered)
-        self.update(measures=(*known.measures, event), action=action)
+        self.measures = (*self.measures, event)
+        self.action = with_names(self.action, ordered)
 
-    def cut(self, before: float | None, after: float | None) -> None:
+    def cut(self, event: EventRecord) -> None:
         """Adds a cut of the learning rate, which one event or two may report."""
+        before, after = event.lr_scale_before, event.lr_scale
         if before is None or after is None:
             return
-        path = self.incident.lr_path or (before,)
-        self.update(lr_path=path if after == path[-1] else (*path, after))
-
-    def snapshot(self) -> Incident:
-        """The incident so far, without the indices of its rows."""
-        repeats = max(self.rollbacks - 1, 0)
-        return self.incident._replace(capped=self.alarms >= MOST_ALARMS, repeats=repeats)
+        path = self.lr_path or (before,)
+        self.lr_path = path if after == path[-1] else (*path, after)
 
 
 def with_names(names: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:

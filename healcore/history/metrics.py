@@ -1,10 +1,12 @@
-"""Reads the metrics file of a Healer line by line: it may have gigabytes."""
+"""Reads the metrics file of a Healer line by line into columns."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,33 +17,66 @@ from healcore.runtime.events.json_lines import MAX_LINE, lines_of
 from healcore.runtime.events.models import NONFINITE
 
 CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
-_CHUNK = 4096
+_FLAGS = ("alarm", "skip", "clip")
 _MAX_PROBLEMS = 20
+_TYPES = {"step": "d", "attempt": "i", "every": "I", **dict.fromkeys(CURVES, "f")}
+_TYPES |= dict.fromkeys(("nonfinite", *_FLAGS), "b")
 
 
 class MetricRows(NamedTuple):
-    """Rows of a metrics file, in its order."""
+    """Rows of a run in recorded order, as columns."""
 
     step: np.ndarray  # float64 (n,)
-    attempt: np.ndarray  # int64 (n,)
+    attempt: np.ndarray  # int32 (n,)
     values: dict[str, np.ndarray]  # by names of CURVES, float32 (n,); NaN where not logged, or NaN
     nonfinite: np.ndarray  # bool (n,): a loss or norm was logged and is not finite
-    flags: np.ndarray | None = None  # bool (n, 3): alarm, skipped, clipped; None: not known
-    every: np.ndarray | None = None  # int64 (n,): steps per row of thinned metrics; None: 1
+    every: np.ndarray  # uint32 (n,): steps per row, of thinned metrics
+    flags: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    """Bool (n,) each: alarm, skipped, clipped; None: not known."""
 
 
-class MetricRow(NamedTuple):
-    """One line of a metrics file."""
+class RowCollector:
+    """Collects the rows of a run one by one, in 36 bytes each."""
 
-    step: float
-    attempt: int
-    values: dict[str, float]  # by names of CURVES
-    flags: tuple[bool, bool, bool] | None = None
-    every: int = 1
+    def __init__(self) -> None:
+        self._columns = {name: array(kind) for name, kind in _TYPES.items()}
+
+    def add(self, attempt: int, line: Mapping[str, Any]) -> None:
+        """Adds a line of the metrics, or the numbers of an alarm by the same names."""
+        values = curve_values(line)
+        scale, every = line.get("grad_scale"), line.get("every", 1)
+        row = {
+            **dict.fromkeys(CURVES, math.nan),
+            **values,
+            "step": float(line["step"]),
+            "attempt": attempt,
+            "every": every if type(every) is int and 1 <= every < 1 << 32 else 1,
+            "nonfinite": not all(
+                math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm")
+            ),
+            "alarm": bool(line.get("cause")),
+            "skip": line.get("skip") is True,
+            "clip": isinstance(scale, int | float) and scale < 1,
+        }
+        for name, column in self._columns.items():
+            column.append(row[name])
+
+    def rows(self) -> MetricRows:
+        """The rows so far; no further row can be added."""
+        found = {name: np.frombuffer(each, _TYPES[name]) for name, each in self._columns.items()}
+        bits = {name: found[name].view(bool) for name in ("nonfinite", *_FLAGS)}
+        return MetricRows(
+            step=found["step"],
+            attempt=found["attempt"],
+            values={name: found[name] for name in CURVES},
+            nonfinite=bits["nonfinite"],
+            flags=(bits["alarm"], bits["skip"], bits["clip"]),
+            every=found["every"],
+        )
 
 
 class MetricsReader:
-    """Reads the rows of some runs. The attributes are filled while `chunks` is consumed.
+    """Reads the rows of some runs. The attributes are filled by `read`.
 
     `ids` has for each attempt the run's id and its number within that process.
     """
@@ -55,60 +90,40 @@ class MetricsReader:
         self.engine: str | None = None  # of the first line; lines of other engines are ignored
         self.left_out: set[str] = set()  # the other engines
         self._numbers = {each: at for at, each in reversed(list(enumerate(self.ids)))}
-        self._runs = {run for run, _ in ids}
-        self._last: dict[str, float] = {}
-        self._ordinal: dict[str, int] = {}
+        self._newest = {run: (-1.0, 0) for run, _ in ids}  # step, and number of the attempt
 
-    def chunks(self) -> Iterator[MetricRows]:
-        """Reads the file once; an unreadable one raises OSError."""
-        rows: list[MetricRow] = []
+    def read(self) -> MetricRows:
+        """Reads the file; an unreadable one raises OSError."""
+        found = RowCollector()
         with open(self.path, "rb", opener=regular_file.opener) as file:
             for number, line in enumerate(lines_of(file), start=1):
-                if not line.strip():
-                    continue
-                row = self._row(number, line)
-                if row is not None:
-                    rows.append(row)
-                if len(rows) == _CHUNK:
-                    yield stack(rows)
-                    rows = []
-        if rows:
-            yield stack(rows)
+                if line.strip():
+                    self._add(found, number, line)
+        return found.rows()
 
-    def _row(self, number: int, line: bytes) -> MetricRow | None:
-        found = parse_metrics(line)
-        if isinstance(found, str):
+    def _add(self, found: RowCollector, number: int, text: bytes) -> None:
+        line = parse_metrics(text)
+        if isinstance(line, str):
             self.damaged += 1
             if len(self.problems) < _MAX_PROBLEMS:
-                self.problems.append(f"line {number}: {found}")
-            return None
-        run = found.get("run")
-        if not isinstance(run, str) or run not in self._runs:
+                self.problems.append(f"line {number}: {line}")
+            return
+        run, engine = line.get("run"), line.get("engine", "")
+        if not isinstance(run, str) or run not in self._newest:
             self.others += 1
-            return None
-        engine = found.get("engine", "")
+            return
         if self.engine is None:
             self.engine = engine
         if engine != self.engine:
             self.left_out.add(str(engine))
-            return None
-        step = float(found["step"])
-        scale = found.get("grad_scale")
-        clipped = isinstance(scale, int | float) and scale < 1
-        flags = bool(found.get("cause")), found.get("skip") is True, clipped
-        every = found.get("every", 1)
-        every = every if type(every) is int and 1 <= every < 1 << 32 else 1
-        return MetricRow(step, self._attempt(run, step), curve_values(found), flags, every)
-
-    def _attempt(self, run: str, step: float) -> int:
-        ordinal = self._ordinal.get(run, 0)
-        if step <= self._last.get(run, -1.0):
-            ordinal += 1
-        self._ordinal[run], self._last[run] = ordinal, step
+            return
+        last, ordinal = self._newest[run]
+        ordinal += line["step"] <= last
+        self._newest[run] = line["step"], ordinal
         at = self._numbers.setdefault((run, ordinal), len(self.ids))
         if at == len(self.ids):
             self.ids.append((run, ordinal))
-        return at
+        found.add(at, line)
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:
@@ -127,7 +142,7 @@ def parse_metrics(line: bytes) -> dict[str, Any] | str:
     return found
 
 
-def curve_values(line: dict[str, Any]) -> dict[str, float]:
+def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     """The values of the curves in a line, without those that are no numbers."""
     found = {}
     for name in CURVES:
@@ -139,31 +154,3 @@ def curve_values(line: dict[str, Any]) -> dict[str, float]:
     if found.get("threshold") == 0.0:  # none in force
         del found["threshold"]
     return found
-
-
-def stack(rows: Sequence[MetricRow]) -> MetricRows:
-    """Makes arrays of rows, all of them with flags or all without."""
-
-    def column(name: str) -> np.ndarray:
-        with np.errstate(over="ignore"):  # 1e300 is Inf in float32
-            return np.array([row.values.get(name, np.nan) for row in rows]).astype(np.float32)
-
-    values = {name: column(name) for name in CURVES}
-    nonfinite = np.array(
-        [
-            any(
-                name in row.values and not np.isfinite(row.values[name])
-                for name in ("loss", "grad_norm")
-            )
-            for row in rows
-        ]
-    )
-    flagged = bool(rows) and rows[0].flags is not None
-    return MetricRows(
-        np.array([row.step for row in rows]),
-        np.array([row.attempt for row in rows]),
-        values,
-        nonfinite,
-        np.array([row.flags for row in rows]) if flagged else None,
-        np.array([row.every for row in rows]),
-    )

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from healcore.core.evidence import Evidence
-from healcore.core.step_record import Readings
-from healcore.history.incident import MOST_ALARMS, Incident, OpenIncident, batches_of
+from healcore.history.incident import MOST_ALARMS, Incident, batches_of
 from healcore.history.process import KnownGood, RunProcess, RunState
 from healcore.runtime.events.log import Event
 from healcore.runtime.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
@@ -44,51 +42,16 @@ class RunAttempt(NamedTuple):
     source: str = ""  # file of its rows, if there are several
 
 
-class MarkKind(enum.StrEnum):
-    """The kind of a mark's event."""
-
-    RESUME = "resume"
-    ALARM = "alarm"
-    ORDER = "order"
-    HOOK = "hook"
-    STOP = "stop"
-    END = "end"
-
-
 class Mark(NamedTuple):
     """A mark on the step axis that is no incident: a resume, a stop, the end."""
 
     step: float
-    kind: MarkKind
-    event: EventRecord | None = None  # None in a replay, which has no events
+    event: EventRecord | None = None  # None in a replay, which has no events: a stop
 
-
-class AlarmPoint(NamedTuple):
-    """The numbers of an alarm, as a point of the curves."""
-
-    step: float
-    attempt: int
-    readings: Readings
-    lr_scale: float | None
-    nonfinite: bool  # the loss or norm is not finite; `readings` has the last finite one
-
-
-class LastSeen(NamedTuple):
-    """The newest values in the events of the last incident."""
-
-    cause: tuple[str, ...] = ()
-    onset: int | None = None
-    readings: Readings | None = None
-    evidence: tuple[Evidence, ...] = ()
-    batches: tuple[tuple[int, int], ...] = ()
-
-
-class Malformed(NamedTuple):
-    """An event with fields of the wrong type, which were left out."""
-
-    seq: int
-    kind: str
-    fields: tuple[str, ...]
+    @property
+    def kind(self) -> str:
+        """Kind of its event."""
+        return "stop" if self.event is None else self.event.kind
 
 
 @dataclass(eq=False, repr=False)
@@ -102,15 +65,18 @@ class Run:
     attempts: list[RunAttempt] = field(default_factory=list)
     attempt_ids: list[tuple[str, int]] = field(default_factory=list)  # process, number within it
     marks: list[Mark] = field(default_factory=list)
-    points: list[AlarmPoint] = field(default_factory=list)  # one for every alarm with readings
+    points: list[tuple[int, EventRecord]] = field(default_factory=list)
+    """Alarms with readings, each with the number of its attempt."""
     rollbacks: list[EventRecord] = field(default_factory=list)  # carried out, without trials
-    malformed: list[Malformed] = field(default_factory=list)
+    malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
+    """Events with fields of the wrong type, which were left out, and the names of these fields."""
     problems: list[EventRecord] = field(default_factory=list)  # events that report one
     faults: list[EventRecord] = field(default_factory=list)  # exceptions, answered or not
     step: int | None = None  # steps done, as far as the events say
     last_step: int | None = None  # the same at the last event; a rollback does not decrease it
     lr_scale: float | None = None  # the multiplier of the learning rate in force
-    last_seen: LastSeen = field(default_factory=LastSeen)
+    incidents: list[Incident] = field(default_factory=list)
+    last_incident: Incident | None = None  # the last one with an event or an alarm of its own
     rerun: RerunVerdict | None = None  # the result of the last re-run of a step
     damaged: list[int] = field(default_factory=list)  # steps of damaged checkpoints
     incident_count: int = 0  # also those whose events were rotated away
@@ -125,13 +91,7 @@ class Run:
     def __post_init__(self) -> None:
         self._skipped: list[float] = []  # steps that were not undone
         self._known_good = KnownGood()
-        self._incidents: list[OpenIncident] = []
-        self._alarms: Counter[tuple[str, int]] = Counter()
-
-    @property
-    def incidents(self) -> tuple[Incident, ...]:
-        """All incidents, in order."""
-        return tuple(each.snapshot() for each in self._incidents)
+        self._outside: Counter[str] = Counter()  # alarms outside of incidents, by process
 
     @property
     def undone_skips(self) -> int:
@@ -141,7 +101,7 @@ class Run:
     @property
     def undone_incidents(self) -> int:
         """Incidents that began in steps that a rollback or a restart has undone."""
-        return sum(each.incident.undone for each in self._incidents)
+        return sum(each.undone for each in self.incidents)
 
     @property
     def start(self) -> EventRecord | None:
@@ -172,13 +132,14 @@ class Run:
     @property
     def capped(self) -> bool:
         """Some alarms may have no event: `skips` is a lower bound."""
-        return any(count >= MOST_ALARMS for count in self._alarms.values())
+        outside = max(self._outside.values(), default=0)
+        return outside >= MOST_ALARMS or any(each.capped for each in self.incidents)
 
     def add(self, event: Mapping[str, Any]) -> EventRecord:
         """Adds an event from `log.parse`, and returns it without the fields of the wrong type."""
         found, wrong = record(event)
         if wrong:
-            self.malformed.append(Malformed(found.seq, found.kind, tuple(wrong)))
+            self.malformed.append((found, wrong))
         if not self.processes or found.run != self.processes[-1].id:
             self._begin_process(found)
         self.processes[-1].add(found)
@@ -211,15 +172,14 @@ class Run:
     def _undo(self, step: float) -> None:
         """The run goes on from `step`: what came after it is undone."""
         self._skipped = [each for each in self._skipped if each < step]
-        for each in self._incidents:
-            if each.incident.onset_step >= step:
-                each.update(undone=True)
+        for each in self.incidents:
+            each.undone |= each.onset_step >= step
 
     def _add_resume(self, event: EventRecord, step: float) -> None:
         at = step if event.checkpoint is None else float(event.checkpoint)
         self._undo(at)
         self.attempts[-1] = self.attempts[-1]._replace(first_step=at, origin=AttemptOrigin.RESUME)
-        self.marks.append(Mark(at, MarkKind.RESUME, event))
+        self.marks.append(Mark(at, event))
 
     def _add_rollback(self, event: EventRecord, step: float) -> None:
         target = event.checkpoint
@@ -232,16 +192,15 @@ class Run:
         if not trial:
             self.rollbacks.append(event)
         onset = step if event.onset is None else float(event.onset)
-        if not self._incidents or self._incidents[-1].incident.onset_step != onset:
+        if not self.incidents or self.incidents[-1].onset_step != onset:
             self._open(event, onset)  # a hook ordered it, without an incident
-        last = self._incidents[-1]
+        last = self.incidents[-1]
         last.measure(event, "ROLLBACK")
         if not trial:
-            last.update(checkpoint=target)
-            last.rollbacks += 1
-            last.cut(event.lr_scale_before, event.lr_scale)
-            if event.batches:
-                last.update(batches=batches_of(event), left_out=True)
+            last.checkpoint = target
+            last.left_out = batches_of(event) or last.left_out
+            last.count_rollback()
+            last.cut(event)
         self._undo(float(target))
         run, number = self.attempt_ids[-1]
         if event.outcome == RollbackOutcome.AFTER_CRASH:  # the process began with it
@@ -254,44 +213,38 @@ class Run:
 
     def _add_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
-        self.last_seen = _updated(LastSeen(), event)
         self._open(event, step if event.onset is None else float(event.onset))
+        self.last_incident = self.incidents[-1]
 
     def _add_alarm(self, event: EventRecord, step: float) -> None:
-        cause = event.cause or ()
         self.alarms += 1
         if event.skip:
             self.skips += 1
             self._skipped.append(step)
-        self._alarms[event.run, event.incident or 0] += 1
-        self.last_seen = _updated(self.last_seen, event)
-        readings, attempt = self.last_seen.readings, len(self.attempts) - 1
-        if event.step is not None and event.readings is not None and readings is not None:
-            nonfinite = any("NONFINITE" in name for name in cause)
-            self.points.append(AlarmPoint(step, attempt, readings, event.lr_scale, nonfinite))
+        if event.step is not None and event.readings is not None:
+            self.points.append((len(self.attempts) - 1, event))
         if event.incident:
             self._incident_of(event).add(event)
         else:
-            self.marks.append(Mark(step, MarkKind.ALARM, event))
+            self._outside[event.run] += 1
+            self.marks.append(Mark(step, event))
 
     def _add_order(self, event: EventRecord, step: float) -> None:
-        self.last_seen = _updated(self.last_seen, event)
         if event.observed:
             self.rollback_count += "ROLLBACK" in (event.action or ())
             self.stops += "STOP" in (event.action or ())
         if event.incident:
             self._incident_of(event).add(event)
         else:
-            self.marks.append(Mark(step, MarkKind.ORDER, event))
+            self.marks.append(Mark(step, event))
 
     def _add_hook(self, event: EventRecord, step: float) -> None:
-        last = self._incidents[-1] if self._incidents else None
-        where = (len(self.attempts) - 1, step)
-        if last is None or (last.incident.attempt, last.incident.step) != where:
-            self.marks.append(Mark(step, MarkKind.HOOK, event))
+        last = self.incidents[-1] if self.incidents else None
+        if last is None or (last.attempt, last.step) != (len(self.attempts) - 1, step):
+            self.marks.append(Mark(step, event))
             return
         ordered = event.ordered or ()
-        last.update(action=tuple(name for name in last.incident.action if name not in ordered))
+        last.action = tuple(name for name in last.action if name not in ordered)
         last.measure(event, *(event.action or ()))
 
     def _add_lr(self, event: EventRecord, step: float) -> None:
@@ -301,23 +254,21 @@ class Run:
         # Without `action`: the limit of an earlier cut, or an earlier healcore with cuts only.
         cut = after < before and (event.why is None or "CUT_LR" in (event.action or ()))
         self.cuts += cut
-        last = self._incidents[-1] if self._incidents else None
         # An order of the incident cut, also if the events of its alarms are gone.
-        if cut and last is not None and last.incident.attempt == len(self.attempts) - 1:
-            last.cut(before, after)
+        if cut and self.incidents and self.incidents[-1].attempt == len(self.attempts) - 1:
+            self.incidents[-1].cut(event)
 
     def _add_verdict(self, event: EventRecord, step: float) -> None:
         self.rerun = RerunVerdict(event.outcome) if event.outcome in set(RerunVerdict) else None
-        if self._incidents:
-            self._incidents[-1].measure(event)
+        if self.incidents:
+            self.incidents[-1].measure(event)
 
     def _add_stop(self, event: EventRecord, step: float) -> None:
-        self.marks.append(Mark(step, MarkKind.STOP, event))
-        if self._incidents:
-            last = self._incidents[-1]
+        self.marks.append(Mark(step, event))
+        if self.incidents:
+            last = self.incidents[-1]
             last.measure(event, "STOP")
-            if last.incident.stop_step is None:
-                last.update(stop_step=step)
+            last.stop_step = step if last.stop_step is None else last.stop_step
 
     def _add_damaged(self, event: EventRecord, step: float) -> None:
         at = event.step if event.checkpoint is None else event.checkpoint
@@ -327,37 +278,26 @@ class Run:
     def _add_end(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count, event.incidents or 0)
         self.rollback_count = max(self.rollback_count, event.rollbacks or 0)
-        self.marks.append(Mark(step, MarkKind.END, event))
+        self.marks.append(Mark(step, event))
 
     def _open(self, event: EventRecord, onset: float) -> None:
-        incident = Incident(
-            number=event.incident or len(self._incidents) + 1,
-            attempt=len(self.attempts) - 1,
-            onset_step=onset,
-            step=max(onset, float(event.step or 0)),
-            cause=tuple(event.cause or ()),
-            batches=batches_of(event),
+        self.incidents.append(
+            Incident(
+                number=event.incident or len(self.incidents) + 1,
+                attempt=len(self.attempts) - 1,
+                onset_step=onset,
+                step=max(onset, float(event.step or 0)),
+                cause=tuple(event.cause or ()),
+                batches=() if event.kind == "rollback" else batches_of(event),
+            )
         )
-        self._incidents.append(OpenIncident(incident))
 
-    def _incident_of(self, event: EventRecord) -> OpenIncident:
+    def _incident_of(self, event: EventRecord) -> Incident:
         """The event's incident; its `incident` event may be lost to a torn line."""
-        if not self._incidents or self._incidents[-1].incident.number != event.incident:
+        if not self.incidents or self.incidents[-1].number != event.incident:
             self._open(event, float(event.step or 0))
-        return self._incidents[-1]
-
-
-def _updated(seen: LastSeen, event: EventRecord) -> LastSeen:
-    readings = event.readings
-    return LastSeen(
-        seen.cause if event.cause is None else tuple(event.cause),
-        seen.onset if event.onset is None else event.onset,
-        seen.readings if readings is None else Readings(**readings.model_dump()),
-        seen.evidence
-        if event.evidence is None
-        else tuple(Evidence(each.name, each.grad_norm) for each in event.evidence),
-        seen.batches if event.batches is None else batches_of(event),
-    )
+        self.last_incident = self.incidents[-1]
+        return self.last_incident
 
 
 def is_continuation(events: Iterable[Event]) -> bool:

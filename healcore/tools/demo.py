@@ -198,7 +198,7 @@ def _show(
     out: Path,
 ) -> None:
     healed = [run for run in runs if run.arm == "healed"]
-    reports = {str(run): read_reports(run.folder / "events.jsonl").reports[0] for run in healed}
+    reports = {str(run): read_reports(run.folder / "events.jsonl")[0] for run in healed}
     console.print(_table(runs, reports, scenario), "")
     for claim in found:
         sign = "[green]ok[/]    " if claim.holds else "[red]BROKEN[/]"

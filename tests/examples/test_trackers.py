@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from examples import trackers
-from healcore.tools.traces import load, open_traces
+from healcore.tools.traces import open_traces
+from tests.tools.traces.opened_traces import load
 
 
 def test_example(tmp_path, capsys):

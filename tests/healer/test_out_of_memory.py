@@ -15,9 +15,9 @@ from torch import nn
 
 import healcore
 from healcore.runtime import events
-from healcore.runtime.events import schema
 from healcore.runtime.microbatches.window import MicrobatchError
 from tests import forked_programs
+from tests.runtime.events.checked_events import problems
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has")
 
@@ -66,7 +66,7 @@ def train(
 
 def kinds(path: Path, *wanted: str) -> list[dict[str, Any]]:
     found = events.read(path).events
-    assert [problem for each in found for problem in schema.problems(each)] == []
+    assert [problem for each in found for problem in problems(each)] == []
     return [each for each in found if each["kind"] in wanted]
 
 

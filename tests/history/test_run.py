@@ -11,7 +11,6 @@ import pytest
 import healcore.history
 from healcore.history import IncidentOutcome, Mode, Run, runs_of
 from healcore.history.process import RunState
-from healcore.history.run import MarkKind
 from healcore.runtime.events.log import Event
 from healcore.runtime.events.models import RerunVerdict
 
@@ -42,7 +41,7 @@ def test_an_incident_with_its_rollback():
     (case,) = run.incidents
     assert (case.number, case.onset_step, case.step, case.skipped) == (1, 4.0, 5.0, 2)
     assert (case.outcome, case.mode) == (IncidentOutcome.ROLLBACK, Mode.HEAL)
-    assert (case.checkpoint, case.batches, case.left_out) == (2, ((0, 4), (0, 5)), True)
+    assert (case.checkpoint, case.left_out) == (2, ((0, 4), (0, 5)))
     assert case.lr_path == (1.0, 0.5)
     assert case.evidence[0].name == "w"
     assert [each.kind for each in case.measures] == ["rollback"]
@@ -110,7 +109,7 @@ def test_which_processes_are_one_run(first, together):
 def test_how_a_run_ended(last, state):
     run = run_of(last)
     assert run.state is state
-    assert [mark.kind for mark in run.marks] == [MarkKind.END] * (last[0] == "end")
+    assert [mark.kind for mark in run.marks] == ["end"] * (last[0] == "end")
 
 
 def test_the_newest_known_good_checkpoint_is_that_of_the_store():
@@ -123,9 +122,9 @@ def test_the_newest_known_good_checkpoint_is_that_of_the_store():
 def test_fields_that_are_not_in_their_shape_are_left_out_and_named():
     wrong = {"checkpoint": "two", "lr_scale": None, "cause": ["OF_A_NEWER_ONE"], "colour": 1}
     run = run_of(("rollback", 6, {**BACK, **wrong}), ("alarm", -1, {"cause": 3}))
-    assert [(each.kind, each.fields) for each in run.malformed] == [
-        ("rollback", ("checkpoint", "lr_scale")),
-        ("alarm", ("step", "cause")),
+    assert [(event.kind, fields) for event, fields in run.malformed] == [
+        ("rollback", ["checkpoint", "lr_scale"]),
+        ("alarm", ["step", "cause"]),
     ]
     assert run.rollbacks == []
 

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from healcore.policy import PolicyError, dumps, load, loads
 from healcore.runtime.events import log
-from healcore.runtime.inert_pickle import BadPickle, read
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe.checkpoint import probe_checkpoint
@@ -30,7 +29,8 @@ from healcore.tools.probe.optimizer import probe_optimizer
 from healcore.tools.probe.result import ProbeError
 from healcore.tools.replay.scores import LabelError, read_labels
 from healcore.tools.traces import TraceError, open_traces
-from healcore.torch.checkpoint_pickle import storages
+from healcore.torch.checkpoint_contents import stored_bytes
+from healcore.torch.inert_pickle import BadPickle, read
 from healcore.torch.store import DCPStore
 from tests.hostile.pickles import dcp, packed
 from tests.hostile.run_directories import sealed_again
@@ -127,7 +127,7 @@ LABELS = json.dumps([{"file": "a", "points": 9, "spikes": [{"onset": 1, "end": 2
 READERS: dict[str, tuple[bytes, Callable[[bytes], object], tuple[type[Exception], ...]]] = {
     "pickle": (pickle.dumps([1, {"a": (2, 3)}, {4}, b"x", 2**70], 4), read, (BadPickle,)),
     "torch pickle": (
-        pickle.dumps(torch.nn.Linear(2, 2).state_dict(), 2), storages,
+        pickle.dumps(torch.nn.Linear(2, 2).state_dict(), 2), stored_bytes,
         (BadPickle, pickle.UnpicklingError),
     ),
     "torch": (packed(STATE), lambda data: _file(".pt", data, _checkpoint), (ProbeError,)),

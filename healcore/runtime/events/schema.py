@@ -1,11 +1,10 @@
-"""Defines the kinds of events, exports the formats as JSON Schema, and checks events."""
+"""Defines the kinds of events, and exports the formats as JSON Schema."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from healcore.runtime.events import log, metrics
 from healcore.runtime.events.models import EventHead, EventModel, MetricsModel
@@ -98,33 +97,6 @@ KINDS: dict[str, EventKind] = {
 
 SEVERE = frozenset({"alert", "rollback", "stop", "problem", "save_failed", "damaged", "fault"})
 """Kinds that a person should see at once: highlighted by `healcore watch`, alerts in trackers."""
-
-
-def problems(event: Mapping[str, Any]) -> list[str]:
-    """What is wrong with an event; nothing if it is as this version writes it.
-
-    Stricter than `json_schema`: unknown kinds and fields, which a reader of a newer file ignores,
-    are problems.
-    """
-    kind = KINDS.get(event.get("kind", ""))
-    if kind is None:
-        return [f"kind {event.get('kind')!r} is none of {', '.join(KINDS)}"]
-    known = {field.alias or name for name, field in EventModel.model_fields.items()}
-    found = [f"{event['kind']} has no {name}" for name in kind.needs if name not in event]
-    found += [
-        f"{event['kind']} has a field {name!r} that no event has"
-        for name in event
-        if name not in known
-    ]
-    try:
-        EventModel.model_validate(event)
-    except ValidationError as error:
-        wrong = {str(each["loc"][0]): each["msg"] for each in error.errors(include_url=False)}
-        found += [
-            f"{event['kind']}: {name}: {why}, not {event.get(name, 'left out')!r:.200}"
-            for name, why in wrong.items()
-        ]
-    return found
 
 
 def json_schema() -> dict[str, Any]:

@@ -182,26 +182,24 @@ def explain(end: RunEnd) -> str:
 def _headline(end: RunEnd) -> str:
     at = f"at step {end.step}"
     because = f": {end.why}" if end.why else ""
-    match end.ending:
-        case Ending.COMPLETED:
-            return f"The run is complete {at}{because}."
-        case Ending.STOPPED:
-            return f"healcore stopped the run {at}{because}."
-        case Ending.EXCEPTION:
-            raised = f": {end.exception}" if end.exception else ""
-            return _wrapped(f"The training loop raised an exception {at}{raised}")
-        case Ending.SIGNAL:
-            return f"The run was ended from outside {at}{because}."
-        case Ending.REQUESTED:
-            return f"The run was ended on request {at}{because}."
-        case Ending.INTERRUPTED:
-            return f"The run was interrupted from the keyboard {at}{because}."
-        case Ending.KILLED:
-            return _wrapped(
-                f"The process was killed without notice; its last event is {at}{because}. It could "
-                f"not record why: {AFTER_A_KILL}."
-            )
-    raise ValueError(f"ending is one of {', '.join(Ending)}, not {end.ending!r}")
+    if end.ending == Ending.EXCEPTION:
+        because = f": {end.exception}" if end.exception else ""
+    if end.ending not in _HEADLINES:
+        raise ValueError(f"ending is one of {', '.join(Ending)}, not {end.ending!r}")
+    text = _HEADLINES[Ending(end.ending)].format(f"{at}{because}")
+    return _wrapped(text) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else text
+
+
+_HEADLINES = {
+    Ending.COMPLETED: "The run is complete {}.",
+    Ending.STOPPED: "healcore stopped the run {}.",
+    Ending.EXCEPTION: "The training loop raised an exception {}",
+    Ending.SIGNAL: "The run was ended from outside {}.",
+    Ending.REQUESTED: "The run was ended on request {}.",
+    Ending.INTERRUPTED: "The run was interrupted from the keyboard {}.",
+    Ending.KILLED: "The process was killed without notice; its last event is {}. It could not "
+    f"record why: {AFTER_A_KILL}.",
+}
 
 
 def _seen(end: RunEnd) -> Iterator[str]:
@@ -261,17 +259,13 @@ def _actions(end: RunEnd) -> Iterator[str]:
         done.append(f"the learning rate stands at {end.lr_scale:.3g} of its schedule")
     if done:
         yield _section("Tried", "; ".join(done) + ".")
-    if end.damaged:
-        steps = ", ".join(map(str, end.damaged[-_SHOWN:]))
-        yield _section(
-            "Storage", f"checkpoints found damaged: {steps}. Check the disk that they lie on."
-        )
-
-    if end.damaged_in_memory:
-        steps = ", ".join(map(str, end.damaged_in_memory[-_SHOWN:]))
-        yield _section(
-            "Memory", f"checkpoints found damaged in host memory: {steps}. Check the machine's RAM."
-        )
+    for part, found, where, check in (
+        ("Storage", end.damaged, "", "the disk that they lie on"),
+        ("Memory", end.damaged_in_memory, " in host memory", "the machine's RAM"),
+    ):
+        if found:
+            steps = ", ".join(map(str, found[-_SHOWN:]))
+            yield _section(part, f"checkpoints found damaged{where}: {steps}. Check {check}.")
 
 
 def _unsaved(end: RunEnd) -> Iterator[str]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore import console, regular_file
+from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.history import Run
+from healcore.history import Incident, Run
 from healcore.history.process import KnownGood
 from healcore.runtime.events import Log, json_lines, log
 from healcore.runtime.events.log import Event
@@ -218,20 +219,22 @@ def last_process(events: Sequence[Event]) -> Run | None:
 
 def end_of_killed(run: Run, events: Iterable[Event], *, why: str = "") -> RunEnd:
     """The facts about a killed process; `events` may have an earlier one's last known-good."""
-    good, seen = KnownGood(), run.last_seen
+    good = KnownGood()
     for event in events:
         good.add(record(event)[0])
+    last = run.last_incident or Incident(0, 0, 0, 0)
+    readings = last.readings
     return RunEnd(
         ending=Ending.KILLED,
         step=run.last_step or 0,
         why=why,
-        cause=_cause(seen.cause),
-        onset=seen.onset,
+        cause=_cause(last.cause),
+        onset=int(last.onset_step) if last.number else None,
         open=None,
         incidents=run.incident_count,
-        readings=seen.readings,
-        evidence=seen.evidence,
-        batches=seen.batches,
+        readings=None if readings is None else Readings(**readings.model_dump()),
+        evidence=last.evidence,
+        batches=last.batches,
         undone_incidents=run.undone_incidents,
         skips=run.skips,
         undone_skips=run.undone_skips,

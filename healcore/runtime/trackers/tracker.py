@@ -1,14 +1,20 @@
-"""Defines `Tracker`, which receives metrics and events of a run, and the text of an event."""
+"""Defines `Tracker`, which receives metrics and events of a run, and how events are shown in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from healcore.runtime.events.json_lines import to_json
+from healcore.runtime.events.schema import SEVERE
+from healcore.runtime.sentences import flag_names, sentence_and_fields
+
 _NOT_IN_TEXT = frozenset(
-    {"schema", "seq", "run", "time", "mono", "kind", "step", "evidence", "batches", "readings"}
-    | {"policy_toml", "environment", "fingerprint", "host", "pid", "boot", "born"}
+    {"evidence", "batches", "readings", "policy_toml", "environment", "fingerprint"}
+    | {"host", "pid", "boot", "born"}
 )
+_ROWS = 1000
+"""Rows of a table of events; the events file has all."""
 _MAX_TEXT = 1000
 """Characters: trackers limit what a text may have (mlflow's tags to 5,000)."""
 
@@ -48,21 +54,40 @@ class Tracker(Protocol):
 
 def text_of(event: Mapping[str, Any]) -> str:
     """One line about an event, without what only programs read."""
-    fields = {name: value for name, value in event.items() if name not in _NOT_IN_TEXT}
-    kind, step, parts = event["kind"], event.get("step"), []
-    for name, value in fields.items():
-        text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        parts.append(text if name == kind else f"{name} {text}")
+    sentence, fields = sentence_and_fields(to_json(event))
+    kind, step = event["kind"], event.get("step")
+    others = (
+        f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in fields.items()
+        if name not in _NOT_IN_TEXT
+    )
     head = kind if step is None else f"{kind} at step {step}"
-    return f"{head}: {', '.join(parts)}"[:_MAX_TEXT] if parts else head
+    text = "; ".join(filter(None, (sentence.removeprefix(f"{kind}: "), ", ".join(others))))
+    return f"{head}: {text}"[:_MAX_TEXT] if text else head
 
 
-def title_of(event: Mapping[str, Any]) -> str:
-    """The title of an alert: what happened, and why."""
-    causes = ", ".join(event.get("cause", ())).lower().replace("_", " ")
-    return f"healcore: {event['kind']}{f': {causes}' if causes else ''}"
+class EventTable:
+    """The events of a run as rows of a table and as alerts, for trackers that have both.
 
+    The table has the first events of a process: when something goes wrong for long, the cause is
+    there. Its last row is always the newest event.
+    """
 
-def is_error(event: Mapping[str, Any]) -> bool:
-    """Whether the run cannot go on as it is: it was stopped, or the cause is an error."""
-    return event["kind"] == "stop" or event.get("severity") == "error"
+    def __init__(self) -> None:
+        self.columns: Any = ["step", "kind", "time", "event"]
+        self._rows: list[list[Any]] = []
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Adds a row, and alerts if a person should know."""
+        text = text_of(event)
+        del self._rows[_ROWS - 1 :]
+        self._rows.append([event["step"], event["kind"], event["time"], text])
+        if event["kind"] in SEVERE:
+            causes = flag_names(event.get("cause", ()))
+            title = f"healcore: {event['kind']}{f': {causes}' if causes else ''}"
+            # The run cannot go on as it is: it was stopped, or the cause is an error.
+            is_error = event["kind"] == "stop" or event.get("severity") == "error"
+            self._alert(title, text, event["step"], is_error=is_error)
+
+    def _alert(self, title: str, text: str, step: int | None, *, is_error: bool) -> None:
+        raise NotImplementedError

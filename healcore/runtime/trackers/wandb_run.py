@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import wandb
 
-from healcore.runtime.events.schema import SEVERE
-from healcore.runtime.trackers.event_table import EventTable
-from healcore.runtime.trackers.tracker import TrackedRun, is_error, text_of, title_of
+from healcore.runtime.trackers.tracker import EventTable, TrackedRun
 
 _SETTINGS: Any = {"console": "off"}
 """Settings of a run of its own, which does not record the program's standard output."""
 
 
-class Client:
+class Client(EventTable):
     """Logs to the active run, else to one of its own, which a restarted program continues.
 
     wandb refuses rows whose step goes back, so no step is passed: the axis is `heal/step`.
     """
 
     def __init__(self, where: str | None, own: Any) -> None:
+        super().__init__()
         self._run: Any = own or (wandb.run if where is None else None)
         self._project = where
         self._users = self._run is not None
-        self._events = EventTable()
 
     def start(self, run: TrackedRun) -> None:
         """Opens a run, unless there is one, and declares the axis."""
@@ -50,17 +47,13 @@ class Client:
         """
         self._run.log({"heal/step": step, **values}, commit=not self._users)
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Adds it to the table, and alerts if a person should know."""
-        self._events.add(event)
-        if event["kind"] in SEVERE:
-            level = "ERROR" if is_error(event) else "WARN"
-            self._run.alert(title_of(event), text_of(event), level=level)
+    def _alert(self, title: str, text: str, step: int | None, *, is_error: bool) -> None:
+        self._run.alert(title, text, level="ERROR" if is_error else "WARN")
 
     def close(self) -> None:
         """Logs the table, and finishes a run of its own."""
-        rows: Any = self._events.rows
-        table = wandb.Table(columns=list(self._events.columns), data=rows)
+        rows: Any = self._rows
+        table = wandb.Table(columns=self.columns, data=rows)
         self._run.log({"heal/events": table}, commit=not self._users)
         if not self._users:
             self._run.finish()

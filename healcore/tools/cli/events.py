@@ -18,8 +18,6 @@ from healcore.tools.terminal import console, echo, echo_json
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
 
-_HEAD = frozenset({"schema", "seq", "run", "time", "mono", "kind", "step"})
-
 app = typer.Typer(no_args_is_help=True, help="Look at the events of a run.")
 
 
@@ -64,16 +62,20 @@ def show(
 
 
 def _line(event: dict[str, Any]) -> str:
+    from healcore.runtime.sentences import sentence_and_fields
+
+    sentence, others = sentence_and_fields(event)
     step = "-" if event.get("step") is None else event["step"]
-    fields = (f"{name}={_short(value)}" for name, value in event.items() if name not in _HEAD)
+    fields = (f"{name}={_short(value)}" for name, value in others.items())
+    said = f"{_short(sentence, 300)}  " if sentence else ""
     when = str(event.get("time", ""))[:19]
-    return f"{when:19}  {step:>9}  {event['kind']:15}  {' '.join(fields)}".rstrip()
+    return f"{when:19}  {step:>9}  {event['kind']:15}  {said}{' '.join(fields)}".rstrip()
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, most: int = 100) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     text = " ".join(text.split())
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def watch(

@@ -209,6 +209,7 @@ def probe_each(
 ) -> list[ProbeResult]:
     """Probes each path or trace; one that cannot be read gives a result too."""
     from healcore.extras import MissingExtraError
+    from healcore.tools.probe import limited_process
     from healcore.tools.probe.result import unexpected, unreadable
     from healcore.tools.traces import TraceError
 
@@ -223,6 +224,7 @@ def probe_each(
             results.append(unreadable(probe, name(each), problem))
         except Exception as error:
             results.append(unexpected(probe, name(each), error))
+    limited_process.close()
     return results
 
 

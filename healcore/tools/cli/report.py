@@ -82,12 +82,13 @@ def report(
         first = first or found
         # Metrics and postmortems are next to the events file.
         inputs += [found, *found.parent.glob("*.json"), *found.parent.glob("*.jsonl")]
-        reports += read.reports
-        failed |= bool(read.unreadable)
-        for problem in read.problems[:_PRINTED]:
+        reports += read
+        failed |= any(each.unreadable for each in read)
+        problems = list(dict.fromkeys(note for each in read for note in each.notes))
+        for problem in problems[:_PRINTED]:
             echo(problem, err=True)
-        if len(read.problems) > _PRINTED:
-            echo(f"and {len(read.problems) - _PRINTED} more: see the page", err=True)
+        if len(problems) > _PRINTED:
+            echo(f"and {len(problems) - _PRINTED} more: see the page", err=True)
     if first is None:
         raise typer.Exit(UNUSABLE)
     _write(out, first, png, reports, [*inputs, *(each for each in (metrics, policy) if each)])

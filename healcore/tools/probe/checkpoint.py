@@ -22,6 +22,7 @@ from healcore.runtime.store.manifest import Found, Wrong
 from healcore.runtime.store.protocol import Saved
 from healcore.tools.probe.contents.formats import archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
+from healcore.tools.probe.limited_process import run_probe
 from healcore.tools.probe.result import (
     ERROR,
     FAIL,
@@ -41,10 +42,14 @@ def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -
 
     Raises ProbeError if it cannot be read, NothingToProbe if there is no checkpoint or array.
     """
-    path = Path(path)
+    return run_probe("checkpoint", path, inputs or CheckpointInputs())
+
+
+def judge_checkpoint(path: Path, inputs: CheckpointInputs) -> ProbeResult:
+    """`probe_checkpoint` in this process."""
     if not path.exists():
         raise ProbeError(f"{path}: there is no such file or directory")
-    return (_probe_store if is_store(path) else _probe_other)(path, inputs or CheckpointInputs())
+    return (_probe_store if is_store(path) else _probe_other)(path, inputs)
 
 
 class FiniteCheck(NamedTuple):
@@ -71,8 +76,8 @@ def check_finite(contents: Contents) -> FiniteCheck:
         try:
             for piece in array.read():
                 bad += len(piece) - int(np.count_nonzero(np.isfinite(piece)))
-        except (ProbeError, ValueError, TypeError, RuntimeError) as error:
-            unreadable.append(str(error))
+        except (ProbeError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+            unreadable.append(str(error) or f"{dotted(array.path)} asks for too much memory")
             continue
         if bad:
             nonfinite[dotted(array.path)] = bad

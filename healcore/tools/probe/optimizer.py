@@ -10,6 +10,7 @@ from typing import Any
 from healcore.tools.probe.adam_states import AdamState, Tree, adam_states, unsupported_optimizer
 from healcore.tools.probe.contents.formats import TRAINING_FACTS, open_contents
 from healcore.tools.probe.inputs import OptimizerInputs
+from healcore.tools.probe.limited_process import run_probe
 from healcore.tools.probe.moments import Deviation, Moments, deviations, measured, rounding
 from healcore.tools.probe.parameter_names import ParameterNames
 from healcore.tools.probe.result import (
@@ -29,7 +30,11 @@ def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> 
 
     Raises ProbeError if it cannot be read, NothingToProbe if no Adam-like optimizer is in it.
     """
-    path, inputs = Path(path), inputs or OptimizerInputs()
+    return run_probe("optimizer", path, inputs or OptimizerInputs())
+
+
+def judge_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
+    """`probe_optimizer` in this process."""
     contents = open_contents(path, inputs.step)
     tree = Tree(contents)
     everything = adam_states(tree)

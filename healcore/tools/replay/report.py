@@ -6,7 +6,7 @@ import numpy as np
 
 from healcore.history import Counts, Curves, Mode
 from healcore.history.curves import Envelope
-from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
+from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.policy import PolicySource, dumps, load
 from healcore.tools.replay.decisions import JudgedRows
 from healcore.tools.replay.summary import Summary
@@ -91,9 +91,7 @@ class ReplayReport:
             facts=facts(summary, result.backend),
             notes=(*result.resting, *notes),
             attempts=_attempts(summary),
-            marks=()
-            if summary.stopped_step is None
-            else (Mark(summary.stopped_step, MarkKind.STOP),),
+            marks=() if summary.stopped_step is None else (Mark(summary.stopped_step),),
         )
 
     def _thin(self, index: np.ndarray) -> None:

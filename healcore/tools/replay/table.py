@@ -13,10 +13,10 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from healcore.runtime.sentences import listed
 from healcore.tools.replay.batch import ReplayResult
 from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Score
 from healcore.tools.replay.summary import Summary
-from healcore.tools.report.descriptions import listed
 
 LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
 """Columns that a narrow terminal does not show, in the order in which they are dropped."""

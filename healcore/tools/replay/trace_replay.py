@@ -28,10 +28,15 @@ from healcore.plugins.rows import (
 )
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.sentences import listed
 from healcore.tools.replay import backends
 from healcore.tools.replay.decisions import Decided, JudgedRows, RepeatMarker, decided
-from healcore.tools.replay.summary import AttemptSummary, ReplayIncidents, Summary
-from healcore.tools.report.descriptions import listed
+from healcore.tools.replay.summary import (
+    AttemptSummary,
+    ReplayIncidents,
+    Summary,
+    SummaryCounter,
+)
 from healcore.tools.traces import Attempt, Rows, Trace
 
 OnChunk = Callable[[Rows, JudgedRows], None]

@@ -3,63 +3,41 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from healcore import regular_file
-from healcore.core.errors import HealcoreError
-from healcore.history import Curves, Incident, Run
-from healcore.history.curves import MetricCounts, gather
+from healcore.history import Run
+from healcore.history.curves import RunCurves, curves_of
 from healcore.history.metrics import (
-    CURVES,
-    MetricRow,
-    MetricRows,
     MetricsReader,
-    curve_values,
+    RowCollector,
     parse_metrics,
-    stack,
 )
 from healcore.history.run import AttemptOrigin, RunAttempt
 from healcore.runtime.events.json_lines import lines_of
 from healcore.tools.traces import TraceError, open_traces
 
 _LISTED = 20
+_WITHOUT_METRICS = (
+    "There is no metrics file: the points are the steps with an alarm, and between them nothing is "
+    "known. The argument metrics= of Healer, heal and LightningHealingCallback writes one; a run "
+    "with HealingCallback has its losses in the Trainer's own log: --metrics trainer_state.json"
+)
 
 
-class MetricsError(HealcoreError, ValueError):
-    """A metrics file that cannot be read."""
-
-
-class RunCurves(NamedTuple):
-    """The curves of a run, and the data that depend on them."""
-
-    curves: Curves
-    incidents: tuple[Incident, ...]
-    """Each with the rows of the curves in which it is."""
-    attempts: tuple[RunAttempt, ...]
-    notes: tuple[str, ...]
-    counted: MetricCounts | None = None
-    """Counts of the metrics; None: there are none, or not of all optimizers."""
-
-
-def curves_of(run: Run, metrics: Path | None) -> RunCurves:
-    """The curves of a run, without `metrics` from its alarms; MetricsError if it is unreadable."""
+def read_curves(run: Run, metrics: Path | None) -> RunCurves:
+    """The curves of a run; from its alarms without readable metrics."""
     if metrics is None:
-        return _from_alarms(
-            run,
-            "There is no metrics file: the points are the steps with an alarm, and between them "
-            "nothing is known. The argument metrics= of Healer, heal and LightningHealingCallback "
-            "writes one; a run with HealingCallback has its losses in the Trainer's own log: "
-            "--metrics trainer_state.json",
-        )
+        return _from_alarms(run, _WITHOUT_METRICS)
     try:
         return _from_lines(run, metrics) if _is_ours(metrics) else _from_trace(run, metrics)
     except (OSError, TraceError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise MetricsError(f"{metrics}: the metrics cannot be read: {why}") from error
+    unreadable = f"{metrics}: the metrics cannot be read: {why}"
+    return _from_alarms(run, unreadable, _WITHOUT_METRICS)._replace(unreadable=unreadable)
 
 
 def first_lines(what: str, found: Iterable[str], count: int | None = None) -> list[str]:
@@ -81,20 +59,22 @@ def _is_ours(path: Path) -> bool:
 
 
 def _from_lines(run: Run, path: Path) -> RunCurves:
-    ours = MetricsReader(path, run.attempt_ids)
-    curves, incidents, counted = gather(ours.chunks(), run.incidents)
-    notes = first_lines(f"{path.name}: damaged", ours.problems, ours.damaged)
-    if not curves.rows:
-        what = f"{path.name} has no line of this run ({ours.others} are of others): the points are"
-        found_curves = _from_alarms(run, f"{what} the steps with an alarm.")
-        return found_curves._replace(notes=(*notes, *found_curves.notes))
-    if ours.left_out:
-        others = ", ".join(sorted(ours.left_out))
-        notes.append(f"The curves are those of the optimizer {ours.engine}; not of {others}.")
-    more = range(len(run.attempt_ids), len(ours.ids))
+    reader = MetricsReader(path, run.attempt_ids)
+    found = curves_of(run, reader.read())
+    notes = first_lines(f"{path.name}: damaged", reader.problems, reader.damaged)
+    if not found.curves.rows:
+        what = f"{path.name} has no line of this run ({reader.others} are of others): the points"
+        return _from_alarms(run, *notes, f"{what} are the steps with an alarm.")
+    if reader.left_out:
+        others = ", ".join(sorted(reader.left_out))
+        notes.append(f"The curves are those of the optimizer {reader.engine}; not of {others}.")
+    more = range(len(run.attempt_ids), len(reader.ids))
     attempts = (RunAttempt(number, 0.0, AttemptOrigin.METRICS) for number in more)
-    counted = None if ours.left_out else counted
-    return RunCurves(curves, incidents, (*run.attempts, *attempts), tuple(notes), counted)
+    return found._replace(
+        attempts=(*found.attempts, *attempts),
+        counts=None if reader.left_out else found.counts,
+        notes=tuple(notes),
+    )
 
 
 def _from_trace(run: Run, path: Path) -> RunCurves:
@@ -108,38 +88,32 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
     survey = traces[0].survey()
     problems = [str(problem) for problem in survey.problems]
     notes = first_lines(f"{path.name}: damaged", problems, survey.problem_count)
-
-    begins = np.array([incident.onset_step for incident in run.incidents])
-    steps: set[float] = set()
-
-    def chunks() -> Iterator[MetricRows]:
-        for rows in traces[0].rows():
-            steps.update(rows.step[np.isin(rows.step, begins)].tolist())
-            nothing = np.full(len(rows.index), np.nan, np.float32)
-            values = {name: rows.values.get(name, nothing) for name in CURVES}
-            bad = np.zeros(len(rows.index), bool)
-            for name in {"loss", "grad_norm"} & set(rows.given):
-                bad |= rows.given[name] & ~np.isfinite(rows.values[name])
-            yield MetricRows(rows.step, np.full(len(rows.index), rows.attempt), values, bad)
-
-    curves, incidents, _ = gather(chunks(), run.incidents)
-    wanted = {incident.onset_step for incident in incidents}
-    if wanted and not wanted & steps:
+    collected = RowCollector()
+    for rows in traces[0].rows():
+        names = {"loss", "grad_norm"} & set(rows.given)
+        for row, step in enumerate(rows.step.tolist()):
+            logged = {
+                name: float(rows.values[name][row]) for name in names if rows.given[name][row]
+            }
+            collected.add(rows.attempt, {"step": step, **logged})
+    rows = collected.rows()._replace(flags=None)
+    begins = [incident.onset_step for incident in run.incidents]
+    if begins and not np.isin(begins, rows.step).any():
         notes.append(
             f"{path.name} has none of the steps at which an incident begins: it may be the log of "
             "another run."
         )
-    return RunCurves(curves, incidents, tuple(run.attempts), tuple(notes))
+    return curves_of(run, rows)._replace(notes=tuple(notes))
 
 
-def _from_alarms(run: Run, why: str) -> RunCurves:
+def _from_alarms(run: Run, *notes: str) -> RunCurves:
     """The values of the alarms: the last finite loss and norm, at single steps."""
-    rows, bad = [], []
-    for point in run.points:
-        lr_scale = float("nan") if point.lr_scale is None else point.lr_scale
-        values = curve_values({**point.readings._asdict(), "lr_scale": lr_scale})
-        rows.append(MetricRow(point.step, point.attempt, values))
-        bad.append(point.nonfinite)
-    chunks = [stack(rows)._replace(nonfinite=np.array(bad))] if rows else []
-    curves, incidents, _ = gather(chunks, run.incidents)
-    return RunCurves(curves._replace(isolated=True), incidents, tuple(run.attempts), (why,))
+    found, bad = RowCollector(), []
+    for attempt, event in run.points:
+        assert event.readings is not None
+        values = {"step": event.step, "lr_scale": event.lr_scale, **event.readings.model_dump()}
+        found.add(attempt, values)
+        bad.append(any("NONFINITE" in name for name in event.cause or ()))
+    rows = found.rows()._replace(nonfinite=np.array(bad, bool), flags=None)
+    of_run = curves_of(run, rows)
+    return of_run._replace(curves=of_run.curves._replace(isolated=True), notes=notes)

@@ -74,3 +74,13 @@ def has_room(places: Sequence[float], rows: Sequence[int], span: float) -> list[
         found[i] = following.get(rows[i], np.inf) - places[i] >= span
         following[rows[i]] = places[i]
     return found
+
+
+def lane(places: Sequence[float], step: np.ndarray, share: float) -> tuple[list[int], list[bool]]:
+    """The row of each marker in the lane above the curves, and whether its number has room.
+
+    A marker with its number takes `share` of the steps.
+    """
+    room = share * max(float(np.ptp(step)) if len(step) else 1.0, 1.0)
+    rows = marker_rows(places, room, LANE)
+    return rows, has_room(places, rows, room)

@@ -14,8 +14,8 @@ import numpy as np
 import healcore
 from healcore.extras import require
 from healcore.history import Incident
-from healcore.tools.report.descriptions import flag_names, mark, outcome, step_range
-from healcore.tools.report.markers import LABELLED, LANE, MARKERS, has_room, is_wide, marker_rows
+from healcore.runtime.sentences import flag_names, mark, outcome, step_range
+from healcore.tools.report.markers import LABELLED, MARKERS, is_wide, lane
 from healcore.tools.report.run_report import RunReport, by_severity
 from healcore.tools.report.sections import overview, page_title, section
 
@@ -98,9 +98,7 @@ def plot_data(report: RunReport) -> dict[str, Any]:
     curves = report.curves
     step = curves.step
     places = [incident.onset_step for incident in report.incidents]
-    room = max(float(np.ptp(step)) if len(step) else 1.0, 1.0) * 0.035
-    rows = marker_rows(places, room, LANE)
-    free = has_room(places, rows, room)
+    rows, free = lane(places, step, 0.035)
     bad = curves.nonfinite
     return {
         "step": _numbers(step),

@@ -11,7 +11,7 @@ import numpy as np
 
 from healcore.extras import require
 from healcore.history import Curves, IncidentOutcome, Mode
-from healcore.tools.report.markers import LABELLED, LANE, MARKERS, has_room, is_wide, marker_rows
+from healcore.tools.report.markers import LABELLED, MARKERS, is_wide, lane
 from healcore.tools.report.run_report import RunReport, by_severity, short_names
 
 REPORTS = 12
@@ -95,9 +95,9 @@ def _report(block: Any, report: RunReport, name: str, behind: Backdrop) -> None:
         drawn.append(("gradient norm", curves.grad_norm, _NORM, 3.0))
     if curves.lr_scale is not None:
         drawn.append(("LR ×", curves.lr_scale, _RATE, 1.3))
-    rows = _rows(report)
+    rows, free = lane([each.onset_step for each in report.incidents], curves.step, 0.03)
     heights = (0.4 + 0.3 * max(rows) if rows else 0.1, *(share for *_, share in drawn))
-    lane, *axes = block.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    top, *axes = block.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for axis, (curve, values, colour, _) in zip(axes, drawn, strict=True):
         others = _others(axis, behind, curve)
         label = behind.itself if curve == "loss" else None
@@ -112,7 +112,7 @@ def _report(block: Any, report: RunReport, name: str, behind: Backdrop) -> None:
         style = {"color": _THRESHOLD, "ls": "--", "lw": 0.9, "label": "threshold"}
         _line(axes[1], curves, curves.threshold, ~curves.undone(), **style)
     _bad(axes[0], curves)
-    _incidents(lane, axes, report, rows)
+    _incidents(top, axes, report, rows, free)
     _spans(axes, behind)
     for axis in axes:
         axis.grid(color=_GRID, lw=0.7)
@@ -124,7 +124,7 @@ def _report(block: Any, report: RunReport, name: str, behind: Backdrop) -> None:
         axes[0].text(0.5, 0.5, "no row to draw", transform=axes[0].transAxes, ha="center")
     _titles(block, report, name)
     found: dict[str, Any] = {}
-    for axis in (lane, *axes[:2]):
+    for axis in (top, *axes[:2]):
         handles, labels = axis.get_legend_handles_labels()
         found |= {label: handle for handle, label in zip(handles, labels, strict=True)}
     style = {"ncols": 10, "frameon": False, "fontsize": 8.5, "handlelength": 1.5}
@@ -211,21 +211,12 @@ def _bad(axis: Any, curves: Curves) -> None:
     axis.plot(at, np.full(len(at), 0.97), "x", ms=4, mew=1.0, label="NaN or Inf", **marks)
 
 
-def _rows(report: RunReport) -> list[int]:
-    return marker_rows([incident.onset_step for incident in report.incidents], _room(report), LANE)
-
-
-def _room(report: RunReport) -> float:
-    """Steps that a marker with its number takes."""
-    step = report.curves.step
-    return 0.03 * max(float(np.ptp(step)) if len(step) else 1.0, 1.0)
-
-
-def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence[int]) -> None:
-    lane.set_ylim(-0.8, max(rows, default=0) + 0.8)
-    lane.axis("off")
+def _incidents(
+    top: Any, axes: Sequence[Any], report: RunReport, rows: Sequence[int], free: Sequence[bool]
+) -> None:
+    top.set_ylim(-0.8, max(rows, default=0) + 0.8)
+    top.axis("off")
     incidents = report.incidents
-    free = has_room([incident.onset_step for incident in incidents], rows, _room(report))
     drawn: set[tuple[float, float]] = set()  # overlapping bands would be darker
     used: set[IncidentOutcome] = set()
     for place, (incident, row) in enumerate(zip(incidents, rows, strict=True)):
@@ -241,14 +232,14 @@ def _incidents(lane: Any, axes: Sequence[Any], report: RunReport, rows: Sequence
         for mark, step, y in marks:
             label = None if mark.outcome in used else mark.label(report.would)
             used.add(mark.outcome)
-            lane.plot(step, y, mark.matplotlib, color=mark.colour, ms=6, label=label, ls="none")
+            top.plot(step, y, mark.matplotlib, color=mark.colour, ms=6, label=label, ls="none")
         if len(incidents) <= LABELLED and free[place]:
             offset = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
-            lane.annotate(
+            top.annotate(
                 f"#{incident.number}", (at[0], row), color=marker.colour, fontsize=7.5, **offset
             )
         if incident.checkpoint is not None:
-            lane.plot([incident.checkpoint, at[0]], [row, row], ":", color=marker.colour, lw=1)
+            top.plot([incident.checkpoint, at[0]], [row, row], ":", color=marker.colour, lw=1)
 
 
 def _ending(report: RunReport) -> str:

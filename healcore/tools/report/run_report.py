@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from healcore.console import counted
 from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
-from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
-from healcore.tools.report.descriptions import STATES, counted, repeats
+from healcore.history.run import AttemptOrigin, Mark, RunAttempt
+from healcore.runtime.sentences import STATES, repeats
 from healcore.tools.report.markers import MARKERS
 
 _ORIGINS = {
@@ -45,6 +46,8 @@ class RunReport(NamedTuple):
     marks: tuple[Mark, ...] = ()
     diagnosis: str = ""
     """The text of the postmortem; may have several lines."""
+    unreadable: str = ""
+    """Why the metrics could not be read at all, or an empty string."""
 
     @property
     def would(self) -> bool:
@@ -68,7 +71,7 @@ class RunReport(NamedTuple):
         """How a run ended, or at which step a replayed one would have; empty: it would not."""
         if self.state is not None:
             return STATES[self.state]
-        stops = [mark.step for mark in self.marks if mark.kind is MarkKind.STOP]
+        stops = [mark.step for mark in self.marks if mark.kind == "stop"]
         return f"step {stops[0]:.0f}" if stops else ""
 
     def gaps(self) -> list[str]:
@@ -111,7 +114,7 @@ class RunReport(NamedTuple):
             return incident.stop_step, incident.stop
         after = self.incidents[place + 1 : place + 2]
         end = after[0].onset_step if after and after[0].attempt == incident.attempt else np.inf
-        stops = (mark.step for mark in self.marks if mark.kind is MarkKind.STOP)
+        stops = (mark.step for mark in self.marks if mark.kind == "stop")
         at = next((step for step in stops if incident.onset_step <= step < end), None)
         return None if at is None else (at, -1)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from healcore import policy as policies
 from healcore.core.errors import HealcoreError
 from healcore.history import Mode, Run, runs_of
-from healcore.history.incident import counts_of
+from healcore.history.incident import Counts, counts_of
 from healcore.history.metrics import parse_metrics
 from healcore.history.process import RunState
 from healcore.policy import Policy
@@ -19,8 +19,8 @@ from healcore.runtime.events.json_lines import first_line
 from healcore.runtime.events.metrics import path_next_to, stem
 from healcore.runtime.events.models import EventRecord
 from healcore.runtime.postmortem import postmortem
-from healcore.tools.report.curves import MetricsError, curves_of, first_lines
-from healcore.tools.report.descriptions import STATES, fault_text
+from healcore.runtime.sentences import STATES, sentence
+from healcore.tools.report.curves import first_lines, read_curves
 from healcore.tools.report.run_report import RunReport
 
 _FAULTS = 20
@@ -31,24 +31,13 @@ class ReportError(HealcoreError, ValueError):
     """A file that no report can be made of; the message has the file, the rule and the remedy."""
 
 
-class Reports(NamedTuple):
-    """The result of reading the files of some runs."""
-
-    reports: list[RunReport]
-    """One for each training run in the file, for any number of its processes."""
-    problems: list[str]
-    """Damaged and missing parts of the files; each is also in the notes of its report."""
-    unreadable: str
-    """Why the metrics could not be read at all; empty: they were, or there are none."""
-
-
 def read_reports(
     events: str | os.PathLike[str],
     *,
     metrics: str | os.PathLike[str] | None = None,
     policy: Policy | None = None,
-) -> Reports:
-    """The reports of the runs in an events file, or in a directory with one.
+) -> list[RunReport]:
+    """A report of each run in an events file, or in a directory with one.
 
     `metrics` may be any trace that `healcore replay` reads; None takes `run.metrics.jsonl` next to
     `run.events.jsonl`, if there is one. `policy` None is the preset of that name, if the run used
@@ -62,19 +51,12 @@ def read_reports(
         source = None
     damage = [f"line {each.line}: {each.problem}" for each in history.problems]
     notes = first_lines(f"{path.name}: damaged", damage)
-    unreadable = ""
     reports = []
     for run in found:
-        try:
-            report = _report(path, run, source, policy)
-        except MetricsError as error:
-            unreadable, source = str(error), None
-            notes.append(unreadable)
-            report = _report(path, run, source, policy)
+        report = _report(path, run, source, policy)
         title = f"{report.title} · {run.processes[0].id}" if len(found) > 1 else report.title
         reports.append(report._replace(title=title, notes=(*notes, *report.notes)))
-    problems = list(dict.fromkeys(note for report in reports for note in report.notes))
-    return Reports(reports, problems, unreadable)
+    return reports
 
 
 def find_events(path: Path) -> Path:
@@ -117,13 +99,13 @@ def _read(path: Path) -> History:
 
 def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -> RunReport:
     malformed = [
-        f"event {each.seq} ({each.kind}): {', '.join(each.fields)} not as specified"
-        for each in run.malformed
+        f"event {event.seq} ({event.kind}): {', '.join(fields)} not as specified"
+        for event, fields in run.malformed
     ]
     found, problem = _postmortem_of(path, run.processes[-1].id)
     diagnosis = (found or {}).get("diagnosis")
-    drawn = curves_of(run, metrics)
-    counted = drawn.counted
+    drawn = read_curves(run, metrics)
+    counted = drawn.counts or Counts(alarms=0)
     ran = policy_of(run.start, policy)
     return RunReport(
         title="/".join(path.absolute().parts[-2:]),  # run.events.jsonl alone names no run
@@ -135,21 +117,22 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
         incidents=drawn.incidents,
         counts=counts_of(
             drawn.incidents,
-            alarms=max(run.alarms, counted.alarms if counted else 0),
-            skips=max(run.skips, counted.skips if counted else 0),
-            undone_skips=max(run.undone_skips, counted.undone_skips if counted else 0),
-            clips=counted.clips if counted else None,
+            alarms=max(run.alarms, counted.alarms or 0),
+            skips=max(run.skips, counted.skips),
+            undone_skips=max(run.undone_skips, counted.undone_skips),
+            clips=counted.clips,
         ),
         facts=_facts_of(run, found),
         state=_state_of(run, found),
         notes=(
             *first_lines("fields left out, not in their shape", malformed),
             *filter(None, (problem, *drawn.notes, ran.note)),
-            *_missing(run, counted=counted is not None),
+            *_missing(run, counted=drawn.counts is not None),
         ),
         attempts=drawn.attempts,
         marks=tuple(run.marks),
         diagnosis=diagnosis if isinstance(diagnosis, str) else run.processes[-1].diagnosis,
+        unreadable=drawn.unreadable,
     )
 
 
@@ -247,7 +230,9 @@ def _facts_of(run: Run, found: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _faults(run: Run) -> str:
-    shown = "; ".join(map(fault_text, run.faults[:_FAULTS]))
+    texts = (sentence(each).removeprefix("fault: ") for each in run.faults)
+    named = [f"step {each.step}: {text}" for each, text in zip(run.faults, texts, strict=True)]
+    shown = "; ".join(named[:_FAULTS])
     more = len(run.faults) - _FAULTS
     return f"{shown}; and {more} more" if more > 0 else shown
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from healcore.history import Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
-from healcore.tools.report.descriptions import STATES, flag_names, outcome, repeats, step_range
+from healcore.runtime.sentences import STATES, flag_names, outcome, repeats, step_range
 from healcore.tools.report.markers import MARKERS
 from healcore.tools.report.run_report import RunReport, short_names
 from healcore.tools.report.runs import policy_text
@@ -19,7 +19,8 @@ _INCIDENTS = 1000
 _ATTEMPTS = 50
 _RATES = 6
 _BATCHES = 6
-"""Most attempts, multipliers of one incident, and ranges of batches that are named."""
+_TENSORS = 5
+"""Most attempts, and of one incident multipliers, ranges of batches and tensors, that are named."""
 _NOTHING = "–"
 
 _HANDLING = (
@@ -226,12 +227,13 @@ def _cells(incident: Incident) -> list[tuple[str, ...]]:
         "" if incident.checkpoint is None else str(incident.checkpoint),
         _batches(incident),
     )
-    evidence = tuple(f"{each.name} ({each.grad_norm:.3g})" for each in incident.evidence)
+    worst = incident.evidence[:_TENSORS]
+    evidence = tuple(f"{each.name} ({each.grad_norm:.3g})" for each in worst)
     return [*((cell or _NOTHING,) for cell in cells), evidence or (_NOTHING,)]
 
 
 def _rate(incident: Incident) -> str:
-    if incident.lr_after == incident.lr_before:
+    if not incident.lr_path or incident.lr_path[0] == incident.lr_path[-1]:
         return ""
     path = [f"{rate:.4g}" for rate in incident.lr_path]
     if len(path) > _RATES:
@@ -240,7 +242,7 @@ def _rate(incident: Incident) -> str:
 
 
 def _batches(incident: Incident) -> str:
-    ranges = list(_ranges(incident.batches))
+    ranges = _ranges(incident.left_out or incident.batches)
     text = "; ".join(
         f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_BATCHES]
     )

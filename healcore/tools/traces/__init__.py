@@ -7,7 +7,7 @@ for rows in traces[0].rows():
 
 from healcore.tools.traces.lineage import lineage
 from healcore.tools.traces.log_files import open_traces
-from healcore.tools.traces.trace import Attempt, Rows, Trace, TraceError, Unreadable, load
+from healcore.tools.traces.trace import Attempt, Rows, Trace, TraceError, Unreadable
 
 __all__ = [
     "Attempt",
@@ -16,6 +16,5 @@ __all__ = [
     "TraceError",
     "Unreadable",
     "lineage",
-    "load",
     "open_traces",
 ]

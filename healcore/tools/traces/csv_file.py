@@ -10,10 +10,18 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
-from healcore.tools.traces.file_rows import CellParser, Column, FileRows
 from healcore.tools.traces.names import STEP, is_step, normalized
-from healcore.tools.traces.text import BROKEN, number_in_text, open_text, skip_line, why_broken
-from healcore.tools.traces.trace import CHUNK, Findings, TraceError
+from healcore.tools.traces.text import (
+    BROKEN,
+    CellParser,
+    Column,
+    number_in_text,
+    open_text,
+    rows_of_columns,
+    skip_line,
+    why_broken,
+)
+from healcore.tools.traces.trace import CHUNK, Findings, Rows, TraceError
 
 LONGEST = 1 << 20
 """Characters of the longest line that is read."""
@@ -116,10 +124,11 @@ class TableReader:
     header: TableHeader
     columns: Mapping[str, int]
     sparse: bool
+    rows_read: int = 0
 
-    def chunks(self, findings: Findings) -> Iterator[FileRows]:
+    def chunks(self, findings: Findings) -> Iterator[Rows]:
         """See `LogReader`."""
-        row = 0
+        self.rows_read = 0
         with open_text(self.path) as file:
             line = self.header.line
             for _ in range(line):
@@ -137,11 +146,10 @@ class TableReader:
                 numbers = _all_numbers(lines, self.header.delimiter, len(self.header.names))
                 step = self.columns.get(STEP)
                 if numbers is not None and (step is None or np.isfinite(numbers[:, step]).all()):
-                    chunk = self._of_numbers(numbers, line, row)
-                    line, row = line + len(lines), chunk.end
+                    chunk = self._of_numbers(numbers, line)
+                    line += len(lines)
                 else:
-                    chunk, line = self._of_lines(lines, file, line, row, findings)
-                    row = chunk.end
+                    chunk, line = self._of_lines(lines, file, line, findings)
                 yield chunk
 
     def _next_lines(self, file: TextIO, line: int, findings: Findings) -> Iterator[str]:
@@ -162,25 +170,22 @@ class TableReader:
             if room < 0:
                 return
 
-    def _of_numbers(self, numbers: np.ndarray, line: int, row: int) -> FileRows:
-        count = len(numbers)
-        given = np.ones(count, bool)
-        return FileRows.of(
-            {name: (numbers[:, place], given) for name, place in self.columns.items()},
-            slice(None),
-            line=np.arange(line + 1, line + 1 + count),
-            row=np.arange(row, row + count),
-            end=row + count,
-        )
+    def _of_numbers(self, numbers: np.ndarray, line: int) -> Rows:
+        places = np.arange(len(numbers))
+        given = np.ones(len(numbers), bool)
+        columns = {name: (numbers[:, place], given) for name, place in self.columns.items()}
+        index = places + self.rows_read
+        self.rows_read += len(numbers)
+        return rows_of_columns(columns, slice(None), self.path, line=places + line + 1, index=index)
 
     def _of_lines(
-        self, lines: list[str], file: TextIO, line: int, row: int, findings: Findings
-    ) -> tuple[FileRows, int]:
+        self, lines: list[str], file: TextIO, line: int, findings: Findings
+    ) -> tuple[Rows, int]:
         """Rows with as many cells as the header, and the number of the last line."""
         rows = _one_per_line(lines, self.header.delimiter, len(self.header.names))
         if rows is not None:
-            places = [(line + 1 + at, row + at) for at in range(len(rows))]
-            line, row = line + len(rows), row + len(rows)
+            places = [(line + 1 + at, self.rows_read + at) for at in range(len(rows))]
+            line, self.rows_read = line + len(rows), self.rows_read + len(rows)
         else:
             places, rows = [], []
             pending = deque(lines)
@@ -189,12 +194,12 @@ class TableReader:
                 cells, count = self._next_row(pending, file, here, findings)
                 line += count
                 if cells is None:
-                    row += 1
+                    self.rows_read += 1
                 elif cells and (len(cells) > 1 or cells[0].strip()):  # as in pandas
                     if self._fits(cells, here, findings):
-                        places.append((here, row))
+                        places.append((here, self.rows_read))
                         rows.append(cells)
-                    row += 1
+                    self.rows_read += 1
         columns = {name: [cells[at] for cells in rows] for name, at in self.columns.items()}
         labels = {name: f"column '{self.header.names[at]}'" for name, at in self.columns.items()}
         chunk = CellParser(self.path, labels, _plain_column, self._number).rows(
@@ -202,8 +207,7 @@ class TableReader:
             np.ones(len(rows), bool),
             findings,
             line=[number for number, _ in places],
-            row=[number for _, number in places],
-            end=row,
+            index=[number for _, number in places],
             sparse=self.sparse,
         )
         return chunk, line

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from healcore.tools.traces.merged_rows import MergedRows
 from healcore.tools.traces.trace import (
     SIGNALS,
     Attempt,
@@ -19,7 +18,7 @@ from healcore.tools.traces.trace import (
     select_rows,
 )
 
-MergedPass = Callable[[Findings], Iterator[MergedRows]]
+MergedPass = Callable[[Findings], Iterator[Rows]]
 """Begins a pass over the rows of a trace."""
 
 
@@ -75,12 +74,12 @@ def survey(begin: MergedPass, opening: Findings) -> Survey:
     combinations: set[frozenset[str]] = set()
     attempts: list[Attempt] = []
     first_step = last_step = np.nan
-    for rows, source in begin(findings):
+    for rows in begin(findings):
         if not count:
             first_step = float(rows.step[0])
         if not attempts or rows.attempt != attempts[-1].number:
             first = float(rows.step[0])
-            attempts.append(Attempt(rows.attempt, source, rows.start, first, None))
+            attempts.append(Attempt(rows.attempt, rows.source, rows.start, first, None))
         count += len(rows.index)
         last_step = float(rows.step[-1])
         combinations |= {logged for logged, _ in by_signals(rows.given, SIGNALS)}
@@ -132,7 +131,7 @@ def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[lis
     first = np.array([attempt.first_step for attempt in attempts])
     found = list(attempts)
     stale, number, limits, top = 0, -1, first[:0], -np.inf
-    for rows, _ in begin(Findings()):
+    for rows in begin(Findings()):
         if rows.attempt != number:
             number, top = rows.attempt, -np.inf
             limits = np.minimum.accumulate(first[number + 1 :])

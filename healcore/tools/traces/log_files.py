@@ -10,18 +10,20 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from healcore.tools.traces import formats, record_files, tensorboard_file
 from healcore.tools.traces.csv_file import TableReader, read_header, runs_of
-from healcore.tools.traces.file_rows import LogReader
 from healcore.tools.traces.formats import DOCUMENT, METRICS, TABLE, TENSORBOARD, format_of
 from healcore.tools.traces.lineage import survey
-from healcore.tools.traces.merged_rows import MergedRows, merge_rows
+from healcore.tools.traces.merged_rows import LogReader, merge_rows
 from healcore.tools.traces.names import check_columns, quoted, resolve
 from healcore.tools.traces.record_files import RecordReader, Records, json_document, json_lines
 from healcore.tools.traces.text import head
 from healcore.tools.traces.trace import (
     JUDGED,
     Findings,
+    Rows,
     Trace,
     TraceError,
     TraceFinding,
@@ -93,7 +95,7 @@ def _with_more(name: str, others: int) -> str:
 
 
 def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
-    def begin(findings: Findings) -> Iterator[MergedRows]:
+    def begin(findings: Findings) -> Iterator[Rows]:
         try:
             yield from merge_rows(readers, findings)
         except OSError as error:
@@ -103,7 +105,7 @@ def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
     return Trace(
         name,
         [each.path for each in readers],
-        lambda: (part.rows for part in begin(Findings())),
+        lambda: begin(Findings()),
         lambda: survey(begin, opening),
     )
 
@@ -385,7 +387,7 @@ def _split_runs(readers: Sequence[LogReader]) -> list[list[LogReader]]:
 def _first_step(reader: LogReader) -> float | None:
     """None if the file has no steps."""
     chunk = next((each for each in reader.chunks(Findings()) if len(each.line)), None)
-    return None if chunk is None or chunk.step is None else float(chunk.step[0])
+    return None if chunk is None or np.isnan(chunk.step[0]) else float(chunk.step[0])
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

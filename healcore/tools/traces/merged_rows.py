@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 
-from healcore.tools.traces.file_rows import FileRows, LogReader
 from healcore.tools.traces.trace import (
     CHUNK,
     JUDGED,
@@ -32,14 +31,23 @@ _WINDOW = CHUNK // 8
 """How many rows late a row may be and still be merged with the row of its step."""
 
 
-class MergedRows(NamedTuple):
-    """A chunk of rows, with its file."""
+class LogReader(Protocol):
+    """One file of a known format; it can be read repeatedly."""
 
-    rows: Rows
-    source: str
+    path: str
+    rows_read: int
+    """Rows that `chunks` has read, with those left out, if the file numbers its rows (CSV)."""
+
+    def chunks(self, findings: Findings) -> Iterator[Rows]:
+        """The file from its beginning, at most `CHUNK` rows at a time.
+
+        `index` are the file's own row numbers, or -1 where rows are counted once merged. `step` is
+        finite, or NaN in every row of a file without steps.
+        """
+        ...
 
 
-def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[MergedRows]:
+def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[Rows]:
     """Reads the files in the order in which they were written; `findings` collects all remarks.
 
     Raises TraceError after `_MOST_ATTEMPTS` restarts.
@@ -47,9 +55,9 @@ def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[Mer
     merger = _Merger(findings)
     for reader in readers:
         merger.begin(reader.path)
-        held: FileRows | None = None
+        held: Rows | None = None
         for chunk in reader.chunks(findings):
-            chunk = _joined(held, merger.numbered(chunk))
+            chunk = _joined(held, merger.numbered(chunk, reader.rows_read))
             if not len(chunk.line):
                 continue
             # The last rows wait for the next chunk, which may have more rows of their steps.
@@ -60,28 +68,23 @@ def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[Mer
             yield from merger.merge(held)
 
 
-def _joined(first: FileRows | None, second: FileRows) -> FileRows:
+def _joined(first: Rows | None, second: Rows) -> Rows:
     if first is None or not len(first.line):
         return second
-
-    def both(one: np.ndarray | None, two: np.ndarray | None) -> np.ndarray | None:
-        return None if one is None or two is None else np.concatenate([one, two])
-
     lengths = len(first.line), len(second.line)
-    return FileRows(
-        line=np.concatenate([first.line, second.line]),
-        row=both(first.row, second.row),
-        end=second.end,
-        step=both(first.step, second.step),
+    return second._replace(
+        index=np.concatenate([first.index, second.index]),
+        step=np.concatenate([first.step, second.step]),
         values=join_columns([first.values, second.values], lengths, np.float32(np.nan)),
         given=join_columns([first.given, second.given], lengths, np.False_),
+        line=np.concatenate([first.line, second.line]),
     )
 
 
-def _waiting(chunk: FileRows) -> int:
+def _waiting(chunk: Rows) -> int:
     """Where the last `_WINDOW` rows begin, including the rows before them of the same step."""
     step = chunk.step
-    if step is None or len(step) <= _WINDOW:
+    if len(step) <= _WINDOW:
         return 0
     ends = np.flatnonzero(step[1 : -_WINDOW + 1] != step[:-_WINDOW])
     if len(ends):
@@ -107,22 +110,26 @@ class _Merger:
         self.path, self.base = path, self.next
         self.first_row, self.repeat_reported = True, False
 
-    def numbered(self, chunk: FileRows) -> FileRows:
+    def numbered(self, chunk: Rows, rows_read: int) -> Rows:
         """Adds the rows' index and step if they do not depend on the merge."""
-        if chunk.row is not None:
-            row = chunk.row + self.base
-            self.next = self.base + chunk.end
-        elif chunk.step is None:
-            row = np.arange(self.next, self.next + len(chunk.line))
+        if not len(chunk.line):
+            self.next = max(self.next, self.base + rows_read)
+            return chunk
+        without_steps = bool(np.isnan(chunk.step[0]))
+        if chunk.index[0] >= 0:
+            index = chunk.index + self.base
+            self.next = self.base + rows_read
+        elif without_steps:
+            index = np.arange(self.next, self.next + len(chunk.line))
             self.next += len(chunk.line)
         else:
             return chunk
-        step = row.astype(np.float64) if chunk.step is None else chunk.step
-        return chunk._replace(row=row, step=step)
+        step = index.astype(np.float64) if without_steps else chunk.step
+        return chunk._replace(index=index, step=step)
 
-    def merge(self, chunk: FileRows) -> Iterator[MergedRows]:
+    def merge(self, chunk: Rows) -> Iterator[Rows]:
         step = chunk.step
-        if step is None or not len(step):
+        if not len(step):
             return
         if step[0] > self.top and bool((step[1:] > step[:-1]).all()):
             place, starts = np.arange(len(step)), []
@@ -137,10 +144,9 @@ class _Merger:
         for number, (low, high) in enumerate(pairwise([0, *starts, len(whole.index)])):
             attempt = whole._replace(attempt=self.attempt - len(starts) + number)
             for at in range(low, high, CHUNK):
-                rows = select_rows(attempt, slice(at, min(at + CHUNK, high)))
-                yield MergedRows(rows, self.path)
+                yield select_rows(attempt, slice(at, min(at + CHUNK, high)))
 
-    def _place(self, chunk: FileRows, steps: list[float]) -> tuple[np.ndarray, list[int]]:
+    def _place(self, chunk: Rows, steps: list[float]) -> tuple[np.ndarray, list[int]]:
         """Row by row: the merged row of each, and the starts of attempts."""
         logs = [
             [name for name, given in chunk.given.items() if given[at]] for at in range(len(steps))
@@ -197,19 +203,19 @@ class _Merger:
             )
         self.repeat_reported = True
 
-    def _merged(self, chunk: FileRows, step: np.ndarray, place: np.ndarray) -> Rows:
+    def _merged(self, chunk: Rows, step: np.ndarray, place: np.ndarray) -> Rows:
         count = int(place.max()) + 1
         first = np.full(count, -1)
         first[place[::-1]] = np.arange(len(place))[::-1]
-        if chunk.row is None:
+        if chunk.index[0] < 0:
             index = np.arange(self.next, self.next + count)
             self.next += count
         else:
-            index = chunk.row[first]
+            index = chunk.index[first]
             if "loss" in chunk.given and len(place) > count:
                 # Merged table rows have the number of the row with the loss.
                 with_loss = index.copy()
-                with_loss[place[chunk.given["loss"]]] = chunk.row[chunk.given["loss"]]
+                with_loss[place[chunk.given["loss"]]] = chunk.index[chunk.given["loss"]]
                 index = with_loss if (np.diff(with_loss) > 0).all() else index
         values, given = {}, {}
         for name, logged in chunk.given.items():
@@ -217,4 +223,5 @@ class _Merger:
             values[name][place[logged]] = chunk.values[name][logged]
             given[name] = np.zeros(count, bool)
             given[name][place[logged]] = True
-        return Rows(index, step[first], values, given, self.attempt)
+        line = chunk.line[first]
+        return Rows(index, step[first], values, given, line, self.path, self.attempt)

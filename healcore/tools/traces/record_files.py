@@ -9,18 +9,19 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from healcore.tools.traces.file_rows import CellParser, Column, FileRows
 from healcore.tools.traces.formats import LOG_HISTORY, Fields
 from healcore.tools.traces.names import STEP, resolve
 from healcore.tools.traces.text import (
     BROKEN,
+    CellParser,
+    Column,
     excerpt,
     number_in_json,
     open_text,
     skip_line,
     why_broken,
 )
-from healcore.tools.traces.trace import CHUNK, Findings, TraceError
+from healcore.tools.traces.trace import CHUNK, Findings, Rows, TraceError
 
 Records = Callable[[Findings], Iterator[tuple[int, Fields]]]
 """Begins a pass over the records of a file: line (0: the format has none) and fields."""
@@ -199,6 +200,7 @@ class RecordReader:
         tags: bool = False,
     ) -> None:
         self.path = path
+        self.rows_read = 0
         self._records = records
         self._tags = tags
         self._keys, (self._picks, self.notes) = self._look(columns)
@@ -222,7 +224,7 @@ class RecordReader:
             raise TraceError(f"it has no record that could be read{first}")
         return set(keys), resolve(list(keys), columns)
 
-    def chunks(self, findings: Findings) -> Iterator[FileRows]:
+    def chunks(self, findings: Findings) -> Iterator[Rows]:
         """See `LogReader`."""
         known, picks = set(self._keys), dict(self._picks)
         ignored = 0
@@ -236,13 +238,13 @@ class RecordReader:
             lines.append(line)
             chunk.append(fields)
             if len(chunk) == CHUNK:
-                rows = self._rows(chunk, lines, picks, findings)
-                ignored += CHUNK - rows.end
+                rows, count = self._rows(chunk, lines, picks, findings)
+                ignored += count
                 yield rows
                 lines, chunk = [], []
         if chunk:
-            rows = self._rows(chunk, lines, picks, findings)
-            ignored += len(chunk) - rows.end
+            rows, count = self._rows(chunk, lines, picks, findings)
+            ignored += count
             yield rows
         if ignored and not self._tags:
             names = ", ".join(name for name in picks if name != STEP)
@@ -255,7 +257,8 @@ class RecordReader:
         lines: Sequence[int],
         picks: Mapping[str, str],
         findings: Findings,
-    ) -> FileRows:
+    ) -> tuple[Rows, int]:
+        """The rows, and how many records have none of the signals."""
         cells = {name: [fields.get(key) for fields in chunk] for name, key in picks.items()}
         logs = np.zeros(len(chunk), bool)
         for name, column in cells.items():
@@ -263,8 +266,7 @@ class RecordReader:
                 logs |= np.array([cell is not None for cell in column])
         labels = {name: f"'{key}'" for name, key in picks.items()}
         parser = CellParser(self.path, labels, _plain_column, number_in_json)
-        count = int(np.count_nonzero(logs))
-        return parser.rows(cells, logs, findings, line=lines, row=None, end=count)
+        return parser.rows(cells, logs, findings, line=lines), int(np.count_nonzero(~logs))
 
     def _add_late(self, fields: Fields, known: set[str], picks: dict[str, str]) -> None:
         """Takes a key that comes after the probed records, for a signal that has none yet."""

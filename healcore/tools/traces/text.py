@@ -7,10 +7,18 @@ import io
 import math
 import os
 import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TextIO, cast
 
+import numpy as np
+
 from healcore import regular_file
-from healcore.tools.traces.trace import TraceError
+from healcore.tools.traces.names import STEP
+from healcore.tools.traces.trace import Findings, Rows, TraceError
+
+Column = tuple[np.ndarray, np.ndarray]
+"""float64 (n,) numbers, and bool (n,): which of them were logged."""
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BROKEN = (EOFError, zlib.error, OSError)
@@ -146,3 +154,106 @@ def number_in_json(value: Any) -> float | None:
 def excerpt(text: str) -> str:
     """A short quoted piece of a damaged file."""
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+def rows_of_columns(
+    columns: Mapping[str, Column],
+    keep: slice | np.ndarray,
+    path: str,
+    *,
+    line: Sequence[int] | np.ndarray,
+    index: Sequence[int] | np.ndarray | None,
+) -> Rows:
+    """The rows `keep` of some columns of a file, one of which may be that of the steps.
+
+    `index` are the file's own row numbers, or None if rows are counted once merged.
+    """
+    signals = {name: column for name, column in columns.items() if name != STEP}
+    with np.errstate(over="ignore"):  # 1e40 is an infinite float32, as it is in training
+        values = {name: value[keep].astype(np.float32) for name, (value, _) in signals.items()}
+    lines = np.asarray(line, np.int64)[keep]
+    none = np.full(len(lines), -1)
+    return Rows(
+        index=none if index is None else np.asarray(index, np.int64)[keep],
+        step=np.array(columns[STEP][0][keep]) if STEP in columns else none * np.nan,
+        values=values,
+        given={name: given[keep] for name, (_, given) in signals.items()},
+        line=lines,
+        source=path,
+    )
+
+
+@dataclass(eq=False)
+class CellParser:
+    """Parses cells into numbers, and reports those that are not numbers.
+
+    `labels` are the columns' names in messages. `fast` parses a whole column of plain numbers, or
+    raises ValueError or OverflowError. `parse` parses one cell (None: nothing was logged), or
+    raises ValueError.
+    """
+
+    path: str
+    labels: Mapping[str, str]
+    fast: Callable[[Sequence[Any]], Column]
+    parse: Callable[[Any], float | None]
+
+    def rows(
+        self,
+        cells: Mapping[str, Sequence[Any]],
+        logs: np.ndarray,
+        findings: Findings,
+        *,
+        line: Sequence[int],
+        index: Sequence[int] | None = None,
+        sparse: bool = False,
+    ) -> Rows:
+        """The rows that have a step, if the file has steps.
+
+        `logs` is bool (n,): rows that are read. `sparse` leaves out rows without a signal. For
+        `line` and `index` see `rows_of_columns`.
+        """
+        columns = {
+            name: self._column(name, column, logs, line, findings) for name, column in cells.items()
+        }
+        keep = logs
+        if STEP in columns:
+            keep = keep & np.isfinite(columns[STEP][0])
+        if sparse:
+            keep = keep & np.any([columns[name][1] for name in columns if name != STEP], axis=0)
+        return rows_of_columns(columns, keep, self.path, line=line, index=index)
+
+    def _column(
+        self,
+        name: str,
+        cells: Sequence[Any],
+        logs: np.ndarray,
+        lines: Sequence[int],
+        findings: Findings,
+    ) -> Column:
+        lost = "the row is left out" if name == STEP else f"the row is read without {name}"
+
+        def report(at: int, why: object) -> None:
+            findings.problem(self.path, lines[at], f"{self.labels[name]}: {why}: {lost}")
+
+        no_numbers: set[int] = set()
+        try:
+            found, given = self.fast(cells)
+        except (ValueError, OverflowError):
+            found, given = np.full(len(cells), np.nan), np.zeros(len(cells), bool)
+            for at in np.flatnonzero(logs).tolist():
+                try:
+                    number = self.parse(cells[at])
+                except ValueError as error:
+                    report(at, error)
+                    no_numbers.add(at)
+                    continue
+                if number is not None:
+                    found[at], given[at] = number, True
+        if name == STEP:
+            for at in np.flatnonzero(logs & ~np.isfinite(found)).tolist():
+                if at not in no_numbers:
+                    report(at, found[at] if given[at] else "missing")
+        return found, given

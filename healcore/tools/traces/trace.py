@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,10 @@ class TraceError(HealcoreError, ValueError):
 
 
 class Rows(NamedTuple):
-    """One chunk: 1 to `CHUNK` rows of one attempt."""
+    """One chunk: 1 to `CHUNK` rows of one attempt.
+
+    A reader of a file makes the same, with what is known there: see `LogReader`.
+    """
 
     index: np.ndarray
     """int64 (n,), increasing: the row in the trace from 0, over all its files. In a CSV file
@@ -40,7 +43,11 @@ class Rows(NamedTuple):
     """float32 (n,) for each signal of the trace; NaN and Inf as recorded, NaN if not given."""
     given: Mapping[str, np.ndarray]
     """bool (n,), same keys: logged in this row. An empty cell is not; the texts nan and inf are."""
-    attempt: int
+    line: np.ndarray
+    """int64 (n,): the line of the file that the row begins in, from 1; 0 if it has no lines."""
+    source: str
+    """The file."""
+    attempt: int = 0
     """Counts from 0, and increases where the recorded run was resumed from an earlier step."""
 
     @property
@@ -162,32 +169,6 @@ class Trace:
         return self._survey
 
 
-class LoadedTrace(NamedTuple):
-    """A whole small trace: the fields of `Rows`, with the attempt of every row."""
-
-    index: np.ndarray
-    step: np.ndarray
-    values: Mapping[str, np.ndarray]
-    given: Mapping[str, np.ndarray]
-    attempt: np.ndarray
-
-
-def load(trace: Trace) -> LoadedTrace:
-    """Loads a small trace: about 40 bytes a row and signal."""
-    chunks = list(trace.rows())
-    if not chunks:
-        empty = np.empty(0, np.int64)
-        return LoadedTrace(empty, np.empty(0), {}, {}, empty)
-    lengths = [len(chunk.index) for chunk in chunks]
-    return LoadedTrace(
-        index=np.concatenate([chunk.index for chunk in chunks]),
-        step=np.concatenate([chunk.step for chunk in chunks]),
-        values=join_columns([chunk.values for chunk in chunks], lengths, np.float32(np.nan)),
-        given=join_columns([chunk.given for chunk in chunks], lengths, np.False_),
-        attempt=np.repeat([chunk.attempt for chunk in chunks], lengths),
-    )
-
-
 def join_columns(
     parts: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int], absent: np.generic
 ) -> dict[str, np.ndarray]:
@@ -219,17 +200,12 @@ def by_signals(
         yield frozenset(n for place, n in enumerate(names) if code >> place & 1), bits == code
 
 
-_Chunk = TypeVar("_Chunk", bound=tuple)
-
-
-def select_rows(chunk: _Chunk, where: slice | np.ndarray) -> _Chunk:
-    """Selects rows of a named tuple, in all its arrays and mappings of arrays."""
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return value[where]
-        if isinstance(value, Mapping):
-            return {name: column[where] for name, column in value.items()}
-        return value
-
-    return type(chunk)(*map(cut, chunk))
+def select_rows(rows: Rows, where: slice | np.ndarray) -> Rows:
+    """Selects some rows of a chunk."""
+    return rows._replace(
+        index=rows.index[where],
+        step=rows.step[where],
+        values={name: column[where] for name, column in rows.values.items()},
+        given={name: column[where] for name, column in rows.given.items()},
+        line=rows.line[where],
+    )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from healcore.console import counted
 from healcore.runtime.events.models import EventRecord
-from healcore.runtime.postmortem.diagnosis import RollbackRecord, why_none_is_good
-from healcore.tools.report.descriptions import flag_names, rerun_verdict, trial
+from healcore.runtime.postmortem.diagnosis import why_none_is_good
+from healcore.runtime.sentences import sentence
 from healcore.tools.terminal import clean
 from healcore.tools.watch.live_run import LiveRun
 
@@ -22,79 +20,11 @@ def one_line(text: str) -> str:
 
 def event_line(event: EventRecord) -> str | None:
     """The line of an event, or None for one that is not shown."""
-    text = _TEXTS.get(event.kind)
-    if text is None:
+    text = "" if event.kind == "alarm" else sentence(event)  # a run may have alarms by thousands
+    if not text:
         return None
     step = "-" if event.step is None else event.step
-    return one_line(f"{(event.time or '')[11:19]:8} {step:>8}  {text(event)}")
-
-
-def _start(event: EventRecord) -> str:
-    observed = " (it observes, and changes nothing)" if event.mode == "observe" else ""
-    framework = event.framework or ""
-    return f"run {event.run} begins: {framework}, policy {_or(event.policy)}{observed}"
-
-
-def _order(event: EventRecord) -> str:
-    would = "would order" if event.observed else "ordered"
-    return f"{would}: {', '.join(flag_names([each]) for each in event.action or ())}"
-
-
-def _rollback(event: EventRecord) -> str:
-    rate = RollbackRecord.of(event).lr_text
-    rate = f", {rate}" if rate else ""
-    number = len(event.batches or ())
-    left = f", {counted(number, 'batch', 'batches')} left out" if number else ""
-    return trial(event) or f"back to the checkpoint of step {_or(event.checkpoint)}{rate}{left}"
-
-
-def _lr(event: EventRecord) -> str:
-    before, after = event.lr_scale_before, event.lr_scale
-    if not before or not after:
-        return "learning rate"
-    would = "would be " if event.observed else ""
-    why = f": {event.why}" if event.why else ""
-    return f"learning rate {would}× {after:.3g}, was × {before:.3g}{why}"
-
-
-def _hook(event: EventRecord) -> str:
-    if event.problem is not None:
-        return f"a hook failed: {event.problem}"
-    return f"hook {event.hook or ''}: {flag_names(event.action or ()) or 'nothing'} instead"
-
-
-def _or(value: object) -> object:
-    return "?" if value is None else value
-
-
-_TEXTS: dict[str, Callable[[EventRecord], str]] = {
-    "start": _start,
-    "resume": lambda event: f"resumes from the checkpoint of step {_or(event.checkpoint)}",
-    "incident": lambda event: (
-        f"incident {_or(event.incident)}: {flag_names(event.cause or ()) or 'cause not known'}"
-    ),
-    "alert": lambda event: (
-        f"{event.severity or 'alert'}: {flag_names(event.cause or ())}: {event.diagnosis or ''}"
-    ),
-    "order": _order,
-    "rollback": _rollback,
-    "lr": _lr,
-    "verdict": rerun_verdict,
-    "grow": lambda event: (
-        f"tries {_or(event.size)} samples at a time again, not {_or(event.size_before)}"
-    ),
-    "vote": lambda event: f"the ranks agreed: {event.outcome or ''} ({event.why or ''})",
-    "hook": _hook,
-    "fault": lambda event: (
-        f"fault: {event.problem or ''}" + (f"; {event.answer}" if event.answer else "")
-    ),
-    "retried": lambda event: event.why or f"a call has succeeded at attempt {_or(event.attempt)}",
-    "stop": lambda event: f"stopped: {event.why or ''}",
-    "problem": lambda event: f"problem: {event.problem or ''}",
-    "save_failed": lambda event: f"a checkpoint was not written: {event.problem or ''}",
-    "damaged": lambda event: f"a checkpoint is damaged: {event.problem or ''}",
-    "end": lambda event: f"end: {event.ending or 'not known'}",
-}
+    return one_line(f"{(event.time or '')[11:19]:8} {step:>8}  {text}")
 
 
 # -- the state -------------------------------------------------------------------------------------
@@ -107,7 +37,7 @@ def state_lines(live: LiveRun) -> list[str]:
     state = "running" if ending is None else f"ended: {ending}"
     head = [
         "completed" if ending == "completed" else state,
-        f"step {live.step:,}" if live.step is not None else "",
+        f"step {live.run.step:,}" if live.run.step is not None else "",
         f"{live.speed:.3g} steps/s" if live.speed and ending is None else "",
         "" if start.policy is None else f"policy {start.policy}",
         "it only observes: nothing is done" if run.observes else "",
@@ -124,7 +54,7 @@ def _none_good(live: LiveRun) -> str:
         return "none yet" if live.ending is None else "none"
     if live.ending is None:
         return f"none yet, it takes {live.policy.rollback.probation} healthy steps"
-    return f"none{why_none_is_good(live.step or 0, live.policy.rollback.probation)}"
+    return f"none{why_none_is_good(live.run.step or 0, live.policy.rollback.probation)}"
 
 
 def _numbers(live: LiveRun) -> list[str]:
@@ -134,16 +64,16 @@ def _numbers(live: LiveRun) -> list[str]:
     return [
         f"loss {found['loss']:.5g}" if "loss" in found else "",
         f"gradient norm {found['grad_norm']:.4g}{limit}" if "grad_norm" in found else "",
-        "" if live.lr_scale is None else f"learning rate {would}× {live.lr_scale:.3g}",
+        "" if live.run.lr_scale is None else f"learning rate {would}× {live.run.lr_scale:.3g}",
     ]
 
 
 def _incidents(live: LiveRun) -> str:
-    count, onset = live.run.incident_count, live.run.last_seen.onset
+    count, newest = live.run.incident_count, live.run.last_incident
     if not count:
         return "no incident"
     undone = _undone(live.run.undone_incidents)
-    last = "" if onset is None else f", the last at step {onset:,}"
+    last = f", the last at step {newest.onset_step:,.0f}" if newest else ""
     return f"{counted(count, 'incident')}{undone}{last}"
 
 

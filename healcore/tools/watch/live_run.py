@@ -35,8 +35,6 @@ class LiveRun:
     def _begin_process(self, run: str | None) -> None:
         self._id = run
         self.killed = False
-        self.step: int | None = None
-        self.lr_scale: float | None = None
         self.metrics: dict[str, float] = {}
         self.policy = self._given
         self._timed: deque[tuple[float, int]] = deque(maxlen=_TIMED)
@@ -61,19 +59,18 @@ class LiveRun:
         found = self.run.add(event)
         if found.kind == "start" and self._given is None:
             self.policy = _policy_of(found)
-        self.step, self.lr_scale = self.run.step, self.run.lr_scale
         return found
 
     def add_metrics(self, line: bytes) -> None:
-        """Adds a line of the metrics; those of other runs are ignored."""
+        """Adds a line of the metrics, which are newer than the events; others' are ignored."""
         found = parse_metrics(line)
         if isinstance(found, str) or found.get("run") != self._id:
             return
         step = found["step"]
         self.metrics = curve_values(found)
         if self.ending is None:
-            self.step = step + 1  # steps done
-        self.lr_scale = self.metrics.get("lr_scale", self.lr_scale)
+            self.run.step = step + 1  # steps done
+        self.run.lr_scale = self.metrics.get("lr_scale", self.run.lr_scale)
         time = found.get("time")
         if type(time) is float:
             if self._timed and step < self._timed[-1][1]:

@@ -9,12 +9,13 @@ import jsonschema
 import pytest
 
 from healcore.core.verdict import Action
-from healcore.runtime.events import read, schema
+from healcore.runtime.events import read
 from healcore.runtime.events.schema import KINDS
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import Postmortem, path_for
 from tests.healer.run_directory import flip_a_bit
 from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.runtime.events.checked_events import problems
 from tests.runtime.store.disk_faults import read_only
 
 EXPORTED = json.loads((Path(__file__).parents[3] / "docs" / "events.schema.json").read_text())
@@ -27,7 +28,7 @@ def kinds_in(path: Path) -> set[str]:
     assert history.problems == []
     for event in history.events:
         VALIDATOR.validate(event)
-        assert schema.problems(event) == []
+        assert problems(event) == []
     for run, events in history.runs().items():
         content = json.loads(path_for(path, run).read_text())
         assert content.keys() == {"schema", *Postmortem._fields}

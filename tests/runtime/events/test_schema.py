@@ -15,6 +15,7 @@ from healcore.runtime.events import Log, read, schema
 from healcore.runtime.events.models import EventFields
 from healcore.runtime.events.schema import ENVELOPE, KINDS
 from healcore.runtime.postmortem.postmortem import Postmortem
+from tests.runtime.events.checked_events import problems
 from tests.runtime.events.sample_events import SAMPLES
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +44,7 @@ def test_there_is_a_sample_of_every_kind():
 def test_real_events_are_valid(tmp_path, kind):
     event = written(tmp_path, kind)
     VALIDATOR.validate(event)
-    assert schema.problems(event) == []
+    assert problems(event) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,7 +53,7 @@ def test_required_fields_of_a_kind(tmp_path, kind):
     for name in (*ENVELOPE, *KINDS[kind].needs):
         less = {key: value for key, value in event.items() if key != name}
         assert not VALIDATOR.is_valid(less), name
-        assert schema.problems(less), name
+        assert problems(less), name
 
 
 WRONG = {
@@ -81,7 +82,7 @@ WRONG = {
 def test_both_checks_reject_wrong_events(tmp_path, name):
     event = {**written(tmp_path, "problem"), name: WRONG[name]}
     assert not VALIDATOR.is_valid(event)
-    assert len(schema.problems(event)) == 1
+    assert len(problems(event)) == 1
 
 
 def test_the_two_checks_agree_on_every_field(tmp_path):
@@ -93,7 +94,7 @@ def test_the_two_checks_agree_on_every_field(tmp_path):
             continue
         for value in values:
             event = {**base, name: value}
-            assert VALIDATOR.is_valid(event) == (not schema.problems(event)), (name, value)
+            assert VALIDATOR.is_valid(event) == (not problems(event)), (name, value)
 
 
 def calls() -> Iterator[tuple[str, str, set[str]]]:
@@ -126,7 +127,7 @@ def test_readers_pass_over_what_later_versions_add(tmp_path):
     event = written(tmp_path, "good")
     for newer in ({**event, "colour": "red"}, {**event, "kind": "merge"}):
         VALIDATOR.validate(newer)
-        assert schema.problems(newer), "but here it would be a slip of the pen"
+        assert problems(newer), "but here it would be a slip of the pen"
 
 
 def test_the_committed_schema_is_the_one_of_the_code():
@@ -186,4 +187,4 @@ def test_the_example_on_the_page_is_valid(tmp_path):
     assert len(history.events) >= 3
     for event in history.events:
         VALIDATOR.validate(event)
-        assert schema.problems(event) == []
+        assert problems(event) == []

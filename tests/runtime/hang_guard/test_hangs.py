@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.events import read, schema
+from healcore.runtime.events import read
 from healcore.runtime.hang_guard.process_signals import END
 from tests.healer.run_directory import events, postmortems
+from tests.runtime.events.checked_events import problems
 from tests.runtime.hang_guard.processes import started
 
 BOUND_S = 300
@@ -124,7 +125,7 @@ def test_every_event_of_a_hang_is_valid(runs):
     for how in ("gil", "slow"):
         history = read(runs.folder(how) / "healcore.events.jsonl")
         assert history.problems == []
-        assert [each for event in history.events for each in schema.problems(event)] == []
+        assert [each for event in history.events for each in problems(event)] == []
 
 
 def test_a_policy_that_observes_ends_nothing(runs):

@@ -10,6 +10,7 @@ from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.postmortem.postmortem import end_of_killed, last_process
 
 ALARM: dict[str, Any] = {
+    "incident": 1,
     "cause": ["LOSS_SPIKE"],
     "readings": {"loss": 2.0, "grad_norm": "inf", "threshold": 1.0, "z": 3.0, "z_loss": 4.0},
     "skip": True,
@@ -56,7 +57,7 @@ def test_an_older_incident_is_not_reported_for_a_newer_one():
             ("incident", 5, {"incident": 1, "onset": 4, "cause": ["OVERFIT"]}),
             ("alarm", 5, {**ALARM, "evidence": evidence, "batches": [[0, 5]]}),
             ("incident", 90, {"incident": 2, "onset": 89, "cause": ["LOSS_SPIKE"]}),
-            ("alarm", 90, ALARM),
+            ("alarm", 90, {**ALARM, "incident": 2}),
             ("rollback", 91, {"checkpoint": 80, "outcome": "done", "batches": [[1, 1]]}),
         )
     )

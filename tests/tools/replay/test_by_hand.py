@@ -13,9 +13,9 @@ from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load, loads
+from healcore.runtime.sentences import outcome
 from healcore.tools.replay import replay
 from healcore.tools.replay.report import facts
-from healcore.tools.report.descriptions import outcome
 from tests.healer.training_loops import rules
 from tests.tools.replay import logs
 from tests.tools.replay.test_backends import OVERFIT
@@ -250,7 +250,7 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     assert (summary.repeat_cuts, summary.actions["CUT_LR"]) == (2, 4)
     assert summary.lowest_lr < summary.lowest_lr_first == orders[2].lr_scale
     first, second = result.incidents
-    assert (first.lr_before, first.lr_after) == (1.0, 0.5)
+    assert first.lr_path == (1.0, 0.5)
     assert "STOP" not in second.action
     assert "would roll back (once more if that had not helped)" in outcome(first)
     assert "would roll back (if that had not helped: it would stop)" in outcome(second)
@@ -318,7 +318,7 @@ def test_incidents_have_their_rows_and_steps(tmp_path):
     assert 200 < incident.index < 210
     assert incident.step == 1000 + 10 * incident.index
     assert "LOSS_SPIKE" in incident.cause
-    assert (incident.lr_before, incident.lr_after) == (1.0, 0.25)
+    assert incident.lr_path == (1.0, 0.25)
     assert "would roll back" in outcome(incident)
     assert incident.skipped > 0
 

@@ -36,7 +36,9 @@ def evidence_of(orders, loss, chunk=64):
     given = np.ones(len(loss), bool)
     for start in range(0, len(loss), chunk):
         part = slice(start, start + chunk)
-        rows = Rows(index[part], step[part], {"loss": loss[part]}, {"loss": given[part]}, 0)
+        rows = Rows(
+            index[part], step[part], {"loss": loss[part]}, {"loss": given[part]}, index[part], "log"
+        )
         record, due = as_record(tuple(column[part] for column in found_rows))
         never = np.zeros(len(index[part]), bool)
         judged = JudgedRows(

@@ -110,9 +110,9 @@ def test_metrics_that_cannot_be_read(copy, tmp_path):
 
 
 def test_metrics_of_another_run(copy, stopped):
-    found = read_reports(copy, metrics=stopped.with_name("run.metrics.jsonl"))
-    assert any("has no line of this run" in problem for problem in found.problems)
-    assert found.reports[0].curves.isolated
+    (report,) = read_reports(copy, metrics=stopped.with_name("run.metrics.jsonl"))
+    assert any("has no line of this run" in problem for problem in report.notes)
+    assert report.curves.isolated
 
 
 def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
@@ -130,7 +130,7 @@ def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
     assert f"run.events.jsonl: damaged: line {at + 1}: not JSON" in done.stderr
     assert f"run.events.jsonl: damaged: line {len(lines) + 1}: torn" in done.stderr
     assert "run.metrics.jsonl: damaged: line 8: not JSON" in done.stderr
-    (report,) = read_reports(copy).reports
+    (report,) = read_reports(copy)
     assert report.curves.rows == len(rows) - 1
     # Its alarms still show the incident.
     assert [case.number for case in report.incidents] == list(range(1, len(report.incidents) + 1))
@@ -140,20 +140,20 @@ def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
 def test_a_run_that_was_killed(copy):
     lines = copy.read_text().splitlines(keepends=True)
     copy.write_text("".join(line for line in lines if '"kind":"end"' not in line))
-    (report,) = read_reports(copy).reports
+    (report,) = read_reports(copy)
     # The process that wrote it is this one, and it is still there.
     assert report.facts["Ending"] == "still running"
     gone = [json.loads(line) for line in lines]
     gone = [{**event, "boot": "another"} for event in gone if event["kind"] != "end"]
     copy.write_text("".join(json.dumps(event) + "\n" for event in gone))
-    (report,) = read_reports(copy).reports
+    (report,) = read_reports(copy)
     assert report.facts["Ending"].startswith("killed")
 
 
 def test_a_postmortem_that_is_none(copy):
     run = lines_of(copy)[0]["run"]
     copy.with_name(f"run.postmortem.{run}.json").write_text("[")
-    assert any("postmortem" in problem for problem in read_reports(copy).problems)
+    assert any("postmortem" in problem for problem in read_reports(copy)[0].notes)
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
@@ -191,7 +191,7 @@ def test_any_value_in_any_field_is_a_page_or_a_message(copy):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         copy.with_name("run.metrics.jsonl").write_text(lines)
         try:
-            reports = read_reports(copy).reports
+            reports = read_reports(copy)
         except ReportError:
             continue
         page = render(reports)

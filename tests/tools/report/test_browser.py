@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def page_of(reports, folder: Path, script: str = "") -> Path:
 
 
 def test_it_draws_asks_for_nothing_and_has_no_error(healed, resumed, tmp_path):
-    reports = [*read_reports(healed).reports, *read_reports(resumed).reports]
+    reports = [*read_reports(healed), *read_reports(resumed)]
     opened = open_page(page_of(reports, tmp_path), tmp_path)
     assert opened.console == []
     assert opened.asked == []
@@ -58,9 +59,7 @@ def test_a_page_that_asks_would_be_seen(tmp_path):
 
 def test_nothing_overflows_on_a_tablet(stopped, tmp_path):
     script = MEASURE + "document.body.dataset.found = JSON.stringify(found);"
-    opened = open_page(
-        page_of(read_reports(stopped).reports, tmp_path, script), tmp_path, width=768
-    )
+    opened = open_page(page_of(read_reports(stopped), tmp_path, script), tmp_path, width=768)
     found = json.loads(opened.data("found").replace("&quot;", '"'))
     assert found["out"] == []
     assert found["page"] <= found["inner"]
@@ -69,7 +68,7 @@ def test_nothing_overflows_on_a_tablet(stopped, tmp_path):
 def test_nothing_overflows_on_a_phone(stopped, tmp_path):
     # A window has at least 500 pixels; a frame in it may have fewer, and is laid out like a phone.
     long = hostile()._replace(title="x" * 300, policy_name="y" * 300)
-    reports = [*read_reports(stopped).reports, long]
+    reports = [*read_reports(stopped), long]
     inner = page_of(reports, tmp_path, MEASURE + "parent.postMessage(JSON.stringify(found), '*');")
     outer = tmp_path / "outer.html"
     listen = "addEventListener('message', (e) => { document.body.dataset.found = e.data; });"
@@ -83,7 +82,7 @@ def test_nothing_overflows_on_a_phone(stopped, tmp_path):
 
 
 def test_the_printed_page_has_everything(stopped, tmp_path):
-    pdf, console = print_page(page_of(read_reports(stopped).reports, tmp_path), tmp_path)
+    pdf, console = print_page(page_of(read_reports(stopped), tmp_path), tmp_path)
     assert console == ""
     assert pdf.startswith(b"%PDF")
     # Four sheets of A4, the policy unfolded. Columns narrower than their text would need many more.
@@ -104,7 +103,7 @@ def test_a_row_zooms_and_the_axes_switch(healed, tmp_path):
     document.body.dataset.found = JSON.stringify(found);
     document.body.dataset.chosen = document.querySelectorAll("tr.chosen").length;
     """
-    (report,) = read_reports(healed).reports
+    (report,) = read_reports(healed)
     opened = open_page(page_of([report], tmp_path, script), tmp_path)
     assert opened.console == []
     whole, row, linear, recorded = json.loads(opened.data("found").replace("&quot;", '"'))
@@ -141,7 +140,7 @@ def test_the_pointer_shows_values_zooms_and_chooses(healed, tmp_path):
     found.chosen = document.querySelectorAll("tr.chosen").length;
     document.body.dataset.found = JSON.stringify(found);
     """
-    (report,) = read_reports(healed).reports
+    (report,) = read_reports(healed)
     opened = open_page(page_of([report], tmp_path, script), tmp_path)
     assert opened.console == []
     found = json.loads(opened.data("found").replace("&quot;", '"'))
@@ -191,7 +190,8 @@ def test_odd_curves_draw(tmp_path):
 
 def test_a_gap_is_a_break_and_a_stop_has_its_mark(tmp_path):
     step = np.r_[0.0:100.0, 200.0:300.0]
-    case = hostile().incidents[0]._replace(action=("ROLLBACK", "STOP"), stop_step=40.0, stop=40)
+    action = ("ROLLBACK", "STOP")
+    case = replace(hostile().incidents[0], action=action, stop_step=40.0, stop=40)
     series = Curves(step, np.linspace(2, 1, 200), index=np.arange(200))
     report = hostile()._replace(curves=series, incidents=(case,), mode=Mode.OBSERVE)
     script = """

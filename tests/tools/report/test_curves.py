@@ -46,7 +46,7 @@ def long(tmp_path) -> Path:
 
 def test_outliers_stay(long):
     tracemalloc.start()
-    (report,) = read_reports(long).reports
+    (report,) = read_reports(long)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 14e6  # the file has 5 MB as text, and some 40 MB as objects
@@ -73,7 +73,7 @@ def test_steps_beyond_float32_keep_their_place(tmp_path, long):
     rows = [json.loads(row) for row in metrics.read_text().splitlines()[:100]]
     text = "".join(json.dumps({**row, "step": row["step"] + (1 << 25) + 1}) + "\n" for row in rows)
     metrics.write_text(text)
-    (report,) = read_reports(long).reports
+    (report,) = read_reports(long)
     assert report.curves.step.tolist() == [(1 << 25) + 1 + i for i in range(100)]
 
 
@@ -88,7 +88,7 @@ def test_a_picture_of_anything(healed, stopped, tmp_path):
     ]
     reports = [hostile()._replace(curves=series, title=f"$x^{{2$ {EVIL}") for series in odd]
     draw(
-        [*read_reports(healed).reports, *read_reports(stopped).reports, *reports, empty()],
+        [*read_reports(healed), *read_reports(stopped), *reports, empty()],
         tmp_path / "a.png",
     )
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

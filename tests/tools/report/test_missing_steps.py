@@ -68,7 +68,7 @@ def test_metrics_that_a_kill_took(healed, tmp_path, monkeypatch):
     (tmp_path / "run.events.jsonl").write_bytes(healed.read_bytes())
     text = "".join(json.dumps(row) + "\n" for row in kept)
     (tmp_path / "run.metrics.jsonl").write_text(text)
-    (report,) = read_reports(tmp_path).reports
+    (report,) = read_reports(tmp_path)
     assert "no metrics for steps 31–72" in render([report])
     (gap,) = plot_data(report)["gaps"]
     assert (gap["low"], gap["high"]) == (30.0, 73.0)
@@ -86,10 +86,10 @@ def test_the_log_of_another_run_is_noted(healed, tmp_path):
     (tmp_path / "log.csv").write_text(
         "step,loss\n" + "".join(f"{step},1.5\n" for step in range(9000, 9100))
     )
-    reports = read_reports(healed, metrics=tmp_path / "log.csv")
-    assert any("the log of another run" in problem for problem in reports.problems)
+    (report,) = read_reports(healed, metrics=tmp_path / "log.csv")
+    assert any("the log of another run" in problem for problem in report.notes)
     other = [{**row, "run": "another"} for row in lines_of(healed.with_name("run.metrics.jsonl"))]
     path = tmp_path / "other.metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in other))
-    reports = read_reports(healed, metrics=path)
-    assert any("has no line of this run" in problem for problem in reports.problems)
+    (report,) = read_reports(healed, metrics=path)
+    assert any("has no line of this run" in problem for problem in report.notes)

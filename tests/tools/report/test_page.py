@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -14,9 +15,9 @@ from healcore.core.evidence import Evidence
 from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.incident import counts_of
 from healcore.history.process import RunState
-from healcore.history.run import AttemptOrigin, Mark, MarkKind, RunAttempt
+from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.runtime.events.models import EventRecord
-from healcore.tools.report.descriptions import outcome
+from healcore.runtime.sentences import outcome
 from healcore.tools.report.page import render
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
@@ -63,7 +64,7 @@ def hostile() -> RunReport:
             RunAttempt(0, 0.0, AttemptOrigin.RECORDED, EVIL),
             RunAttempt(1, 0.0, AttemptOrigin.RECORDED, EVIL),
         ),
-        marks=(Mark(30.0, MarkKind.HOOK, EventRecord(kind="hook", hook=EVIL)),),
+        marks=(Mark(30.0, EventRecord(kind="hook", hook=EVIL)),),
         diagnosis=f"{EVIL}\n  - {EVIL}\n    {EVIL}",
     )
 
@@ -93,7 +94,7 @@ class Elements(HTMLParser):
 
 
 def test_nothing_is_loaded(healed):
-    page = render(read_reports(healed).reports)
+    page = render(read_reports(healed))
     elements = Elements(page)
     for tag, attributes in elements.found:
         assert not {"src", "data", "srcset", "action", "ping"} & attributes.keys(), (
@@ -115,7 +116,7 @@ def test_nothing_is_loaded(healed):
 
 
 def test_the_page_is_small_and_has_one_script_however_many_runs(healed, stopped):
-    reports = [*read_reports(healed).reports, *read_reports(stopped).reports]
+    reports = [*read_reports(healed), *read_reports(stopped)]
     page = render(reports)
     assert len(page) < 300_000
     assert page.count("<script>") == render(reports[:1]).count("<script>") == 1
@@ -128,14 +129,14 @@ def test_the_data_is_strict_json(healed, stopped):
         raise AssertionError(f"{token} is not JSON")
 
     for events in (healed, stopped):
-        data = Elements(render(read_reports(events).reports)).scripts[0]
+        data = Elements(render(read_reports(events))).scripts[0]
         plot = json.loads(data, parse_constant=refuse)["runs"][0]
         rows = len(plot["step"])
         assert all(len(plot[name]) == rows for name in ("loss", "norm", "lr", "undone", "attempt"))
 
 
 def test_every_incident_has_its_row(healed):
-    (report,) = read_reports(healed).reports
+    (report,) = read_reports(healed)
     page = render([report])
     rows = re.findall(r'<tr id="s0-i(\d+)".*?</tr>', page)
     assert [int(row) for row in rows] == list(range(len(report.incidents)))
@@ -178,7 +179,8 @@ def test_no_run_is_no_page():
 
 def test_ten_thousand_incidents_are_a_page_that_opens():
     report = hostile()
-    many = tuple(report.incidents[0]._replace(number=i, onset_step=i % 50) for i in range(10_000))
+    first = report.incidents[0]
+    many = tuple(replace(first, number=i, onset_step=i % 50) for i in range(10_000))
     page = render([report._replace(incidents=many)])
     assert page.count("data-incident=") == 1000
     assert "9000 more are in the plot" in page

@@ -18,7 +18,7 @@ def pixels(path, colour: str) -> int:
 
 
 def test_other_runs_are_drawn_behind_the_run_of_that_title(healed, tmp_path):
-    (report,) = read_reports(healed).reports
+    (report,) = read_reports(healed)
     last = int(report.curves.step[-1])
     loss = np.where(np.arange(last) < last // 2, 1e6, np.nan)
     backdrop = Backdrop(

@@ -11,7 +11,7 @@ from healcore.core.verdict import Action
 from healcore.history import Counts, Curves, Mode
 from healcore.policy import dumps, fingerprint, load, loads
 from healcore.runtime.events.models import EventRecord
-from healcore.tools.report.descriptions import outcome
+from healcore.runtime.sentences import outcome
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import policy_of, read_reports
 from healcore.tools.report.sections import section
@@ -25,7 +25,7 @@ def of_kind(events, kind):
 @pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
 def test_every_incident_and_rollback_is_reported(run, request):
     events = request.getfixturevalue(run)
-    (report,) = read_reports(events).reports
+    (report,) = read_reports(events)
     begun = of_kind(events, "incident")
     assert len(report.incidents) == len(begun) > 2
     assert [case.number for case in report.incidents] == [event["incident"] for event in begun]
@@ -34,9 +34,8 @@ def test_every_incident_and_rollback_is_reported(run, request):
     back = [case for case in report.incidents if "ROLLBACK" in case.action]
     rollbacks = of_kind(events, "rollback")
     assert [case.checkpoint for case in back] == [event["checkpoint"] for event in rollbacks]
-    assert [case.lr_after for case in back] == [event["lr_scale"] for event in rollbacks]
-    assert [[list(b) for b in case.batches] for case in back] == [e["batches"] for e in rollbacks]
-    assert all(case.left_out for case in back)
+    assert [case.lr_path[-1] for case in back] == [event["lr_scale"] for event in rollbacks]
+    assert [[list(b) for b in case.left_out] for case in back] == [e["batches"] for e in rollbacks]
     skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
     assert sum(case.skipped for case in report.incidents) == skips > 10
     assert report.counts.undone_skips == undone(events, "alarm")
@@ -60,7 +59,7 @@ def undone(path, kind):
 @pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
 def test_curves_are_the_metrics_row_by_row(run, request):
     events = request.getfixturevalue(run)
-    (report,) = read_reports(events).reports
+    (report,) = read_reports(events)
     rows = lines_of(events.with_name("run.metrics.jsonl"))
     series = report.curves
     assert series.rows == len(rows) == len(series.step)
@@ -79,7 +78,7 @@ def test_curves_are_the_metrics_row_by_row(run, request):
 @pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
 def test_undone_steps_are_marked(run, request):
     events = request.getfixturevalue(run)
-    (report,) = read_reports(events).reports
+    (report,) = read_reports(events)
     step = report.curves.step
     # By definition: a row is undone if a later one has its step or an earlier one.
     expected = [bool(np.any(step[row + 1 :] <= step[row])) for row in range(len(step))]
@@ -93,7 +92,7 @@ def test_undone_steps_are_marked(run, request):
 
 
 def test_a_stopped_run_is_reported_as_stopped(stopped):
-    (report,) = read_reports(stopped).reports
+    (report,) = read_reports(stopped)
     assert report.facts["Ending"] == "stopped by the policy"
     assert "budget of recoveries is exhausted" in report.diagnosis
     assert "STOP" in report.incidents[-1].action
@@ -102,7 +101,7 @@ def test_a_stopped_run_is_reported_as_stopped(stopped):
 
 
 def test_a_resumed_run_is_one_report(resumed):
-    (report,) = read_reports(resumed).reports
+    (report,) = read_reports(resumed)
     assert len(report.facts["Run"].split(", ")) == 2
     fault = "step 320: unknown (error): the loop raised tests.tools.report.small_runs.Broken"
     assert report.facts["Faults"].startswith(fault)
@@ -117,28 +116,28 @@ def test_a_resumed_run_is_one_report(resumed):
 def test_two_runs_in_one_file_are_two_reports(tmp_path):
     train(tmp_path, Loop(), batches=40)
     train(tmp_path, Loop(nan=[30]), batches=50)
-    first, second = read_reports(tmp_path).reports
+    first, second = read_reports(tmp_path)
     assert (first.curves.rows, second.curves.rows) == (40, 50)
     assert (len(first.incidents), len(second.incidents)) == (0, 1)
     assert first.title != second.title
 
 
 def test_the_policy_is_the_preset_or_the_file(healed, tmp_path):
-    (report,) = read_reports(healed).reports
+    (report,) = read_reports(healed)
     assert report.policy_toml.startswith("schema = 1")
     assert "[budget]" in report.policy_toml
-    other = read_reports(healed, policy=load("conservative"))
-    assert "is not the one that the run had" in other.problems[0]
+    (other,) = read_reports(healed, policy=load("conservative"))
+    assert "is not the one that the run had" in other.notes[0]
     path, metrics = tmp_path / "a.events.jsonl", healed.with_name("run.metrics.jsonl")
     events = [{**event, "policy": "mine"} for event in lines_of(healed)]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    (mine,) = read_reports(path, metrics=metrics).reports
+    (mine,) = read_reports(path, metrics=metrics)
     assert fingerprint(loads(mine.policy_toml)) == mine.fingerprint
     older = [{name: value for name, value in e.items() if name != "policy_toml"} for e in events]
     path.write_text("".join(json.dumps(event) + "\n" for event in older))
-    found = read_reports(path, metrics=metrics)
-    assert found.reports[0].policy_toml == ""
-    assert any("--policy FILE" in problem for problem in found.problems)
+    (found,) = read_reports(path, metrics=metrics)
+    assert found.policy_toml == ""
+    assert any("--policy FILE" in problem for problem in found.notes)
 
 
 def test_a_preset_with_a_host_value_replaced_is_not_shown_as_the_preset():
@@ -159,7 +158,7 @@ def test_a_preset_with_a_host_value_replaced_is_not_shown_as_the_preset():
 def test_without_metrics_the_alarms_are_points(stopped, tmp_path):
     alone = tmp_path / "run.events.jsonl"
     alone.write_bytes(stopped.read_bytes())
-    (report,) = read_reports(alone).reports
+    (report,) = read_reports(alone)
     assert report.curves.isolated
     assert report.curves.rows == len(of_kind(stopped, "alarm"))
     assert any("no metrics file" in note for note in report.notes)
@@ -170,8 +169,8 @@ def test_any_other_log_will_do_for_the_curves(healed, tmp_path):
     rows = lines_of(healed.with_name("run.metrics.jsonl"))
     text = "".join(f"{row['step']},{row['loss']},{row['grad_norm']}\n" for row in rows)
     (tmp_path / "log.csv").write_text("step,loss,grad_norm\n" + text)
-    (mine,) = read_reports(healed).reports
-    (report,) = read_reports(healed, metrics=tmp_path / "log.csv").reports
+    (mine,) = read_reports(healed)
+    (report,) = read_reports(healed, metrics=tmp_path / "log.csv")
     np.testing.assert_array_equal(report.curves.loss, mine.curves.loss)
     np.testing.assert_array_equal(report.curves.undone(), mine.curves.undone())
     assert [case.index for case in report.incidents] == [case.index for case in mine.incidents]
@@ -180,7 +179,7 @@ def test_any_other_log_will_do_for_the_curves(healed, tmp_path):
 
 def test_an_observing_policy_did_nothing(tmp_path):
     train(tmp_path, Loop(nan=range(100, 112)), policy="observe", batches=140)
-    (report,) = read_reports(tmp_path).reports
+    (report,) = read_reports(tmp_path)
     assert report.incidents
     assert all("observed only" in outcome(case) for case in report.incidents)
     assert not report.curves.undone().any()
@@ -188,7 +187,7 @@ def test_an_observing_policy_did_nothing(tmp_path):
 
 def test_a_hook_is_reported(tmp_path):
     train(tmp_path, Loop(nan=range(60, 72)), batches=90, on_incident=lambda incident: Action(0))
-    (report,) = read_reports(tmp_path).reports
+    (report,) = read_reports(tmp_path)
     assert any(
         "changed rollback and cut lr to nothing" in outcome(case) for case in report.incidents
     )

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.traces import Trace, lineage, open_traces
+from healcore.tools.traces import Rows, Trace, lineage, open_traces
+from healcore.tools.traces.trace import join_columns
 
 
 def open_one(path: str | os.PathLike[str], **options: Any) -> Trace:
@@ -45,3 +46,21 @@ def lineage_of(trace: Trace) -> list[int]:
 def column(values: Any) -> list[float | str]:
     """The values in a form that compares NaN as equal."""
     return ["nan" if np.isnan(value) else float(value) for value in np.asarray(values)]
+
+
+def load(trace: Trace) -> Any:
+    """A whole small trace: the fields of `Rows`, with the attempt of every row."""
+    chunks = list(trace.rows())
+    if not chunks:
+        none = np.empty(0, np.int64)
+        return Rows(none, np.empty(0), {}, {}, none, "", none)  # type: ignore[arg-type]
+    lengths = [len(chunk.index) for chunk in chunks]
+    return Rows(
+        np.concatenate([chunk.index for chunk in chunks]),
+        np.concatenate([chunk.step for chunk in chunks]),
+        join_columns([chunk.values for chunk in chunks], lengths, np.float32(np.nan)),
+        join_columns([chunk.given for chunk in chunks], lengths, np.False_),
+        np.concatenate([chunk.line for chunk in chunks]),
+        chunks[0].source,
+        np.repeat([chunk.attempt for chunk in chunks], lengths),  # type: ignore[arg-type]
+    )

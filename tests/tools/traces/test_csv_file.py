@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.tools.traces import load, open_traces
+from healcore.tools.traces import open_traces
 from healcore.tools.traces.trace import CHUNK, SIGNALS
-from tests.tools.traces.opened_traces import column, open_one, problems_of, refusal, write
+from tests.tools.traces.opened_traces import column, load, open_one, problems_of, refusal, write
 
 
 def test_a_plain_file(tmp_path):

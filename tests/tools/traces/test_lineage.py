@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.tools.traces import TraceError, load, open_traces
+from healcore.tools.traces import TraceError, open_traces
 from healcore.tools.traces.trace import CHUNK
-from tests.tools.traces.opened_traces import lineage_of, open_one, write
+from tests.tools.traces.opened_traces import lineage_of, load, open_one, write
 
 
 def csv(steps, first=0):

@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 
-from healcore.tools.traces import TraceError, load, open_traces
-from tests.tools.traces.opened_traces import column, open_one, refusal, write
+from healcore.tools.traces import TraceError, open_traces
+from tests.tools.traces.opened_traces import column, load, open_one, refusal, write
 
 
 @pytest.mark.parametrize(

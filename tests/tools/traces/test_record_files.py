@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from healcore.runtime.events import Log
-from healcore.tools.traces import load, open_traces
+from healcore.tools.traces import open_traces
 from tests.tools.traces.opened_traces import (
     column,
     lineage_of,
+    load,
     open_one,
     problems_of,
     refusal,

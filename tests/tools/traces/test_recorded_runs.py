@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from healcore.tools.traces import load, open_traces
+from healcore.tools.traces import open_traces
+from tests.tools.traces.opened_traces import load
 
 TRACES = Path(__file__).parents[4] / "shared" / "traces"
 

@@ -7,10 +7,9 @@ import tracemalloc
 
 import pytest
 
-from healcore.tools.traces import load
 from healcore.tools.traces.csv_file import LONGEST
 from healcore.tools.traces.trace import CHUNK
-from tests.tools.traces.opened_traces import open_one, problems_of, write
+from tests.tools.traces.opened_traces import load, open_one, problems_of, write
 
 
 def csv(step):

@@ -7,8 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from healcore.tools.traces import load
-from tests.tools.traces.opened_traces import lineage_of, open_one, problems_of, refusal
+from tests.tools.traces.opened_traces import lineage_of, load, open_one, problems_of, refusal
 
 pytest.importorskip("tensorboard")
 writer = pytest.importorskip("torch.utils.tensorboard")

@@ -1,19 +1,18 @@
 """Reads Orbax checkpoints array by array, one chunk in memory at a time.
 
 It uses TensorStore directly: Orbax itself needs the devices of the run and reads whole trees.
-TensorStore runs in a process of its own, see `orbax_process`.
+TensorStore allocates as much as a file asks for, and some damage ends the process: see
+`limited_process`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import re
-import signal
-import subprocess
-import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,24 @@ import numpy as np
 
 from healcore import regular_file
 from healcore.extras import require
-from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
+from healcore.plugins.checkpoint_contents import (
+    PIECE,
+    Array,
+    Contents,
+    PathBudget,
+    ProbeError,
+    first_line,
+    shape_of,
+)
 
 _ITEM = "state"
-_SCRIPT = Path(__file__).with_name("orbax_process.py")
-_SECONDS = 30
-_BYTES_A_SECOND = 4 << 20
-"""A process gets a second of processor time per so many stored bytes, on top of `_SECONDS`."""
-_LEAST_MEMORY = 4 << 30
-_MOST_STARTS = 3
-"""How often the process of one item is started, because damaged arrays can end it."""
+_LARGEST_CHUNK = 1 << 38
+"""Bytes; an array of TensorStore that is larger ends the process instead of raising an error."""
 
 
 def open_orbax(folder: Path) -> Contents:
     """Opens an item of an Orbax checkpoint, or a checkpoint with all of its items.
 
-    The size of a stored chunk does not bound its unpacked size (a chunk of zeros is tiny), so the
-    process may use half of the machine's memory, and time in proportion to the stored bytes.
     Raises ProbeError if it is damaged, or of an older format without `_METADATA`.
     """
     items = (
@@ -70,6 +70,8 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
 
 
 class _Tree:
+    """One item: its index, and what TensorStore needs to open the arrays in it."""
+
     def __init__(self, item: Path) -> None:
         at = item / "_METADATA"
         try:
@@ -83,148 +85,69 @@ class _Tree:
                 }
                 for entry in content["tree_metadata"].values()
             }
-            ocdbt = bool(content.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
-            zarr3 = bool(content.get("use_zarr3", False))
+            self._ocdbt = bool(content.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
+            self._driver = "zarr3" if content.get("use_zarr3", False) else "zarr"
         except OSError as error:
             raise ProbeError(f"{at} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ProbeError(f"{at} is damaged") from None
+        require("jax", "tensorstore")
+        import tensorstore
+
+        self._open = tensorstore.open
+        # Shared by all arrays, so that their common index is read once.
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
         self._item = item
-        self._process = _Process(item, ocdbt=ocdbt, zarr3=zarr3)
 
     def array(self, path: tuple[str, ...], name: str) -> Array:
         """Opens one array, or raises ProbeError if it is damaged."""
+        place = f"{self._item}/"
+        store: dict[str, Any] = {"driver": "file", "path": f"{place}{name}/"}
+        if self._ocdbt:
+            base = {"driver": "file", "path": place}
+            store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        elif os.path.commonpath((place, os.path.normpath(store["path"]))) != place[:-1]:
+            raise ProbeError(f"{self._item}: {name[:200]} is outside of it")
+        spec = {"driver": self._driver, "kvstore": store}
         try:
-            opened = self._process.open(name)
-            dtype, shape = str(opened["dtype"]), shape_of(opened["shape"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ProbeError(f"{self._item}: {name[:200]} is damaged: {error}") from None
-        return Array(path, dtype, shape, self._reader(name))
+            opened = self._open(spec, open=True, read=True, context=self._context).result()
+            dtype, shape = opened.dtype.name, shape_of(list(opened.shape))
+        except Exception as error:  # TensorStore raises ValueError for any damage
+            raise self._damaged(name, error) from None
 
-    def _reader(self, name: str) -> Callable[[], Iterator[np.ndarray]]:
         def read() -> Iterator[np.ndarray]:
             try:
-                yield from self._process.read(name)
-            except ValueError as error:
-                raise ProbeError(f"{self._item}: {name[:200]} is damaged: {error}") from None
+                yield from _pieces(opened)
+            except Exception as error:
+                raise self._damaged(name, error) from None
 
-        return read
+        return Array(path, dtype, shape, read)
+
+    def _damaged(self, name: str, error: Exception) -> ProbeError:
+        return ProbeError(f"{self._item}: {name[:200]} is damaged: {first_line(error)}")
 
 
-class _ArrayError(ValueError):
-    """An array is damaged, but the process still runs."""
+def _pieces(opened: Any) -> Iterator[np.ndarray]:
+    """The elements of an array, 1-d, in dtypes that NumPy can compare and add.
 
-
-class _Process:
-    """The process that reads the arrays of one item, restarted if an array ends it."""
-
-    def __init__(self, item: Path, *, ocdbt: bool, zarr3: bool) -> None:
-        require("jax", "tensorstore")
-        stored = sum(
-            os.lstat(os.path.join(at, name)).st_size
-            for at, _, names in os.walk(item)
-            for name in names
+    They are read chunk by chunk, since reading across chunks would decode some of them twice.
+    """
+    shape = tuple(opened.shape)
+    chunk = opened.chunk_layout.read_chunk.shape or shape
+    steps = [max(1, step or size) for size, step in zip(shape, chunk, strict=True)]
+    if math.prod(steps) * opened.dtype.numpy_dtype.itemsize > _LARGEST_CHUNK:
+        raise ValueError("a chunk of it is larger than any memory")
+    starts = (range(0, size, step) for size, step in zip(shape, steps, strict=True))
+    for corner in itertools.product(*starts):
+        box = tuple(slice(at, at + step) for at, step in zip(corner, steps, strict=True))
+        box = tuple(
+            slice(part.start, min(part.stop, size)) for part, size in zip(box, shape, strict=True)
         )
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._options = {
-            "item": str(item),
-            "ocdbt": ocdbt,
-            "zarr3": zarr3,
-            "memory": max(_LEAST_MEMORY, memory // 2),
-            "seconds": _SECONDS + stored // _BYTES_A_SECOND,
-        }
-        self._running: subprocess.Popen[bytes] | None = None
-        self._starts = 0
-
-    def open(self, name: str) -> Mapping[str, Any]:
-        """Dtype and shape of an array, or ValueError if it is damaged."""
-        self._send(open=name)
-        return self._answer()
-
-    def read(self, name: str) -> Iterator[np.ndarray]:
-        """The elements of an array in pieces, or ValueError if it is damaged; one at a time."""
-        self._send(read=name)
-        ended = False
-        try:
-            answer = self._answer()
-            while "end" not in answer:
-                piece = np.frombuffer(self._bytes(answer["bytes"]), np.dtype(answer["dtype"]))
-                answer = self._answer()
-                ended = "end" in answer
-                yield piece
-            ended = True
-        except _ArrayError:
-            ended = True
-            raise
-        finally:
-            if not ended:
-                self._stop()
-
-    def _send(self, **what: str) -> None:
-        if self._running is None:
-            if self._starts == _MOST_STARTS:
-                raise ValueError("it was not read, others of it ended the process that reads them")
-            self._starts += 1
-            # -P: nothing is imported from the folder of the script.
-            self._running = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT), json.dumps(self._options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            weakref.finalize(self, _end, self._running)
-        assert self._running.stdin is not None
-        try:
-            self._running.stdin.write(json.dumps(what).encode() + b"\n")
-            self._running.stdin.flush()
-        except BrokenPipeError:
-            self._ended()
-
-    def _answer(self) -> Mapping[str, Any]:
-        assert self._running is not None
-        assert self._running.stdout is not None
-        text = self._running.stdout.readline()
-        if not text.endswith(b"\n"):
-            self._ended()
-        answer = json.loads(text)
-        if "error" in answer:
-            raise _ArrayError(answer["error"])
-        return answer
-
-    def _bytes(self, count: int) -> bytes:
-        assert self._running is not None
-        assert self._running.stdout is not None
-        data = self._running.stdout.read(count)
-        if len(data) != count:
-            self._ended()
-        return data
-
-    def _ended(self) -> None:
-        status = self._stop()
-        why = "out of memory, or a file of it is missing" if status >= 0 else "killed"
-        if status == -signal.SIGXCPU:
-            why = "it takes too long for what is stored of it"
-        elif status < 0:
-            why = signal.strsignal(-status) or why
-        raise ValueError(f"reading it ended the process that reads it ({why})")
-
-    def _stop(self) -> int:
-        running, self._running = self._running, None
-        return 0 if running is None else _end(running)
-
-
-def _end(running: subprocess.Popen[bytes]) -> int:
-    for pipe in (running.stdin, running.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue
-    try:
-        return running.wait(1)
-    except subprocess.TimeoutExpired:
-        running.kill()
-        return running.wait()
+        values = np.asarray(opened[box].read().result()).reshape(-1)
+        for at in range(0, len(values), PIECE):
+            piece = values[at : at + PIECE]
+            # NumPy does not know the NaN of ml_dtypes' floats.
+            yield piece if piece.dtype.kind in "fiubc" else piece.astype(np.float32)
 
 
 def _escaped(name: str) -> str:

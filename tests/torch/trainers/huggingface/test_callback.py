@@ -15,9 +15,9 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from healcore.runtime.events import log as events_log
-from healcore.runtime.events import schema
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback
+from tests.runtime.events.checked_events import problems
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
 
@@ -58,7 +58,7 @@ def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Pa
 
 
 def schema_problems(events: list[dict[str, Any]]) -> list[str]:
-    return [problem for event in events for problem in schema.problems(event)]
+    return [problem for event in events for problem in problems(event)]
 
 
 def test_without_the_callback_the_same_batch_ends_the_run(tmp_path: Path):
