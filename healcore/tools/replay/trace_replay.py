@@ -35,7 +35,6 @@ from healcore.tools.replay.summary import (
     AttemptSummary,
     ReplayIncidents,
     Summary,
-    SummaryCounter,
 )
 from healcore.tools.traces import Attempt, Rows, Trace
 
