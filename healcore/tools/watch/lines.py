@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from healcore.console import counted
 from healcore.runtime.events.models import EventRecord
-from healcore.runtime.postmortem.diagnosis import RollbackRecord, why_none_is_good
+from healcore.runtime.postmortem.diagnosis import why_none_is_good
+from healcore.runtime.recovery.rollback import Rollback
 from healcore.tools.report.descriptions import flag_names, rerun_verdict, trial
 from healcore.tools.terminal import clean
 from healcore.tools.watch.live_run import LiveRun
@@ -41,7 +42,7 @@ def _order(event: EventRecord) -> str:
 
 
 def _rollback(event: EventRecord) -> str:
-    rate = RollbackRecord.of(event).lr_text
+    rate = Rollback.of(event).lr_text
     rate = f", {rate}" if rate else ""
     number = len(event.batches or ())
     left = f", {counted(number, 'batch', 'batches')} left out" if number else ""
