@@ -17,10 +17,8 @@ from pydantic import ConfigDict, TypeAdapter
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
-from healcore.runtime.recovery.rollback import Rollback, Status
+from healcore.runtime.recovery.rollback import Rollback
 
-_ADDED = ("rollbacks", "undone_incidents", "skips", "undone_skips", "untrained")
-"""Counts that ledgers of earlier releases lack."""
 _MAX_INCIDENTS = 1000
 """Incidents kept; the oldest are dropped."""
 
@@ -225,16 +223,10 @@ class Ledger:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
         """The inverse of `to_dict`; ValueError for what `to_dict` does not return."""
-        content = dict(data)
-        for earlier in content.pop("past_rollbacks", ()):  # of earlier releases
-            onset, target, *step = earlier
-            past = Rollback(index=onset, onset=onset, target=target, status=Status.APPLIED)
-            past.step = step[0] if step else onset
-            content.setdefault("rollbacks", []).append(asdict(past))
-        missing = {each.name for each in fields(cls)} - {*_ADDED, *content}
+        missing = {each.name for each in fields(cls)} - data.keys()
         if missing:
             raise ValueError(f"a ledger without {', '.join(sorted(missing))}")
-        return _LEDGER.validate_json(json.dumps(content), strict=True)
+        return _LEDGER.validate_json(json.dumps(data), strict=True)
 
 
 _LEDGER = TypeAdapter(Ledger)

@@ -54,10 +54,3 @@ def test_a_rerun_is_no_attempt():
     ledger.on_rollback(rerun, None)
     assert ledger.same_trouble(250) == []
     assert ledger.same_trouble(250, reruns=True) == [rerun]
-
-
-def test_the_rollbacks_of_an_older_ledger_are_read():
-    saved = Ledger().to_dict() | {"past_rollbacks": [[250, 100], [300, 100, 420, "rate"]]}
-    del saved["rollbacks"]
-    found = Ledger.from_dict(saved).rollbacks
-    assert [(e.onset, e.target, e.step) for e in found] == [(250, 100, 250), (300, 100, 420)]
