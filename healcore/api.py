@@ -30,7 +30,7 @@ from healcore.runtime.loop.termination import RunStopped as RunStopped
 from healcore.runtime.loop.termination import Terminated as Terminated
 from healcore.runtime.microbatches.splitting import UnsplittableBatch as UnsplittableBatch
 from healcore.runtime.microbatches.window import MicrobatchError as MicrobatchError
-from healcore.runtime.rollback.journal import JournalError as JournalError
+from healcore.runtime.recovery.journal import JournalError as JournalError
 from healcore.runtime.store import CheckpointDamaged as CheckpointDamaged
 from healcore.runtime.store import CheckpointStore as CheckpointStore
 from healcore.runtime.store import Keep as Keep

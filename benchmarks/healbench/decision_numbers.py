@@ -36,8 +36,8 @@ CONSTANTS = (
     "healcore.runtime.loop.saves:RECENT_ALARM",
     "healcore.runtime.loop.setup:MOST_CANDIDATES",
     "healcore.runtime.store.retention:Keep.good",
-    "healcore.runtime.incidents.monitor:REMEMBERED",
-    "healcore.runtime.incidents.monitor:INTERVALS",
+    "healcore.runtime.recovery.monitor:REMEMBERED",
+    "healcore.runtime.recovery.monitor:INTERVALS",
 )
 """Constants of modules, and defaults of a NamedTuple's fields."""
 SHARED = {

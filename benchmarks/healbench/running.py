@@ -170,8 +170,8 @@ def _with_imports(files: set[Path]) -> set[Path]:
 DECIDING = (
     "healcore/core",
     "healcore/policy",
-    *(f"healcore/runtime/{name}" for name in ("incidents", "rollback", "loop")),
-    *(f"healcore/runtime/{name}" for name in ("dominance", "recovery", "driver")),
+    *(f"healcore/runtime/{name}" for name in ("dominance", "driver", "incidents", "loop")),
+    "healcore/runtime/recovery",
 )
 """Files and folders of healcore that decide; those of the adapter are its modules and `driver`."""
 

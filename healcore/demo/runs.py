@@ -14,7 +14,7 @@ import numpy as np
 from healcore.demo.scenario import Corpus, Scenario
 from healcore.policy import Policy
 from healcore.runtime.events.models import EventRecord
-from healcore.runtime.postmortem.diagnosis import RollbackRecord
+from healcore.runtime.recovery.rollback import Rollback
 
 ARMS = ("unprotected", "fixed clip", "healed")
 """No protection; gradients clipped to norm 1.0, the usual protection; healcore's `Healer`."""
@@ -170,6 +170,6 @@ def _rollback_claims(plain: DemoRun, healed: DemoRun, scenario: Scenario) -> Ite
         where = ", where it had started" if back["initial"] else ""
         text = f"{healed}: goes back to a known-good checkpoint: step {back['checkpoint']}{where}"
         yield DemoClaim(text, not back["initial"])
-        done = RollbackRecord.of(EventRecord.model_validate(back))
+        done = Rollback.of(EventRecord.model_validate(back))
         text = f"{healed}: goes on slower: {done.lr_text or 'no'}"
         yield DemoClaim(text, done.lowers_lr)

@@ -32,7 +32,6 @@ from healcore.runtime.faults import classify
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import EventHook, Hook, Hooks
-from healcore.runtime.ledger import IncidentRecord
 from healcore.runtime.loop.lifecycle import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_facts import run_end
@@ -40,6 +39,7 @@ from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.postmortem.postmortem import path_for
+from healcore.runtime.recovery.ledger import IncidentRecord
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.trackers import select
@@ -447,10 +447,10 @@ class Healer(Generic[State]):
             The caller drops the gradients.
         """
         loop = self._live
-        states = loop.rollbacks.host.drawn()
+        states = loop.restorer.host.drawn()
 
         def restore() -> None:
-            loop.rollbacks.host.set_generators(states)
+            loop.restorer.host.set_generators(states)
             if why_not := loop.driver.undo_window():
                 loop.warn(f"a step is repeated, and something else differs: {why_not}")
 

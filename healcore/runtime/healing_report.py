@@ -12,14 +12,14 @@ from healcore.core.verdict import Cause, names
 from healcore.runtime.driver import Driver
 from healcore.runtime.events import json_lines
 from healcore.runtime.events.models import Ending
-from healcore.runtime.ledger import IncidentRecord
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import (
-    RollbackRecord,
     RunEnd,
     why_none_is_good,
     with_undone,
 )
+from healcore.runtime.recovery.ledger import IncidentRecord
+from healcore.runtime.recovery.rollback import Rollback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class HealingReport:
     """Incidents that are over."""
     history: tuple[IncidentRecord, ...]
     """The incidents, oldest first."""
-    rollbacks: tuple[RollbackRecord, ...]
-    """The rollbacks of this process."""
+    rollbacks: tuple[Rollback, ...]
+    """The rollbacks, oldest first."""
     counts: dict[str, int]
     """Name of a cause -> number of incidents. Besides: `skips` and `clips` (steps), `undone_skips`
     (skips that a rollback has undone), `lr_cuts`, `shrinks` of the micro-batch, and
@@ -108,7 +108,7 @@ class HealingReport:
             vars(self)
             | {
                 "history": [vars(each) for each in self.history],
-                "rollbacks": [each._asdict() for each in self.rollbacks],
+                "rollbacks": [vars(each) for each in self.rollbacks],
                 "optimizers": {name: vars(each) for name, each in self.optimizers.items()},
             }
         )

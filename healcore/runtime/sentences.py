@@ -17,7 +17,7 @@ from healcore.history.run import Mark
 from healcore.runtime.events.models import EventRecord, RollbackOutcome, record
 from healcore.runtime.events.schema import ENVELOPE
 from healcore.runtime.faults import FAILURES
-from healcore.runtime.postmortem.diagnosis import RollbackRecord
+from healcore.runtime.recovery.rollback import Rollback
 
 STATES = {
     RunState.COMPLETED: "completed",
@@ -91,7 +91,7 @@ def _rollback(event: EventRecord) -> str:
     number = len(event.batches or ())
     parts = (
         f"from step {event.step or 0} back to the checkpoint of step {_or(event.checkpoint)}",
-        RollbackRecord.of(event).lr_text,
+        Rollback.of(event).lr_text,
         f"{counted(number, 'batch', 'batches')} left out" if number else "",
         "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
         "the snapshot that the run started from" if event.initial else "",

@@ -39,17 +39,22 @@ DECIDING = (
     *("core/clipping/recent_max", "core/clipping/fixed", "core/clipping/verdict"),
     *(f"core/engine/{name}" for name in ("budget", "engine", "enforce", "incident", "judge")),
     *(f"core/engine/{name}" for name in ("lr", "rules", "skip_limit")),
-    *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/incidents/monitor"),
-    *(f"runtime/loop/{name}" for name in ("action_executor", "order_executor", "saves")),
-    *("runtime/rollback/checkpoint_choice", "runtime/rollback/engine_states"),
-    *("runtime/checkpoints/catalog", "runtime/ledger", "runtime/store/retention"),
+    *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/loop/saves"),
+    *(
+        f"runtime/recovery/{name}"
+        for name in (
+            *("change", "checkpoint_choice", "engine_states", "ledger", "monitor", "recovery"),
+            "restoring",
+        )
+    ),
+    *("runtime/checkpoints/catalog", "runtime/store/retention"),
 )
 """Modules of healcore whose code decides."""
 ARITHMETIC = {
     "core/detectors/records": {"_COUNTED"},
     "core/engine/lr": {"_MOST"},
     "core/engine/rules": {"_NEVER"},
-    "runtime/ledger": {"_MAX_INCIDENTS"},
+    "runtime/recovery/ledger": {"_MAX_INCIDENTS"},
 }
 """Bounds of arithmetic and memory."""
 COUNTS = {

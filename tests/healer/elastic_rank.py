@@ -38,7 +38,7 @@ from healcore import policy as policies
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop import lifecycle
-from healcore.runtime.loop.action_executor import ActionExecutor
+from healcore.runtime.recovery.recovery import Recovery
 from healcore.runtime.store import commit
 from healcore.torch.store import DCPStore
 
@@ -121,7 +121,7 @@ class Watched:
         self._begun: dict[str, int] = dict.fromkeys(PHASES, 0)
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
-        self._watch(ActionExecutor, "_roll_back", BACK)
+        self._watch(Recovery, "_roll_back", BACK)
         self._watch(lifecycle, "_finish_rollback", BACK)
 
     def begin(self, phase: str) -> None:

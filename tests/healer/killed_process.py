@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop import lifecycle
-from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.loop.setup import AlreadyCompleted
+from healcore.runtime.recovery.recovery import Recovery
 from healcore.runtime.store import commit
 from tests.healer.training_loops import Faults, loop_of, rules, train
 
@@ -88,7 +88,7 @@ class Watched:
         """The most calls of each phase."""
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
-        self._watch(ActionExecutor, "_roll_back", BACK)
+        self._watch(Recovery, "_roll_back", BACK)
         self._watch(lifecycle, "_finish_rollback", BACK)
         for name in CALLS:
             self._count(name)

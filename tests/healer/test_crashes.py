@@ -14,8 +14,8 @@ import pytest
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.rollback.journal import Journal
-from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.store.tiered import TieredStore
 from tests.healer.crashes import Crash, end_without_log
 from tests.healer.killed_runs import at_step, killed
@@ -28,7 +28,7 @@ POINTS = [
     (Journal, "write"),
     (CheckpointManager, "quarantine"),
     (CheckpointManager, "reload"),
-    (RollbackManager, "_load_state"),
+    (Restorer, "_load_state"),
     (LoaderRegistry, "rewind"),
 ]
 BAD = [23, 26]
@@ -39,12 +39,12 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
     """Raises Crash before the `at`-th point within a rollback; counts them with None."""
     passed: list[str] = []
     inside = False
-    roll_back = RollbackManager.roll_back
+    apply = Restorer.apply
 
-    def watched(self: Any, wanted: Any) -> Any:
+    def watched(self: Any, order: Any, step: int) -> Any:
         nonlocal inside
         inside = True
-        result = roll_back(self, wanted)
+        result = apply(self, order, step)
         inside = False
         return result
 
@@ -61,7 +61,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(RollbackManager, "roll_back", watched)
+        patch.setattr(Restorer, "apply", watched)
         for kind, name in POINTS:
             patch.setattr(kind, name, counted(kind, name))
         # A killed process logs nothing at its end.

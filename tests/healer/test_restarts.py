@@ -10,8 +10,8 @@ import torch
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.action_executor import ActionExecutor
 from healcore.runtime.postmortem import postmortem
+from healcore.runtime.recovery.recovery import Recovery
 from healcore.runtime.store import StateMismatch
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
@@ -27,7 +27,7 @@ def test_a_rollback_is_logged_once_although_its_process_was_killed(tmp_path, mon
         loop = loop_of("torch", Faults(always=BAD))
         return train(loop, rules(), range(40), store=tmp_path)
 
-    crash(monkeypatch, ActionExecutor, "_log_rollback", lambda *_: True, go)
+    crash(monkeypatch, Recovery, "_log_rollback", lambda *_: True, go)
     go()
     (logged,) = events(tmp_path, "rollback")
     assert (logged["number"], logged["onset"], logged["checkpoint"]) == (1, 23, 15)
@@ -43,7 +43,7 @@ def test_a_request_is_not_lost_behind_a_save(tmp_path, monkeypatch):
         loop = loop_of("torch", Faults(always=[24]))
         return loop, train(loop, rules(), range(40), store=tmp_path / "killed")
 
-    crash(monkeypatch, ActionExecutor, "_roll_back", lambda *_: True, go)
+    crash(monkeypatch, Recovery, "_roll_back", lambda *_: True, go)
     loop, facts = go()
     assert facts["rollbacks"] == 1
     assert same(loop.weights(), clean.weights())
@@ -87,7 +87,7 @@ def test_data_that_only_runs_forward_is_not_read_twice(point, tmp_path, monkeypa
 
     clean, expected = go("clean")
     if point == "_log_rollback":
-        crash(monkeypatch, ActionExecutor, point, lambda *_: True, lambda: go("killed"))
+        crash(monkeypatch, Recovery, point, lambda *_: True, lambda: go("killed"))
     else:
         at = lambda self, steps, now: bool(steps)  # noqa: E731
         crash(monkeypatch, CheckpointManager, "quarantine", at, lambda: go("killed"))
@@ -156,7 +156,7 @@ def test_a_second_try_is_still_one_after_a_crash(point, tmp_path, monkeypatch):
         return loop, facts
 
     clean, expected = go("clean")
-    owner = CheckpointManager if point == "quarantine" else ActionExecutor
+    owner = CheckpointManager if point == "quarantine" else Recovery
     crash(monkeypatch, owner, point, lambda *_, **__: True, lambda: go("killed"))
     loop, facts = go("killed")
     assert facts["rollbacks"] == expected["rollbacks"] == 2
@@ -194,14 +194,14 @@ def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path, m
 
 
 def test_the_step_a_process_started_from_is_not_older_than_earlier_targets(tmp_path):
-    from healcore.runtime.rollback.checkpoint_choice import PastRollback, choose
+    from healcore.runtime.recovery.checkpoint_choice import choose
     from healcore.runtime.store import Saved
 
     saves = [
         Saved(15, "good", True, 1, 0.0, True, None),
         Saved(20, "candidate", True, 1, 0.0, True, None),
     ]
-    found = choose(saves, onset=23, past_rollbacks=[PastRollback(22, 15)], region=30, initial=[20])
+    found = choose(saves, onset=23, tried=[15], initial=[20])
     assert found.order[0] == 15
     assert found.repeated
 

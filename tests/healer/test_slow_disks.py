@@ -15,14 +15,14 @@ from healcore.runtime.checkpoints import manager, wait_limit
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.last_state import LastState
-from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
 from healcore.runtime.store.ranks import Alone
 from healcore.torch import store as torch_stores
 from tests.healer.run_directory import events, events_of
 from tests.healer.training_loops import Faults, loop_of, rules, train
-from tests.runtime.rollback.simulated_run import EventList, Listed
+from tests.runtime.recovery.simulated_run import EventList, Listed
 
 EVERY = 5
 BAD = [43, 46]
@@ -42,7 +42,7 @@ class Gates:
         self._changed = threading.Condition()
         wait, roll_back, save_last = (
             CheckpointManager.wait,
-            RollbackManager.roll_back,
+            Restorer.apply,
             LastState.save,
         )
 
@@ -54,13 +54,13 @@ class Gates:
             self.open(True)
             save_last(last, *args, **options)
 
-        def goes_back(rollbacks: Any, request: Any) -> Any:
-            result = roll_back(rollbacks, request)  # begins with `wait`
+        def goes_back(restorer: Any, order: Any, step: int) -> Any:
+            result = roll_back(restorer, order, step)  # begins with `wait`
             self.open(False)
             return result
 
         monkeypatch.setattr(CheckpointManager, "wait", waits)
-        monkeypatch.setattr(RollbackManager, "roll_back", goes_back)
+        monkeypatch.setattr(Restorer, "apply", goes_back)
         monkeypatch.setattr(LastState, "save", ends)
         monkeypatch.setattr(manager, "MAX_WAIT", float("inf"))
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):

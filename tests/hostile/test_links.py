@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from healcore.runtime.rollback.journal import NAME, JournalError
+from healcore.runtime.recovery.journal import NAME, JournalError
 from healcore.runtime.store import NotThere, StoreError, files
 from healcore.runtime.store.claim import LOCK
 from healcore.tools.cli import app

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from healcore.runtime.rollback.journal import NAME, Journal, JournalError
+from healcore.runtime.recovery.journal import NAME, Journal, JournalError
 from healcore.runtime.store import CheckpointDamaged, StoreError, StoreInUse, checksummed_json
 from healcore.runtime.store.claim import LOCK, claim
 from healcore.runtime.store.manifest import HEALING, MANIFEST, STATE, STATUS
@@ -243,10 +243,10 @@ def test_a_malformed_journal_is_refused_with_the_command_that_helps(tmp_path):
 
 
 PLAN = {
-    "number": 1, "step": 9, "onset": 8, "order": [6], "quarantine": [], "engines": {},
-    "left_out": {}, "forward": {},
+    "index": 8, "onset": 8, "status": "planned", "number": 1, "step": 9, "candidates": [6],
+    "quarantine": [], "engines": {}, "left_out": {}, "forward": {},
 }  # fmt: skip
-DONE = {"target": 0, "engines": {}, "plan": PLAN}
+DONE = PLAN | {"status": "applied", "target": 0}
 
 
 @pytest.mark.parametrize(
@@ -257,16 +257,18 @@ DONE = {"target": 0, "engines": {}, "plan": PLAN}
         {"ledger": {"a": 1}},
         {"microbatches": {"a": 1}},
         {"microbatches": {"used": 1, "limits": {"x": {"elements": ""}}}},
-        {"pending": PLAN | {"order": []}},
-        {"pending": PLAN | {"engines": {"a": 1}}},
-        {"pending": PLAN | {"engines": {"optimizer": {"a": 1}}}},
-        {"pending": PLAN | {"forward": {"0": {"a": 1}}}},
-        {"last_rollback": DONE | {"engines": {"a": 1}}},
-        {"last_rollback": DONE | {"plan": PLAN | {"left_out": {"0": [[1]]}}}},
-        {"last_rollback": DONE | {"plan": PLAN | {"left_out": {"x": [[1, 1]]}}}},
-        {"last_rollback": DONE | {"plan": PLAN | {"forward": {"0": 7}}}},
-        {"last_rollback": DONE | {"plan": PLAN | {"forward": {"0": {"a": 1}}}}},
-        {"last_rollback": DONE | {"plan": PLAN | {"rerun": [1]}}},
+        {"rollback": PLAN | {"candidates": []}},
+        {"rollback": PLAN | {"status": "ordered"}},
+        {"rollback": PLAN | {"engines": {"a": 1}}},
+        {"rollback": PLAN | {"engines": {"optimizer": {"a": 1}}}},
+        {"rollback": PLAN | {"forward": {"0": {"a": 1}}}},
+        {"rollback": DONE | {"engines": {"a": 1}}},
+        {"rollback": DONE | {"left_out": {"0": [[1]]}}},
+        {"rollback": DONE | {"left_out": {"x": [[1, 1]]}}},
+        {"rollback": DONE | {"forward": {"0": 7}}},
+        {"rollback": DONE | {"forward": {"0": {"a": 1}}}},
+        {"rollback": DONE | {"rerun": 1}},
+        {"rollback": DONE | {"batches": [[1]]}},
     ],
     ids=str,
 )

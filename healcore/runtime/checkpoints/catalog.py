@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from healcore.runtime.ledger import Ledger
+from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.store import Keep, Saved, StoreError, superfluous
 from healcore.runtime.store.ranks import Alone, Ranks, agreed
 
@@ -96,10 +96,11 @@ class Catalog:
         that a second rollback there does not go to one that has become known-good since.
         """
         saves, stay = list(self._saves.values()), set(self.protected)
-        last = ledger.past_rollbacks[-1] if ledger.past_rollbacks else None
-        if last is not None and ledger.next_step < last.onset + self._region:
-            good = sorted(s.step for s in saves if s.status == "good" and s.step < last.target)
-            stay |= {last.target, *good[-1:]}
+        last = ledger.same_trouble(ledger.next_step, self._region)[-1:]
+        if last:
+            target = last[0].target
+            good = sorted(s.step for s in saves if s.status == "good" and s.step < target)
+            stay |= {target, *good[-1:]}
         return [step for step in superfluous(saves, self._keep) if step not in stay]
 
 

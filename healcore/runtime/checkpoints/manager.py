@@ -12,7 +12,7 @@ from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.catalog import Catalog, PendingQuarantine
 from healcore.runtime.checkpoints.restart_points import RestartPoints
 from healcore.runtime.checkpoints.wait_limit import WaitLimit
-from healcore.runtime.ledger import Ledger
+from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from healcore.core.verdict import Cause, names
 from healcore.policy.faults import Retry
+from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.retry import Attempt, delay, is_retried, own_random, repeated
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.loop.termination import TerminationWatch
-from healcore.runtime.rollback.host_state import HostState
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 

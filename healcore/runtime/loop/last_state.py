@@ -10,7 +10,7 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver
 from healcore.runtime.loop.saves import SaveSchedule
-from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
 
@@ -25,7 +25,7 @@ class LastState:
 
     driver: Driver
     loaders: LoaderRegistry
-    rollbacks: RollbackManager
+    restorer: Restorer
     saves: SaveSchedule
     log: RunLog
     exact: bool
@@ -34,7 +34,7 @@ class LastState:
     def after_step(self) -> None:
         """Call it after every step."""
         if self.exact:
-            self.rollbacks.host.after_step()
+            self.restorer.host.after_step()
 
     def save(self, step: int, waiting: Mapping[int, BatchId], *, completed: bool) -> None:
         """Saves a checkpoint of the last step, if the last one is older.
@@ -71,7 +71,7 @@ class LastState:
             data = self.loaders.position_before(batches)
             if data is None:
                 raise StoreError("the loader has no way back to the first batch of the step")
-            with self.rollbacks.host.before_batches(data):
+            with self.restorer.host.before_batches(data):
                 yield
             line = "batches that were read for the next step come again after a restart"
             self.log.event("data", step=step, outcome=line)

@@ -44,14 +44,13 @@ from healcore.runtime.loop.termination import (
     exit_for,
 )
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.rollback.engine_states import LearningRate
-from healcore.runtime.rollback.journal import (
+from healcore.runtime.recovery.journal import (
     JournalState,
-    RollbackPlan,
     lost_status,
     no_usable_checkpoint,
     refuse_if_lost,
 )
+from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StoreError
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import agreed
@@ -70,7 +69,7 @@ def begin(
     `settings` are those of this start, and `change` is their difference from an earlier start.
     `died` is the postmortem of a killed predecessor.
     """
-    loop.rollbacks.find_damage()
+    loop.restorer.find_damage()
     if not resume:
         _begin_lineage(loop)
     state = loop.journal.state
@@ -80,18 +79,16 @@ def begin(
     _repeat_quarantine(loop)
     if died is not None:
         loop.log.warning("the previous run was killed; its postmortem was written")
-    if state.pending is not None:
-        _finish_rollback(loop, state.pending)
+    if state.plan is not None:
+        _finish_rollback(loop, state.plan)
     elif resume:
         _resume(loop)
-    rerun = None if state.last_rollback is None else state.last_rollback.plan.rerun
-    if rerun and loop.step <= rerun[1]:
-        loop.reruns.start(*rerun)
+    loop.recovery.resume_rerun(state.rollback, loop.step)
     loop.read_engines()
     loop.had_completed = resume and loop.step == completed_at
     state.ending = None
     record_start(loop.journal, settings)
-    loop.rollbacks.write_journal(loop.step)
+    loop.restorer.write_journal(loop.step)
     loop.set_start(loop.step, resumed=resume)
     loop.checkpoints.reload()
     if resume:  # otherwise the first save does it
@@ -119,7 +116,7 @@ def begin(
 def _begin_lineage(loop: Loop) -> None:
     """Begins a new run; raises NoGoodCheckpoint if the directory has lost its checkpoints."""
     journal = loop.journal
-    refuse_if_lost(journal, loop.rollbacks.damage)
+    refuse_if_lost(journal, loop.restorer.damage)
     if journal.state != JournalState():
         loop.warn(
             f"{journal.path} is of a process that ended before a checkpoint was on disk: a new run "
@@ -134,7 +131,7 @@ def _repeat_quarantine(loop: Loop) -> None:
     """Quarantines checkpoints again that have lost their status file; the journal lists them."""
     journal, done = loop.journal, set[int]()
     while True:  # each quarantine may uncover an older checkpoint of the same step
-        found = agreed(loop.ranks, lost_status(loop.rollbacks.saves(), journal).quarantined)
+        found = agreed(loop.ranks, lost_status(loop.restorer.saves(), journal).quarantined)
         steps = [step for step in found if step not in done]
         if not steps:
             return
@@ -151,37 +148,37 @@ def _allow_nonfinite(loop: Loop) -> None:
     names = loop.checkpoints.allow_nonfinite_in(loop.driver.items())
     if names:
         loop.journal.state.nonfinite_ok = names
-        loop.rollbacks.write_journal(loop.step)
+        loop.restorer.write_journal(loop.step)
         shown = ", ".join(names[:5])
         loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
 
 
 def _resume(loop: Loop) -> None:
-    saves, journal = loop.rollbacks.saves(), loop.journal
+    saves, journal = loop.restorer.saves(), loop.journal
     usable = [s.step for s in saves if s.finite and s.status != "quarantined"]
     unknown = set(agreed(loop.ranks, lost_status(saves, journal).unknown))
     try:
         if not usable:
-            raise no_usable_checkpoint(journal, saves, loop.rollbacks.damage)
+            raise no_usable_checkpoint(journal, saves, loop.restorer.damage)
         newest_first = sorted(usable, reverse=True)
         # One with a damaged status may have been quarantined: it is the last choice.
         order = sorted(newest_first, key=unknown.__contains__)
         if journal.state.first_step is None:  # the journal was deleted
             journal.state.first_step = min(usable)
-        step, generators = loop.rollbacks.resume(order)
+        step, generators = loop.restorer.resume(order)
     except NoGoodCheckpoint as error:
-        raise no_usable_checkpoint(journal, saves, loop.rollbacks.damage) from error
+        raise no_usable_checkpoint(journal, saves, loop.restorer.damage) from error
     loop.set_restored(step, generators)
-    for error in loop.rollbacks.unfit:
+    for error in loop.restorer.unfit:
         loop.warn(f"{error}. The run resumes from the older checkpoint of step {step}, which fits")
         unknown.add(error.step)
     # Otherwise the run would treat it as one of its own once it has passed its step.
     loop.checkpoints.quarantine([at for at in unknown if at > step], now=step)
-    last = journal.state.last_rollback
-    if last is not None and not _is_logged(loop, last.plan.number):
-        _log_rollback(loop, last.plan, last.target)
+    last = journal.state.rollback
+    if last is not None and not _is_logged(loop, last.number):
+        loop.recovery.log_rollback(last, RollbackOutcome.AFTER_CRASH)
     loop.log.event("resume", step=step, checkpoint=step)
-    damaged = {error.step: error for error in loop.rollbacks.damage if error.step > step}
+    damaged = {error.step: error for error in loop.restorer.damage if error.step > step}
     skipped = [saved for saved in saves if saved.step > step and saved.step not in damaged]
     if skipped:
         which = ", ".join(_reason(saved) for saved in skipped)
@@ -195,15 +192,15 @@ def _reason(saved: Saved) -> str:
     return f"{saved.step} ({saved.status if saved.finite else 'not finite'})"
 
 
-def _finish_rollback(loop: Loop, plan: RollbackPlan) -> None:
+def _finish_rollback(loop: Loop, plan: Rollback) -> None:
     """Finishes a rollback during which the previous process was killed."""
     try:
-        applied = loop.rollbacks.finish_interrupted(plan)
-        loop.set_restored(applied.target, applied.host_state)
+        host = loop.restorer.finish(plan)
+        loop.set_restored(plan.target, host)
     except NoGoodCheckpoint as error:
-        damage = loop.rollbacks.damage
-        raise no_usable_checkpoint(loop.journal, loop.rollbacks.saves(), damage) from error
-    _log_rollback(loop, plan, loop.step, applied.lr)
+        damage = loop.restorer.damage
+        raise no_usable_checkpoint(loop.journal, loop.restorer.saves(), damage) from error
+    loop.recovery.log_rollback(plan, RollbackOutcome.AFTER_CRASH)
     loop.log.warning(f"finished an interrupted rollback: back at step {loop.step}")
 
 
@@ -219,23 +216,6 @@ def _is_logged(loop: Loop, number: int) -> bool:
     except OSError:
         return True
     return any(e["kind"] == "rollback" and e.get("number") == number for e in events)
-
-
-def _log_rollback(
-    loop: Loop, plan: RollbackPlan, target: int, lr: LearningRate | None = None
-) -> None:
-    """Writes the event that a killed process has not written; `lr` None: not known any more."""
-    loop.log.event(
-        "rollback",
-        step=plan.step,
-        number=plan.number,
-        onset=plan.onset,
-        checkpoint=target,
-        outcome=RollbackOutcome.AFTER_CRASH if plan.rerun is None else RollbackOutcome.TRIAL,
-        lr=plan.lr,
-        lr_limit=None if lr is None else lr.limit,
-        lr_scale=None if lr is None else lr.scale,
-    )
 
 
 def _checkpoints(loop: Loop) -> str:
@@ -468,7 +448,7 @@ def _write_ending(loop: Loop, ending: Ending) -> None:
     loop.journal.state.ending = ending
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
         record_end(loop.journal, loop.driver)
-    loop.rollbacks.write_journal(loop.step)
+    loop.restorer.write_journal(loop.step)
 
 
 def release(loop: Loop) -> None:

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from healcore.console import counted
-from healcore.core.verdict import Cause, names
+from healcore.core.verdict import Action, Cause, names
+from healcore.runtime.checkpoints.host_state import HostParts
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
@@ -25,23 +26,22 @@ from healcore.runtime.hang_guard.health_probe import HealthProbe
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
 from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
-from healcore.runtime.ledger import LASTING, Ledger
-from healcore.runtime.loop.action_executor import ActionExecutor, Reruns
 from healcore.runtime.loop.fault_answers import FaultAnswers
 from healcore.runtime.loop.last_state import LastState
-from healcore.runtime.loop.order_executor import ActionResult
 from healcore.runtime.loop.out_of_memory import OutOfMemory
-from healcore.runtime.loop.run_facts import run_end, run_facts
+from healcore.runtime.loop.run_facts import run_end, run_facts, stop
 from healcore.runtime.loop.run_settings import change_of_batch_size
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.stop_file import StopFile
 from healcore.runtime.loop.termination import EndRequested, TerminationWatch, exit_for
 from healcore.runtime.loop.unequal_batches import Progress, UnequalBatches
 from healcore.runtime.loop.votes import Proposal, Severity, Votes
-from healcore.runtime.rollback.host_state import HostParts
-from healcore.runtime.rollback.journal import Journal
-from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.recovery.ledger import LASTING, Ledger
+from healcore.runtime.recovery.monitor import IncidentMonitor
+from healcore.runtime.recovery.recovery import Recovery
+from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.memory import SnapshotStore
@@ -61,7 +61,7 @@ class Loop:
     driver: Driver
     ranks: Ranks
     checkpoints: CheckpointManager
-    rollbacks: RollbackManager
+    restorer: Restorer
     journal: Journal
     ledger: Ledger
     loaders: LoaderRegistry
@@ -112,14 +112,6 @@ class Loop:
             learning_rate=driver.learning_rate,
             interval=self.checkpoints.every,
         )
-        self.reruns = Reruns(
-            enabled=self.rerun,
-            region=policy.region,
-            loaders=self.loaders,
-            ledger=ledger,
-            journal=self.journal,
-            log=self.log,
-        )
         self.dominance = Dominance(
             driver=driver,
             loss_fn=self.loss_fn if policy.goes_back_for() else None,
@@ -134,7 +126,7 @@ class Loop:
             policy=policy,
             loaders=self.loaders,
             ranks=ranks,
-            host=self.rollbacks.host,
+            host=self.restorer.host,
             termination=self.termination,
             log=self.log,
             step=lambda: self.step,
@@ -144,25 +136,25 @@ class Loop:
         self._contents: dict[int, list[ObservedBatch]] = {}
         """Number of a loader -> its batches since the last step, if weights are compared on them.
         """
-        self.executor = ActionExecutor(
+        self.recovery = Recovery(
             policy=policy,
             driver=driver,
             ranks=ranks,
             ledger=ledger,
-            rollbacks=self.rollbacks,
+            log=self.log,
             monitor=self.monitor,
             reader=self.reader,
-            reruns=self.reruns,
-            log=self.log,
-            run_end=partial(run_end, self, Ending.STOPPED),
+            stop=self.stop,
             compares=lambda: self.dominance.asks,
+            restorer=self.restorer,
+            reruns=self.rerun,
         )
         self.out_of_memory = OutOfMemory(
             policy=policy,
             driver=driver,
             ranks=ranks,
             ledger=ledger,
-            rollbacks=self.rollbacks,
+            restorer=self.restorer,
             log=self.log,
             step=lambda: self.step,
             run_end=partial(run_end, self, Ending.STOPPED, fault=Cause.OOM),
@@ -179,7 +171,7 @@ class Loop:
         self._saves = SaveSchedule(
             driver=driver,
             checkpoints=self.checkpoints,
-            rollbacks=self.rollbacks,
+            restorer=self.restorer,
             ledger=ledger,
             observes=policy.observes,
             log=self.log,
@@ -188,7 +180,7 @@ class Loop:
         self.last_state = LastState(
             driver=driver,
             loaders=self.loaders,
-            rollbacks=self.rollbacks,
+            restorer=self.restorer,
             saves=self._saves,
             log=self.log,
             # Whether a save before an exception ends the run is of use.
@@ -221,7 +213,7 @@ class Loop:
 
     def set_start(self, step: int, *, resumed: bool) -> None:
         """Sets the step that this process starts from."""
-        self.rollbacks.started_from = step
+        self.restorer.started_from = step
         self._saves.reset(step)
         self._resumed_at = step if resumed else None
 
@@ -337,7 +329,7 @@ class Loop:
             return
         self.ends_together = outcome.severity >= Severity.END
         if outcome.severity is Severity.STOP:
-            self.executor.stop(self.step, outcome.why)
+            self.stop(outcome.why)
         if outcome.severity is Severity.END:
             if outcome.signal is None:
                 raise EndRequested(outcome.why)
@@ -354,9 +346,9 @@ class Loop:
             return True
         verdict = self.dominance.at_end(self.step) if of_training else None
         if verdict is not None:
-            target = self._roll_back_to_better(verdict).target
-            if target is not None:
-                self._continue_from(target)
+            done = self._roll_back_to_better(verdict)
+            if done.status is Status.APPLIED:
+                self._continue_from(done.target)
                 return True
         if alone and of_training:
             self._saves.save_if_not_finite(self.step)
@@ -408,28 +400,28 @@ class Loop:
 
     def _read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due; whether the run has gone back."""
-        for step, request in self._process_due(all=all):
+        for step, order in self._process_due(all=all):
             self._check_rate()
             verdict = self._compared(step)
-            self.reruns.observe(step.index, request)
-            if request is not None:
-                result = self.executor.execute(request, self.step)
+            self.recovery.observe_rerun(step.index, order)
+            if order is not None:
+                self.recovery.carry_out(order, self.step)
             elif verdict is not None:
-                result = self._roll_back_to_better(verdict)
+                order = self._roll_back_to_better(verdict)
             else:
                 continue
-            if result.target is not None:
-                self._continue_from(result.target)
+            if order.status is Status.APPLIED:
+                self._continue_from(order.target)
                 return True
-            if result.save:
+            if order.action & Action.SAVE:
                 self.save("ordered")
         return False
 
-    def _roll_back_to_better(self, verdict: Verdict) -> ActionResult:
-        result = self.executor.roll_back_to_better(verdict, self.step)
-        if result.target is None:
+    def _roll_back_to_better(self, verdict: Verdict) -> Rollback:
+        order = self.recovery.roll_back_to_better(verdict, self.step)
+        if order.status is not Status.APPLIED:
             self.dominance.stay_silent(verdict.index + self.policy.region)
-        return result
+        return order
 
     def _check_rate(self) -> None:
         """Says once, after the first step, that the learning rate is unknown."""
@@ -476,7 +468,7 @@ class Loop:
         if self._loop_names_batches:
             self._contents.clear()
 
-    def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, ActionRequest | None]]:
+    def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, Rollback | None]]:
         self.guard.watch()  # reading waits for the device
         for step in self.reader.due(all=all):
             self.guard.pause()
@@ -493,11 +485,11 @@ class Loop:
             self.guard.watch()
         self.guard.pause()
 
-    def _continue_from(self, target: int, request: ActionRequest | None = None) -> None:
-        """Continues after a rollback to `target`; `request` is that of the state check, if any."""
+    def _continue_from(self, target: int) -> None:
+        """Continues after a rollback to `target`."""
         self.step = target
         self._saves.reset(target)
-        self._state_check.on_rollback(request)
+        self._state_check.on_rollback()
         self.reader.clear()
         self.votes.on_rollback()
         self.dominance.on_rollback(target)
@@ -542,8 +534,8 @@ class Loop:
         if self.take_last_step():
             self._read(all=True)
 
-    def read_last_steps(self) -> list[tuple[StepResult, ActionRequest | None]]:
-        """Reads the steps that were not read yet; what they request is not carried out."""
+    def read_last_steps(self) -> list[tuple[StepResult, Rollback | None]]:
+        """Reads the steps that were not read yet; their orders are not carried out."""
         return list(self._process_due(all=True))
 
     def has_unread_alarm(self) -> bool:
@@ -581,7 +573,7 @@ class Loop:
         regular = self._saves.due(self.step)
         if not regular and not self._saves.restart_due(self.step):
             return False
-        # Unread steps may bring a request, which a restart from this save would never see. Reading
+        # Unread steps may bring an order, which a restart from this save would never see. Reading
         # them takes no longer than the save, which waits for the device anyway.
         if self._read(all=True):
             return True
@@ -595,19 +587,19 @@ class Loop:
 
     def _leave_bad_state(self) -> bool:
         """Whether the run has gone back because saves have found NaN or Inf."""
-        request = self._state_check.check(self.step)
-        if request is None:
+        order = self._state_check.check(self.step)
+        if order is None:
             return False
-        result = self.executor.execute(request, self.step)
-        if result.target is None:
+        self.recovery.carry_out(order, self.step)
+        if order.status is not Status.APPLIED:
             return False
-        self._continue_from(result.target, request)
+        self._continue_from(order.target)
         return True
 
     # -- the end, see `lifecycle` ---------------------------------------------------------------
 
     def read_remaining(self) -> None:
-        """Reads the last steps at the end of a run; what they request is only reported."""
+        """Reads the last steps at the end of a run; their orders are only reported."""
         pending = self.driver.poll_step()
         if pending is not None:
             self._push(pending)
@@ -618,15 +610,15 @@ class Loop:
             used_up = self._used_up and not self._batches_since_step
             why = "the data had been used up" if used_up else "the loop ended without one"
             self.warn(f"no step was taken: {why} at step {self.step}")
-        for step, request in self.read_last_steps():
-            if request is not None:
-                what = ", ".join(names(request.action))
+        for step, order in self.read_last_steps():
+            if order is not None:
+                what = ", ".join(names(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
                 self.log.problem(step.index, problem)
 
     def stop(self, why: str) -> NoReturn:
-        """Ends the run; see `Healer.stop`."""
-        self.executor.stop(self.step, why)
+        """Ends the run with a diagnosis; see `Healer.stop`."""
+        stop(self.log, run_end(self, Ending.STOPPED, why))
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -662,4 +654,4 @@ class Loop:
         Called after a restart, and again with each loader until the first batch.
         """
         if self._generators is not None:
-            self.rollbacks.host.put_back(self._generators)
+            self.restorer.host.put_back(self._generators)

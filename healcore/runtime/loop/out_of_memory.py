@@ -11,14 +11,14 @@ from healcore.core.verdict import Cause, names
 from healcore.runtime.driver import Driver
 from healcore.runtime.faults import classify
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.joint_redo import NOT_TRIED, JointRedo, Overrun
-from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.loop.run_facts import stop
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes, Resize
 from healcore.runtime.microbatches.splitting import BatchSize, UnsplittableBatch
 from healcore.runtime.microbatches.window import AccumulationWindow, Failure, Together
-from healcore.runtime.postmortem.diagnosis import RunEnd, explain
-from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
@@ -34,7 +34,7 @@ class OutOfMemory:
     driver: Driver
     ranks: Ranks
     ledger: Ledger
-    rollbacks: RollbackManager
+    restorer: Restorer
     log: RunLog
     step: Callable[[], int]
     run_end: Callable[[str], RunEnd]
@@ -63,7 +63,7 @@ class OutOfMemory:
 
     def resume(self) -> None:
         """Takes over the sizes that an earlier process has found."""
-        found = self.rollbacks.journal.state.microbatches
+        found = self.restorer.journal.state.microbatches
         if found is not None:
             self.sizes.load(found)
 
@@ -190,22 +190,11 @@ class OutOfMemory:
 
     def _save_sizes(self) -> None:
         """Writes the sizes for the next process."""
-        self.rollbacks.journal.state.microbatches = self.sizes.to_dict()
-        self.rollbacks.write_journal(self.step())
+        self.restorer.journal.state.microbatches = self.sizes.to_dict()
+        self.restorer.write_journal(self.step())
 
     def _stop(self, why: str, error: BaseException, size: int | None) -> NoReturn:
-        end = self.run_end(why)
-        text = explain(end)
-        self.log.event(
-            "stop",
-            step=self.step(),
-            cause=names(Cause.OOM),
-            why=why,
-            diagnosis=text,
-            checkpoint=end.last_good,
-            bytes=size,
-        )
-        raise RunStopped(text, why, end.last_good) from error
+        stop(self.log, self.run_end(why), error, cause=names(Cause.OOM), bytes=size)
 
 
 def _first_line(error: BaseException) -> str:

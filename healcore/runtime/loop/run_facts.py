@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
 from healcore.runtime.events.models import Ending
 from healcore.runtime.incidents.hooks import RunFacts
 from healcore.runtime.loop.termination import IncompleteRun, RunStopped
-from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.postmortem.diagnosis import RunEnd, explain
+from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Saved, StoreError
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ def run_end(
     """The facts for a diagnosis; `why` is the reason of a stop, or the signal."""
     checkpoints = loop.checkpoints
     newest_good = [each.path for each in _listed(loop) if each.step == checkpoints.good]
-    return loop.monitor.run_end(
-        ending,
-        loop.step,
+    return RunEnd(
+        ending=ending,
+        step=loop.step,
         why=why,
-        rollbacks=tuple(loop.executor.completed),
-        verdict=loop.reruns.verdict,
+        rollbacks=tuple(each for each in loop.ledger.rollbacks if not each.rerun),
+        verdict=loop.recovery.verdict,
         damaged=tuple(checkpoints.damaged),
         damaged_in_memory=tuple(checkpoints.damaged_in_memory),
         not_finite=tuple(checkpoints.nonfinite),
@@ -49,8 +50,18 @@ def run_end(
         exception=exception,
         fault=fault,
         hint=hint,
-        declined=loop.executor.declined,
+        declined=loop.recovery.declined,
+        **loop.monitor.end_facts(),
     )
+
+
+def stop(log: RunLog, end: RunEnd, error: BaseException | None = None, **fields: Any) -> NoReturn:
+    """Ends a run with a diagnosis; `fields` are further ones of the event."""
+    text = explain(end)
+    log.event(
+        "stop", step=end.step, why=end.why, diagnosis=text, checkpoint=end.last_good, **fields
+    )
+    raise RunStopped(text, end.why, end.last_good) from error
 
 
 def run_facts(loop: Loop) -> RunFacts:

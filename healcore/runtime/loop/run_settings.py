@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.rollback.journal import Journal
+from healcore.runtime.recovery.journal import Journal
 
 _SHOWN = 6
 """Differences that one line names."""

@@ -6,15 +6,15 @@ import bisect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from healcore.core.verdict import Action, Cause, names
+from healcore.core.verdict import Action, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
-from healcore.runtime.ledger import Ledger
-from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.recovery.monitor import IncidentMonitor
+from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks
@@ -30,7 +30,7 @@ class SaveSchedule:
 
     driver: Driver
     checkpoints: CheckpointManager
-    rollbacks: RollbackManager
+    restorer: Restorer
     ledger: Ledger
     observes: bool
     log: RunLog
@@ -72,14 +72,14 @@ class SaveSchedule:
         """Saves a restart point, if one is still due now that all steps are read."""
         if self.restart_due(step):
             self._newest = step  # also if it is left out: the next one is due later
-            self.checkpoints.save_for_restart(step, *self.rollbacks.contents(step))
+            self.checkpoints.save_for_restart(step, *self.restorer.contents(step))
             self._update_journal(step)
 
     def _update_journal(self, step: int) -> None:
         """Brings the journal up to date after a save."""
-        if self.rollbacks.journal_outdated:
-            self.rollbacks.write_journal(step)
-        self.rollbacks.record_first_checkpoint(step)
+        if self.restorer.journal_outdated:
+            self.restorer.write_journal(step)
+        self.restorer.record_first_checkpoint(step)
 
     def alarm_free(self, step: int) -> bool:
         """Whether the last steps had no alarm, which may be the first of an incident.
@@ -98,7 +98,7 @@ class SaveSchedule:
     def save(self, step: int, why: str) -> None:
         """Saves a checkpoint of this step."""
         self._overdue, self._saved, self._newest = 0, step, step
-        self.checkpoints.save(step, *self.rollbacks.contents(step), why)
+        self.checkpoints.save(step, *self.restorer.contents(step), why)
         self._update_journal(step)
 
     def emergency_obstacle(self, step: int) -> str:
@@ -151,11 +151,6 @@ class SaveSchedule:
             self.save(step, "last")
 
 
-class _NonfiniteRollback(NamedTuple):
-    onset: int
-    arrays: tuple[str, ...]
-
-
 @dataclass(eq=False, kw_only=True)
 class StateCheck:
     """NaN or Inf that a save has found in the state, and what the policy does about it.
@@ -175,22 +170,21 @@ class StateCheck:
 
     def __post_init__(self) -> None:
         self._known: set[int] = set()
-        self._rollbacks: list[_NonfiniteRollback] = []
 
-    def check(self, step: int) -> ActionRequest | None:
-        """The request for new NaN or Inf in the saves so far; None: none. All ranks call it."""
+    def check(self, step: int) -> Rollback | None:
+        """The order for new NaN or Inf in the saves so far, or None. All ranks call it."""
         found = self.checkpoints.nonfinite_checkpoints()
         new = found.keys() - self._known
         self._known |= found.keys()
         policy = self.policy
         if not new or (policy.observes and len(found) > len(new)):
             return None  # an observing policy reports the first bad save only
-        request = self._request(found, step, _ACTIONS[policy.nonfinite_state])
-        serious = request.action & (Action.ROLLBACK | Action.STOP)
-        if serious and self._harmless(request):
+        order = self._order(found, step, _ACTIONS[policy.nonfinite_state])
+        serious = order.action & (Action.ROLLBACK | Action.STOP)
+        if serious and self._harmless(order):
             self.log.problem(
                 step,
-                f"{', '.join(request.arrays[:3])} became NaN or Inf again after a rollback, "
+                f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
                 "without any alarm and with finite weights: the run continues. If this is "
                 "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
             )
@@ -198,48 +192,39 @@ class StateCheck:
         self.log.event(
             "order",
             step=step,
-            cause=names(request.cause),
-            action=names(request.action),
-            why=f"checkpoint {min(found)} has NaN or Inf in {', '.join(request.arrays[:10])}",
+            cause=[],
+            action=names(Action(order.action)),
+            why=f"checkpoint {min(found)} has NaN or Inf in {', '.join(order.arrays[:10])}",
             observed=policy.observes,
         )
-        return None if policy.observes or not serious else request
+        return None if policy.observes or not serious else order
 
-    def on_rollback(self, request: ActionRequest | None) -> None:
-        """Starts over after a rollback; `request` is that of `check`, if it was the cause."""
+    def on_rollback(self) -> None:
+        """Starts over after a rollback."""
         self._known.clear()
-        if request is not None:
-            self._rollbacks.append(_NonfiniteRollback(request.onset, request.arrays))
 
-    def _request(
-        self, found: Mapping[int, tuple[str, ...]], step: int, action: Action
-    ) -> ActionRequest:
+    def _order(self, found: Mapping[int, tuple[str, ...]], step: int, action: Action) -> Rollback:
         first = min(found)
         since = self.checkpoints.catalog.newest_finite_before(first)
         bad = self._unhealthy(since, first) or list(range(since, first))
-        return ActionRequest(
-            action=action,
-            depth=1,
+        return Rollback(
+            index=step - 1,
             onset=max(first - 1, 0),  # the state after that step is bad
             since=since,
-            index=step - 1,
-            cause=Cause(0),
-            bad=self.monitor.batches_of(bad),
-            overridden=True,
-            arrays=found[first],
+            action=int(action),
+            batches=self.monitor.batches_of(bad),
+            forced=True,
+            arrays=list(found[first]),
         )
 
     def _unhealthy(self, since: int, until: int) -> list[int]:
         steps = self.monitor.ledger.unhealthy
         return steps[bisect.bisect_left(steps, since) : bisect.bisect_left(steps, until)]
 
-    def _harmless(self, request: ActionRequest) -> bool:
+    def _harmless(self, order: Rollback) -> bool:
         """Whether a rollback has been tried, and only these arrays are not finite."""
-        region = self.policy.region
-        again = any(
-            abs(request.onset - past.onset) < region and {*request.arrays} <= {*past.arrays}
-            for past in self._rollbacks
-        )
-        healthy = not self._unhealthy(request.since, request.index + 1)
+        past = self.monitor.ledger.same_trouble(order.onset, self.policy.region)
+        again = any({*order.arrays} <= {*each.arrays} for each in past)
+        healthy = not self._unhealthy(order.since, order.index + 1)
         finite = all(self.ranks.gather(self.driver.finite()))
         return again and healthy and finite

@@ -18,6 +18,7 @@ from healcore.core.verdict import Cause
 from healcore.policy import PolicyError
 from healcore.policy.errors import Problem
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
+from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
@@ -29,7 +30,6 @@ from healcore.runtime.hang_guard.health_probe import HealthProbe
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop import start_of_ranks
 from healcore.runtime.loop.lifecycle import begin, describe
 from healcore.runtime.loop.loop import Loop
@@ -43,9 +43,9 @@ from healcore.runtime.loop.stop_file import StopFile
 from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, TerminationWatch
 from healcore.runtime.loop.unequal_batches import UnequalBatches
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.rollback.host_state import HostState
-from healcore.runtime.rollback.journal import NAME, Journal
-from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.recovery.journal import NAME, Journal
+from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import LOCK, Claim, claim, open_to_others
@@ -214,7 +214,7 @@ def _start(
     died = postmortem.of_killed(events) if events is not None and ranks.rank == 0 else None
     _refuse_to_start(loop.stop_file, ranks, log)
     loop.journal.read()
-    saves = loop.rollbacks.saves()
+    saves = loop.restorer.saves()
     settings = RunSettings.of(driver, policy, options.state)
     change = agreed(ranks, change_since(loop.journal, settings) if saves else None)
     try:
@@ -306,7 +306,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         restart_every=options.restart_every,
         restart_spread=options.save_every is None,
     )
-    rollbacks = RollbackManager(
+    restorer = Restorer(
         policy=policy,
         driver=driver,
         checkpoints=checkpoints,
@@ -322,7 +322,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         driver=driver,
         ranks=ranks,
         checkpoints=checkpoints,
-        rollbacks=rollbacks,
+        restorer=restorer,
         journal=journal,
         ledger=ledger,
         loaders=loaders,

@@ -14,9 +14,10 @@ from healcore.console import counted
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending, EventRecord, RerunVerdict
+from healcore.runtime.events.models import Ending, RerunVerdict
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.incidents.hooks import Batch
+from healcore.runtime.recovery.rollback import Rollback
 
 _WIDTH = 96
 _SHOWN = 5
@@ -52,59 +53,6 @@ _REPEATED = {
 """After several rollbacks, by whether any left batches out and any lowered the learning rate."""
 
 
-class RollbackRecord(NamedTuple):
-    """One rollback, from step `step` to the checkpoint of step `target`."""
-
-    step: int
-    onset: int
-    target: int
-    lr: float | None = None
-    """The schedule's learning rate at `step`, without the multiplier; None: unknown."""
-    lr_limit: float | None = None
-    """The learning rate that the run has at most, for now; None: no cut limits it, or unknown."""
-    lr_scale: float = 1.0
-    """The multiplier at `target`: 1 where the schedule is below the limit."""
-    left_out: int = 0
-    """Number of batches left out."""
-    lr_at_fault: float | None = None
-    """The learning rate that has caused the trouble, or None if it is unknown or has not."""
-
-    @classmethod
-    def of(cls, event: EventRecord) -> RollbackRecord:
-        """The record of an event `rollback`."""
-        step = event.step or 0
-        return cls(
-            step=step,
-            onset=step if event.onset is None else event.onset,
-            target=event.checkpoint or 0,
-            lr=event.lr,
-            lr_limit=event.lr_limit,
-            lr_scale=1.0 if event.lr_scale is None else event.lr_scale,
-            left_out=len(event.batches or ()),
-            lr_at_fault=event.lr_at_fault,
-        )
-
-    @property
-    def lowers_lr(self) -> bool:
-        """Whether the steps up to `step` have a lower learning rate than the schedule's."""
-        before = self.lr if self.lr_at_fault is None else self.lr_at_fault
-        if before is None or self.lr_limit is None:
-            return self.lr_scale < 1
-        return self.lr_limit < before
-
-    @property
-    def lr_text(self) -> str:
-        """What the learning rate is after it, for a sentence; "" if it is the schedule's."""
-        if not self.lowers_lr:
-            return ""
-        if self.lr_limit is None:
-            return f"learning rate × {self.lr_scale:.3g}"
-        text = f"learning rate at most {self.lr_limit:.3g}"
-        if self.lr_at_fault is not None:
-            return f"{text} (it was {self.lr_at_fault:.3g})"
-        return text if self.lr is None else f"{text} (the schedule had come to {self.lr:.3g})"
-
-
 class RunEnd(NamedTuple):
     """The facts about a run at its end."""
 
@@ -132,7 +80,7 @@ class RunEnd(NamedTuple):
     clips: int = 0
     """Steps clipped in the whole run."""
     lr_cuts: int = 0
-    rollbacks: tuple[RollbackRecord, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
     lr_scale: float = 1.0
     verdict: str = ""
     """What a re-run of the step showed: `transient`, `reproducible`, or "" without one."""
@@ -281,7 +229,7 @@ def _look_at(end: RunEnd) -> Iterator[str]:
         end.cause | end.fault,
         verdict=end.verdict,
         rollbacks=len(end.rollbacks),
-        left_out=any(each.left_out for each in end.rollbacks),
+        left_out=any(each.skipped for each in end.rollbacks),
         lr_lowered=end.lr_scale < 1 or any(each.lowers_lr for each in end.rollbacks),
     )
     if end.hint:  # it says more than the row of its cause
@@ -354,12 +302,12 @@ def _first(items: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _rollback(rollback: RollbackRecord) -> str:
+def _rollback(rollback: Rollback) -> str:
     text = f"went back from step {rollback.step} to {rollback.target}"
     if rollback.lr_text:
         text += f" with the {rollback.lr_text}"
-    if rollback.left_out:
-        text += f" and without {counted(rollback.left_out, 'batch', 'batches')}"
+    if rollback.skipped:
+        text += f" and without {counted(rollback.skipped, 'batch', 'batches')}"
     return text
 
 

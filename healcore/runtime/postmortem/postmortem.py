@@ -19,7 +19,8 @@ from healcore.runtime.events.log import Event
 from healcore.runtime.events.metrics import stem
 from healcore.runtime.events.models import Ending, record
 from healcore.runtime.events.process import Process, current_process, environment
-from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd, explain
+from healcore.runtime.postmortem.diagnosis import RunEnd, explain
+from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.store import files
 from healcore.runtime.store.commit import sweep
 
@@ -51,7 +52,7 @@ class Postmortem(NamedTuple):
     """Skipped steps of the whole run, including steps that a rollback has undone."""
     metrics: dict[str, float] = {}  # noqa: RUF012 -- never changed
     """The numbers of the last step that was read, and all counts; empty for a killed run."""
-    rollbacks: tuple[RollbackRecord, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
     lr_scale: float = 1.0
     last_good: int | None = None
     last_good_path: str | None = None
@@ -238,7 +239,7 @@ def end_of_killed(run: Run, events: Iterable[Event], *, why: str = "") -> RunEnd
         undone_incidents=run.undone_incidents,
         skips=run.skips,
         undone_skips=run.undone_skips,
-        rollbacks=tuple(map(RollbackRecord.of, run.rollbacks)),
+        rollbacks=tuple(map(Rollback.of, run.rollbacks)),
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         verdict=run.rerun or "",
         damaged=tuple(run.damaged),

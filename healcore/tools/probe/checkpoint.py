@@ -228,7 +228,7 @@ def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheck
 def _pickled_parts(folder: Path) -> tuple[str, ...]:
     """Names of the pickled parts of a checkpoint except DCP's index, which is read safely."""
     # Imported here: a probe of other checkpoints does without the runtime, and starts fast.
-    from healcore.runtime.rollback.host_state import ITEM, pickled_parts
+    from healcore.runtime.checkpoints.host_state import ITEM, pickled_parts
 
     found: list[str] = []
     for file in sorted(folder.glob("state*.json")):

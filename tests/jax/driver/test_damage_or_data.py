@@ -19,7 +19,7 @@ from healcore import Healer
 from healcore.jax import from_dict, metrics, protect, to_dict
 from healcore.policy import engine_of, load
 from healcore.runtime.events import read
-from healcore.runtime.rollback.engine_states import limited
+from healcore.runtime.recovery.engine_states import limited
 
 STEPS = 400
 CHANGE = 250

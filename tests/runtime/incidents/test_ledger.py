@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from healcore.core.verdict import Cause
-from healcore.runtime.ledger import Ledger, PastRollback
+from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.recovery.rollback import Rollback, Status
 from tests.healer.step_records import record
 
 SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)
@@ -29,16 +32,25 @@ def test_a_lasting_alert_goes_on_through_the_micro_steps_of_an_accumulation():
     assert (incident.onset, incident.last, incident.over) == (0, 4, False)
 
 
+def applied(**fields: Any) -> Rollback:
+    return Rollback(index=0, status=Status.APPLIED, **fields)
+
+
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
-    ledger = Ledger()
-    assert ledger.rollback_before(0) is None
-    ledger.on_rollback(PastRollback(250, 100, 420, "rate"), None)
+    ledger, back = Ledger(), applied(onset=250, target=100, step=420, lr_at_fault=0.1)
+    assert ledger.same_trouble(0) == []
+    ledger.on_rollback(back, None)
     ledger = Ledger.from_dict(ledger.to_dict())
-    assert ledger.rollback_before(199) == PastRollback(250, 100, 420, "rate")
-    assert ledger.rollback_before(420) is not None
-    assert ledger.rollback_before(421) is None
+    assert ledger.same_trouble(199) == [back]
+    assert ledger.same_trouble(420) == [back]
+    assert ledger.same_trouble(421) == []
+    assert ledger.same_trouble(520, within=100) == [back]
+    assert ledger.same_trouble(521, within=100) == []
+    assert back.changed == "rate"
 
 
-def test_the_rollbacks_of_an_older_journal_are_read():
-    saved = Ledger().to_dict() | {"past_rollbacks": [[250, 100]]}
-    assert Ledger.from_dict(saved).past_rollbacks == [PastRollback(250, 100)]
+def test_a_rerun_is_no_attempt():
+    ledger, rerun = Ledger(), applied(onset=250, target=100, step=420, rerun=True)
+    ledger.on_rollback(rerun, None)
+    assert ledger.same_trouble(250) == []
+    assert ledger.same_trouble(250, reruns=True) == [rerun]

@@ -11,8 +11,8 @@ from healcore.runtime.events import Log
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
-from healcore.runtime.incidents.monitor import IncidentMonitor
-from healcore.runtime.ledger import Ledger
+from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Alone
 from tests.healer.step_records import record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,13 @@ from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
 from healcore.runtime.events.models import Ending
-from healcore.runtime.postmortem.diagnosis import RollbackRecord, RunEnd, advice, explain
+from healcore.runtime.postmortem.diagnosis import RunEnd, advice, explain
+from healcore.runtime.recovery.rollback import Rollback
+
+
+def applied(step: int, onset: int, target: int, **fields: Any) -> Rollback:
+    return Rollback(index=step, step=step, onset=onset, target=target, **fields)
+
 
 STOPPED = RunEnd(
     ending="stopped",
@@ -25,8 +32,8 @@ STOPPED = RunEnd(
     batches=((0, 412), (0, 413)),
     skips=1,
     rollbacks=(
-        RollbackRecord(4011, 4000, 3900, 1e-3, 5e-4, 0.5, 12),
-        RollbackRecord(4021, 4010, 3800, left_out=1),
+        applied(4011, 4000, 3900, lr=1e-3, lr_limit=5e-4, lr_scale=0.5, skipped=12),
+        applied(4021, 4010, 3800, skipped=1),
     ),
     lr_scale=0.25,
     verdict="reproducible",
@@ -95,7 +102,9 @@ def test_a_verdict_comes_first():
 @pytest.mark.parametrize("limit", [None, 5e-4])
 def test_the_advice_follows_from_what_was_tried(left_out, limit):
     """The multiplier is 1 at the checkpoint, in a warm-up, whether the rate is limited or not."""
-    tried = tuple(RollbackRecord(at, at - 2, 0, 1e-3, limit, 1.0, left_out) for at in (10, 20))
+    tried = tuple(
+        applied(at, at - 2, 0, lr=1e-3, lr_limit=limit, skipped=left_out) for at in (10, 20)
+    )
     text = explain(RunEnd("stopped", 30, cause=Cause.LOSS_SPIKE, rollbacks=tried))
     hint = " ".join(text[text.index("Going back") :].split())
     assert ("same data" in hint) is not bool(left_out)
@@ -148,7 +157,7 @@ def test_long_lists_are_cut():
     many = STOPPED._replace(
         evidence=tuple(Evidence(f"w{i}", 1.0) for i in range(40)),
         batches=tuple((0, i) for i in range(40)),
-        rollbacks=tuple(RollbackRecord(i, i, i) for i in range(40)),
+        rollbacks=tuple(applied(i, i, i) for i in range(40)),
     )
     text = explain(many)
     assert "and 35 more" in text
@@ -175,7 +184,7 @@ LIMITED = "learning rate at most 0.001 (the schedule had come to 0.004)"
     ],
 )
 def test_only_rates_that_a_step_can_have_are_named(lr, limit, scale, text):
-    rollback = RollbackRecord(340, 338, 200, lr, limit, scale)
+    rollback = applied(340, 338, 200, lr=lr, lr_limit=limit, lr_scale=scale)
     assert rollback.lr_text == text
     text_of_end = explain(RunEnd("stopped", 340, rollbacks=(rollback,)))
     assert "went back from step 340 to 200" in text_of_end

@@ -12,7 +12,6 @@ import pytest
 
 from healcore.runtime.events import Log, process, read
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.postmortem.diagnosis import RollbackRecord
 from healcore.runtime.postmortem.postmortem import of, of_killed, path_for
 from tests.runtime.events.processes import first_line, python
 from tests.runtime.postmortem.test_diagnosis import STOPPED
@@ -107,7 +106,9 @@ def test_kill_9(events):
     assert (found.ending, found.certain, found.step) == ("killed", True, 350)
     assert found.cause == ("LOSS_SPIKE",)
     assert found.incidents == 2
-    assert found.rollbacks == (RollbackRecord(413, 4, 300, 1e-3, 5e-4, 0.5, 2),)
+    (back,) = found.rollbacks
+    assert (back.step, back.onset, back.target, back.skipped) == (413, 4, 300, 2)
+    assert (back.lr, back.lr_limit, back.lr_scale) == (1e-3, 5e-4, 0.5)
     assert found.lr_scale == 0.5
     assert found.last_good == 300, "400 was quarantined"
     assert found.process is not None

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 import torch
 
-from healcore.runtime.rollback.checkpoint_choice import saved_after
+from healcore.runtime.recovery.checkpoint_choice import saved_after
 from healcore.runtime.store import Keep, prune
 from tests.runtime.store import store_cases
 

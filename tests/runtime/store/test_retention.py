@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.rollback.checkpoint_choice import choose
+from healcore.runtime.recovery.checkpoint_choice import choose
 from healcore.runtime.store import Keep, Saved, StoreError, prune, superfluous
 from tests.runtime.store.store_cases import ALL, over
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.rollback.checkpoint_choice import saved_after
+from healcore.runtime.recovery.checkpoint_choice import saved_after
 from healcore.runtime.store import CheckpointDamaged, Keep, LastGoodKept, prune
 from tests.runtime.store.store_cases import ALL, DISKS, TIERS, StoreCase, over, same_states
 

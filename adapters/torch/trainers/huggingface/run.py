@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 import traceback
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from healcore.console import Console
 from healcore.core.errors import HealcoreError
-from healcore.core.verdict import NONFINITE, Cause
+from healcore.core.verdict import NONFINITE, Action, Cause
 from healcore.policy import Policy
 from healcore.policy.trainer_limit import keeps_limit
 from healcore.runtime.events import Log
@@ -23,16 +22,18 @@ from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
-from healcore.runtime.incidents.monitor import ActionRequest, IncidentMonitor
 from healcore.runtime.incidents.step_lines import cause_text
-from healcore.runtime.ledger import Ledger
 from healcore.runtime.loop.lifecycle import ending_of
-from healcore.runtime.loop.order_executor import OrderExecutor
+from healcore.runtime.loop.run_facts import stop
 from healcore.runtime.loop.run_lines import end_line, start_line
 from healcore.runtime.loop.run_settings import batch_text, start_rate
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.recovery.monitor import IncidentMonitor
+from healcore.runtime.recovery.recovery import Recovery
+from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.run_log import RunLog
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver import TorchDriver
@@ -118,15 +119,15 @@ class TrainingRun:
             learning_rate=self.driver.learning_rate,
         )
         self._reader = DelayedReader(LAG)
-        self._executor = _WithoutRollback(
+        self._recovery = Recovery(  # without checkpoints to restore: rollbacks stay orders
             policy=self.policy,
             driver=self.driver,
             ranks=ranks,
             ledger=self.ledger,
             log=self.log,
-            run_end=lambda why: self.run_end(Ending.STOPPED, why),
-            compares=lambda: False,
-            run=self,
+            monitor=self.monitor,
+            reader=self._reader,
+            stop=self._stop,
         )
 
     # -- begin and end --------------------------------------------------------------------------
@@ -269,8 +270,8 @@ class TrainingRun:
         problem = f"the weights hold NaN or Inf ({', '.join(names[:3])}): not saved"
         if self.policy.nonfinite_state == "alert":
             self.log.problem(self.step, problem)
-            return False
-        self._executor.stop(self.step, f"{problem}; {_ELSEWHERE}")
+        else:
+            self._stop(f"{problem}; {_ELSEWHERE}")
         return False
 
     def saved(self) -> None:
@@ -307,17 +308,39 @@ class TrainingRun:
     def _read(self, *, all: bool, carry_out: bool = True) -> None:
         for result in self._reader.due(all=all):
             self._reader.count_correction()
-            request = self.monitor.process(result)
-            if request is not None and carry_out:
-                self.wants_save |= self._executor.execute(request, self.step).save
-            elif request is not None:
+            order = self.monitor.process(result)
+            if order is not None and carry_out:
+                self._carry_out(order)
+            elif order is not None:
                 self.log.problem(
                     result.index,
-                    f"{cause_text(request.cause)} in the last step: the order was not carried out",
+                    f"{cause_text(Cause(order.cause))} in the last step: the order was not carried "
+                    "out",
                 )
         if not self.ledger.open:
             for step in self.checkpoints.mark_good(self.ledger.unhealthy, self.ledger.next_step):
                 self.log.event("good", step=step)
+
+    def _carry_out(self, order: Rollback) -> None:
+        """Carries out what a callback can: it saves, stops, and says what it cannot do."""
+        self._recovery.carry_out(order, self.step)
+        self.wants_save |= bool(order.action & Action.SAVE)
+        if order.status is not Status.ORDERED or not order.action & Action.ROLLBACK:
+            return
+        cause = cause_text(Cause(order.cause))
+        if not self._finite():
+            self._stop(f"{cause}, and the weights hold NaN or Inf; {_ELSEWHERE}")
+        self.quarantine(order.since, f"saved after {cause} had begun at step {order.since}")
+        self.not_carried_out += 1
+        line = f"step {order.index}: {cause}: the policy orders a rollback; {_ELSEWHERE}"
+        if self.not_carried_out == 1:
+            self.log.problem(order.index, line)
+        else:
+            self.log.event("problem", step=order.index, problem=line)
+
+    def _stop(self, why: str) -> NoReturn:
+        """Ends the run with a diagnosis."""
+        stop(self.log, self.run_end(Ending.STOPPED, why))
 
     # -- reports --------------------------------------------------------------------------------
 
@@ -353,35 +376,17 @@ class TrainingRun:
     ) -> RunEnd:
         """The facts for a diagnosis."""
         good = self.checkpoints.last_good
-        return self.monitor.run_end(
-            ending,
-            self.step,
+        return RunEnd(
+            ending=ending,
+            step=self.step,
             why=why,
             last_good=good,
             path=None if good is None else str(self.checkpoints.path(good)),
             exception=exception,
             hint=hint,
-            declined=self._executor.declined,
+            declined=self._recovery.declined,
+            **self.monitor.end_facts(),
         )
-
-
-@dataclass(eq=False, kw_only=True)
-class _WithoutRollback(OrderExecutor):
-    """Carries out what a callback can: it saves, stops, and says what it cannot do."""
-
-    run: TrainingRun
-
-    def _roll_back(self, request: ActionRequest, step: int) -> None:
-        run, cause = self.run, cause_text(request.cause)
-        if not all(self.ranks.gather(self.driver.finite())):
-            self.stop(step, f"{cause}, and the weights hold NaN or Inf; {_ELSEWHERE}")
-        run.quarantine(request.since, f"saved after {cause} had begun at step {request.since}")
-        run.not_carried_out += 1
-        line = f"step {request.index}: {cause}: the policy orders a rollback; {_ELSEWHERE}"
-        if run.not_carried_out == 1:
-            self.log.problem(request.index, line)
-        else:
-            self.log.event("problem", step=request.index, problem=line)
 
 
 def _check(trainer: Any) -> None:

@@ -18,7 +18,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import EventHook, Hook
-from healcore.runtime.rollback.journal import NAME
+from healcore.runtime.recovery.journal import NAME
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError

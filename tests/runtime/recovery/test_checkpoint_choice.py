@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.checkpoints.catalog import probation_passed
-from healcore.runtime.ledger import PastRollback
-from healcore.runtime.rollback.checkpoint_choice import (
+from healcore.runtime.recovery.checkpoint_choice import (
     CheckpointChoice,
     choose,
     common_to_ranks,
@@ -43,26 +42,21 @@ def test_depth(onset, depth, order):
     assert choose(GOOD, onset=onset, depth=depth) == CheckpointChoice(order, False, False)
 
 
-def test_the_second_time_in_a_region_goes_deeper():
-    past = [PastRollback(onset=350, target=300)]
-    assert choose(GOOD, onset=360, past_rollbacks=past, region=100).order == (200, 100)
-    assert choose(GOOD, onset=340, past_rollbacks=past, region=100).order == (200, 100)
-    assert choose(GOOD, onset=360, past_rollbacks=past, region=5).order[0] == 300
+def test_the_second_rollback_for_the_same_trouble_restores_an_older_checkpoint():
+    assert choose(GOOD, onset=360, tried=[300]).order == (200, 100)
     # What became good on the way back into the same trouble is not gone back to.
     later = [*GOOD, saved(340)]
-    assert choose(later, onset=345, past_rollbacks=past, region=100, depth=1).order == (200, 100)
-    assert choose(later, onset=345, past_rollbacks=past, region=100, depth=3).order == (200, 100)
-    assert choose(later, onset=345, past_rollbacks=past, region=100, depth=4).order == (100,)
+    assert choose(later, onset=345, tried=[300], depth=1).order == (200, 100)
+    assert choose(later, onset=345, tried=[300], depth=3).order == (200, 100)
+    assert choose(later, onset=345, tried=[300], depth=4).order == (100,)
 
 
 def test_a_missing_deeper_checkpoint_is_reported():
-    past = [PastRollback(150, 100)]
-    found = choose(GOOD, onset=160, past_rollbacks=past, region=100)
+    found = choose(GOOD, onset=160, tried=[100])
     assert found == CheckpointChoice((100,), initial=False, repeated=True)
-    found = choose(GOOD, onset=160, past_rollbacks=past, region=100, initial=[0])
+    found = choose(GOOD, onset=160, tried=[100], initial=[0])
     assert found == CheckpointChoice((0,), initial=True, repeated=False)
-    past.append(PastRollback(160, 0))
-    found = choose(GOOD, onset=160, past_rollbacks=past, region=100, initial=[0])
+    found = choose(GOOD, onset=160, tried=[100, 0], initial=[0])
     assert found == CheckpointChoice((0,), initial=True, repeated=True)
 
 

@@ -1,10 +1,10 @@
-"""Turns the records of one step into events, and into a request to the host."""
+"""Turns the records of one step into events, and into an order to the host."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from healcore.core.evidence import Evidence
@@ -12,16 +12,14 @@ from healcore.core.step_record import Readings, StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.history.incident import MOST_ALARMS
 from healcore.runtime.data import BatchId
-from healcore.runtime.dominance.dominance import Verdict
-from healcore.runtime.events.models import Ending
 from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
 from healcore.runtime.incidents.run_metrics import RunMetrics
 from healcore.runtime.incidents.step_lines import StepLines, passes_power_of_ten
-from healcore.runtime.ledger import IncidentRecord, Ledger
-from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.recovery.ledger import IncidentRecord, Ledger
+from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
@@ -33,31 +31,6 @@ REMEMBERED = 1000
 INTERVALS = 5
 """Checkpoint intervals whose batch ids are kept at least. Trouble begins up to two intervals after
 the checkpoint that the run rolls back to, lasts as long, and takes comparisons to find."""
-
-
-class ActionRequest(NamedTuple):
-    """Request to the host."""
-
-    action: Action
-    depth: int
-    onset: int
-    """Step of the incident's first alarm."""
-    since: int
-    """Step of the first alarm with a cause of this request: the incident may have begun before."""
-    index: int
-    """The step that brought the request."""
-    cause: Cause
-    bad: tuple[BatchId, ...]
-    """Batches that the rollback skips."""
-    overridden: bool
-    """Whether a hook, the state check or better weights brought the request, not the engine."""
-    arrays: tuple[str, ...] = ()
-    """Arrays with NaN or Inf, if a save brought the request; else empty."""
-    better: int | None = None
-    """Step of the better earlier weights that brought the request, which the rollback restores, or
-    None."""
-    lr_at_fault: float | None = None
-    """Learning rate that has caused the trouble, NaN if it is unknown, or None if no rate has."""
 
 
 class FirstAlarm(NamedTuple):
@@ -99,8 +72,8 @@ class IncidentMonitor:
         self._alerts: Counter[tuple[int, Cause]] = Counter()
         """(Number of an incident or 0, causes) -> steps with an alert."""
 
-    def process(self, step: StepResult) -> ActionRequest | None:
-        """Takes one step. Returns a request if the host has to act, or None."""
+    def process(self, step: StepResult) -> Rollback | None:
+        """Takes one step. Returns an order if the host has to act, or None."""
         self._batches[step.index] = step.batches
         kept = max(self.policy.region, REMEMBERED, INTERVALS * self.interval)
         self._batches.pop(step.index - kept, None)
@@ -111,72 +84,52 @@ class IncidentMonitor:
         self.metrics.add(step.records)
         skips = self.metrics.total("skips")
         self._lines.add(step, incident, is_new=is_new, skips=skips)
-        request = None
+        order = None
         for record in step.records:
             if record.cause:
                 self._log_alarm(step, record, incident)
             self._log_lr_change(step, record)
             if record.action:
-                request = _merged(request, self._request(step, record, incident))
-        return request
+                order = _merged(order, self._order(step, record, incident))
+        return order
 
-    def run_end(self, ending: Ending, step: int, **others: Any) -> RunEnd:
-        """The facts for a diagnosis after `step` steps; `others`: fields that incidents lack."""
+    def end_facts(self) -> dict[str, Any]:
+        """Fields of `RunEnd` about incidents and about what was done in the steps."""
         ledger, alarm = self.ledger, self.first_alarm
         last = ledger.incidents[-1] if ledger.incidents else None
-        return RunEnd(
-            ending=ending,
-            step=step,
-            cause=Cause(0 if last is None else last.cause),
-            onset=None if last is None else last.onset,
-            open=ledger.open,
-            incidents=ledger.incident_count,
-            undone_incidents=ledger.undone_incidents,
-            readings=Readings(*alarm.readings) if alarm is not None else None,
-            evidence=() if alarm is None else alarm.evidence,
-            batches=() if alarm is None else alarm.batches,
-            skips=ledger.skips,
-            undone_skips=ledger.undone_skips,
-            probation=self.policy.probation,
-            clips=self.metrics.total("clips"),
-            lr_cuts=self.metrics.total("lr_cuts"),
-            lr_scale=self.lr_scale,
-            observes=self.policy.observes,
-            answered=dict(self.log.answered),
-            metrics=self.metrics.values(),
-            **others,
-        )
-
-    def request_rollback(
-        self, verdict: Verdict, *, lr_at_fault: float | None, skip: tuple[int, int] | None
-    ) -> ActionRequest:
-        """Makes a request to restore better weights; skips the batches of the steps `skip`."""
-        bad = () if skip is None else self._batches_between(*skip)
-        return ActionRequest(
-            Action.ROLLBACK,
-            1,
-            verdict.onset,
-            verdict.onset,
-            verdict.index,
-            Cause(0),
-            bad,
-            True,
-            better=verdict.anchor,
-            lr_at_fault=lr_at_fault,
-        )
+        return {
+            "cause": Cause(0 if last is None else last.cause),
+            "onset": None if last is None else last.onset,
+            "open": ledger.open,
+            "incidents": ledger.incident_count,
+            "undone_incidents": ledger.undone_incidents,
+            "readings": None if alarm is None else Readings(*alarm.readings),
+            "evidence": () if alarm is None else alarm.evidence,
+            "batches": () if alarm is None else alarm.batches,
+            "skips": ledger.skips,
+            "undone_skips": ledger.undone_skips,
+            "probation": self.policy.probation,
+            "clips": self.metrics.total("clips"),
+            "lr_cuts": self.metrics.total("lr_cuts"),
+            "lr_scale": self.lr_scale,
+            "observes": self.policy.observes,
+            "answered": dict(self.log.answered),
+            "metrics": self.metrics.values(),
+        }
 
     @staticmethod
-    def bad_batches(later: list[StepResult]) -> tuple[BatchId, ...]:
-        """Batches of the steps after a request, up to the last step with an alarm."""
+    def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
+        """Batches of the steps after an order, up to the last step with an alarm."""
         alarms = [i for i, step in enumerate(later) if any(each.cause for each in step.records)]
         last = max(alarms, default=-1)
-        return tuple(each for step in later[: last + 1] for each in step.batches)
+        return [each for step in later[: last + 1] for each in step.batches]
 
-    def batches_of(self, steps: Iterable[int]) -> tuple[BatchId, ...]:
+    def batches_of(self, steps: Iterable[int]) -> list[BatchId]:
         """Batches of some steps, as far as they are remembered."""
-        return tuple(each for step in steps for each in self._batches.get(step, ()))
+        return [each for step in steps for each in self._batches.get(step, ())]
 
-    def _batches_between(self, first: int, last: int) -> tuple[BatchId, ...]:
+    def batches_between(self, first: int, last: int) -> list[BatchId]:
+        """Batches of the steps from `first` to `last`, of the current loader."""
         first = max(first, self.loader_from)
         return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
 
@@ -226,9 +179,9 @@ class IncidentMonitor:
             for rank, (loss, norm) in enumerate(self.ranks.gather(record.of_rank))
         ]
 
-    def _request(
+    def _order(
         self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
-    ) -> ActionRequest | None:
+    ) -> Rollback | None:
         action, depth = record.action, record.rollback_depth
         onset = incident.onset if incident else step.index
         if incident and incident.only_skips:
@@ -285,15 +238,15 @@ class IncidentMonitor:
         first = incident.first if incident else {}
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
         since = max(since, onset)
-        return ActionRequest(
-            action=action,
-            depth=max(depth, 1),
+        return Rollback(
+            index=step.index,
             onset=onset,
             since=since,
-            index=step.index,
-            cause=record.cause,
-            bad=self._batches_between(since, step.index),
-            overridden=action != ordered,
+            action=int(action),
+            cause=int(record.cause),
+            depth=max(depth, 1),
+            batches=self.batches_between(since, step.index),
+            forced=action != ordered,
         )
 
     def _alert(self, step: StepResult, record: StepRecord, incident: int, action: Action) -> None:
@@ -377,14 +330,15 @@ class IncidentMonitor:
         )
 
 
-def _merged(one: ActionRequest | None, other: ActionRequest | None) -> ActionRequest | None:
+def _merged(one: Rollback | None, other: Rollback | None) -> Rollback | None:
     if one is None or other is None:
         return one or other
-    return one._replace(
+    return replace(
+        one,
         action=one.action | other.action,
         depth=max(one.depth, other.depth),
         since=min(one.since, other.since),
-        bad=max(one.bad, other.bad, key=len),
+        batches=max(one.batches, other.batches, key=len),
         cause=one.cause | other.cause,
-        overridden=one.overridden or other.overridden,
+        forced=one.forced or other.forced,
     )

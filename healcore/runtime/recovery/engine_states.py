@@ -8,7 +8,7 @@ that a rollback has used and undo its learning-rate cut (OPT-175B's logbook has 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -63,26 +63,14 @@ def without_limit(engine: Engine, engines: Engines) -> dict[str, dict[str, Any]]
     }
 
 
-class LearningRate(NamedTuple):
-    """The learning rate before and after a rollback."""
-
-    schedule: float | None
-    """Rate of the schedule where the rollback began, without the multiplier, or None if unknown."""
-    limit: float | None
-    """Limit from now on, or None without a limit or with an unknown rate."""
-    scale: float
-    """The multiplier at the restored step, the smallest of all engines."""
-    at_fault: float | None = None
-    """Rate in force at which the run broke, if the rollback limits the rate; else None."""
-
-
 def at_rate(
-    engine: Engine, engines: Engines, rate: float | None, *, before: float | None
-) -> tuple[dict[str, dict[str, Any]], LearningRate]:
-    """Engine states for the restored rate of the schedule, which was `before`.
+    engine: Engine, engines: Engines, rate: float | None
+) -> tuple[dict[str, dict[str, Any]], float | None, float]:
+    """Engine states for the restored rate of the schedule, the limit, and the multiplier.
 
-    The multipliers stay as they are if the rate is not known (None), or the policy's cuts do not
-    depend on it.
+    The multipliers stay as they are if the rate is unknown (None), or the policy's cuts do not
+    depend on it. The limit is None then, and without a limit. The multiplier is the smallest of all
+    engines.
     """
     rate = rate if engine.limits_lr else None
     states = {name: engine.from_dict(each) for name, each in engines.items()}
@@ -94,11 +82,9 @@ def at_rate(
         float(each.lr.low if each.lr.hold else ceiling * each.lr.broken) for each in states.values()
     ]
     limit = min((each for each in limits if each > 0), default=None)
-    return {name: engine.to_dict(each) for name, each in states.items()}, LearningRate(
-        schedule=before,
-        limit=None if rate is None else limit,
-        scale=min((float(each.lr.scale) for each in states.values()), default=1.0),
-    )
+    scale = min((float(each.lr.scale) for each in states.values()), default=1.0)
+    found = {name: engine.to_dict(each) for name, each in states.items()}
+    return found, None if rate is None else limit, scale
 
 
 def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:

@@ -13,19 +13,18 @@ from typing import Any
 
 from healcore.core.verdict import Cause
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
+from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.events import Log
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.ledger import Ledger
-from healcore.runtime.rollback.host_state import HostState
-from healcore.runtime.rollback.journal import Journal
-from healcore.runtime.rollback.manager import (
+from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.recovery.restoring import (
     HEALING_SCHEMA,
-    RollbackManager,
-    RollbackRequest,
-    RollbackResult,
+    Restorer,
 )
+from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -170,7 +169,7 @@ class Process:
             log=log,
         )
         driver: Any = Nothing()
-        self.rollbacks = RollbackManager(
+        self.restorer = Restorer(
             policy=POLICY,
             driver=driver,
             checkpoints=self.checkpoints,
@@ -188,14 +187,16 @@ class Process:
     def begin(self) -> None:
         """The same steps as `lifecycle.begin`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
-        if self.journal.state.pending is not None:
-            self.step = self.rollbacks.finish_interrupted(self.journal.state.pending).target
+        plan = self.journal.state.plan
+        if plan is not None:
+            self.restorer.finish(plan)
+            self.step = plan.target
         elif usable:
-            self.step, _ = self.rollbacks.resume(usable[::-1])
+            self.step, _ = self.restorer.resume(usable[::-1])
         else:
             self.journal.state.first_step = self.step
-        self.rollbacks.write_journal(self.step)
-        self.rollbacks.started_from = self.step
+        self.restorer.write_journal(self.step)
+        self.restorer.started_from = self.step
         self.checkpoints.reload()
         if not self.store.saves:
             self.save("first")
@@ -223,11 +224,12 @@ class Process:
         healing = {"schema": HEALING_SCHEMA, "ledger": self.ledger.to_dict()}
         self.checkpoints.save(self.step, {}, healing, why)
 
-    def go_back(self, depth: int) -> RollbackResult:
+    def go_back(self, depth: int) -> Rollback:
         """A rollback in answer to the incident under way."""
-        result = self.rollbacks.roll_back(RollbackRequest(self.onset, depth, self.step, ()))
-        self.step, self._goes_on = result.target, False
-        return result
+        order = Rollback(index=self.step - 1, onset=self.onset, depth=depth)
+        self.restorer.apply(order, self.step)
+        self.step, self._goes_on = order.target, False
+        return order
 
     @property
     def onset(self) -> int:

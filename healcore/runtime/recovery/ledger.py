@@ -11,32 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.runtime.recovery.rollback import Rollback
 
-_ADDED = ("undone_incidents", "skips", "undone_skips", "untrained")
-"""Counts that ledgers of earlier releases lack."""
 _MAX_INCIDENTS = 1000
 """Incidents kept; the oldest are dropped."""
 
 
 LASTING = Cause.PLATEAU | Cause.OVERFIT
 """Causes whose alarm lasts until they are gone. An alert on them is an incident of its own."""
-
-
-class PastRollback(NamedTuple):
-    """A rollback of the incident that began at step `onset` to the checkpoint of step `target`."""
-
-    onset: int
-    target: int
-    step: int = 0
-    """Steps done when it began. Trouble before this step is the same trouble again."""
-    changed: str = ""
-    """What the repeated steps have otherwise: `rate`, `data`, or an empty string for nothing."""
 
 
 @dataclass
@@ -81,7 +69,8 @@ class Ledger:
     """Steps that were skipped, or had an alarm within an incident, and the accumulation after such
     a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
-    past_rollbacks: list[PastRollback] = field(default_factory=list)
+    rollbacks: list[Rollback] = field(default_factory=list)
+    """Applied rollbacks and re-runs, see `Rollback.outline`."""
     incident_count: int = 0
     """Incidents so far, including those dropped from `incidents`, and undone ones."""
     undone_incidents: int = 0
@@ -175,14 +164,17 @@ class Ledger:
         last.over = False
         return last
 
-    def rollbacks_near(self, onset: int, reach: int) -> int:
-        """Number of rollbacks so far whose onset was less than `reach` steps away."""
-        return sum(abs(onset - past.onset) < reach for past in self.past_rollbacks)
+    def same_trouble(self, onset: int, within: int = 0, *, reruns: bool = False) -> list[Rollback]:
+        """The rollbacks so far for the trouble that begins at step `onset`, oldest first.
 
-    def rollback_before(self, onset: int) -> PastRollback | None:
-        """The rollback for the trouble that begins again at step `onset`, or None if it is new."""
-        last = self.past_rollbacks[-1] if self.past_rollbacks else None
-        return last if last is not None and onset <= last.step else None
+        Trouble is the same until the run has come `within` steps past the step at which the
+        rollback began: the run repeats the same ground. With `reruns`, re-runs are included.
+        """
+        return [
+            each
+            for each in self.rollbacks
+            if onset <= each.step + within and (reruns or not each.rerun)
+        ]
 
     def row_onset(self, index: int) -> int:
         """First of the unhealthy steps in a row that ends at step `index`."""
@@ -191,15 +183,9 @@ class Ledger:
             at, index = at - 1, index - 1
         return index + 1
 
-    def on_rollback(
-        self, rollback: PastRollback, saved: Ledger | None, *, counts: bool = True
-    ) -> None:
-        """Records that a checkpoint was restored, with the ledger `saved` in it.
-
-        A re-run does not count: it must not affect the choice of the next checkpoint.
-        """
-        if counts:
-            self.past_rollbacks.append(rollback)
+    def on_rollback(self, rollback: Rollback, saved: Ledger | None) -> None:
+        """Records an applied rollback; `saved` is the ledger in the restored checkpoint."""
+        self.rollbacks.append(rollback.outline())
         self._rewind(rollback.target, saved)
         if (last := self.last_incident) is not None:
             last.rollbacks += 1
@@ -232,12 +218,12 @@ class Ledger:
 
     def to_dict(self) -> dict[str, Any]:
         """The ledger as JSON-safe values."""
-        return {**asdict(self), "past_rollbacks": [list(each) for each in self.past_rollbacks]}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
         """The inverse of `to_dict`; ValueError for what `to_dict` does not return."""
-        missing = {each.name for each in fields(cls)} - {*_ADDED, *data}
+        missing = {each.name for each in fields(cls)} - data.keys()
         if missing:
             raise ValueError(f"a ledger without {', '.join(sorted(missing))}")
         return _LEDGER.validate_json(json.dumps(data), strict=True)

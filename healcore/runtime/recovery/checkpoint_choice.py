@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from healcore.runtime.ledger import PastRollback
 from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.protocol import Saved, Status
 
@@ -25,8 +24,7 @@ class CheckpointChoice(NamedTuple):
     initial: bool
     """No known-good checkpoint is left: the chosen one is the initial snapshot."""
     repeated: bool
-    """An earlier rollback in this region went to the same step, and nothing older exists. Restoring
-    it alone changes nothing: another action has to be taken too, or the run stops."""
+    """An earlier rollback for this trouble restored the same checkpoint, and none is older."""
 
 
 def choose(
@@ -34,19 +32,22 @@ def choose(
     *,
     onset: int,
     depth: int = 1,
-    past_rollbacks: Sequence[PastRollback] = (),
-    region: int = 0,
+    tried: Sequence[int] = (),
     initial: Sequence[int] = (),
 ) -> CheckpointChoice:
-    """Chooses the checkpoint to restore. Raises NoGoodCheckpoint if there is none.
+    """Chooses the checkpoint to restore.
 
-    With several ranks `saves` is the result of `common_to_ranks`. `onset` is the step of the
-    incident's first alarm. `depth` is the number of known-good checkpoints to go back: the engine's
-    `rollback_depth`, which grows from incident to incident in a region. Onsets fewer than `region`
-    steps apart are in one region. A second rollback there goes to an older checkpoint than the
-    first, even if others have become known-good since: they lead into the same trouble. `initial`
-    is the last resort, in this order: step of the snapshot that the run began with, and of the
-    checkpoint that this process resumed from, which is not known-good.
+    Args:
+        saves: the checkpoints; with several ranks the result of `common_to_ranks`.
+        onset: step of the incident's first alarm.
+        depth: known-good checkpoints to go back.
+        tried: steps of the checkpoints that were restored for the same trouble. The choice is
+            older, even if others have become known-good since: they lead into the same trouble.
+        initial: the last resort, in this order: step of the snapshot that the run began with, and
+            of the checkpoint that this process resumed from, which is not known-good.
+
+    Raises:
+        NoGoodCheckpoint: there is none.
     """
     usable = [save for save in saves if save.finite and save.step <= onset]
     good = sorted((save.step for save in usable if save.status == "good"), reverse=True)
@@ -55,7 +56,6 @@ def choose(
     if not chain:
         raise NoGoodCheckpoint(_nothing(saves, onset))
 
-    tried = [past.target for past in past_rollbacks if abs(onset - past.onset) < region]
     older = [step for step in chain if step < min(tried, default=onset + 1)]
     start = min(max(depth, 1), len(good) or 1) - 1
     chosen = chain[start]
@@ -90,10 +90,9 @@ def why_older(
     chosen: CheckpointChoice,
     *,
     onset: int,
-    past_rollbacks: Sequence[PastRollback],
-    region: int,
+    tried: Sequence[int],
 ) -> str:
-    """Reason why the choice is not the newest from before the onset, or an empty string."""
+    """Reason why the choice is not the newest before the onset, or an empty string."""
     target = chosen.order[0]
     newer = [
         save
@@ -103,7 +102,6 @@ def why_older(
     if not newer:
         return ""
     good = [save.step for save in newer if save.status == "good"]
-    tried = [past.target for past in past_rollbacks if abs(onset - past.onset) < region]
     if not good:
         return f"that of step {newer[-1].step} is not known-good yet"
     newest = f"that of step {good[-1]} is known-good too, but "

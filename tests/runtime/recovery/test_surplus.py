@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.rollback.simulated_run import EVERY, KEEP, PROBATION, Killed, Listed, Process
+from tests.runtime.recovery.simulated_run import EVERY, KEEP, PROBATION, Killed, Listed, Process
 
 STEPS = list(range(0, 28, EVERY))
 

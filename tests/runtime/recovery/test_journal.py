@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.rollback.journal import Journal, JournalError, update_from_disk
-from healcore.runtime.rollback.manager import RollbackManager
+from healcore.runtime.recovery.journal import Journal, JournalError, update_from_disk
+from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StoreError, checksummed_json
 from tests.healer.crashes import crash
 from tests.healer.killed_runs import (
@@ -109,7 +109,7 @@ def test_a_journal_in_the_directory_of_another_run_is_refused(tmp_path):
 def test_a_journal_of_another_version_is_refused(tmp_path):
     path = tmp_path / "healcore.json"
     path.write_bytes(checksummed_json.dumps({"schema": 2, "begun": None}))
-    with pytest.raises(JournalError, match=r"has schema 2, .* reads 3: .*resume without it: mv "):
+    with pytest.raises(JournalError, match=r"has schema 2, .* reads 4: .*resume without it: mv "):
         Journal(path).read()
 
 
@@ -133,7 +133,7 @@ def test_a_run_keeps_its_name_through_its_processes(tmp_path):
 
 def test_a_rollback_of_a_run_without_a_checkpoint_is_not_in_the_way(tmp_path, caplog):
     killed(with_nothing_on_disk, tmp_path)
-    assert json.loads((tmp_path / "healcore.json").read_text())["pending"] is not None
+    assert Journal(tmp_path / "healcore.json").read().plan is not None
     with caplog.at_level("INFO", "healcore"):
         loop, seen = first_look(tmp_path)
     assert seen == {"at": 0, "lr": 1.0, "left": 3, "rollbacks": 0}
@@ -145,7 +145,7 @@ def test_a_rollback_that_cannot_be_finished_names_the_file(tmp_path, monkeypatch
     def go() -> None:
         train(loop_of("torch", Faults(always=[13])), rules(), range(40), store=tmp_path)
 
-    crash(monkeypatch, RollbackManager, "_apply_plan", lambda *_, **__: True, go)
+    crash(monkeypatch, Restorer, "_apply_plan", lambda *_, **__: True, go)
     for each in tmp_path.glob("step-*"):
         (each / "state.json").write_text("{}")
     with pytest.raises(StoreError, match=r"healcore\.json.*delete that file"):

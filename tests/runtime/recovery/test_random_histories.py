@@ -7,20 +7,28 @@ import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from healcore.runtime.ledger import Ledger
-from healcore.runtime.rollback.checkpoint_choice import PastRollback
-from healcore.runtime.rollback.journal import Journal
+from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.store import NoGoodCheckpoint
-from tests.runtime.rollback.simulated_run import KEEP, PROBATION, REGION, Killed, Listed, Process
+from tests.runtime.recovery.simulated_run import KEEP, PROBATION, REGION, Killed, Listed, Process
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """The journal is synced at every rollback and every start."""
+
+
+class Back(NamedTuple):
+    """A rollback of the oracle."""
+
+    onset: int
+    target: int
+    step: int
 
 
 class History(RuleBasedStateMachine):
@@ -35,7 +43,7 @@ class History(RuleBasedStateMachine):
         self.process.begin()
         self.healthy: list[bool] = []
         self.skipped: list[int] = []
-        self.back: list[PastRollback] = []
+        self.back: list[Back] = []
         self.onset: int | None = None
         self.only_skips = False
         self.good: set[int] = set()
@@ -98,7 +106,7 @@ class History(RuleBasedStateMachine):
         try:
             arrival = process.go_back(depth)
         except Killed:
-            begun = Journal(self.path).read().pending
+            begun = Journal(self.path).read().plan
             if begun is None and journal.state.rollbacks == len(self.back):
                 self.start(None)
                 return
@@ -132,10 +140,10 @@ class History(RuleBasedStateMachine):
         usable = [s for s in self.store.steps() if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        begun = self.process.journal.state.first_step, self.process.rollbacks.started_from
+        begun = self.process.journal.state.first_step, self.process.restorer.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = [step for step in begun if step in unproven]
-        tried = [past.target for past in self.back if abs(past.onset - self.onset) < REGION]
+        tried = [past.target for past in self.back if self.onset <= past.step + REGION]
         there = sorted({*good, *last})
         if not there:
             return None
@@ -149,7 +157,7 @@ class History(RuleBasedStateMachine):
     def went(self, target: int | None) -> None:
         assert self.onset is not None
         assert target is not None
-        self.back.append(PastRollback(self.onset, target, len(self.healthy)))
+        self.back.append(Back(self.onset, target, len(self.healthy)))
         assert target <= self.onset
         assert self.store.saves[target].status != "quarantined"
         del self.healthy[target:]
@@ -192,7 +200,7 @@ class History(RuleBasedStateMachine):
             return
         ledger = self.process.ledger
         assert self.process.step == len(self.healthy)
-        assert ledger.past_rollbacks == self.back
+        assert [(e.onset, e.target, e.step) for e in ledger.rollbacks] == self.back
         self.skipped = [step for step in self.skipped if step < self.process.step]
         assert ledger.skips - ledger.undone_skips == len(self.skipped)
         assert ledger.undone_incidents == sum(each.undone for each in ledger.incidents)
@@ -212,7 +220,7 @@ class History(RuleBasedStateMachine):
         """Only while the run is in the region: checkpoints deleted beyond it stay deleted."""
         if not getattr(self, "stays", None):
             return
-        if len(self.healthy) < self.back[-1].onset + REGION:
+        if len(self.healthy) <= self.back[-1].step + REGION:
             assert self.stays <= self.store.saves.keys()
         else:
             self.stays = set()

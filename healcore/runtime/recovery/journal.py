@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime.ledger import Ledger
 from healcore.runtime.microbatches.sizes import MicrobatchSizes
+from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.store import (
     CheckpointDamaged,
     NoGoodCheckpoint,
@@ -35,7 +36,7 @@ from healcore.runtime.store.manifest import STATUS, stated
 NAME = "healcore.json"
 """Its file name in the directory of a store."""
 
-SCHEMA = 3
+SCHEMA = 4
 _SHOWN = 3
 
 
@@ -63,50 +64,17 @@ class _Settings:
     batch_sizes: dict[str, int] = field(default_factory=dict)
 
 
-_Step = Annotated[int, Field(ge=0)]
-_Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
-_BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]
+def _began(rollback: Rollback) -> Rollback:
+    if rollback.status not in (Status.PLANNED, Status.APPLIED):
+        raise ValueError("a rollback that has not begun")
+    if rollback.status is Status.PLANNED and not rollback.candidates:
+        raise ValueError("a plan without a checkpoint")
+    return rollback
+
+
 _Ledger = Annotated[dict[str, Any], _read_by(Ledger.from_dict)]
 _Sizes = Annotated[dict[str, Any], _read_by(MicrobatchSizes(shrinks=0, grow_after=0).load)]
 _OfStart = Annotated[dict[str, Any], _read_by(TypeAdapter(_Settings).validate_python)]
-
-
-@dataclass
-class RollbackPlan:
-    """A rollback that has begun."""
-
-    number: int
-    """From 1, over the whole run."""
-    step: int
-    """Steps done when it began."""
-    onset: int
-    order: Annotated[list[_Step], Field(min_length=1)]
-    """Steps of the checkpoints to try, in this order."""
-    quarantine: list[int]
-    engines: dict[str, dict[str, Any]]
-    """Engine states when it began."""
-    left_out: dict[_Loader, list[_BatchId]]
-    """Number of a loader -> ids of the batches that it must not yield (again)."""
-    forward: dict[_Loader, dict[str, Any]]
-    """Number of a loader that cannot be rewound -> its position when the rollback began."""
-    rerun: Annotated[list[_Step], Field(min_length=2, max_length=2)] | None = None
-    """Of a re-run with nothing changed: the onset, and the step that brought the order."""
-    lr: float | None = None
-    """The schedule's learning rate when it began; None: not known."""
-    limit: float | None = None
-    """The learning rate in force during the trouble, if the rollback limits it."""
-    skipped: int = 0
-    """Number of batches that it leaves out."""
-
-
-@dataclass
-class CompletedRollback:
-    """The last rollback: what a restart needs until the next save."""
-
-    target: int
-    engines: dict[str, dict[str, Any]]
-    plan: RollbackPlan
-    """Without its engines."""
 
 
 @dataclass
@@ -116,13 +84,12 @@ class JournalState:
     ending: str | None = None
     """How the last process ended; None: it is running, or was killed."""
     rollbacks: int = 0
-    pending: RollbackPlan | None = None
-    last_rollback: CompletedRollback | None = None
+    rollback: Annotated[Rollback, AfterValidator(_began)] | None = None
+    """The last rollback: a plan, or what a restart needs until the next save."""
     nonfinite_ok: list[str] | None = None
     """Arrays that were not finite in the first snapshot."""
     ledger: _Ledger | None = None
-    """The ledger after the last rollback; while one is pending, from before it."""
-    rerun_onsets: list[int] = field(default_factory=list)
+    """The ledger after the last rollback; with a plan, from before it."""
     lineage: str | None = None
     """Id of the run that the checkpoints belong to, from its first process. They hold it too."""
     first_step: int | None = None
@@ -138,6 +105,12 @@ class JournalState:
     """Learning rate, batch size, policy and the like at the start; see `run_settings`."""
     settings_at_end: _OfStart | None = None
     """The hyperparameters that the last process ended with."""
+
+    @property
+    def plan(self) -> Rollback | None:
+        """A rollback that has begun and not ended, or None."""
+        found = self.rollback
+        return found if found is not None and found.status is Status.PLANNED else None
 
 
 _STATE = TypeAdapter(JournalState)
@@ -257,12 +230,12 @@ def no_usable_checkpoint(
     wrong |= {e.step: f"damaged: {e.file} {e.difference}" for e in damaged}
     lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
     more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    plan = journal.state.pending
+    plan = journal.state.plan
     pending = (
         ""
         if plan is None
-        else f" {journal.path} holds an unfinished rollback to one of the steps {plan.order}: to "
-        "abandon it, and the budgets that the file holds, delete that file."
+        else f" {journal.path} holds an unfinished rollback to one of the steps "
+        f"{plan.candidates}: to abandon it, and the budgets that the file holds, delete that file."
     )
     return NoGoodCheckpoint(
         f"{where} holds an earlier run, and none of its checkpoints can be used: "

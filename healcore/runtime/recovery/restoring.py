@@ -9,19 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from healcore.core.engine import StateError
+from healcore.runtime.checkpoints.host_state import ITEM, HostParts, HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.data import BatchId
 from healcore.runtime.data import position as positions
 from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
 from healcore.runtime.data.position import DataError
 from healcore.runtime.driver import Driver, check_engines
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.ledger import Ledger, PastRollback
-from healcore.runtime.rollback.checkpoint_choice import (
+from healcore.runtime.recovery.checkpoint_choice import (
     CheckpointChoice,
     choose,
     common_to_ranks,
@@ -29,25 +28,22 @@ from healcore.runtime.rollback.checkpoint_choice import (
     saved_after,
     why_older,
 )
-from healcore.runtime.rollback.engine_states import (
-    Engines,
-    LearningRate,
+from healcore.runtime.recovery.engine_states import (
     after_rollback,
     at_rate,
     compatible,
     for_rerun,
     limited,
 )
-from healcore.runtime.rollback.host_state import ITEM, HostParts, HostState
-from healcore.runtime.rollback.journal import (
-    CompletedRollback,
+from healcore.runtime.recovery.journal import (
     Journal,
     JournalError,
-    RollbackPlan,
     check_lineage,
     directories,
     update_from_disk,
 )
+from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -66,44 +62,7 @@ from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
 
 T = TypeVar("T")
 HEALING_SCHEMA = 2
-"""Of what healcore keeps in a checkpoint, see `RollbackManager.contents`."""
-
-
-class RollbackRequest(NamedTuple):
-    """Why and how far to go back."""
-
-    onset: int
-    """Step of the incident's first alarm."""
-    depth: int
-    """Known-good checkpoints to go back, 1 = the newest before the onset."""
-    step: int
-    """Steps done now."""
-    bad: tuple[BatchId, ...]
-    """Ids of the bad window's batches."""
-    better: int | None = None
-    """Step of better weights: that checkpoint is restored, or the newest one before it."""
-    limit: bool = False
-    """Limit the learning rate too."""
-    lr_at_fault: float | None = None
-    """Learning rate that has caused the trouble. If it is None or NaN, the current rate."""
-    rerun: int | None = None
-    """For a re-run (same learning rate and data, no attempt used): the step that ordered it."""
-
-
-class RollbackResult(NamedTuple):
-    """What a rollback has done."""
-
-    number: int
-    """From 1, over the whole run."""
-    target: int
-    moved: RewindResult
-    repeated: bool
-    """The last rollback restored the same checkpoint, and nothing older exists."""
-    initial: bool
-    """There was no known-good checkpoint: the snapshot that the run started from was restored."""
-    why: str
-    """Why not a newer checkpoint from before the onset; "": it was the newest."""
-    lr: LearningRate
+"""Of what healcore keeps in a checkpoint, see `Restorer.contents`."""
 
 
 class _Content(NamedTuple):
@@ -117,17 +76,8 @@ class _Content(NamedTuple):
     host: HostParts | None
 
 
-class AppliedPlan(NamedTuple):
-    """The result of applying a plan to state and engines."""
-
-    target: int
-    engines: dict[str, dict[str, Any]]
-    host_state: HostParts | None
-    lr: LearningRate
-
-
 @dataclass(eq=False, kw_only=True)
-class RollbackManager:
+class Restorer:
     """Rolls back, and resumes from a checkpoint after a start."""
 
     policy: HostPolicy
@@ -169,132 +119,131 @@ class RollbackManager:
 
     # -- rollback -------------------------------------------------------------------------------
 
-    def roll_back(self, request: RollbackRequest) -> RollbackResult:
-        """A rollback, from the choice of the checkpoint to the last entry in the journal.
+    def apply(self, rollback: Rollback, step: int) -> RewindResult:
+        """Carries out an order after `step` steps, from the choice of the checkpoint on.
 
-        NoGoodCheckpoint if there is nothing to go back to; a StateMismatch leaves live state as is.
+        Args:
+            rollback: the order; it is applied on return, and as it was after an exception.
+            step: steps done.
+
+        Raises:
+            NoGoodCheckpoint: there is nothing to go back to.
+            StateMismatch: the checkpoints are of another state; live state is as it was.
         """
         self.checkpoints.wait()
-        self.checkpoints.verify_due(self.ledger, before=request.onset)
+        self.checkpoints.verify_due(self.ledger, before=rollback.onset)
         self.find_damage()
+        last = self.journal.state.rollback
+        try:
+            self._plan(rollback, step)
+            host = self._apply_plan(rollback, now=step)
+        except StoreError:
+            rollback.status, self.journal.state.rollback = Status.DECLINED, last
+            self.write_journal(step)  # so that the next start does not try it
+            raise
+        moved = self.loaders.rewind(_position(host), rollback.batches, self._more(rollback))
+        if host is not None:  # after the loaders, which draw random numbers
+            self.host.put_back(host)
+        self._complete(rollback)
+        return moved
+
+    def _plan(self, rollback: Rollback, step: int) -> None:
+        """Completes an order to a plan, and writes it to the journal."""
         saves = self.saves()
-        choice = self._choice(saves, request.onset, request.depth, request.better)
-        why = (
-            ""
-            if request.better is not None
-            else why_older(
-                saves,
-                choice,
-                onset=request.onset,
-                past_rollbacks=self.ledger.past_rollbacks,
-                region=self.policy.region,
-            )
-        )
-        rerun = request.rerun is not None
-        bad = () if rerun else request.bad
-        more = self.policy.skip_batches if bad else 0
-        live = self.driver.healing()
-        rate = self.driver.learning_rate()
-        newer = {*saved_after(saves, onset=request.onset), *_newer(saves, choice.order[0])}
-        plan = RollbackPlan(
-            number=self.journal.state.rollbacks + 1,
-            step=request.step,
-            onset=request.onset,
-            order=list(choice.order),
-            quarantine=sorted(newer - {*choice.order}),
-            engines=live,
-            left_out=self.loaders.left_out(bad, more),
-            forward=self.loaders.forward_positions(),
-            rerun=None if request.rerun is None else [request.onset, request.rerun],
-            lr=rate,
-            limit=self._rate_at_fault(request, live, rate) if request.limit else None,
-            skipped=len(bad),
-        )
-        self.journal.state.pending, self.journal.state.ledger = plan, self.ledger.to_dict()
-        self.journal.state.quarantined += directories(saves, plan.quarantine)
-        self.write_journal(request.step)
+        tried = [
+            each.target for each in self.ledger.same_trouble(rollback.onset, self.policy.region)
+        ]
+        choice = self._choice(saves, rollback, tried)
+        if rollback.better is None:
+            rollback.why_older = why_older(saves, choice, onset=rollback.onset, tried=tried)
+        rollback.initial, rollback.repeated = choice.initial, choice.repeated
+        rollback.candidates = list(choice.order)
+        newer = {*saved_after(saves, onset=rollback.onset), *_newer(saves, choice.order[0])}
+        rollback.quarantine = sorted(newer - {*choice.order})
+        rollback.number, rollback.step = self.journal.state.rollbacks + 1, step
+        rollback.engines = self.driver.healing()
+        rollback.lr = self.driver.learning_rate()
+        rollback.skipped = len(rollback.batches)
+        rollback.left_out = self.loaders.left_out(rollback.batches, self._more(rollback))
+        rollback.forward = self.loaders.forward_positions()
+        if rollback.lr_at_fault is not None and not math.isfinite(rollback.lr_at_fault):
+            rollback.lr_at_fault = self._rate_in_force(rollback)
+        rollback.status = Status.PLANNED
+        self.journal.state.rollback, self.journal.state.ledger = rollback, self.ledger.to_dict()
+        self.journal.state.quarantined += directories(saves, rollback.quarantine)
+        self.write_journal(step)
         self.log.event(
             "rollback_begin",
-            step=request.step,
-            number=plan.number,
-            onset=request.onset,
+            step=step,
+            number=rollback.number,
+            onset=rollback.onset,
             checkpoint=choice.order[0],
         )
-        applied = self._apply_plan(plan, now=request.step)
-        moved = self.loaders.rewind(_position(applied.host_state), bad, more)
-        if applied.host_state is not None:  # after the loaders, which draw random numbers
-            self.host.put_back(applied.host_state)
-        self._complete(plan, applied)
-        return RollbackResult(
-            plan.number, applied.target, moved, choice.repeated, choice.initial, why, applied.lr
-        )
+
+    def _more(self, rollback: Rollback) -> int:
+        """Batches to skip besides those of the trouble."""
+        return self.policy.skip_batches if rollback.batches else 0
 
     def _choice(
-        self, saves: Sequence[Saved], onset: int, depth: int, better: int | None
+        self, saves: Sequence[Saved], rollback: Rollback, tried: Sequence[int]
     ) -> CheckpointChoice:
-        if better is not None:
-            return newest_until(saves, better)
+        if rollback.better is not None:
+            return newest_until(saves, rollback.better)
         initial = self.journal.state.first_step, self.started_from
         return choose(
             saves,
-            onset=onset,
-            depth=depth,
-            past_rollbacks=self.ledger.past_rollbacks,
-            region=self.policy.region,
+            onset=rollback.onset,
+            depth=rollback.depth,
+            tried=tried,
             initial=[step for step in initial if step is not None],
         )
 
-    def _rate_at_fault(self, request: RollbackRequest, live: Engines, rate: float | None) -> float:
-        """The learning rate in force during the trouble; the multiplier alone if it is unknown."""
-        if request.lr_at_fault is not None and math.isfinite(request.lr_at_fault):
-            return request.lr_at_fault
-        scales = [self.policy.engine.from_dict(each).lr.scale for each in live.values()]
-        return (1.0 if rate is None else rate) * float(min(scales, default=1.0))
+    def _rate_in_force(self, rollback: Rollback) -> float:
+        """The learning rate in force at the plan; the multiplier alone if the rate is unknown."""
+        engine = self.policy.engine
+        scales = [engine.from_dict(each).lr.scale for each in rollback.engines.values()]
+        rate = 1.0 if rollback.lr is None else rollback.lr
+        return rate * float(min(scales, default=1.0))
 
-    def _apply_plan(self, plan: RollbackPlan, *, now: int) -> AppliedPlan:
+    def _apply_plan(self, plan: Rollback, *, now: int) -> HostParts | None:
         """Quarantines, restores and loads. Repeating it has the same result."""
-        counts = plan.rerun is None
+        engine = self.policy.engine
 
-        def load(result: RestoreResult, saved: _Content) -> AppliedPlan:
-            merge = after_rollback if counts else for_rerun
-            engines = merge(self.policy.engine, plan.engines, saved.engines)
+        def load(result: RestoreResult, saved: _Content) -> tuple[HostParts | None, dict[str, Any]]:
+            merge = for_rerun if plan.rerun else after_rollback
+            engines = merge(engine, plan.engines, saved.engines)
             host = self._load_state(result, saved, engines, reset=self._resets(plan))
             # The schedule is at the restored step now. A re-run has everything as it was then.
-            rate = self.driver.learning_rate() if counts else None
-            if plan.limit is not None:
+            rate = None if plan.rerun else self.driver.learning_rate()
+            if plan.lr_at_fault is not None:
                 # No step has been trained at the rate of the very first state.
                 trained = result.step > (self.journal.state.first_step or 0)
-                engines = limited(self.policy.engine, engines, plan.limit, rate, healthy=trained)
-            engines, lr = at_rate(self.policy.engine, engines, rate, before=plan.lr)
+                engines = limited(engine, engines, plan.lr_at_fault, rate, healthy=trained)
+            engines, limit, scale = at_rate(engine, engines, rate)
             self.driver.load_healing(engines)
-            lr = lr._replace(at_fault=plan.limit if rate is not None else None)
-            return AppliedPlan(result.step, engines, host, lr)
+            applied = {"engines": engines, "lr_limit": limit, "lr_scale": scale}
+            return host, {"target": result.step, **applied}
 
         self.checkpoints.quarantine(plan.quarantine, now=now)
-        applied, saved = self._load_first_intact(plan.order, load, now)
-        self.checkpoints.quarantine(_newer(self.saves(), applied.target), now=now)
-        self.checkpoints.retry_quarantine(applied.target)
-        changed = "rate" if plan.limit is not None else "data" if plan.skipped else ""
-        done = PastRollback(plan.onset, applied.target, plan.step, changed)
-        self.ledger.on_rollback(done, saved.ledger, counts=counts)
-        return applied
+        (host, applied), saved = self._load_first_intact(plan.candidates, load, now)
+        for name, value in applied.items():
+            setattr(plan, name, value)
+        self.checkpoints.quarantine(_newer(self.saves(), plan.target), now=now)
+        self.checkpoints.retry_quarantine(plan.target)
+        self.ledger.on_rollback(plan, saved.ledger)
+        plan.status = Status.APPLIED
+        return host
 
-    def _complete(self, plan: RollbackPlan, applied: AppliedPlan) -> None:
-        """Removes the plan from the journal; keeps the result until the next save."""
+    def _complete(self, plan: Rollback) -> None:
+        """Writes an applied plan to the journal, which keeps it until the next save."""
         state = self.journal.state
-        state.pending, state.rollbacks = None, plan.number
-        state.last_rollback = CompletedRollback(
-            applied.target, applied.engines, replace(plan, engines={})
-        )
-        state.ledger = self.ledger.to_dict()
-        if plan.rerun is not None:
-            state.rerun_onsets.append(plan.onset)
-        self.write_journal(applied.target)
+        state.rollbacks, state.ledger = plan.number, self.ledger.to_dict()
+        self.write_journal(plan.target)
         self.checkpoints.reload()
 
     # -- after a start --------------------------------------------------------------------------
 
-    def finish_interrupted(self, plan: RollbackPlan) -> AppliedPlan:
+    def finish(self, plan: Rollback) -> HostParts | None:
         """Carries out a plan during which a process was killed; JournalError if nobody can."""
         try:
             self.loaders.check(plan.forward)
@@ -304,11 +253,12 @@ class RollbackManager:
         except (DataError, StateError) as error:
             raise self.journal.malformed() from error
         if self.journal.state.ledger is not None:
-            self.ledger.take_over(Ledger.from_dict(self.journal.state.ledger), plan.order[0], None)
-        applied = self._apply_plan(plan, now=plan.step)
-        self.loaders.resume(_with(applied.host_state, plan.forward), plan.left_out)
-        self._complete(plan, applied)
-        return applied
+            ledger = Ledger.from_dict(self.journal.state.ledger)
+            self.ledger.take_over(ledger, plan.candidates[0], None)
+        host = self._apply_plan(plan, now=plan.step)
+        self.loaders.resume(_with(host, plan.forward), plan.left_out)
+        self._complete(plan)
+        return host
 
     def resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
         """Resumes from the newest intact checkpoint of `order`, steps with the newest first.
@@ -335,11 +285,11 @@ class RollbackManager:
         return "" if self.journal.path is None else str(self.journal.path.parent)
 
     def _resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
-        last, live = self.journal.state.last_rollback, {}
+        last, live = self.journal.state.rollback, {}
         if last is not None:
             live, _ = compatible(self.policy.engine, last.engines)
             try:
-                self.loaders.check(last.plan.forward)
+                self.loaders.check(last.forward)
                 check_engines(live, self.driver.healing())
             except (DataError, StateError) as error:
                 raise self.journal.malformed() from error
@@ -351,20 +301,19 @@ class RollbackManager:
                 older = result.step < last.target
                 engine = self.policy.engine
                 engines = after_rollback(engine, live, engines, counted=True) if older else live
-                reset = self._resets(last.plan)
+                reset = self._resets(last)
             return result.step, self._load_state(result, saved, engines, reset=reset)
 
         (step, host_state), saved = self._load_first_intact(order, load)
         ledger, forward = saved.ledger, {}
         if last is not None and step <= last.target:
-            of_journal, forward = self.journal.state.ledger, last.plan.forward
+            of_journal, forward = self.journal.state.ledger, last.forward
             ledger = None if of_journal is None else Ledger.from_dict(of_journal)
         if ledger is not None:
             self.ledger.take_over(ledger, step, saved.ledger)
         else:
             self.ledger.next_step = step
-        left_out = {} if last is None else last.plan.left_out
-        self.loaders.resume(_with(host_state, forward), left_out)
+        self.loaders.resume(_with(host_state, forward), {} if last is None else last.left_out)
         return step, host_state
 
     # -- within ---------------------------------------------------------------------------------
@@ -460,9 +409,9 @@ class RollbackManager:
         self.loaders.check(_position(host) or {})
         return _Content(dict(engines), problem, ledger, host)
 
-    def _resets(self, plan: RollbackPlan) -> bool:
+    def _resets(self, plan: Rollback) -> bool:
         """Whether a rollback resets the moments; a re-run changes nothing."""
-        return self.policy.reset_moments and plan.rerun is None
+        return self.policy.reset_moments and not plan.rerun
 
     def _load_state(
         self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool
@@ -510,11 +459,6 @@ class RollbackManager:
             for name, each in first.items()
         }
         return HostParts(None, None, None, data)
-
-    def abandon_plan(self, now: int) -> None:
-        """Removes a rollback that cannot be carried out, so that the next start does not try it."""
-        self.journal.state.pending = None
-        self.write_journal(now)
 
     def write_journal(self, now: int) -> None:
         """Writes the journal to disk, or reports that it could not."""

@@ -1,0 +1,154 @@
+"""Defines `Rollback`: one rollback from the order to the restored checkpoint.
+
+The journal stores this object, so that a start after a crash does what the live run would have
+done. Steps are counted from 0. A checkpoint of step n holds the state that step n starts from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from healcore.core.verdict import Action
+from healcore.runtime.data import BatchId
+from healcore.runtime.events.models import EventRecord
+
+Step = Annotated[int, Field(ge=0)]
+_Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
+_BatchId = Annotated[list[Step], Field(min_length=2, max_length=2)]
+
+
+class Status(StrEnum):
+    """How far a rollback has come."""
+
+    ORDERED = "ordered"
+    DECLINED = "declined"
+    """The run continues without it: there is no evidence, no budget or no checkpoint."""
+    PLANNED = "planned"
+    """Its changes on disk have begun; they are repeated after a crash."""
+    APPLIED = "applied"
+
+
+@dataclass(kw_only=True)
+class Rollback:
+    """An order to the host, and the rollback that follows from it.
+
+    An order may also save or stop (`action`); only an order with `Action.ROLLBACK` is planned and
+    applied.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    # -- the order
+    index: int
+    """Step that brought the order."""
+    onset: int
+    """Step of the first alarm of the trouble."""
+    since: int = -1
+    """Step of the first alarm with one of the causes, not before `onset`."""
+    action: int = int(Action.ROLLBACK)
+    """`Action` flags."""
+    cause: int = 0
+    """`Cause` flags."""
+    depth: int = 1
+    """Known-good checkpoints to go back, 1 = the newest before the onset."""
+    batches: list[BatchId] = field(default_factory=list)
+    """Batches that the run skips when it repeats the steps."""
+    forced: bool = False
+    """The order is from a hook, the state check or better weights, not from the engine."""
+    arrays: list[str] = field(default_factory=list)
+    """Arrays with NaN or Inf, if a save brought the order; else empty."""
+    better: int | None = None
+    """Step of the better earlier weights that the rollback restores, or None."""
+    lr_at_fault: float | None = None
+    """Learning rate in force that has caused the trouble, or None if the rate is not limited. NaN
+    in an order if it is unknown; the multiplier alone in a plan then."""
+    rerun: bool = False
+    """Same data and learning rate again, without an attempt: is the fault transient?"""
+    status: Status = Status.ORDERED
+
+    # -- the plan
+    number: int = 0
+    """From 1, over the whole run."""
+    step: int = 0
+    """Steps done when it began."""
+    candidates: list[Step] = field(default_factory=list)
+    """Steps of the checkpoints to try, in this order."""
+    quarantine: list[int] = field(default_factory=list)
+    """Steps of the checkpoints to quarantine."""
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Engine states: when it began, or after it once it is applied."""
+    left_out: dict[_Loader, list[_BatchId]] = field(default_factory=dict)
+    """Number of a loader -> ids of the batches that it must not yield (again)."""
+    forward: dict[_Loader, dict[str, Any]] = field(default_factory=dict)
+    """Number of a loader that cannot be rewound -> its position when the rollback began."""
+    lr: float | None = None
+    """The schedule's learning rate when it began, without the multiplier, or None if unknown."""
+    skipped: int = 0
+    """Number of batches that it skips."""
+    initial: bool = False
+    """No known-good checkpoint was left: the first snapshot is restored."""
+    repeated: bool = False
+    """An earlier rollback for this trouble restored the same checkpoint, and none is older."""
+    why_older: str = ""
+    """Reason for a checkpoint that is not the newest before the onset, or an empty string."""
+
+    # -- the result
+    target: int = -1
+    """Step of the restored checkpoint."""
+    lr_limit: float | None = None
+    """Learning rate that the run has at most, or None without a limit or with an unknown rate."""
+    lr_scale: float = 1.0
+    """The multiplier at `target`: 1 where the schedule is below the limit."""
+
+    @classmethod
+    def of(cls, event: EventRecord) -> Rollback:
+        """The applied rollback that an event `rollback` reports."""
+        step = event.step or 0
+        return cls(
+            index=step,
+            onset=step if event.onset is None else event.onset,
+            status=Status.APPLIED,
+            number=event.number or 0,
+            step=step,
+            lr=event.lr,
+            lr_at_fault=event.lr_at_fault,
+            skipped=len(event.batches or ()),
+            target=event.checkpoint or 0,
+            lr_limit=event.lr_limit,
+            lr_scale=1.0 if event.lr_scale is None else event.lr_scale,
+        )
+
+    @property
+    def changed(self) -> str:
+        """What the repeated steps have otherwise: `rate`, `data`, or an empty string."""
+        return "rate" if self.lr_at_fault is not None else "data" if self.skipped else ""
+
+    @property
+    def lowers_lr(self) -> bool:
+        """Whether the steps up to `step` have a lower learning rate than the schedule's."""
+        before = self.lr if self.lr_at_fault is None else self.lr_at_fault
+        if before is None or self.lr_limit is None:
+            return self.lr_scale < 1
+        return self.lr_limit < before
+
+    @property
+    def lr_text(self) -> str:
+        """The learning rate after it, for a sentence, or an empty string if it is not lowered."""
+        if not self.lowers_lr:
+            return ""
+        if self.lr_limit is None:
+            return f"learning rate × {self.lr_scale:.3g}"
+        text = f"learning rate at most {self.lr_limit:.3g}"
+        if self.lr_at_fault is not None:
+            return f"{text} (it was {self.lr_at_fault:.3g})"
+        return text if self.lr is None else f"{text} (the schedule had come to {self.lr:.3g})"
+
+    def outline(self) -> Rollback:
+        """A copy without the parts that only carrying it out needs."""
+        return replace(
+            self, batches=[], candidates=[], quarantine=[], engines={}, left_out={}, forward={}
+        )

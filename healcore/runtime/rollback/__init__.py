@@ -1,1 +1,0 @@
-"""Rollbacks: the choice of the checkpoint, the journal that survives a crash, and resuming."""
