@@ -356,8 +356,9 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     if isinstance(error, RunStopped) and loop.ranks.rank:
         error.code = f"healcore stopped the run: {error.why} (rank 0 has the diagnosis)"
     cause = Cause(0) if fault is None else fault.cause
-    # What has ended the run is what the first of the ranks says.
-    _write_end(loop, ending if other is None else other.ending or ending, error, cause, notes)
+    if other is not None and other.ending not in (None, Ending.COMPLETED):
+        ending = other.ending  # what has ended the run is what the first of the ranks says
+    _write_end(loop, ending, error, cause, notes)
     if not loop.ranks.rank:
         loop.notes.remove()
     for end in (
@@ -378,12 +379,8 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
 
 def _meet(loop: Loop) -> None:
     """Waits until the loops of all ranks have ended. RuntimeError or OSError if one has left."""
-
-    def leave_note() -> None:
-        why = f"its loop has ended, and it waits for the other ranks: {_OTHER_LENGTHS}"
-        loop.notes.leave(_note(loop, Ending.EXCEPTION, why))
-
     of = f"rank {loop.ranks.rank}, whose loop has ended at step {loop.step},"
+    leave_note = partial(_notes, loop, Ending.COMPLETED, None, None)
     with start_of_ranks.warning_if_late(of, _OTHER_LENGTHS, then=leave_note):
         loop.ranks.gather(None)
 
@@ -392,20 +389,24 @@ def _notes(
     loop: Loop, ending: Ending, error: BaseException | None, fault: Fault | None
 ) -> list[RankNote]:
     """On rank 0 how the ranks have ended, the first one first; the others leave their notes."""
-    why = _why(error)
-    note = _note(loop, ending, why, error, fault)
+    completed = ending == Ending.COMPLETED
     if loop.ranks.rank:
-        loop.notes.leave(note)
+        why = f"its loop has ended, and it waits for the other ranks: {_OTHER_LENGTHS}"
+        ended = _note(loop, ending, why) if completed else _note(loop, ending, "", error, fault)
+        loop.notes.leave(ended)
         return []
+    note = _note(loop, Ending.EXCEPTION if completed else ending, "", error, fault)
     until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
     while True:
         found = loop.notes.found()
+        if completed:  # as on this rank: they are not the cause
+            found = [each for each in found if each.ending != Ending.COMPLETED]
         if any(not each.follows for each in found) or time.monotonic() >= until:
             break
         time.sleep(0.1)
     if found and note.follows and not found[0].follows:
         return [*found, note]
-    if is_broken_connection(error) and not any(each.ending == Ending.SIGNAL for each in found):
+    if is_broken_connection(error):
         lost = f"the connection to another rank broke, and no rank has said why: {AFTER_A_KILL}"
         note = note.model_copy(update={"why": lost})
     return [note, *found]
@@ -426,9 +427,9 @@ def _note(
     timed_out = fault is not None and Cause.HANG in fault.cause
     return RankNote(
         rank=loop.ranks.rank,
-        ending=Ending.EXCEPTION if ending == Ending.COMPLETED else ending,
+        ending=ending,
         step=loop.step,
-        why=why or what,
+        why=why or _why(error) or what,
         trace=trace,
         cause=[] if fault is None else list(names(fault.cause)),
         sign="" if fault is None else fault.sign,

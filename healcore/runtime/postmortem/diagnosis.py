@@ -196,6 +196,11 @@ def _headline(end: RunEnd) -> str:
             return f"The run was ended on request {at}{because}."
         case Ending.INTERRUPTED:
             return f"The run was interrupted from the keyboard {at}{because}."
+        case Ending.KILLED if end.exception:
+            return _wrapped(
+                "The process was killed after another rank had ended; its last event is "
+                f"{at}{because}. {end.exception}"
+            )
         case Ending.KILLED:
             return _wrapped(
                 f"The process was killed without notice; its last event is {at}{because}. It could "

@@ -166,11 +166,11 @@ def _killed(path: Path) -> Postmortem | None:
         return None
     why = "" if gone else f"it ran on {process.host}, which cannot be seen from here"
     notes = RankNotes(path, last.id)
-    raised = notes.found()
+    end, raised = end_of_killed(run, events, why=why), notes.found()
     if raised and not raised[0].follows:
-        why = "; ".join(filter(None, [why, f"rank {raised[0].rank} had ended: {raised[0].why}"]))
+        end = end._replace(exception=f"rank {raised[0].rank}: {raised[0].why}")
     return _postmortem(
-        end_of_killed(run, events, why=why),
+        end,
         run=last.id,
         exception=traces(raised) or None,
         ended=last.last.time or "" if last.last else "",
