@@ -1,4 +1,4 @@
-"""A rank ends alone: the job ends, the next start repeats few steps, and the postmortem says why."""
+"""A rank ends alone: the job ends, the next start repeats few steps, and rank 0 says why."""
 
 from __future__ import annotations
 
