@@ -308,11 +308,9 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         except Exception as problem:
             together, raised = False, problem
             problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
-    faulty = raised is not None and (completed or ending in _OF_FAULTS)
-    fault = classify(raised) if faulty and raised is not None else None
-    notes: list[RankNote] = []
-    if not together:
-        notes = _notes(loop, ending, error or raised, fault)
+    is_fault = completed or ending in _OF_FAULTS
+    fault = classify(raised) if is_fault and raised is not None else None
+    notes = [] if together else _notes(loop, ending, error or raised, fault)
     if completed and together:
         attempt("the last steps could not be read", loop.read_remaining)
     instead: BaseException | None = None
@@ -379,8 +377,13 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
 
 def _meet(loop: Loop) -> None:
     """Waits until the loops of all ranks have ended. RuntimeError or OSError if one has left."""
+
+    def leave_note() -> None:
+        why = f"its loop has ended, and it waits for the other ranks: {_OTHER_LENGTHS}"
+        if loop.ranks.rank:
+            loop.notes.leave(_note(loop, Ending.COMPLETED, why=why))
+
     of = f"rank {loop.ranks.rank}, whose loop has ended at step {loop.step},"
-    leave_note = partial(_notes, loop, Ending.COMPLETED, None, None)
     with start_of_ranks.warning_if_late(of, _OTHER_LENGTHS, then=leave_note):
         loop.ranks.gather(None)
 
@@ -390,12 +393,11 @@ def _notes(
 ) -> list[RankNote]:
     """On rank 0 how the ranks have ended, the first one first; the others leave their notes."""
     completed = ending == Ending.COMPLETED
+    note = _note(loop, Ending.EXCEPTION if completed else ending, error, fault)
     if loop.ranks.rank:
-        why = f"its loop has ended, and it waits for the other ranks: {_OTHER_LENGTHS}"
-        ended = _note(loop, ending, why) if completed else _note(loop, ending, "", error, fault)
-        loop.notes.leave(ended)
+        if all(each.rank != note.rank for each in loop.notes.found()):  # see `_meet`
+            loop.notes.leave(note)
         return []
-    note = _note(loop, Ending.EXCEPTION if completed else ending, "", error, fault)
     until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
     while True:
         found = loop.notes.found()
@@ -415,16 +417,17 @@ def _notes(
 def _note(
     loop: Loop,
     ending: Ending,
-    why: str,
     error: BaseException | None = None,
     fault: Fault | None = None,
+    *,
+    why: str = "",
 ) -> RankNote:
     """How this rank has ended."""
     what = trace = ""
     if error is not None:
         what = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
-    timed_out = fault is not None and Cause.HANG in fault.cause
+    waited = fault is not None and (Cause.HANG in fault.cause or fault.sign.startswith("nccl"))
     return RankNote(
         rank=loop.ranks.rank,
         ending=ending,
@@ -433,7 +436,7 @@ def _note(
         trace=trace,
         cause=[] if fault is None else list(names(fault.cause)),
         sign="" if fault is None else fault.sign,
-        follows=timed_out or is_broken_connection(error),
+        follows=waited or is_broken_connection(error),
         time=time.time(),
     )
 
