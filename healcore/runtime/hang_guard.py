@@ -151,10 +151,20 @@ class HangGuard:
         writer.start()
         writer.join(_REPORT_S)
         if ends:
-            if self._rank:  # rank 0 waits for the notes of the others, and this connection
-                time.sleep(2 * _OTHERS_S)
+            self._wait_for_report(note)
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
+
+    def _wait_for_report(self, note: RankNote) -> None:
+        """Lets the others know that rank 0 has reported, or waits for it, but not for ever."""
+        if not self._rank:
+            self._notes.leave(note)
+            return
+        until = time.monotonic() + _REPORT_S
+        while time.monotonic() < until:  # this process holds a connection that rank 0 waits on
+            if any(each.rank == 0 for each in self._notes.found(hangs=True)):
+                return
+            time.sleep(0.1)
 
     def _stacks(self) -> str:
         """The stacks of all threads, the one that trains first."""
