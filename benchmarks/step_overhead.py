@@ -257,20 +257,17 @@ def bench_tiny_torch(rounds: int, warmup: int) -> list[dict[str, Any]]:
 
 def bench_heartbeat() -> float:
     """Nanoseconds per step for what the Healer writes for its hang guard: seven calls."""
-    import os
     import timeit
 
-    from healcore.runtime.hang_guard.heartbeat import SIZE, Heartbeat
+    from healcore.runtime.hang_guard import HangGuard
 
-    memory = os.memfd_create("benchmark")
-    os.ftruncate(memory, SIZE)
-    beat = Heartbeat(memory)
+    beat = HangGuard()
 
     def step() -> None:
         beat.watch()  # for a batch
         beat.watch()  # it is there
         beat.resume()  # a loss is observed
-        beat.pause()  # the optimizer has stepped
+        beat.on_step()  # the optimizer has stepped
         beat.watch()  # a step is read
         beat.pause()
         beat.stepped(1)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from healcore.core.verdict import Cause
 from healcore.policy.table import AtMost, Conflict, Table
-from healcore.policy.values import NotNegative, Number, OnOff, Positive, Ratio, Steps, Whole
+from healcore.policy.values import Number, OnOff, Positive, Ratio, Steps, Whole
 
 FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
     "oom": (Cause.OOM, ("shrink_microbatch", "clear_cache", "save")),
@@ -51,17 +51,14 @@ class Retry(Table):
 
 
 class Hang(Table):
-    """`[hang]`: when a step counts as one that never returns, and the probe of the other ranks.
+    """`[hang]`: when a step counts as one that never returns.
 
     The limit grows with the run: it is at least three times the longest step so far.
     """
 
-    timeout_s: Positive = 1800.0
+    timeout_s: Positive = 300.0
     first_step_s: Positive = 7200.0
     between_steps: OnOff = False
-    confirm: OnOff = False
-    probe_every_s: NotNegative = 30.0
-    probe_s: Positive = 120.0
 
 
 class SkipBatch(Table):

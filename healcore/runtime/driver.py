@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from healcore import adapter_registry
@@ -17,7 +16,6 @@ from healcore.adapter_registry import FRAMEWORKS
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
-from healcore.runtime.hang_guard.health_probe import RankHeartbeats
 from healcore.runtime.microbatches.window import Gradients
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
@@ -39,82 +37,6 @@ class PendingDispatch(Protocol):
 
         A step has one record per engine, or more if an engine judged several times within it.
         """
-        ...
-
-
-class Rendezvous(Protocol):
-    """How the ranks of a run find each other at its end, where no collective is safe.
-
-    One has raised, and the others wait for it in a collective, or are a step behind. Every wait
-    has a limit.
-    """
-
-    world: int
-    """Ranks of the run."""
-
-    def put(self, what: str, item: Any) -> None:
-        """Leaves an item (picklable) under this name for the others."""
-        ...
-
-    def last(self, what: str) -> Any | None:
-        """The last item that any rank has left under this name; None: there is none."""
-        ...
-
-    def count(self, what: str) -> int:
-        """How often the ranks have left an item under this name."""
-        ...
-
-    def connected(self) -> bool:
-        """Whether no connection to another rank has broken; False: one may have been killed."""
-        ...
-
-    def in_collective(self, frame: FrameType) -> bool:
-        """Whether a thread that stands in this innermost frame may wait for the other ranks."""
-        ...
-
-    def post(self, item: Any) -> None:
-        """Leaves how this rank has ended (picklable) for the others."""
-        ...
-
-    def posted(self) -> bool:
-        """Whether any rank has posted: it does not take part in collectives any more."""
-        ...
-
-    def lost_peer(self, error: BaseException | None) -> bool:
-        """Whether this error says that a connection to another rank has broken.
-
-        If no rank has posted then, that rank was killed, and nobody need wait for it.
-        """
-        ...
-
-    def interrupt_others(self) -> None:
-        """Makes ranks raise that wait for this one. Old groups are unusable afterwards."""
-        ...
-
-    def collect(self, seconds: float) -> list[tuple[int, Any] | None]:
-        """Every rank's item, and its place in the order of posting; None: it has not come."""
-        ...
-
-    def leave(self, ranks: Sequence[Ranks]) -> None:
-        """Makes exchanges of `ranks` raise from now on, also those that wait in other threads.
-
-        `renew` makes them usable again, once no other thread uses them.
-        """
-        ...
-
-    def answers(self, mine: Any, seconds: float) -> list[Any]:
-        """What every rank passes to this call; None: it has not come within so many seconds.
-
-        Does not wait for ranks that have posted and gone since.
-        """
-        ...
-
-    def renew(self, ranks: Sequence[Ranks], seconds: float) -> None:
-        """Makes these usable again, for exchanges that raise after so many seconds. Collective."""
-        ...
-
-    def close(self) -> None:
-        """This rank waits for no other any more, and none need wait for it."""
         ...
 
 
@@ -287,14 +209,6 @@ class Driver(Protocol):
 
     def ranks(self) -> Ranks:
         """The processes of this run."""
-        ...
-
-    def rank_heartbeats(self) -> RankHeartbeats | None:
-        """How the ranks see which of them stays behind; None: there is no way. Collective."""
-        ...
-
-    def rendezvous(self) -> Rendezvous | None:
-        """How ranks meet that end at different moments; None: they cannot. All ranks call it."""
         ...
 
     def generators(self) -> Generators | None:

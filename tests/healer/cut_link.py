@@ -25,15 +25,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from healcore.runtime.loop import end_of_ranks
 from healcore.torch.store import gloo
 from tests.healer import elastic_rank
 from tests.healer.elastic_rank import BACK, STEP, WRITE, die
 from tests.healer.elastic_runs import Kind, facts_of, run_ranks, steps_of
 
-SHORT, LONG = (6, 4), (60, 60)
-"""Time-outs in seconds, of every exchange and of the wait for the other rank at the end: of starts
-that have to end with one, and of the last start, which has to complete on a busy machine too."""
+SHORT, LONG = 6, 60
+"""Time-outs of every exchange in seconds: of starts that have to end with one, and of the last
+start, which has to complete on a busy machine too."""
 PAUSE = 1.5
 """Seconds for which the link is down when it is only slow: TCP sends again what was lost."""
 NETWORK = "10.231.7"
@@ -81,14 +80,13 @@ def two_hosts() -> Iterator[None]:
             subprocess.run(["ip", "netns", "del", host(rank)], check=False, capture_output=True)
 
 
-def enter(rank: int, exchange: int, end: int) -> None:
-    """Moves this process to the host of its rank, and sets the time-outs of healcore."""
+def enter(rank: int, exchange: int) -> None:
+    """Moves this process to the host of its rank, and sets the time-out of healcore."""
     with open(f"/var/run/netns/{host(rank)}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "setns")
     os.environ["GLOO_SOCKET_IFNAME"] = f"link{rank}"
-    gloo.SHORTEST, end_of_ranks.WAIT_S = timedelta(seconds=exchange), end
-    end_of_ranks._WRITES_S = end_of_ranks._REACHED_S = end
+    gloo.SHORTEST = timedelta(seconds=exchange)
 
 
 def cut() -> None:
@@ -131,7 +129,7 @@ def main(root: Path) -> None:
                 mine = actions if dist.get_rank() == 0 else {}
                 elastic_rank.start("DDP", here, number, mine)
 
-            exchange, end = LONG if number == len(STARTS) - 1 else SHORT
+            exchange = LONG if number == len(STARTS) - 1 else SHORT
             began = time.monotonic()
             ended = run_ranks(
                 here,
@@ -139,7 +137,7 @@ def main(root: Path) -> None:
                 target,
                 seconds=exchange,
                 rendezvous=f"tcp://{NETWORK}.1:{29500 + number}",
-                enter=partial(enter, exchange=exchange, end=end),
+                enter=partial(enter, exchange=exchange),
             )
             found["statuses"].append(ended.statuses)
             found["seconds"].append(round(time.monotonic() - began, 1))

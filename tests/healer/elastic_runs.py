@@ -61,11 +61,13 @@ def run_ranks(
     seconds: float = SECONDS,
     rendezvous: str | None = None,
     enter: Callable[[int], None] = lambda rank: None,
+    kills_after: float | None = None,
 ) -> Ended:
     """Forks ranks, each of which calls `target` in a process group with that time-out.
 
-    They meet at the address `rendezvous`, by default a file; `enter` is called first.
-    AssertionError if one still runs BOUND seconds after another has ended with an error.
+    They meet at the address `rendezvous`, by default a file; `enter` is called first. When a rank
+    has ended with an error, the others get SIGTERM, and SIGKILL `kills_after` seconds later.
+    AssertionError instead of SIGKILL if that is None, after BOUND seconds.
     """
     root.mkdir(exist_ok=True)
     file = root / f"rendezvous-{time.monotonic_ns()}"
@@ -92,9 +94,13 @@ def run_ranks(
             code = os.waitstatus_to_exitcode(status)
             statuses[left.pop(pid)] = code
             if code and until == float("inf"):
-                until = time.monotonic() + BOUND
+                until = time.monotonic() + (BOUND if kills_after is None else kills_after)
                 for other in left:
                     os.kill(other, signal.SIGTERM)
+        elif time.monotonic() > until and kills_after is not None:
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+            until = float("inf")
         elif time.monotonic() > until:
             for other in left:
                 os.kill(other, signal.SIGUSR1)  # shows where it is

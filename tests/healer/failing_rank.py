@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from healcore.runtime.loop import end_of_ranks
 from tests.healer.training_loops import loop_of, rules, train
 
 
@@ -24,7 +23,6 @@ class Loader:
 
 
 def main() -> None:
-    end_of_ranks.WAIT_S = 2.0
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     address = f"file://{folder / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)

@@ -20,11 +20,10 @@ from healcore.policy import load
 from healcore.policy.faults import FAULTS
 from healcore.policy.respond import Respond
 from healcore.runtime.faults import FAILURES
-from healcore.runtime.hang_guard.process_signals import END
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
+from tests.runtime import test_hang_guard
 from tests.runtime.faults.local_server import serving
-from tests.runtime.hang_guard.processes import started
 
 QUICK = {"base_delay_s": 0.01, "max_delay_s": 0.02}
 
@@ -214,8 +213,11 @@ def network(folder: Path) -> None:
 
 
 def hang(folder: Path) -> None:
-    """A process that waits, holding the GIL, for a lock of its own."""
-    assert started("gil", folder).wait(300) == END
+    """A step that takes longer than the policy allows."""
+    assert test_hang_guard.run(folder, [("preset", 1)]) == {"preset1.0": 0}
+    (folder / "preset1").rename(folder / "run")
+    for each in (folder / "run").iterdir():
+        each.rename(folder / each.name)
 
 
 def unknown(folder: Path) -> None:

@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 
 OF_THE_SYSTEM = {
-    "healcore/runtime/tcp_connections.py", "healcore/runtime/events/process.py",
-    "healcore/runtime/hang_guard/process_signals.py", "healcore/runtime/store/snapshot.py",
-    "healcore/runtime/hang_guard/watched_process.py",
+    "healcore/runtime/events/process.py", "healcore/runtime/store/snapshot.py",
 }  # fmt: skip
 """They read /proc, /sys and /etc only."""
 OF_THE_INSTALLATION = {

@@ -35,6 +35,8 @@ from tests.jax.two_processes import GOES_BACK, compiled, everywhere, initial, me
 
 BOUND = 120.0
 """Seconds after which a process that waits shows where, and ends."""
+SHUTDOWN_S = 5
+"""For which JAX waits, at the end of a process, for the others; by default 300."""
 REGULAR, LENGTH = 4, 40
 """Steps between two saves, and of the whole run."""
 FAULTS = {"loss": 7, "both": 13, "killed": 17, "memory": 23, "loader": 27, "signal": 31, "none": 0}
@@ -43,7 +45,7 @@ FAULTS = {"loss": 7, "both": 13, "killed": 17, "memory": 23, "loader": 27, "sign
 
 def one_process(process: int, fault: str, port: str, root: Path) -> dict[str, Any]:
     faulthandler.dump_traceback_later(BOUND, exit=True)
-    join(process, 2, port)
+    join(process, 2, port, shutdown_timeout_seconds=SHUTDOWN_S)
     hit = fault == "both" or process == {"memory": 0, "none": -1}.get(fault, 1)
     outcome: dict[str, Any] = {}
 
@@ -104,6 +106,8 @@ def train(hit: bool, fault: str, root: Path | None, loader: Any, outcome: dict[s
         for number in healer.batches(Rows(loader)):
             if hit and number == FAULTS[fault]:
                 happen(fault)
+            if fault == "signal" and number >= FAULTS[fault]:
+                time.sleep(0.5)  # a thread looks twice a second whether the processes vote
             healer.update(step(healer.state, rows_of(number)))
     outcome["step"] = healer.step
     whole = trained_together.whole(mesh(), without_heal_state(healer.state))

@@ -80,7 +80,7 @@ def test_diff_shows_them():
         (HEAD + "[retry]\njitter = 1.5\n", "retry.jitter", "1.5", "at most 1", "jitter = 0.5"),
         (HEAD + "[retry]\nattempts = 0\n", "retry.attempts", "0", "from 1", "attempts = 8"),
         (rule(["hang"], ["save"]), "respond[0].do[0]", '"save"', '"alert", "stop"', "drop"),
-        (HEAD + "[hang]\ntimeout_s = 0\n", "hang.timeout_s", "0", "above 0", "timeout_s = 1800"),
+        (HEAD + "[hang]\ntimeout_s = 0\n", "hang.timeout_s", "0", "above 0", "timeout_s = 300"),
         (HEAD + "[skip_batch]\ncount = 2\n", "skip_batch.consecutive", "3", "at most count", "= 2"),
         (HEAD + "[skip_batch]\nwithin = 5\n", "skip_batch.count", "10", "at most within", "= 5"),
     ],
@@ -101,7 +101,7 @@ def test_the_presets_answer_all_faults(name):
         Cause.OOM: {"shrink_microbatch", "clear_cache", "save"},
         Cause.DATA: {"skip_batch", "save"},
         Cause.NETWORK: {"retry", "save"},
-        Cause.HANG: {"stop"},
+        Cause.HANG: {"alert"},
         Cause.UNKNOWN: {"save"},
     }
 

@@ -24,7 +24,6 @@ from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
-    from healcore.jax.driver.rendezvous import CoordinatedRendezvous
     from healcore.jax.driver.vote_marks import VoteMarks
 
 
@@ -60,7 +59,6 @@ class JaxDriver:
         self._marks: VoteMarks | None = None
         """Made by the first `request_vote`, in a program of several processes."""
         self._ranks: Ranks | None = None
-        self._rendezvous: CoordinatedRendezvous | None = None
         self.warnings: list[str] = []
         if self._engine.mode != "observe" and in_state.is_poisoned_by_one_nan(tree):
             self.warnings.append(
@@ -195,16 +193,7 @@ class JaxDriver:
         self._edit_state(in_state.with_change_expected(self._accessor.read()))
 
     def interrupted(self) -> bool:
-        """Whether the last step has failed because another process did not take it. A sync then.
-
-        False in one process: an update makes new arrays, and the state is replaced as a whole.
-        """
-        if self._rendezvous is None:
-            return False
-        try:
-            jax.block_until_ready(self._accessor.read())
-        except (RuntimeError, ValueError):
-            return True
+        """False: an update makes new arrays, and the state is replaced as a whole."""
         return False
 
     def undo_window(self) -> str:
@@ -326,27 +315,13 @@ class JaxDriver:
                 self._ranks = CoordinatedRanks()
         return self._ranks
 
-    def rank_heartbeats(self) -> None:
-        """None: JAX has heartbeats of its own, and ends the job if one is missing."""
-
-    def rendezvous(self) -> CoordinatedRendezvous | None:
-        """In the key-value store of JAX; None where collectives do not run over gloo (on a CPU)."""
-        from healcore.jax.driver import rendezvous
-        from healcore.jax.store.coordination import CoordinatedRanks
-
-        ranks = self.ranks()
-        if isinstance(ranks, CoordinatedRanks) and all(ranks.gather(rendezvous.possible())):
-            self._rendezvous = rendezvous.CoordinatedRendezvous(ranks)
-        return self._rendezvous
-
     def generators(self) -> None:
         """None: JAX has no global generators; the state holds its keys."""
 
     def close(self) -> None:
         """Ends threads of several processes. Healing is in the optimizer, without hooks."""
-        for each in (self._marks, self._rendezvous):
-            if each is not None:
-                each.close()
+        if self._marks is not None:
+            self._marks.close()
 
     # -- internal ---------------------------------------------------------------------------------
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import weakref
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -17,17 +15,7 @@ _TIMEOUT_S = 1800.0
 """Seconds for which an exchange waits: rank 0 may be writing a large checkpoint. The same as a
 group of torch has by default. A process that has died is noticed earlier, by JAX's heartbeats."""
 
-_LEFT = b""
-"""Instead of an item: this process takes part in no further exchange. No pickle is empty."""
-
 _numbers = itertools.count()
-_all: weakref.WeakSet[CoordinatedRanks] = weakref.WeakSet()
-
-
-def leave_exchanges() -> None:
-    """Makes this process's exchanges raise, and those of others that wait or will wait for it."""
-    for each in list(_all):
-        each.leave()
 
 
 class CoordinatedRanks:
@@ -53,13 +41,9 @@ class CoordinatedRanks:
         self.world = jax.process_count()
         self._client = coordination_client()
         self._timeout_s = timeout_s
-        self.name = self._prefix = f"healcore/{next(_numbers)}"
-        """The same in every process, and no other object's."""
+        self._prefix = f"healcore/{next(_numbers)}"
         self._exchanges = 0
         self._apart: RankFailed | None = None
-        self._waits_for: str | None = None
-        """The key of another process's item."""
-        _all.add(self)
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, on every rank.
@@ -78,23 +62,6 @@ class CoordinatedRanks:
             # Every process has come to this exchange, and so has read all keys of the one before.
             self._client.key_value_delete(last)
         return items
-
-    def leave(self) -> None:
-        """Takes part in no further exchange, and lets the others know. From any thread.
-
-        An exchange that waits in another thread, perhaps for a process that was killed, raises.
-        """
-        if self._apart is None:
-            self._apart = RankFailed(f"process {self.rank} has left the exchanges of this run")
-        for key in (self._key(self._exchanges, self.rank), self._waits_for):
-            with suppress(jax.errors.JaxRuntimeError):  # there is an item, or the service is gone
-                if key is not None:
-                    self._client.key_value_set_bytes(key, _LEFT)
-
-    def renew(self, timeout_s: float) -> None:
-        """Begins new exchanges, also after an earlier one has failed. Every process calls it."""
-        self._prefix, self._exchanges = f"{self._prefix}/renewed", 0
-        self._timeout_s, self._apart = timeout_s, None
 
     def call_together(self) -> None:
         """Asks all processes for the next exchange; see `called_together`."""
@@ -117,9 +84,8 @@ class CoordinatedRanks:
         return f"{self._prefix}/{number}/{rank}"
 
     def _read(self, rank: int, key: str) -> bytes:
-        self._waits_for = key
         try:
-            found = self._client.blocking_key_value_get_bytes(key, round(self._timeout_s * 1000))
+            return self._client.blocking_key_value_get_bytes(key, round(self._timeout_s * 1000))
         except jax.errors.JaxRuntimeError as error:
             self._apart = RankFailed(
                 f"process {rank} of {self.world} has not come to an exchange within "
@@ -127,12 +93,6 @@ class CoordinatedRanks:
                 "every process run the same program?"
             )
             raise self._apart from error
-        finally:
-            self._waits_for = None
-        if found == _LEFT:
-            self._apart = RankFailed(f"process {rank} of {self.world} has ended its run")
-            raise self._apart
-        return found
 
 
 def coordination_client() -> Any:

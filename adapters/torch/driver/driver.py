@@ -23,8 +23,6 @@ from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.gradient_window import GradientWindow
 from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
-from healcore.torch.driver.rank_heartbeats import StoreHeartbeats
-from healcore.torch.driver.rendezvous import StoreRendezvous
 from healcore.torch.driver.undisturbed import Undisturbed
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -323,20 +321,6 @@ class TorchDriver:
             if self._ranks.world > 1 and (obstacle := restart_obstacle(os.environ)):
                 self.warnings.append(obstacle)
         return self._ranks
-
-    def rank_heartbeats(self) -> StoreHeartbeats | None:
-        """Over the store of torch.distributed; None for one rank. Collective."""
-        ranks = self.ranks()
-        return StoreHeartbeats(ranks) if isinstance(ranks, GlooRanks) else None
-
-    def rendezvous(self) -> StoreRendezvous | None:
-        """Over the store of torch.distributed, where the ranks exchange over gloo alone (a CPU)."""
-        ranks = self.ranks()
-        on_cpu = all(each.hooks.measurer.home.type == "cpu" for each in self.healings.values())
-        if not isinstance(ranks, GlooRanks):
-            return None
-        found = StoreRendezvous(ranks)
-        return found if all(ranks.gather(found.possible and on_cpu)) else None
 
     def generators(self) -> live_state.RngState:
         """The global random generators of CPU and CUDA."""

@@ -41,36 +41,18 @@ class GlooRanks:
             )
         self._group: Any = group
         self._pool = ThreadPoolExecutor(1, "healcore-exchange")
-        self._members = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
 
     @property
     def group(self) -> Any:
-        """The group; RuntimeError from `leave` to `renew`, and if the program has destroyed it."""
-        if self._group is None:
-            raise RuntimeError("this rank has left the exchanges with the other ranks")
+        """The group; RuntimeError if the program has destroyed it."""
         if self._group not in dist.distributed_c10d._world.pg_map:
             raise RuntimeError(
                 "the program has called destroy_process_group() within the Healer's block: call it "
                 "after the block, because the last state is saved at its end"
             )
         return self._group
-
-    def leave(self) -> None:
-        """From now on its exchanges raise on this rank, those of other threads too.
-
-        Otherwise a thread that still writes a checkpoint would take the answers to another
-        thread's exchange over the renewed group for those to its own.
-        """
-        self._group = None
-
-    def renew(self, seconds: float) -> None:
-        """Makes a new group, whose exchanges raise after so many seconds.
-
-        For ranks whose old group is unusable because one of them has left it. Collective.
-        """
-        self._group = _new_group(self._members, timedelta(seconds=seconds))
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, on every rank."""

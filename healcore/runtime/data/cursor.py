@@ -155,12 +155,6 @@ class Cursor:
         raise StopIteration
 
     @property
-    def ended(self) -> BatchId | None:
-        """The id after the last one of the epoch that has ended just now; None: none has."""
-        ended, following = self._reader.ended, self._reader.next_id
-        return None if ended is None or following != BatchId(ended.epoch + 1, 0) else ended
-
-    @property
     def at_end(self) -> bool:
         """Whether no batch is to come; False also if the loader has no length."""
         if self._until is None or self._reader.epoch != self._until - 1:

@@ -200,16 +200,6 @@ class LoaderRegistry:
         }
         return None if None in before.values() else {**self.position(), **before}
 
-    def end_of_current(self) -> dict[int, BatchId]:
-        """The loader in the loop, if it has just ended -> the batch that it would have had next."""
-        if self.current is None:
-            return {}
-        cursor = self._entries[self.current].cursor
-        ended = cursor.ended
-        if ended is None or cursor.position_before(ended) is None:
-            return {}
-        return {self.current: ended}
-
     def forward_positions(self) -> dict[str, Any]:
         """The positions of loaders that cannot be rewound, which a rollback keeps. JSON-safe."""
         return {

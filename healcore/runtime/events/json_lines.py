@@ -92,15 +92,6 @@ class LineAppender:
         self.path = path
         self._follow_links = follow_links
         self._handle: int | None = None
-        self._end = 0
-        """Size of the file after the last line."""
-
-    def grown(self) -> bool:
-        """Whether somebody else has written to the file since the last line."""
-        try:
-            return self._handle is not None and os.fstat(self._handle).st_size > self._end
-        except OSError:
-            return False
 
     def append(self, lines: bytes, *, durable: bool = False) -> None:
         """Adds whole lines in one call, so that with O_APPEND no other line comes in between.
@@ -116,7 +107,6 @@ class LineAppender:
             written = os.write(handle, data)
             if written < len(data):
                 raise OSError(f"only {written} of {len(data)} bytes could be written")
-            self._end = os.fstat(handle).st_size
             if durable:
                 with contextlib.suppress(OSError):  # a pipe or a terminal cannot be synced
                     os.fsync(handle)

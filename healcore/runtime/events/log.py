@@ -82,8 +82,6 @@ class Log:
         if self._out is None:
             return False
         with self._lock:
-            if self._out.grown():  # a hang guard writes for its run (`hang_guard.report`)
-                self._renumber(run=self.run)
             seq = self.seq
             self.seq += 1  # first of all: an interrupting handler gets the next number
             try:
@@ -106,12 +104,12 @@ class Log:
             if self._out is not None:
                 self._out.close()
 
-    def _renumber(self, run: str | None = None) -> None:
-        """Goes on after the last event in the file, if it is of this run; None: of any."""
+    def _renumber(self) -> None:
+        """Goes on after the last event in the file."""
         with contextlib.suppress(Exception):  # an unreadable file may still be writable
             assert self.path is not None
             event = last(self.path) if self.path.is_file() else None
-            if event is not None and run in (None, event["run"]):
+            if event is not None:
                 self.seq = max(self.seq, event["seq"] + 1)
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:

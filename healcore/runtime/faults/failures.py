@@ -171,14 +171,14 @@ FAILURES: dict[Cause, Failure] = {
         ("retry", "save"),
         (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
     ),
-    # Published: stop all ranks with their stacks, and start again. A time-out that a library raises
-    # ends the run too, with this diagnosis.
+    # Published: stop all ranks with their stacks, and start again. Here the stacks are written, and
+    # the time-out that a library raises ends the run, with this diagnosis (decision 41).
     Cause.HANG: Failure(
         "hang",
         Severity.ERROR,
         "A step never came back: the rank whose stack differs from the others', its device and its "
         "network.",
-        ("stop",),
+        ("alert",),
         ("arXiv:2509.16293 (ByteRobust)",),
     ),
     Cause.UNKNOWN: Failure(

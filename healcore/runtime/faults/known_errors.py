@@ -125,6 +125,10 @@ _TORCH: tuple[tuple[re.Pattern[str], str, _Kind], ...] = tuple(
 """Beginnings of the messages of torch's RuntimeErrors, which have no type of their own."""
 
 
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What gloo and the system say then, in errors that nothing else distinguishes."""
+
+
 def _torch(error: BaseException) -> Fault | None:
     text = str(error)[:2000]
     for pattern, sign, kind in _TORCH:
@@ -184,6 +188,13 @@ def client_fault_of(error: BaseException) -> Fault | None:
     """The fault of an error of a network client about which nothing else is known."""
     name = next((name for name in map(name_of, type(error).__mro__) if name in _CLIENTS), None)
     return None if name is None else Fault(Cause.NETWORK, name)
+
+
+def is_broken_connection(error: BaseException | None) -> bool:
+    """Whether gloo has raised this because the connection to another rank has broken."""
+    if not isinstance(error, RuntimeError | ValueError):  # a ValueError in JAX
+        return False
+    return any(each in str(error) for each in _BROKEN)
 
 
 def is_certificate(error: BaseException) -> bool:

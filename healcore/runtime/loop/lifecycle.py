@@ -14,17 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from healcore.core.verdict import Cause
+from healcore.core.verdict import Cause, names
 from healcore.runtime.events import read
 from healcore.runtime.events.models import Ending, RollbackOutcome
 from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.known_errors import is_broken_connection
 from healcore.runtime.faults.shapes import shape_diagnosis
-from healcore.runtime.loop.end_of_ranks import (
-    RankEnd,
-    RanksEnd,
-    emergency_obstacle,
-    end_of_ranks,
-)
+from healcore.runtime.loop import start_of_ranks
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_facts import run_end, shortfall
 from healcore.runtime.loop.run_lines import end_line, start_line
@@ -41,9 +37,10 @@ from healcore.runtime.loop.termination import (
     LastStateNotSaved,
     RunStopped,
     Terminated,
-    exit_for,
 )
 from healcore.runtime.postmortem import postmortem
+from healcore.runtime.postmortem.diagnosis import AFTER_A_KILL
+from healcore.runtime.postmortem.rank_notes import RankNote, of_ranks, traces
 from healcore.runtime.recovery.journal import (
     JournalState,
     lost_status,
@@ -253,25 +250,25 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     return Ending.EXCEPTION
 
 
-_AGAIN = (
-    ". If you have changed that since the last start, the ranks are in different epochs in this "
-    "checkpoint: begin in an empty directory"
-)
-
 _OF_FAULTS = (Ending.EXCEPTION, Ending.STOPPED)
 """Endings that an exception may have brought about."""
+_VISIBLE_S = 2.0
+"""Seconds within which rank 0 sees the note of a rank whose connection has broken."""
+_OTHER_LENGTHS = (
+    "give every rank as many batches (torch's DistributedSampler does, or itertools.islice), and "
+    "leave the loop at the same step on all ranks; ranks that train on wait for this rank until "
+    "the time-out of their process group"
+)
 
 
 def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     """Ends a run; returns what the block has to raise instead of `error`, if anything.
 
-    LastStateNotSaved although the loop has completed, or what ends a rank after a signal to another
-    one, so that all of them have one exit status.
+    LastStateNotSaved although the loop has completed.
     """
     loop.guard.pause()
     ending = ending_of(error, loop.termination.signal_number)
     raised = error.__cause__ if isinstance(error, RunStopped) else error
-    fault = classify(raised) if ending in _OF_FAULTS and raised is not None else None
     problems: list[str] = []
 
     def attempt(what: str, action: Callable[[], object]) -> bool:
@@ -285,21 +282,15 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     # A rank that ends alone, or a step before the others, must not wait for them.
     completed = ending == Ending.COMPLETED
     saved, together = True, completed or loop.ends_together or loop.ranks.world == 1
-    ends: RanksEnd | None = None
-    unequal = loop.unequal.found() if completed and loop.unequal is not None else ""
-    if loop.rendezvous is not None and (not together or unequal or loop.rendezvous.posted()):
-        mine = _report(loop, ending, error, fault)
-        if unequal:
-            loop.ended_early = True
-            if loop.resumed_here:
-                unequal += _AGAIN
-            mine = mine._replace(ending=Ending.STOPPED, why=unequal, asks=True)
-        ends = end_of_ranks(loop, loop.rendezvous, mine, error)
-        together, fault = False, None
-        problems += ends.problems
-        if ends.first.fault is not None:
-            what = ends.killed or f"the loop raised on rank {ends.rank}: {ends.first.why:.600}"
-            loop.faults.report(ends.first.fault, what, answer="save" if ends.saved else None)
+    if completed and loop.ranks.world > 1:
+        try:
+            _meet(loop)
+        except Exception as problem:
+            together, raised = False, problem
+            problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
+    is_fault = completed or ending in _OF_FAULTS
+    fault = classify(raised) if is_fault and raised is not None else None
+    notes = [] if together else _notes(loop, ending, error or raised, fault)
     if completed and together:
         attempt("the last steps could not be read", loop.read_remaining)
     instead: BaseException | None = None
@@ -310,7 +301,10 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
             error = instead = stop
             ending = Ending.STOPPED
     between_steps = loop.between_steps
-    if fault is not None and isinstance(raised, Exception):  # the cause of a stop too
+    other = notes[0] if notes and notes[0].rank != loop.ranks.rank else None
+    if other is not None:
+        fault = _report_other(loop, other)
+    elif fault is not None and isinstance(raised, Exception):  # the cause of a stop too
         attempt("the fault could not be dealt with", partial(_answer, loop, fault, raised))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state half changed.
@@ -318,12 +312,11 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         save = partial(loop.last_state.save, loop.step, waiting, completed=completed)
         saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", loop.checkpoints.wait)
-    stopped = ends is not None and ends.first.ending == Ending.STOPPED
-    if completed and not stopped and (ends is not None or _lost_on_any(loop, saved, problems)):
+    if completed and (not together or _lost_on_any(loop, saved, problems)):
         # The journal must not have "completed": the program started again resumes and saves it.
         error = instead = LastStateNotSaved(_not_saved(loop, problems))
         ending = Ending.EXCEPTION
-    elif completed and together:
+    elif completed:
         error = instead = shortfall(loop)
         ending = ending_of(error)
         if error is None and loop.left_by_break:
@@ -338,20 +331,16 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
         loop.warn(problem)
     attempt("trackers", loop.log.trackers.drain)
     loop.log.report_trackers(loop.step)
-    if ends is not None:  # what has ended the run is what the first of the ranks says
-        ending, fault = ends.first.ending, None if ends.killed else ends.first.fault
-        if ends.first.signal is not None and not isinstance(error, Terminated | Interrupted):
-            instead = exit_for(ends.first.signal)
-        if stopped and not isinstance(error, RunStopped):
-            instead = error = _stopped(loop, ends)
     if isinstance(error, RunStopped) and loop.ranks.rank:
         error.code = f"healcore stopped the run: {error.why} (rank 0 has the diagnosis)"
     cause = Cause(0) if fault is None else fault.cause
-    _write_end(loop, ending, error, cause, ends)
+    if other is not None and other.ending not in (None, Ending.COMPLETED):
+        ending = other.ending  # what has ended the run is what the first of the ranks says
+    _write_end(loop, ending, error, cause, notes)
+    if not loop.ranks.rank:
+        loop.notes.remove()
     for end in (
         loop.guard.close,
-        lambda: loop.unequal and loop.unequal.close(),
-        lambda: loop.probe and loop.probe.close(),
         loop.termination.stop,
         loop.stop_file.close,
         loop.checkpoints.close,
@@ -366,12 +355,82 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     return instead
 
 
-def _stopped(loop: Loop, ends: RanksEnd) -> RunStopped:
-    """What ends a rank because another one was stopped, or has no more batches."""
-    try:
-        loop.stop(f"rank {ends.rank}: {ends.first.why}")
-    except RunStopped as stop:
-        return stop
+def _meet(loop: Loop) -> None:
+    """Waits until the loops of all ranks have ended. RuntimeError or OSError if one has left."""
+
+    def leave_note() -> None:
+        why = f"its loop has ended, and it waits for the other ranks: {_OTHER_LENGTHS}"
+        if loop.ranks.rank:
+            loop.notes.leave(_note(loop, Ending.COMPLETED, why=why))
+
+    of = f"rank {loop.ranks.rank}, whose loop has ended at step {loop.step},"
+    with start_of_ranks.warning_if_late(of, _OTHER_LENGTHS, then=leave_note):
+        loop.ranks.gather(None)
+
+
+def _notes(
+    loop: Loop, ending: Ending, error: BaseException | None, fault: Fault | None
+) -> list[RankNote]:
+    """On rank 0 how the ranks have ended, the first one first; the others leave their notes."""
+    completed = ending == Ending.COMPLETED
+    note = _note(loop, Ending.EXCEPTION if completed else ending, error, fault)
+    if loop.ranks.rank:
+        if all(each.rank != note.rank for each in loop.notes.found()):  # see `_meet`
+            loop.notes.leave(note)
+        return []
+    until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
+    while True:
+        found = loop.notes.found()
+        if completed:  # as on this rank: they are not the cause
+            found = [each for each in found if each.ending != Ending.COMPLETED]
+        if any(not each.follows for each in found) or time.monotonic() >= until:
+            break
+        time.sleep(0.1)
+    if found and note.follows and not found[0].follows:
+        return [*found, note]
+    if is_broken_connection(error):
+        lost = f"the connection to another rank broke, and no rank has said why: {AFTER_A_KILL}"
+        note = note.model_copy(update={"why": lost})
+    return [note, *found]
+
+
+def _note(
+    loop: Loop,
+    ending: Ending,
+    error: BaseException | None = None,
+    fault: Fault | None = None,
+    *,
+    why: str = "",
+) -> RankNote:
+    """How this rank has ended."""
+    what = trace = ""
+    if error is not None:
+        what = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error))
+    waited = fault is not None and (Cause.HANG in fault.cause or fault.sign.startswith("nccl"))
+    return RankNote(
+        rank=loop.ranks.rank,
+        ending=ending,
+        step=loop.step,
+        why=why or _why(error) or what,
+        trace=trace,
+        cause=[] if fault is None else list(names(fault.cause)),
+        sign="" if fault is None else fault.sign,
+        follows=waited or is_broken_connection(error),
+        time=time.time(),
+    )
+
+
+def _report_other(loop: Loop, note: RankNote) -> Fault | None:
+    """Logs the exception of another rank, which has ended the run."""
+    if not note.cause:
+        return None
+    cause = Cause(0)
+    for name in note.cause:
+        cause |= Cause.__members__.get(name, Cause.UNKNOWN)
+    fault = Fault(cause, note.sign)
+    loop.faults.report(fault, f"the loop raised on rank {note.rank}: {note.why:.600}", answer=None)
+    return fault
 
 
 def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
@@ -394,21 +453,12 @@ def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
         loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 
 
-def _report(
-    loop: Loop, ending: Ending, error: BaseException | None, fault: Fault | None
-) -> RankEnd:
-    """How this rank has ended, for the others."""
-    cause = Cause(0) if fault is None else fault.cause
-    what = trace = ""
-    if error is not None:
-        what = "".join(traceback.format_exception_only(error)).strip()
-        trace = "".join(traceback.format_exception(error))
-    by_signal = ending in (Ending.SIGNAL, Ending.INTERRUPTED, Ending.REQUESTED)
-    # The state is whole between two steps, when the loader has raised.
-    saves = loop.between_steps or "save" in loop.policy.answers(cause)
-    asks = by_signal or (ending == Ending.EXCEPTION and saves)
-    number = loop.termination.signal_number if by_signal else None
-    return RankEnd(ending, fault, number, _why(error) or what, trace, asks)
+def emergency_obstacle(loop: Loop) -> str:
+    """Counts and reads the last steps; why their state cannot be saved, or ""."""
+    if not loop.take_last_step():
+        return "the exception interrupted the optimizer's update"
+    loop.read_last_steps()
+    return loop.last_state.saves.emergency_obstacle(loop.step)
 
 
 def _lost_on_any(loop: Loop, saved: bool, problems: list[str]) -> bool:
@@ -460,18 +510,20 @@ def release(loop: Loop) -> None:
 
 
 def _write_end(
-    loop: Loop, ending: Ending, error: BaseException | None, fault: Cause, ends: RanksEnd | None
+    loop: Loop, ending: Ending, error: BaseException | None, fault: Cause, notes: list[RankNote]
 ) -> None:
-    """Writes the postmortem and the last event."""
+    """Writes the postmortem and the last event; `notes` are of ranks that have ended alone."""
     exception = trace = None
-    if ends is not None:
-        exception, trace = ends.exception, ends.traces
+    if notes and ending == Ending.EXCEPTION:
+        exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes) or None
     elif ending == Ending.EXCEPTION and error is not None:
         exception = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
         loop.read_engines()
     why = loop.left_by_break if ending == Ending.REQUESTED and error is None else _why(error)
+    if notes and notes[0].rank != loop.ranks.rank and ending != Ending.EXCEPTION:
+        why = f"rank {notes[0].rank}: {notes[0].why}"
     hint = shape_diagnosis(error) if ending == Ending.EXCEPTION else ""
     end = run_end(loop, ending, why, exception, fault, hint)
     # Before the event: the next start looks for a missing postmortem only if there is no end event.
@@ -489,7 +541,7 @@ def _write_end(
         rollbacks=loop.journal.state.rollbacks,
         last_good=end.last_good,
         unreported_alarms=loop.monitor.unreported_alarms or None,
-        of_ranks=None if ends is None else ends.of_ranks,
+        of_ranks=of_ranks(notes) or None,
     )
     state = loop.journal.state
     newest = state.newest_on_disk if loop.journal.path is not None else None

@@ -18,11 +18,10 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
 from healcore.runtime.dominance.dominance import Dominance, Verdict
-from healcore.runtime.driver import Driver, PendingDispatch, Rendezvous
+from healcore.runtime.driver import Driver, PendingDispatch
 from healcore.runtime.events.metrics import Metrics
 from healcore.runtime.events.models import Ending
-from healcore.runtime.hang_guard.hang_guard import HangGuard
-from healcore.runtime.hang_guard.health_probe import HealthProbe
+from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult
 from healcore.runtime.incidents.hooks import Hooks
@@ -34,8 +33,8 @@ from healcore.runtime.loop.run_settings import change_of_batch_size
 from healcore.runtime.loop.saves import SaveSchedule, StateCheck
 from healcore.runtime.loop.stop_file import StopFile
 from healcore.runtime.loop.termination import EndRequested, TerminationWatch, exit_for
-from healcore.runtime.loop.unequal_batches import Progress, UnequalBatches
 from healcore.runtime.loop.votes import Proposal, Severity, Votes
+from healcore.runtime.postmortem.rank_notes import RankNotes
 from healcore.runtime.recovery.journal import Journal
 from healcore.runtime.recovery.ledger import LASTING, Ledger
 from healcore.runtime.recovery.monitor import IncidentMonitor
@@ -76,16 +75,12 @@ class Loop:
     stop_file: StopFile
     claim: Claim | None
     """On the store's directory."""
-    rendezvous: Rendezvous | None
-    """See `Driver.rendezvous`; None for one process."""
 
     def __post_init__(self) -> None:
         policy, driver, ranks, ledger = self.policy, self.driver, self.ranks, self.ledger
         self.guard = HangGuard()
-        self.probe: HealthProbe | None = None
-        """Of several ranks."""
-        self.unequal: UnequalBatches | None = None
-        """Of several ranks that can meet at their end."""
+        self.notes = RankNotes(None, "")
+        """What the other ranks leave for rank 0."""
         self.votes = Votes(driver, ranks, self.reader.lag, self.log)
         self.termination = TerminationWatch(self.votes.propose_end if self.votes.possible else None)
         self._proposed_end = False
@@ -184,7 +179,7 @@ class Loop:
             saves=self._saves,
             log=self.log,
             # Whether a save before an exception ends the run is of use.
-            exact=not memory_only and (ranks.world == 1 or self.rendezvous is not None),
+            exact=not memory_only and ranks.world == 1,
         )
         self._ids: dict[int, list[BatchId]] = {}
         """Number of a loader -> ids of its batches since the last step."""
@@ -201,8 +196,6 @@ class Loop:
         self._rate_checked = policy.observes
         self._update_went_back = False
         """Whether an `update` since the last `after_step` has brought a rollback."""
-        self.ended_early = False
-        """Whether this rank's loop has ended although others go on."""
 
     # -- the start, see `lifecycle` -------------------------------------------------------------
 
@@ -313,13 +306,14 @@ class Loop:
         self._log_driver_warnings()
         # Within an accumulation the state cannot be saved: the run ends after it.
         may_end = self.between_steps or self._batches_since_step >= _MAX_WITHOUT_STEP
-        if may_end and (pending is None or not self.votes.possible):  # a step brings the vote
+        if self.votes.possible:  # the next step brings the vote
+            if self.stop_file.found and not self._proposed_end:
+                self._proposed_end = True
+                self.votes.propose(Proposal(Severity.END, self.stop_file.why))
+        elif may_end:
             self.termination.raise_if_alone()
-            if self.stop_file.found and not self.votes.possible:
+            if self.stop_file.found:
                 raise EndRequested(self.stop_file.why)
-        if self.stop_file.found and self.votes.possible and not self._proposed_end:
-            self._proposed_end = True
-            self.votes.propose(Proposal(Severity.END, self.stop_file.why))
         return False
 
     def _vote(self) -> None:
@@ -363,13 +357,6 @@ class Loop:
     def unused(self) -> tuple[BatchId, ...]:
         """See `Healer.unused`."""
         return tuple(self._ids.get(self._current, ()))
-
-    def progress(self) -> Progress:
-        """How far this rank has come. An evaluation's loader does not count."""
-        batches = (
-            0 if self.loaders.current is None else len(self._ids.get(self.loaders.current, ()))
-        )
-        return Progress(self.step, batches, self.ranks.rank, self.loaders.current in self._open)
 
     @property
     def _batches_since_step(self) -> int:
@@ -538,20 +525,9 @@ class Loop:
         """Reads the steps that were not read yet; their orders are not carried out."""
         return list(self._process_due(all=True))
 
-    def has_unread_alarm(self) -> bool:
-        """Whether one of the last steps, not read yet, has a cause; reads nothing more than that.
-
-        To process such a step is collective.
-        """
-        return self.reader.any_unread(lambda records: any(each.cause for each in records))
-
     def waiting_batches(self) -> dict[int, BatchId]:
-        """Number of a loader -> its first batch since the last step, which waits for the next.
-
-        A loader that has ended early waits at its end: it may have more batches after a restart.
-        """
-        ended = self.loaders.end_of_current() if self.ended_early else {}
-        return {**ended, **{number: ids[0] for number, ids in self._ids.items() if ids}}
+        """Number of a loader -> its first batch since the last step, which waits for the next."""
+        return {number: ids[0] for number, ids in self._ids.items() if ids}
 
     @property
     def steps_left_out(self) -> int:

@@ -8,7 +8,6 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +24,7 @@ from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.events import Log
 from healcore.runtime.events.metrics import Metrics, path_next_to
 from healcore.runtime.events.models import Ending
-from healcore.runtime.hang_guard.hang_guard import HangGuard
-from healcore.runtime.hang_guard.health_probe import HealthProbe
+from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
@@ -41,8 +39,8 @@ from healcore.runtime.loop.run_settings import (
 )
 from healcore.runtime.loop.stop_file import StopFile
 from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, TerminationWatch
-from healcore.runtime.loop.unequal_batches import UnequalBatches
 from healcore.runtime.postmortem import postmortem
+from healcore.runtime.postmortem.rank_notes import RankNotes
 from healcore.runtime.recovery.journal import NAME, Journal
 from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.recovery.restoring import Restorer
@@ -123,7 +121,8 @@ def open_run(options: Options) -> Loop:
     own_claim: Claim | None = None
     try:
         _check_moments(options.policy, driver)
-        with start_of_ranks.warning_if_late():
+        advice = "every rank makes one, with the same arguments (docs/ranks.md)"
+        with start_of_ranks.warning_if_late("the Healer of this rank", advice):
             ranks = options.ranks or driver.ranks()
             start_of_ranks.check_same(_shared_options(options), ranks)
         own_claim, warning = _claim(options.store, ranks)
@@ -256,21 +255,21 @@ def _start(
         log.events.close()
         raise
     log.trackers.start(loop.journal.state.lineage or log.events.run)
+    path = None if events is None else events.absolute()
+    loop.notes = RankNotes(*agreed(ranks, (path, log.events.run)))
+    if not ranks.rank:
+        loop.notes.remove()  # of earlier starts
     if Cause.HANG in policy.faults:
         loop.guard.start(
             policy.hang,
             ends="stop" in policy.answers(Cause.HANG),
             observes=policy.observes,
             ranks=ranks,
-            events=log.events,
+            log=log,
+            notes=loop.notes,
         )
     driver.on_step(loop.guard.on_step)
-    heartbeats = driver.rank_heartbeats() if ranks.world > 1 and policy.hang.probe_every_s else None
-    if heartbeats is not None:
-        loop.probe = HealthProbe(policy.hang, ranks, heartbeats, partial(log.problem, None))
     loop.stop_file.start()
-    if loop.rendezvous is not None:
-        loop.unequal = UnequalBatches(loop.rendezvous, loop.progress)
     return loop
 
 
@@ -335,7 +334,6 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         has_trainer=has_trainer(options.state),
         stop_file=StopFile(options.stop_file),
         claim=own_claim,
-        rendezvous=driver.rendezvous() if ranks.world > 1 and options.ranks is None else None,
     )
 
 

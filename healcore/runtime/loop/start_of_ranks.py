@@ -1,4 +1,4 @@
-"""What the ranks of a run compare before it starts.
+"""What the ranks of a run compare before it starts, and the warning of a rank that waits for them.
 
 What differs would show later only, when the ranks wait for each other or nothing can be restored.
 """
@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,20 @@ def check_same(mine: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 @contextlib.contextmanager
-def warning_if_late() -> Iterator[None]:
-    """Warns if the other ranks do not come: a program may have a Healer on rank 0 only."""
-    line = (
-        f"the Healer of this rank has waited {_SILENT_S:g} s for those of the other ranks: every "
-        "rank makes one, with the same arguments (docs/ranks.md)"
-    )
-    timer = threading.Timer(_SILENT_S, console.warning, (line,))
+def warning_if_late(of: str, advice: str, then: Callable[[], object] = int) -> Iterator[None]:
+    """Warns if the other ranks do not come: a program may have a Healer on rank 0 only.
+
+    Args:
+        of: what waits, for a sentence.
+        advice: what to do about it.
+        then: called after the warning, in another thread.
+    """
+
+    def warn() -> None:
+        console.warning(f"{of} has waited {_SILENT_S:g} s for those of the other ranks: {advice}")
+        then()
+
+    timer = threading.Timer(_SILENT_S, warn)
     timer.daemon = True
     timer.start()
     try:

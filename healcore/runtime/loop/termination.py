@@ -25,8 +25,6 @@ from healcore.core.errors import HealcoreError
 
 _SLICE_S = 0.1
 """A handler of Python's does not end a sleep, so a long one is cut into pieces."""
-PATIENCE_S = 10.0
-"""Seconds for which a rank with a signal waits for its data or for the other ranks."""
 
 
 class RunStopped(HealcoreError, SystemExit):
@@ -131,8 +129,6 @@ class TerminationWatch:
         self.signal_number: int | None = None
         """The signal that asks the run to end; None: there was none."""
         self._propose_end = propose_end
-        self._leaves_at = 0.0
-        """Time after which it ends without the other ranks."""
         self._waiting_for_data = False
 
     def start(self) -> None:
@@ -146,33 +142,24 @@ class TerminationWatch:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """A context in which a signal, also an earlier one, ends the run at once.
-
-        With several ranks after `PATIENCE_S`: with its data the rank can take the step for which
-        the others wait, and end together with them.
-        """
+        """A context in which a signal, also an earlier one, ends a run of one process at once."""
         self._waiting_for_data = True
         try:
-            if self.signal_number is not None:
-                if self._propose_end is None:
-                    raise exit_for(self.signal_number)
-                self._leaves_at = time.monotonic() + PATIENCE_S  # steps may take longer than that
-                self._interrupt_wait()
+            self.raise_if_alone()
             yield
         finally:
             self._waiting_for_data = False
 
     def raise_if_alone(self) -> None:
-        """Raises what ends the run after a signal, unless it may still end with other ranks."""
-        if self.signal_number is not None and time.monotonic() >= self._leaves_at:
+        """Raises what ends the run after a signal, unless it ends together with other ranks."""
+        if self.signal_number is not None and self._propose_end is None:
             raise exit_for(self.signal_number)
 
     def sleep(self, seconds: float) -> None:
-        """Waits; raises what ends the run soon after a signal, in any thread."""
+        """Waits; raises what ends a run of one process soon after a signal, in any thread."""
         until = time.monotonic() + seconds
         while True:
-            if self.signal_number is not None:
-                raise exit_for(self.signal_number)
+            self.raise_if_alone()
             left = until - time.monotonic()
             if left <= 0:
                 return
@@ -182,23 +169,10 @@ class TerminationWatch:
         """Takes a signal; returns whether the run can end at once."""
         if self._propose_end is not None and self.signal_number is None:
             self.signal_number = number
-            self._leaves_at = time.monotonic() + PATIENCE_S
             self._propose_end(number)
-            if self._waiting_for_data:
-                self._interrupt_wait()
             return False
         self.signal_number = number
         return self._waiting_for_data
-
-    def _interrupt_wait(self) -> None:
-        """Ends a wait for data that lasts longer than the other ranks should wait for this one."""
-        _handler.interrupt_after(max(0.0, self._leaves_at - time.monotonic()))
-
-    @property
-    def waits_too_long(self) -> bool:
-        """Whether it waits for data, and its patience after a signal is at its end."""
-        late = time.monotonic() >= self._leaves_at
-        return self._waiting_for_data and self.signal_number is not None and late
 
 
 def exit_for(number: int) -> BaseException:
@@ -216,9 +190,6 @@ class _Handler:
         self._children: Any = None
         self._interrupts: Any = None
         """The previous handler of Ctrl-C, once a first one has come."""
-        self._late: Any = None
-        """The previous handler of SIGTERM while a wait for data has a limit."""
-        self._limit_reached = False
 
     def add(self, run: TerminationWatch) -> None:
         if self._pid != os.getpid():
@@ -244,42 +215,6 @@ class _Handler:
             if self._interrupts is not None:
                 signal.signal(signal.SIGINT, self._interrupts)
                 self._interrupts = None
-            if self._late is not None:
-                signal.signal(signal.SIGTERM, self._late)
-                self._late = None
-
-    def interrupt_after(self, seconds: float) -> None:
-        """Interrupts this thread, the main one, if a run still waits for its data then.
-
-        Only a signal interrupts a wait in C; its handler is called in the main thread.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if self._late is None:
-            self._late = signal.signal(signal.SIGTERM, self._handle_late) or signal.SIG_DFL
-        main = threading.get_ident()
-
-        def interrupt() -> None:
-            if any(run.waits_too_long for run in list(self._runs)):
-                self._limit_reached = True
-                signal.pthread_kill(main, signal.SIGTERM)
-
-        # A little later than the limit, which `waits_too_long` compares with its own clock.
-        timer = threading.Timer(seconds + _SLICE_S, interrupt)
-        timer.daemon = True
-        timer.start()
-
-    def _handle_late(self, number: int, frame: FrameType | None) -> None:
-        """A second SIGTERM, or the limit of a wait for data."""
-        if self._limit_reached:
-            self._limit_reached = False
-            for run in self._runs:
-                if run.waits_too_long and run.signal_number is not None:
-                    raise exit_for(run.signal_number)
-            return  # the data came at the same moment
-        previous, self._late = self._late, None
-        signal.signal(number, previous)
-        os.kill(os.getpid(), number)
 
     def _install(self, number: int) -> None:
         self._previous[number] = signal.signal(number, self._handle)

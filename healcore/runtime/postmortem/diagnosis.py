@@ -135,6 +135,11 @@ def _headline(end: RunEnd) -> str:
     if end.ending not in _HEADLINES:
         raise ValueError(f"ending is one of {', '.join(Ending)}, not {end.ending!r}")
     text = _HEADLINES[Ending(end.ending)].format(f"{at}{because}")
+    if end.ending == Ending.KILLED and end.exception:
+        text = (
+            "The process was killed after another rank had ended; its last event is "
+            f"{at}{because}. {end.exception}"
+        )
     return _wrapped(text) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else text
 
 

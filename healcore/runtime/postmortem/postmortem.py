@@ -20,6 +20,7 @@ from healcore.runtime.events.metrics import stem
 from healcore.runtime.events.models import Ending, record
 from healcore.runtime.events.process import Process, current_process, environment
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
+from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes, traces
 from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.store import files
 from healcore.runtime.store.commit import sweep
@@ -166,13 +167,29 @@ def _killed(path: Path) -> Postmortem | None:
     if gone is False:
         return None
     why = "" if gone else f"it ran on {process.host}, which cannot be seen from here"
+    notes = RankNotes(path, last.id)
+    end, raised = end_of_killed(run, events, why=why), notes.found()
+    if raised and not raised[0].follows:
+        end = end._replace(exception=f"rank {raised[0].rank}: {raised[0].why}")
     return _postmortem(
-        end_of_killed(run, events, why=why),
+        end,
         run=last.id,
+        exception=traces(raised) or None,
         ended=last.last.time or "" if last.last else "",
         certain=bool(gone),
+        stacks=tuple(stacks_of(notes.found(hangs=True))),
         **_by_events(run),
     )
+
+
+def stacks_of(notes: Iterable[RankNote]) -> list[RankStacks]:
+    """The stacks of ranks that hang; once for ranks whose training threads stand at one place."""
+    groups: dict[str, list[RankNote]] = {}
+    for note in sorted(notes, key=lambda note: note.rank):
+        groups.setdefault(note.trace.partition("\nThread ")[0], []).append(note)
+    return [
+        RankStacks(tuple(note.rank for note in same), same[0].trace) for same in groups.values()
+    ]
 
 
 def end_of_hung(events: str | os.PathLike[str], *, step: int, why: str) -> RunEnd:
@@ -183,7 +200,7 @@ def end_of_hung(events: str | os.PathLike[str], *, step: int, why: str) -> RunEn
 
 
 def write_hung(end: RunEnd, events: Log, stacks: Sequence[RankStacks]) -> str | None:
-    """Writes the postmortem of a run that hangs, from another process; returns errors."""
+    """Writes the postmortem of a run that hangs, from its events; returns errors."""
     assert events.path is not None
     run = last_process(log.read(events.path).events) or Run()
     found = _postmortem(

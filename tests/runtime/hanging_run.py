@@ -1,14 +1,15 @@
-"""Healed runs that hang, or only take long: python -m ... HOW FOLDER, or all ROOT RUNS.
+"""Healed runs that hang, or only take long: python -m tests.runtime.hanging_run ROOT RUNS.
 
 With several ranks only rank 1 hangs, and the others wait for it in an all_reduce.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import io
 import json
 import os
+import pdb
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from healcore.runtime import hang_guard
 from healcore.runtime.healer import Healer
 
 HANGS_AT = 5
@@ -26,22 +28,39 @@ LIMIT = 1.0
 """Seconds that a step may take."""
 HEALTHY = 4.0
 """The same in a healthy run, whose steps a busy machine may delay."""
+OPTIONS: dict[str, dict[str, Any]] = {"slow": {"mode": "observe"}, "preset": {}}
+"""What differs from a policy that ends a process that hangs."""
+ENDS = {"respond": [{"to": ["hang"], "do": ["stop"]}]}
+
+
+def reported(folder: str) -> bool:
+    """Whether the guard has written its event."""
+    return '"fault"' in (Path(folder) / "healcore.events.jsonl").read_text()
+
+
+class Person(io.StringIO):
+    """What a debugger reads: a person goes on once the guard has reported."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def readline(self, *size: int) -> str:
+        while not reported(self._folder):
+            time.sleep(0.05)
+        return "continue\n"
 
 
 def hang(how: str, folder: str) -> None:
     """Never returns, unless it is only slow."""
-    if how == "gil":  # waits for a mutex that it holds itself
-        mutex = ctypes.create_string_buffer(64)
-        lock = ctypes.PyDLL(None).pthread_mutex_lock
-        lock(mutex)
-        lock(mutex)
-    elif how == "stopped":
+    if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1000)  # the guard continues it for its stacks: it must not be elsewhere by then
-    elif how == "slow":
-        while '"fault"' not in (Path(folder) / "healcore.events.jsonl").read_text():
+    elif how in ("slow", "preset"):
+        while not reported(folder):
             time.sleep(0.05)
-    elif how in ("sleeps", "killed"):
+    elif how == "debugged":
+        pdb.Pdb(stdin=Person(folder), stdout=io.StringIO(), nosigint=True).set_trace()
+    elif how == "sleeps":
         time.sleep(1000)
     while how == "python":
         pass
@@ -54,14 +73,11 @@ def evaluate() -> None:
 
 def main(how: str, folder: str, rank: int, world: int) -> None:
     """Trains 10 steps; at step HANGS_AT it does what `how` says."""
-    faulthandler.dump_traceback_later(300, exit=True)
-    options: dict[str, Any] = {"hang": {"confirm": world > 1}}
-    options["hang"] |= {"probe_every_s": 0.1, "probe_s": 0.5}
-    limits = {"healthy": HEALTHY, "killed": 100.0}
-    options["hang"]["timeout_s"] = limits.get(how, LIMIT)
-    if how == "slow":
-        options["mode"] = "observe"
+    faulthandler.dump_traceback_later(1000, exit=True)
+    limit = HEALTHY if how == "healthy" else LIMIT
+    options: dict[str, Any] = {"hang": {"timeout_s": limit}, **OPTIONS.get(how, ENDS)}
     if world > 1:
+        hang_guard._OTHERS_S, hang_guard._REPORT_S = 10.0, 600.0
         dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=rank,
                                 world_size=world)  # fmt: skip
     torch.manual_seed(0)
@@ -106,21 +122,32 @@ def forked(how: str, folder: Path, rank: int, world: int) -> int:
         os._exit(status)
 
 
+def ends_of(pids: dict[str, int]) -> dict[str, int]:
+    """The exit statuses; a stopped process is killed at the end, as a launcher does it."""
+    statuses: dict[str, int] = {}
+    while len(statuses) < len(pids):
+        for name, pid in pids.items():
+            found, status = (0, 0) if name in statuses else os.waitpid(pid, os.WNOHANG)
+            if found:
+                statuses[name] = os.waitstatus_to_exitcode(status)
+        left = pids.keys() - statuses.keys()
+        if left and all(name.startswith("stopped") for name in left):
+            for name in left & {name for name in left if name.endswith(".1")}:
+                if len(left) == 1:
+                    os.kill(pids[name], signal.SIGKILL)
+        time.sleep(0.05)
+    return statuses
+
+
 def all_of(root: Path, runs: list[tuple[str, int]]) -> None:
-    """Runs (how, ranks) at once, in folders of `root`: prints pids, then exit statuses."""
+    """Runs (how, ranks) at once, in folders of `root`; prints exit statuses."""
     pids = {}
     for how, world in runs:
         (folder := root / f"{how}{world}").mkdir()
         for rank in range(world):
             pids[f"{how}{world}.{rank}"] = forked(how, folder, rank, world)
-    print(json.dumps(pids), flush=True)
-    for name, pid in pids.items():
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps([name, status]), flush=True)
+    print(json.dumps(ends_of(pids)), flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "all":
-        all_of(Path(sys.argv[2]), json.loads(sys.argv[3]))
-    else:
-        main(sys.argv[1], sys.argv[2], 0, 1)
+    all_of(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,131 @@
+"""What a rank that ends alone, or hangs, leaves for rank 0: a file next to the events file.
+
+Such a rank takes part in no exchange any more, and only rank 0 writes events and the postmortem.
+Rank 0 reads the files when its own run ends. The next start reads them if rank 0 was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from healcore import regular_file
+from healcore.runtime.events.metrics import stem
+from healcore.runtime.events.models import Ending
+from healcore.runtime.store import files
+
+_KINDS = {False: "end.rank", True: "hang.rank"}
+"""Whether a rank hangs -> what the name of its file has after the stem of the events file."""
+_MAX_BYTES = 1 << 20
+_MAX_TEXT = 200_000
+"""Characters of a traceback or of stacks that are kept."""
+_MOST_SHOWN = 4
+"""Ranks whose tracebacks are in the postmortem."""
+
+
+class RankNote(BaseModel):
+    """How one rank has ended, or where it hangs."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    rank: int
+    ending: Ending | None = None
+    """None for a rank that hangs."""
+    step: int
+    """Optimizer steps done."""
+    why: str
+    """The exception, the reason of a stop or the signal, in one line."""
+    trace: str = ""
+    """The exception with its traceback, or the stacks of all threads."""
+    cause: list[str] = []
+    """What the exception was classified as."""
+    sign: str = ""
+    """What the exception was recognized by."""
+    follows: bool = False
+    """Whether another rank is the cause: a connection to it broke, or it has not come in time."""
+    time: float
+    """Unix time."""
+
+
+class RankNotes(NamedTuple):
+    """The notes of one run.
+
+    Attributes:
+        events: events file of rank 0, or None if there is none; then no rank leaves a note.
+        run: id of rank 0's run in it.
+    """
+
+    events: Path | None
+    run: str
+
+    def leave(self, note: RankNote) -> None:
+        """Writes the note of this rank. Never raises: the run is ending."""
+        if self.events is None:
+            return
+        short = note.model_copy(update={"why": note.why[:2000], "trace": note.trace[-_MAX_TEXT:]})
+        with suppress(OSError, UnicodeError):
+            path = self.events.with_name(self._name(note.rank, hangs=note.ending is None))
+            files.replace(path, short.model_dump_json().encode())
+
+    def found(self, *, hangs: bool = False) -> list[RankNote]:
+        """The notes of the other ranks, those first whose end has no other rank as its cause."""
+        paths = self._paths(_KINDS[hangs], self._suffix)
+        notes = [note for path in paths if (note := _read(path)) is not None]
+        return sorted(notes, key=lambda note: (note.follows, note.time))
+
+    def remove(self) -> None:
+        """Removes the notes of this run and of earlier ones."""
+        for path in [*self._paths(_KINDS[False]), *self._paths(_KINDS[True])]:
+            with suppress(OSError):
+                path.unlink()
+
+    def _name(self, rank: int | str, *, hangs: bool) -> str:
+        assert self.events is not None
+        return f"{stem(self.events)}.{_KINDS[hangs]}{rank}{self._suffix}"
+
+    @property
+    def _suffix(self) -> str:
+        safe = re.sub(r"[^\w.-]", "_", self.run)
+        return f".{safe}.json"
+
+    def _paths(self, kind: str, suffix: str = ".json") -> list[Path]:
+        if self.events is None:
+            return []
+        with suppress(OSError):
+            return [
+                self.events.with_name(name)
+                for name in sorted(os.listdir(self.events.parent))
+                if name.startswith(f"{stem(self.events)}.{kind}") and name.endswith(suffix)
+            ]
+        return []
+
+
+def traces(notes: Iterable[RankNote]) -> str:
+    """The tracebacks of the first few notes, each with its rank."""
+    shown = [f"rank {note.rank}:\n{note.trace}" for note in notes if note.trace]
+    return "\n".join(shown[:_MOST_SHOWN])
+
+
+def of_ranks(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
+    """How each rank has ended, as the field `of_ranks` of the event `end`."""
+    return [
+        {
+            "rank": each.rank,
+            "outcome": str(each.ending),
+            "why": f"step {each.step}: {each.why:.300}",
+        }
+        for each in sorted(notes, key=lambda note: note.rank)
+    ]
+
+
+def _read(path: Path) -> RankNote | None:
+    try:
+        return RankNote.model_validate_json(regular_file.read(path, _MAX_BYTES))
+    except (OSError, ValueError):
+        return None

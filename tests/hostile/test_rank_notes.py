@@ -1,0 +1,101 @@
+"""Notes of other ranks that somebody has planted next to the events file: text, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from healcore.runtime.events.models import Ending
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
+
+RUN = "20261123T000000Z-0a1b2c3d"
+
+
+def note(rank: int, **more: object) -> RankNote:
+    fields: dict[str, object] = {
+        "rank": rank, "ending": Ending.EXCEPTION, "step": 7, "why": "ValueError: no", "time": 1.0,
+    }  # fmt: skip
+    return RankNote.model_validate({**fields, **more})
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> RankNotes:
+    return RankNotes(tmp_path / "healcore.events.jsonl", RUN)
+
+
+def path_of(notes: RankNotes, rank: int) -> Path:
+    assert notes.events is not None
+    return notes.events.with_name(f"healcore.end.rank{rank}.{RUN}.json")
+
+
+def test_notes_come_back_with_the_cause_first(notes):
+    given = [note(2, follows=True), note(1, time=2.0, trace="Traceback ..."), note(3, time=3.0)]
+    for each in given:
+        notes.leave(each)
+    assert [each.rank for each in notes.found()] == [1, 3, 2]
+    assert notes.found()[0] == given[1]
+    assert notes.found(hangs=True) == []
+    notes.remove()
+    assert notes.found() == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "", "[]", "null", "{", '{"rank": 1}',
+        json.dumps({**note(1).model_dump(mode="json"), "rank": "1"}),
+        json.dumps({**note(1).model_dump(mode="json"), "why": ["a"]}),
+        json.dumps({**note(1).model_dump(mode="json"), "ending": "won"}),
+        json.dumps({**note(1).model_dump(mode="json"), "more": 1}),
+        " " * (1 << 20) + note(1).model_dump_json(),
+    ],
+)  # fmt: skip
+def test_what_is_no_note_is_ignored(planted, notes):
+    path_of(notes, 1).write_text(planted)
+    notes.leave(note(2))
+    assert [each.rank for each in notes.found()] == [2]
+
+
+def test_pipes_links_and_folders_are_neither_followed_nor_waited_for(notes, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    os.mkfifo(path_of(notes, 1))
+    path_of(notes, 2).symlink_to(precious)
+    path_of(notes, 3).mkdir()
+    began = time.monotonic()
+    notes.leave(note(2))
+    notes.leave(note(3))
+    assert [each.rank for each in notes.found()] == [2]
+    assert time.monotonic() - began < 60
+    assert precious.read_text() == "precious"
+    notes.remove()
+    assert precious.read_text() == "precious"
+
+
+def test_notes_of_other_runs_do_not_count_and_are_removed(notes):
+    RankNotes(notes.events, "20200101T000000Z-00000000").leave(note(1))
+    assert notes.found() == []
+    notes.remove()
+    assert not [*notes.events.parent.iterdir()]
+
+
+def test_without_an_events_file_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    notes = RankNotes(None, RUN)
+    notes.leave(note(1))
+    notes.remove()
+    assert notes.found() == []
+    assert not [*tmp_path.iterdir()]
+
+
+def test_ranks_at_one_place_have_one_entry_of_stacks():
+    same = "Thread MainThread:\n  in all_reduce\n\nThread worker:\n"
+    hung = [note(rank, trace=f"{same}{rank}", ending=None) for rank in (2, 0)]
+    hung.append(note(1, trace="Thread MainThread:\n  in hang\n", ending=None))
+    found = postmortem.stacks_of(hung)
+    assert [each.ranks for each in found] == [(0, 2), (1,)]
