@@ -6,7 +6,7 @@ The number does not depend on when records arrive: every rank has to act at the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from healcore.core.step_record import StepRecord
@@ -67,12 +67,6 @@ class DelayedReader:
             if len(self._queue) <= (0 if all else self.lag):
                 return
             self._read_steps.extend(self._read(self._queue.popleft()))
-
-    def any_unread(self, found: Callable[[list[StepRecord]], bool]) -> bool:
-        """Whether a step that is queued has such records; it stays queued."""
-        queued = [step.records for step in self._read_steps]
-        queued += [records for each in self._queue for records in each.pending.steps()]
-        return any(map(found, queued))
 
     def count_correction(self) -> int:
         """Steps read since the last call minus the steps that `PendingDispatch.count` announced."""

@@ -11,7 +11,7 @@ from healcore.core.engine import Engine
 from healcore.plugins.rows import SignalLayout, SignalRows
 from healcore.plugins.sweep import WORD, PackedRows, PackedSeries
 from healcore.tools.replay.backends import layout_of, rows_of
-from healcore.tools.traces.trace import Trace, load, select_rows
+from healcore.tools.traces.trace import Trace
 
 GROUPS = 512
 """Groups packed together. A longer series takes 4 times as many, or 16 times, and so on."""
@@ -73,9 +73,14 @@ def series_of(trace: Trace, engine: Engine) -> list[Series]:
     layout = layout_of(engine, survey.combinations)
     if not layout.combinations:
         return []
-    whole = load(trace)
-    rows, places = rows_of(layout, engine, whole.values, whole.given)
-    index, number = whole.index[places], whole.attempt[places]
+    parts: list[tuple[SignalRows, np.ndarray, np.ndarray]] = []
+    for chunk in trace.rows():
+        rows, places = rows_of(layout, engine, chunk.values, chunk.given)
+        parts.append((rows, chunk.index[places], np.full(len(places), chunk.attempt)))
+    values = {name: np.concatenate([p[0].values[name] for p in parts]) for name in layout.signals}
+    kind = np.concatenate([p[0].kind for p in parts])
+    index = np.concatenate([p[1] for p in parts])
+    number = np.concatenate([p[2] for p in parts])
     found = []
     lineage = np.zeros(0, np.int64)
     for attempt in survey.attempts:
@@ -87,8 +92,8 @@ def series_of(trace: Trace, engine: Engine) -> list[Series]:
             continue
         resumed = np.zeros(len(lineage), bool)
         resumed[len(before)] = len(before) > 0
-        part = select_rows(rows, lineage)
-        found.append(Series(trace.name, layout, part, index[lineage], resumed, len(before)))
+        rows = SignalRows({k: v[lineage] for k, v in values.items()}, kind[lineage])
+        found.append(Series(trace.name, layout, rows, index[lineage], resumed, len(before)))
     return found
 
 
