@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named p
 
 OF_THE_SYSTEM = {
     "healcore/runtime/tcp_connections.py", "healcore/runtime/events/process.py",
-    "healcore/runtime/hang_guard/process_signals.py", "healcore/runtime/store/snapshot.py",
+    "healcore/runtime/hang_guard/process_signals.py", "healcore/runtime/store/host_memory.py",
     "healcore/runtime/hang_guard/watched_process.py",
 }  # fmt: skip
 """They read /proc, /sys and /etc only."""

@@ -50,9 +50,9 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import LOCK, Claim, claim, open_to_others
 from healcore.runtime.store.commit import sweep
+from healcore.runtime.store.host_memory import fits
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
-from healcore.runtime.store.snapshot import fits
 from healcore.runtime.trackers import Selection, Trackers
 
 MOST_CANDIDATES = 8
