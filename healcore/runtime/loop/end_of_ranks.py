@@ -20,7 +20,6 @@ from healcore.runtime.events.models import Ending
 from healcore.runtime.faults import Fault
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.postmortem.diagnosis import AFTER_A_KILL
-from healcore.runtime.store.memory import SnapshotStore
 
 WAIT_S = 30.0
 """Seconds for which ranks wait for each other: a rank in a long forward pass comes after it."""
@@ -149,7 +148,7 @@ def emergency_obstacle(loop: Loop) -> str:
 
 def _obstacle(loop: Loop) -> str:
     """The same on one of several ranks, which must not exchange anything meanwhile."""
-    if isinstance(loop.checkpoints.store, SnapshotStore):
+    if loop.checkpoints.store.disk is None:
         loop.take_last_step()
         return "the store is in host memory, which ends with the process"
     try:
@@ -187,9 +186,8 @@ def _why_not(ends: dict[int, RankEnd], world: int) -> str:
 
 def _save(loop: Loop, rendezvous: Rendezvous) -> str:
     """Saves on all ranks, when no earlier save is under way; returns why not, or ""."""
-    store: Any = loop.checkpoints.store
-    disk = getattr(store, "disk", store)
-    ranks = [loop.ranks, *([disk.processes] if hasattr(disk, "processes") else [])]
+    store = loop.checkpoints.store
+    ranks = [loop.ranks, store.processes]
     rendezvous.leave(ranks)  # ends an earlier save whose ranks wait for each other
 
     def ended() -> bool:

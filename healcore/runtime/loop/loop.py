@@ -44,7 +44,6 @@ from healcore.runtime.rollback.journal import Journal
 from healcore.runtime.rollback.manager import RollbackManager
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.claim import Claim
-from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import Ranks
 
 _MIN_WITHOUT_STEP = 10
@@ -184,7 +183,7 @@ class Loop:
             observes=policy.observes,
             log=self.log,
         )
-        memory_only = isinstance(self.checkpoints.store, SnapshotStore)
+        memory_only = self.checkpoints.store.disk is None
         self.last_state = LastState(
             driver=driver,
             loaders=self.loaders,
