@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore import policy as policies
-from healcore.runtime.store import tiered
+from healcore.runtime.store import directory, tiered
 from tests import forked_programs
 from tests.healer.training_loops import RULES, Faults, loop_of, rules, train
 
@@ -53,7 +53,7 @@ def with_nothing_on_disk(folder: str) -> None:
     def full(self: Any, *args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    tiered.TieredStore._to_disk = full  # type: ignore[method-assign]
+    directory.DirectoryStore._commit = full  # type: ignore[method-assign]
     tiered.TieredStore.restore = lambda *args, **kwargs: die()  # type: ignore[method-assign]
     loop = loop_of("torch", Faults(always=[3]))
     train(loop, rules(), range(40), store=Path(folder))

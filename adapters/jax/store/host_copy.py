@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from healcore.jax.store.state import flatten
+from healcore.runtime.store.copies import Copier
+from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks, rounded
 from healcore.runtime.store.inspection import mapped
-from healcore.runtime.store.snapshot import Arena, Block, Copier, CopyBlocks, rounded
 from healcore.runtime.store.structure import Flat
 
 _PINNED = "pinned_host"
@@ -54,14 +55,13 @@ class JaxSnapshot:
 
     flat: Flat
     entries: dict[str, HostArray]
-    arena: Arena | None
+    arena: Arena
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory held."""
-        size = self.arena.nbytes if self.arena else 0
         pinned = [each.pinned for each in self.entries.values() if each.pinned is not None]
-        return size + sum(data.nbytes for array in pinned for _, data in parts(array))
+        return self.arena.nbytes + sum(data.nbytes for array in pinned for _, data in parts(array))
 
     def settle(self) -> None:
         """Waits for copies off an accelerator."""
@@ -85,6 +85,7 @@ class JaxCopier(Copier):
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
+        super().__init__()
         self._pinned = pinned
 
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
@@ -111,15 +112,6 @@ class JaxCopier(Copier):
             entries[name] = _entry(name, leaf, copies, sent.get(name))
         mapped(lambda pair: np.copyto(*pair), work, need)
         return JaxSnapshot(flat._replace(leaves={}), entries, arena)
-
-    def borrow(self, state: Mapping[str, Any]) -> JaxSnapshot:
-        """A snapshot without a copy, of arrays that nobody changes or donates."""
-        flat = flatten(state)
-        entries = {}
-        for name, leaf in flat.leaves.items():
-            known = {index: np.asarray(data) for index, data in parts(leaf)}
-            entries[name] = _entry(name, leaf, known, None)
-        return JaxSnapshot(flat._replace(leaves={}), entries, None)
 
     def arrays(self, snapshot: JaxSnapshot) -> dict[str, Any]:
         """The arrays in the snapshot's own memory."""

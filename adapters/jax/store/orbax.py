@@ -64,10 +64,10 @@ class OrbaxStore(DirectoryStore):
     def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
         # Orbax saves no arrays without elements.
         saved = {_escaped(name): array for name, array in arrays.items() if array.size}
-        if self._ranks.world > 1:
+        if self.processes.world > 1:
             self._check_common(saved)
         if saved:
-            rank = self._ranks.rank
+            rank = self.processes.rank
             orbax_format.write_parts(saved, folder, process=rank, compress=self.compress)
         return {}
 
@@ -85,12 +85,12 @@ class OrbaxStore(DirectoryStore):
             for name, array in arrays.items()
             if not _spans(array)
         }
-        every = self._ranks.gather(digests)
+        every = self.processes.gather(digests)
         for name in sorted(set().union(*every)):
             if len({each.get(name) for each in every}) > 1:
                 raise StoreError(
                     f"{name} is an array of each process alone, and not the same in all "
-                    f"{self._ranks.world}: make it one array over the mesh of all processes, "
+                    f"{self.processes.world}: make it one array over the mesh of all processes, "
                     "jax.make_array_from_process_local_data(NamedSharding(mesh, spec), part), or "
                     "the same everywhere (a key without the process's number in it)"
                 )

@@ -27,8 +27,7 @@ class MemoryStore(memory.SnapshotStore):
     Args:
         keep: how many snapshots of each kind stay; during a save there is one more.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
-        trust: as in `DCPStore`, so that what memory takes can be written to disk too: also take
-            objects that have no plain form.
+        trust: take objects that have no plain form, too. In a `TieredStore` the disk's counts.
     """
 
     def __init__(

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from healcore.runtime.store import manifest, ranks, structure
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import CheckpointDamaged, pickled
+from healcore.runtime.store.host_memory import aligned
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.manifest import Found
-from healcore.runtime.store.snapshot import aligned
 from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import DTYPES
 from healcore.torch.store import dcp_files
@@ -81,7 +81,7 @@ class DCPStore(DirectoryStore):
     @property
     def _group(self) -> Any:
         """The group for DCP: that of the ranks, which `GlooRanks.renew` may replace."""
-        return self._ranks.group if isinstance(self._ranks, GlooRanks) else None
+        return self.processes.group if isinstance(self.processes, GlooRanks) else None
 
     def _write_arrays(self, arrays: dict[str, Tensor], folder: Path) -> dict[str, Digest]:
         # All ranks have the same names, and so agree on whether there is anything to write.
@@ -117,7 +117,7 @@ class DCPStore(DirectoryStore):
             if leaf.spec is not None:
                 sharded[leaf.name] = (leaf.tensor, leaf.spec)
         targets = {name: _target(node, sharded) for name, node in nodes.items()}
-        if any(self._ranks.gather(bool(targets))):
+        if any(self.processes.gather(bool(targets))):
             try:
                 load(
                     targets,
@@ -153,7 +153,7 @@ class DCPStore(DirectoryStore):
                 return FileSystemReader(data)  # reads nothing
             return CheckedReader(data, dcp_files.checked(data, found.manifest.files, wanted))
 
-        return ranks.on_each(self._ranks, check)
+        return ranks.on_each(self.processes, check)
 
 
 def _moments_of_dtensors(

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from healcore.runtime.store.copies import Copier
+from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks, rounded
 from healcore.runtime.store.inspection import mapped
-from healcore.runtime.store.snapshot import Arena, Block, Copier, CopyBlocks, rounded
 from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import value_of
 from healcore.torch.store.state import Leaf, device_in, flatten, subclass, typed, unpickled
@@ -46,7 +47,7 @@ class TorchSnapshot:
 
     flat: Flat
     entries: list[HostTensor]
-    arena: Arena | None
+    arena: Arena
     pinned: bool = False
     events: list[Any] = field(default_factory=list)
     """One for each accelerator that is still copying."""
@@ -54,7 +55,7 @@ class TorchSnapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory held."""
-        return self.arena.nbytes if self.arena else sum(len(each.raw) for each in self.entries)
+        return self.arena.nbytes
 
     def settle(self) -> None:
         """Waits for copies off an accelerator."""
@@ -74,6 +75,7 @@ class TorchCopier(Copier):
     """
 
     def __init__(self, rank: int = 0, *, trust: bool = False) -> None:
+        super().__init__()
         self.rank = rank
         self.trust = trust
 
@@ -104,12 +106,6 @@ class TorchCopier(Copier):
             event.record(torch.cuda.current_stream(device))
             snapshot.events.append(event)
         return snapshot
-
-    def borrow(self, state: Mapping[str, Any]) -> TorchSnapshot:
-        """A snapshot without a copy, of host tensors that nobody changes."""
-        flat = self.flatten(state)
-        entries = [_borrowed(leaf) for leaf in flat.leaves.values()]
-        return TorchSnapshot(flat._replace(leaves={}), entries, None)
 
     def arrays(self, snapshot: TorchSnapshot) -> dict[str, Tensor]:
         """The tensors in the snapshot's own memory."""
@@ -194,12 +190,6 @@ def _fill(leaf: Leaf, entry: HostTensor) -> None:
         np.copyto(entry.raw, flat.view(torch.uint8).numpy())
     else:
         entry.local.copy_(source, non_blocking=source.is_cuda)
-
-
-def _borrowed(leaf: Leaf) -> HostTensor:
-    local = leaf.tensor.cpu()
-    raw = local.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return HostTensor(leaf.name, leaf.dtype, raw, local, leaf.spec)
 
 
 def _dtensor(local: Tensor, spec: Any) -> Tensor:

@@ -85,10 +85,7 @@ class _Flattening:
         self._known.clear()
         self._ties = stateful
         node = structure.encode(tree, path, self._special)
-        found = {"tree": node, "stateful": stateful, "per_rank": per_rank}
-        if identity := getattr(value, "identity", None):  # of a `HeldState`
-            found["identity"] = identity
-        return found
+        return {"tree": node, "stateful": stateful, "per_rank": per_rank}
 
     def _special(self, path: tuple[Any, ...], value: Any) -> structure.Node:
         if isinstance(value, Tensor):

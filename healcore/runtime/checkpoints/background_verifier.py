@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from healcore.runtime.events import fork_safety
 from healcore.runtime.store import (
@@ -16,10 +16,8 @@ from healcore.runtime.store import (
     CheckpointStore,
     NotFinite,
     NotThere,
-    StoreError,
 )
 from healcore.runtime.store.background import Background
-from healcore.runtime.store.memory import SnapshotStore
 
 
 class VerifyResult(NamedTuple):
@@ -33,8 +31,8 @@ class VerifyResult(NamedTuple):
 class BackgroundVerifier:
     """Verifies one checkpoint after another in each tier, outside of the caller's thread.
 
-    Stores with queues of their own (attribute `queues`, as all of healcore's) run the jobs there.
-    Other stores' jobs run in its own thread, or with `in_background=False` in the caller's.
+    The jobs of a tier run in the tier's queue. Jobs of a tier without a queue run in a thread of
+    this object, or with `in_background=False` in the caller's.
     """
 
     def __init__(self, *, in_background: bool = True) -> None:
@@ -48,7 +46,7 @@ class BackgroundVerifier:
         store: CheckpointStore,
         step: int,
         *,
-        then: Callable[[Any], None] = lambda tier: None,
+        then: Callable[[CheckpointStore], None] = lambda tier: None,
         nearest_only: bool = False,
     ) -> None:
         """Queues a checkpoint to be verified and marked as known-good, in every tier that has it.
@@ -56,9 +54,9 @@ class BackgroundVerifier:
         `then` is called with each of these tiers afterwards, also if it is damaged or not finite
         there. `nearest_only`: no other tier has it.
         """
-        queues = self._queues(store)
+        tiers = store.tiers
 
-        def job(tier: Any) -> None:
+        def job(tier: CheckpointStore) -> None:
             try:
                 try:
                     tier.verify(step)
@@ -66,7 +64,7 @@ class BackgroundVerifier:
                     self._results.append(VerifyResult(step, None))
                 except CheckpointDamaged as error:
                     self._results.append(VerifyResult(step, error))
-                    _remove_damaged(tier, step, only_tier=len(queues) == 1)
+                    tier.take_out(step, copied=len(tiers) > 1)
                 except NotFinite as error:
                     self._results.append(VerifyResult(step, error))
                 then(tier)
@@ -75,13 +73,14 @@ class BackgroundVerifier:
             except Exception as error:
                 self._results.append(VerifyResult(step, error))
 
-        for tier, queue in queues[:1] if nearest_only else queues:
-            self._submit(queue, step, lambda tier=tier: job(tier))
+        for tier in tiers[:1] if nearest_only else tiers:
+            self._submit(tier, step, job)
 
-    def submit(self, store: CheckpointStore, step: int, action: Callable[[Any], None]) -> None:
+    def submit(
+        self, store: CheckpointStore, step: int, action: Callable[[CheckpointStore], None]
+    ) -> None:
         """Queues an action on the farthest tier, after all jobs so far; `step` is for errors."""
-        tier, queue = self._queues(store)[-1]
-        self._submit(queue, step, lambda: action(tier))
+        self._submit(store.tiers[-1], step, action)
 
     def results(self) -> list[VerifyResult]:
         """Results since the last call, oldest first."""
@@ -101,25 +100,13 @@ class BackgroundVerifier:
         """In a forked child: the jobs and their results belong to the parent."""
         self._results.clear()
 
-    def _queues(self, store: Any) -> list[tuple[Any, Background | None]]:
-        queues = getattr(store, "queues", None)
-        return [(store, self._own)] if queues is None else queues()
-
-    def _submit(self, queue: Background | None, step: int, job: Callable[[], None]) -> None:
+    def _submit(
+        self, tier: CheckpointStore, step: int, job: Callable[[CheckpointStore], None]
+    ) -> None:
+        queue = tier.queue or self._own
         if queue is None:
-            job()
+            job(tier)
             return
         if queue not in self._used:
             self._used.append(queue)
-        queue.submit(step, "while verifying it", job)
-
-
-def _remove_damaged(tier: Any, step: int, *, only_tier: bool) -> None:
-    """Keeps a damaged copy from being restored: drops it from memory if there is one on disk."""
-    try:
-        if isinstance(tier, SnapshotStore) and not only_tier:
-            tier.drop(step)
-        else:
-            tier.mark(step, "quarantined")
-    except StoreError:
-        return  # no longer listed, or the disk cannot be written; the damage is reported anyway
+        queue.submit(step, "while verifying it", lambda: job(tier))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from healcore.runtime.recovery.ledger import Ledger
-from healcore.runtime.store import Keep, Saved, StoreError, superfluous
-from healcore.runtime.store.ranks import Alone, Ranks, agreed
+from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError, superfluous
+from healcore.runtime.store.ranks import Ranks, agreed
 
 
 class Catalog:
@@ -156,7 +156,7 @@ class PendingQuarantine:
             for saved in saves
         ]
 
-    def write(self, tier: Any) -> list[int]:
+    def write(self, tier: CheckpointStore) -> list[int]:
         """Quarantines on disk and returns the steps; does nothing while the disk cannot be used."""
         branches = list(self._branches)
         try:
@@ -164,7 +164,7 @@ class PendingQuarantine:
         except StoreError:
             saves = None
         todo = saves and [s.step for s in saves if self._includes(s) and s.status != "quarantined"]
-        todo = agreed(getattr(tier, "processes", None) or Alone(), todo)
+        todo = agreed(tier.processes, todo)
         if todo is None:
             return []
         try:

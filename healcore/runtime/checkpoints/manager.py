@@ -27,7 +27,7 @@ from healcore.runtime.store import (
     UnsavableState,
 )
 from healcore.runtime.store.memory import WHERE
-from healcore.runtime.store.ranks import Alone, Ranks, agreed
+from healcore.runtime.store.ranks import Ranks, agreed
 
 MAX_WAIT = 2.0
 """Seconds that a run waits for a disk slower than its saves, over all saves, ..."""
@@ -134,16 +134,16 @@ class CheckpointManager:
         late = why in _OPTIONAL_SAVES and any(
             self._ranks.gather(self._wait_limit.exceeded(self.store))
         )
-        save: Any = getattr(self.store, "save_in_memory", None) if late else self.store.save
+        store = self.store.memory if late else self.store
         if late:
-            instead = "left out" if save is None else "only in memory"
+            instead = "left out" if store is None else "only in memory"
             problem = f"the disk is still writing the previous one: checkpoint {step} is {instead}"
             self._report_failure(step, problem, problem)
-        if save is None:
+        if store is None:
             return
         began = time.monotonic()
         try:
-            save(step, state, healing=healing)
+            store.save(step, state, healing=healing)
         except (StoreError, OSError) as error:
             if isinstance(error, UnsavableState) and not self._saved_once:
                 raise
@@ -166,9 +166,8 @@ class CheckpointManager:
     def protect(self, steps: Iterable[int]) -> None:
         """Keeps the checkpoints of these steps, and of no others, from being deleted."""
         self.catalog.protected = frozenset(steps)
-        memory: Any = getattr(self.store, "memory", self.store)
-        if hasattr(memory, "protected"):
-            memory.protected = self.catalog.protected
+        for tier in self.store.tiers:
+            tier.protected = self.catalog.protected
 
     def save_for_restart(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any]
@@ -186,7 +185,7 @@ class CheckpointManager:
 
     def in_memory_only(self, step: int) -> bool:
         """Whether a checkpoint is missing on a disk that was too slow. Waits for the disk."""
-        if not hasattr(self.store, "save_in_memory"):
+        if self.store.disk is None or self.store.memory is None:
             return False
         self.wait()  # a write in progress may still succeed
         return any(saved.step == step and saved.path is None for saved in self.listed())
@@ -255,22 +254,22 @@ class CheckpointManager:
             )
             self._in_memory_only.discard(step)
 
-    def _deletion(self, surplus: Sequence[int], new: set[int]) -> Callable[[Any], None]:
+    def _deletion(self, surplus: Sequence[int], new: set[int]) -> Callable[[CheckpointStore], None]:
         """Makes the job that deletes `surplus` in a tier. What a tier has to keep stays surplus.
 
         It keeps one known-good checkpoint of `surplus` for each of `new` that is not known-good:
         damaged, not finite, or not verified yet.
         """
 
-        def delete(tier: Any) -> None:
+        def delete(tier: CheckpointStore) -> None:
             saves = tier.steps()
             good = {saved.step for saved in saves if saved.status == "good"}
             stay = sorted(good.intersection(surplus), reverse=True)[: len(new - good)]
             there = [s.step for s in saves if s.step in surplus and s.step not in stay]
-            for step in agreed(getattr(tier, "processes", None) or Alone(), there):
+            for step in agreed(tier.processes, there):
                 with suppress(NotThere, LastGoodKept):
                     tier.delete(step)
-            if tier is getattr(self.store, "disk", self.store):  # memory frees its own
+            if tier is self.store.tiers[-1]:  # memory above a disk frees its own
                 self._deleted.append({*surplus} - {saved.step for saved in tier.steps()})
 
         return delete
@@ -284,7 +283,7 @@ class CheckpointManager:
                     self._log.event("good", step=step)
             elif isinstance(error, CheckpointDamaged):
                 self.log_damage(error)
-                another_copy = step in self._logged_good or getattr(self.store, "disk", None)
+                another_copy = step in self._logged_good or len(self.store.tiers) > 1
                 if not another_copy:
                     self.catalog.quarantine(step)
             elif isinstance(error, NotFinite):
@@ -304,8 +303,7 @@ class CheckpointManager:
 
         Checkpoints in memory are checked at once, those only on disk when they are written.
         """
-        nonfinite_found: Any = getattr(self.store, "nonfinite_found", list)
-        for step, names in nonfinite_found():
+        for step, names in self.store.nonfinite_found():
             self._log_nonfinite(step, names)
         united: dict[int, tuple[str, ...]] = {}
         for each in self._ranks.gather(self._nonfinite):
@@ -331,17 +329,14 @@ class CheckpointManager:
 
     def allow_nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
         """Allows NaN and Inf where the first state has some (masks of -inf); returns the names."""
-        nonfinite_in: Any = getattr(self.store, "nonfinite_in", lambda state: ())
-        found = self._ranks.gather(nonfinite_in(state))
+        found = self._ranks.gather(self.store.nonfinite_in(state))
         names = sorted({name for of_rank in found for name in of_rank})
         self.allow_nonfinite(names)
         return names
 
     def allow_nonfinite(self, names: list[str]) -> None:
         """Allows NaN and Inf in these arrays."""
-        store: Any = self.store
-        if names and hasattr(store, "nonfinite_ok"):
-            store.nonfinite_ok = (*store.nonfinite_ok, *names)
+        self.store.nonfinite_ok = (*self.store.nonfinite_ok, *names)
 
     # -- quarantine and errors ------------------------------------------------------------------
 
@@ -369,9 +364,8 @@ class CheckpointManager:
 
     def _report_store_errors(self, now: int) -> None:
         """Reports errors of one tier where another tier was used instead."""
-        trouble: Any = getattr(self.store, "trouble", list)
         reported = set()
-        for error in trouble():
+        for error in self.store.trouble():
             if isinstance(error, CheckpointDamaged):
                 self.log_damage(error)
                 self._log.warning(f"{error}; another copy of it was used")
@@ -406,8 +400,8 @@ class CheckpointManager:
         self._verifier.discard()
 
     def _save_failed(self, step: int, error: Exception) -> None:
-        memory: Any = getattr(self.store, "memory", None)
-        if memory is None or step not in {saved.step for saved in memory.steps()}:
+        tiers = self.store.tiers
+        if len(tiers) == 1 or step not in {saved.step for saved in tiers[0].steps()}:
             self.catalog.remove(step)
         elif self._ranks.world == 1:  # ranks notice a failure at different steps
             self._in_memory_only.add(step)

@@ -15,9 +15,8 @@ from typing import Any
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.wait_limit import WaitLimit
-from healcore.runtime.store import CheckpointStore, LastGoodKept, NotThere, Saved
-from healcore.runtime.store.memory import SnapshotStore
-from healcore.runtime.store.ranks import Alone, Ranks, agreed
+from healcore.runtime.store import CheckpointStore, LastGoodKept, NotThere
+from healcore.runtime.store.ranks import Ranks, agreed
 
 _LEAST = 10
 """Steps between two restart points, at least, ..."""
@@ -47,8 +46,6 @@ class RestartPoints:
         verifier: BackgroundVerifier,
         ranks: Ranks,
     ) -> None:
-        to_disk = None if isinstance(store, SnapshotStore) else store.save
-        self._save: Any = getattr(store, "save_on_disk", to_disk)
         self._store = store
         self._every = every
         self._spread = spread
@@ -59,7 +56,7 @@ class RestartPoints:
 
     def due(self, step: int, newest: int) -> bool:
         """Whether one is due at a step; `newest` is the step of the last save of any kind."""
-        if self._save is None:
+        if self._store.disk is None:
             return False
         if self._every is not None and step // self._every > newest // self._every:
             return True
@@ -71,7 +68,7 @@ class RestartPoints:
         if any(self._ranks.gather(late)):
             return False
         began = time.monotonic()
-        self._save(step, state, healing=healing)
+        self._store.save_on_disk(step, state, healing=healing)
         self._limit.spend(time.monotonic() - began)
         self.delete_older(step)
         self._steps.add(step)
@@ -91,15 +88,15 @@ class RestartPoints:
         if not steps:
             return
 
-        def delete(tier: Any) -> None:
-            saves: list[Saved] = tier.steps()
+        def delete(tier: CheckpointStore) -> None:
+            saves = tier.steps()
             usable = [each.step for each in saves if each.finite and each.status != "quarantined"]
             old = [
                 each.step
                 for each in saves
                 if each.step in steps and each.step < max(usable, default=0)
             ]
-            for each in agreed(getattr(tier, "processes", None) or Alone(), old):
+            for each in agreed(tier.processes, old):
                 with suppress(NotThere, LastGoodKept):
                     tier.delete(each)
                 self._steps.discard(each)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+
+from healcore.runtime.store import CheckpointStore
 
 
 class WaitLimit:
@@ -19,14 +20,12 @@ class WaitLimit:
         self._began = time.monotonic()
         self._used = 0.0
 
-    def exceeded(self, store: Any) -> bool:
+    def exceeded(self, store: CheckpointStore) -> bool:
         """Waits for the previous save; whether it is still being written when the time is up."""
         began = time.monotonic()
         left = self._seconds + self._share * (began - self._began) - self._used
-        busy = getattr(store, "busy", False)
-        while busy and time.monotonic() < began + left:
+        while (busy := store.busy) and time.monotonic() < began + left:
             time.sleep(0.001)
-            busy = getattr(store, "busy", False)
         self._used += time.monotonic() - began
         return busy
 

@@ -49,7 +49,6 @@ from healcore.runtime.recovery.journal import (
 )
 from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StoreError
-from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import agreed
 
 
@@ -217,17 +216,10 @@ def _is_logged(loop: Loop, number: int) -> bool:
 
 def _checkpoints(loop: Loop) -> str:
     """Where checkpoints go, for the first line."""
-    store: Any = loop.checkpoints.store
-    if isinstance(store, SnapshotStore):
+    store = loop.checkpoints.store
+    if store.disk is None:
         return "checkpoints in host memory only"
-    folder = getattr(getattr(store, "disk", store), "root", None)
-    return f"checkpoints in {type(store).__name__ if folder is None else folder}"
-
-
-def describe(store: Any) -> str:
-    """Describes a store for logs."""
-    describe = getattr(store, "describe", None)
-    return describe() if describe is not None else f"checkpoints in {type(store).__name__}"
+    return f"checkpoints in {type(store).__name__ if store.root is None else store.root}"
 
 
 # -- the end --------------------------------------------------------------------------------------
@@ -437,7 +429,7 @@ def _answer(loop: Loop, fault: Fault, error: Exception) -> None:
     """Logs the exception that ends the run, after a save if the policy has a rule for one."""
     answer, why_not = None, ""
     # The ranks that have not raised do not take part in a save; memory ends with the process.
-    alone = loop.ranks.world == 1 and not isinstance(loop.checkpoints.store, SnapshotStore)
+    alone = loop.ranks.world == 1 and loop.checkpoints.store.disk is not None
     if alone and "save" in loop.policy.answers(fault.cause):
         try:
             why_not = emergency_obstacle(loop)
@@ -472,15 +464,15 @@ def _lost_on_any(loop: Loop, saved: bool, problems: list[str]) -> bool:
 
 def _last_state_lost(loop: Loop, saved: bool) -> bool:
     """Whether the save of the last state has failed, at once or in the background."""
-    if isinstance(loop.checkpoints.store, SnapshotStore):
+    if loop.checkpoints.store.disk is None:
         return False  # its checkpoints end with the process in any case
     return loop.step in loop.checkpoints.unsaved or not saved
 
 
 def _not_saved(loop: Loop, problems: list[str]) -> str:
-    store: Any = loop.checkpoints.store
+    store = loop.checkpoints.store
     try:  # the checkpoints that survive the process
-        newest = max((save.step for save in getattr(store, "disk", store).steps()), default=None)
+        newest = max((save.step for save in (store.disk or store).steps()), default=None)
         target = "starts from the beginning"
         if newest is not None:
             target = f"resumes from the checkpoint of step {newest}"

@@ -43,7 +43,6 @@ from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.claim import Claim
-from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.ranks import Ranks
 
 _MIN_WITHOUT_STEP = 10
@@ -171,7 +170,7 @@ class Loop:
             observes=policy.observes,
             log=self.log,
         )
-        memory_only = isinstance(self.checkpoints.store, SnapshotStore)
+        memory_only = self.checkpoints.store.disk is None
         self.last_state = LastState(
             driver=driver,
             loaders=self.loaders,

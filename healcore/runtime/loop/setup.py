@@ -29,7 +29,7 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.loop import start_of_ranks
-from healcore.runtime.loop.lifecycle import begin, describe
+from healcore.runtime.loop.lifecycle import begin
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_settings import (
     RunSettings,
@@ -48,9 +48,9 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import LOCK, Claim, claim, open_to_others
 from healcore.runtime.store.commit import sweep
-from healcore.runtime.store.memory import SnapshotStore
+from healcore.runtime.store.host_memory import fits
+from healcore.runtime.store.memory import SMALL
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
-from healcore.runtime.store.snapshot import fits
 from healcore.runtime.trackers import Selection, Trackers
 
 MOST_CANDIDATES = 8
@@ -234,10 +234,10 @@ def _start(
         world=ranks.world,
         lag=options.lag,
         save_every=loop.checkpoints.every,
-        store=describe(store),
+        store=store.describe(),
         resumes=bool(saves),
     )
-    folder = _folder(store)
+    folder = store.root
     shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
     warnings = [each for each in (warning, shared) if each is not None]
     for problem in [*warnings, *store.problems()]:
@@ -276,7 +276,7 @@ def _start(
 def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None) -> Loop:
     policy = options.policy
     store = _store(options, driver, ranks)
-    folder = _folder(store)
+    folder = store.root
     # A rank whose reports reach rank 0 needs no file of its own, see `Votes`.
     silent = ranks.rank > 0 and driver.request_vote(False)
     events = Log(None) if silent else _events(options.events, folder, ranks)
@@ -342,31 +342,22 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     if given is None or isinstance(given, str | os.PathLike):
         own = driver.store(given, options.nonfinite_ok, trust=options.trust)
         return _fitting(own, driver, ranks, options)
-    if not isinstance(given, CheckpointStore):
-        raise StoreError(
-            f"store is a directory, a CheckpointStore or None, not {type(given).__name__}"
-        )
     if options.nonfinite_ok:
-        if not hasattr(given, "nonfinite_ok"):
-            raise StoreError(
-                f"{type(given).__name__} has no attribute nonfinite_ok to add "
-                f"{options.nonfinite_ok} to: configure the store itself"
-            )
-        store: Any = given
-        store.nonfinite_ok = (*store.nonfinite_ok, *options.nonfinite_ok)
+        given.nonfinite_ok = (*given.nonfinite_ok, *options.nonfinite_ok)
     return given
 
 
-def _fitting(store: Any, driver: Driver, ranks: Ranks, options: Options) -> CheckpointStore:
+def _fitting(
+    store: CheckpointStore, driver: Driver, ranks: Ranks, options: Options
+) -> CheckpointStore:
     """The default store, only its disk if the snapshots do not fit; StoreError if it has none."""
-    memory: SnapshotStore = getattr(store, "memory", store)
-    copies, nbytes = memory.keep.most + 1 + (memory is not store), driver.state_bytes()
+    copies, nbytes = SMALL.most + len(store.tiers), driver.state_bytes()
     # As if all ranks were on this machine: a slow rollback is better than an OOM kill.
     fit = all(ranks.gather(fits(copies, nbytes, ranks.world)))
     if fit:
         return store
     needed = f"{copies} copies of the state ({nbytes / 1e9:.3g} GB each, {ranks.world} ranks)"
-    if memory is store:
+    if store.disk is None:
         raise StoreError(
             f"{needed} do not fit into half of the free host memory: pass a directory as the store"
         )
@@ -377,14 +368,14 @@ def _fitting(store: Any, driver: Driver, ranks: Ranks, options: Options) -> Chec
 
 def _given_folder(given: Any) -> Path | None:
     """The directory of the argument `store`, which may be one itself."""
-    if isinstance(given, str | os.PathLike):
-        return Path(given)
-    return None if given is None else _folder(given)
-
-
-def _folder(store: CheckpointStore) -> Path | None:
-    root = getattr(getattr(store, "disk", store), "root", None)
-    return None if root is None else Path(root)
+    if given is None or isinstance(given, str | os.PathLike):
+        return None if given is None else Path(given)
+    if not isinstance(given, CheckpointStore):
+        raise StoreError(
+            f"store is a directory, a CheckpointStore or None, not {type(given).__name__}: a store "
+            "of your own is a subclass of healcore.CheckpointStore"
+        )
+    return given.root
 
 
 def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
@@ -438,7 +429,7 @@ def _check_resume(
     resume = options.resume
     if not saves or resume is True:
         return
-    where = _folder(store) or "the store"
+    where = store.root or "the store"
     newest = max([each.step for each in saves if each.status != "quarantined"], default=0)
     if resume is False:
         raise StoreNotEmpty(

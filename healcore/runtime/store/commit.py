@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import healcore
 from healcore.runtime.store import files, inspection, manifest
+from healcore.runtime.store.copies import StateCopy
 from healcore.runtime.store.errors import SaveFailed
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, united
@@ -42,27 +43,19 @@ class Written(NamedTuple):
     """Names of arrays with NaN or Inf, allowed or not."""
 
 
-class Item(NamedTuple):
-    """A checkpoint to be written."""
-
-    step: int
-    created: float
-    format: str
-    healing: bytes | None
-
-
 def commit(
     root: Path,
     ranks: Ranks,
-    item: Item,
+    copy: StateCopy,
+    format: str,
     write: Callable[[Path], Written],
     join: Callable[[Path], None],
 ) -> tuple[str, ...]:
     """Writes a checkpoint, whole or not at all; every rank calls this.
 
     `write` puts state and data below the directory that it is given. Afterwards rank 0 calls `join`
-    with the directory. Returns the names of the
-    arrays with NaN or Inf, allowed or not. If one rank fails, all raise SaveFailed.
+    with the directory. Returns the names of the arrays with NaN or Inf, allowed or not. If one rank
+    fails, all raise SaveFailed.
     """
     # All exchanges of the ranks go through `ranks.gather`, in the same order.
     name = agreed(ranks, files.new_temporary() if ranks.rank == 0 else None)
@@ -70,10 +63,10 @@ def commit(
     try:
         on_first(ranks, lambda: folder.mkdir())
         parts = together(ranks, lambda: write(folder))
-        on_first(ranks, lambda: (join(folder), _complete(root, folder, item, parts)))
+        on_first(ranks, lambda: (join(folder), _complete(root, folder, copy, format, parts)))
         return united(part.nonfinite for part in parts)
     except Exception as error:
-        raise SaveFailed(item.step, f"while writing to {root}", error, _hint(error)) from error
+        raise SaveFailed(copy.step, f"while writing to {root}", error, _hint(error)) from error
     finally:
         if ranks.rank == 0:
             files.discard(folder)  # after a success it has gone already
@@ -175,25 +168,27 @@ def _hint(error: BaseException) -> str:
     return _HINTS.get(number or 0, "")
 
 
-def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) -> None:
+def _complete(
+    root: Path, folder: Path, copy: StateCopy, format: str, parts: Sequence[Written]
+) -> None:
     """The last steps of a save: the missing digests, the manifest, the final name."""
-    if item.healing is not None:
-        files.write_new(folder / manifest.HEALING, item.healing)
+    if copy.healing is not None:
+        files.write_new(folder / manifest.HEALING, copy.healing)
     paths = files.below(folder)
     known = {path: found for part in parts for path, found in part.digests.items()}
     known.update(_synced(folder, [path for path in paths if path not in known]))
-    earlier = manifest.complete(root).get(item.step, [])
+    earlier = manifest.complete(root).get(copy.step, [])
     bad = united(part.nonfinite for part in parts)
     record = manifest.Manifest(
-        step=item.step,
-        created=item.created,
+        step=copy.step,
+        created=copy.created,
         save=1 + max((each.manifest.save for each in earlier), default=0),
         writer=f"healcore {healcore.__version__}",
-        format=item.format,
+        format=format,
         files={path: known[path] for path in paths},
         arrays=max(part.arrays for part in parts),
         nonfinite=bad[: manifest.NAMES_KEPT],
-        healing=item.healing is not None,
+        healing=copy.healing is not None,
         unnamed=max(0, len(bad) - manifest.NAMES_KEPT),
     )
     resized = manifest.missing_or_resized(folder, record)
@@ -202,7 +197,7 @@ def _complete(root: Path, folder: Path, item: Item, parts: Sequence[Written]) ->
     manifest.write(folder, record)
     files.sync_directory(folder)
     # Only now does it have the name of a checkpoint.
-    files.rename(folder, root / manifest.step_directory(item.step))
+    files.rename(folder, root / manifest.step_directory(copy.step))
     clear_superseded(root)
 
 

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,33 +36,29 @@ from healcore.runtime.store import (
     manifest,
     protocol,
     ranks,
-    retention,
     structure,
 )
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.claim import held_by_another
-from healcore.runtime.store.commit import Item, Written
+from healcore.runtime.store.commit import Written
+from healcore.runtime.store.copies import Copier, StateCopy
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
-    LastGoodKept,
-    NotFinite,
     NotThere,
-    SaveFailed,
-    StateMismatch,
     StoreError,
 )
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.manifest import Found, Wrong
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.snapshot import Copier
 from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.tier import Tier
 
 _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
 """What a structure raises that is not damaged, and that no store can have written."""
 
 
-class DirectoryStore(ABC):
+class DirectoryStore(Tier):
     """Checkpoints in the directories below one root. A framework adds its writer and reader.
 
     Args:
@@ -74,6 +69,8 @@ class DirectoryStore(ABC):
 
     format: str
     """What `data` contains, for the manifest."""
+    root: Path
+    """Directory of the checkpoints, absolute: the program may change its working directory."""
 
     def __init__(
         self,
@@ -83,22 +80,14 @@ class DirectoryStore(ABC):
         nonfinite_ok: Collection[str] = (),
         ranks: Ranks | None = None,
     ) -> None:
-        # Absolute: the program may change its working directory.
+        super().__init__(self.format, copier, nonfinite_ok)
         self.root = Path(root).absolute()
-        self.nonfinite_ok = tuple(nonfinite_ok)
-        """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
-        self._copier = copier
-        self._spare: Any | None = None
-        self._ranks: Ranks = ranks or Alone()
-        self._behind = Background(f"healcore-{self.format}")
+        self.processes = ranks or Alone()
         # Several ranks exchange while they write and while they verify: in one order, hence in one
         # thread. A rank alone verifies in a second thread: the next save need not wait for that.
-        alone = self._ranks.world == 1
-        self._verifications = (
-            Background(f"healcore-{self.format}-verify") if alone else self._behind
-        )
+        alone = self.processes.world == 1
+        self.queue = Background(f"healcore-{self.format}-verify") if alone else self._behind
         self._written: Future[None] | None = None
-        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             os.listdir(self.root)
@@ -108,7 +97,7 @@ class DirectoryStore(ABC):
                 "pass a directory that can be made and written"
             ) from error
         # A process in another container looks as if it had gone, even while it is alive.
-        sweeps = self._ranks.rank == 0 and not held_by_another(self.root)
+        sweeps = self.processes.rank == 0 and not held_by_another(self.root)
         self.swept = commit.sweep(self.root) if sweeps else []
         """Stale files of killed processes, removed just now."""
 
@@ -121,7 +110,7 @@ class DirectoryStore(ABC):
         Returns path below `folder` -> digest, of files that are on disk and need not be read again.
         """
 
-    def _complete_arrays(self, folder: Path) -> None:  # noqa: B027 - not every writer needs it
+    def _complete_arrays(self, folder: Path) -> None:
         """Completes what all ranks have written below `folder`. In the background, on rank 0."""
 
     @abstractmethod
@@ -140,21 +129,32 @@ class DirectoryStore(ABC):
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
         """Copies the state now and writes it in the background."""
-        self._save(step, state, healing, copy=True)
+        self.write(step, lambda: self.copier.copy(step, state, healing), self.copier.release)
 
-    def save_held(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        *,
-        healing: Mapping[str, Any] | None = None,
-        created: float | None = None,
+    def write(
+        self, step: int, take: Callable[[], StateCopy], release: Callable[[StateCopy], None]
     ) -> None:
-        """`save` without a copy, of a state that nobody changes until `wait` returns.
+        """Takes a copy once the previous one is written, and writes it in the background.
 
-        `created` is when it was copied, if that was earlier.
+        Args:
+            step: of the copy.
+            take: makes the copy.
+            release: called with the copy when it is not needed any more.
         """
-        self._save(step, state, healing, copy=False, created=created)
+        if self._written is not None and self.busy:
+            self._written.result()  # one copy at a time
+        try:
+            copy = take()
+        except Exception as error:
+            if self.processes.world > 1:  # the others have a copy, and wait for this rank's
+                failure = error
+                self._written = self._behind.submit(
+                    step, "while copying the state", lambda: self._raise_on_all(failure)
+                )
+            raise
+        self._written = self._behind.submit(
+            step, "while writing", lambda: self._commit(copy, release)
+        )
 
     def steps(self) -> list[Saved]:
         """The complete checkpoints, ascending; not the one under way."""
@@ -167,49 +167,12 @@ class DirectoryStore(ABC):
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies every file, then reads."""
         found = self._checked(step)
-        try:
+        with _only_written_by_healcore(found):
             return self._read(found, like)
-        except StoreError:
-            raise
-        except _CRAFTED as error:
-            raise _malformed(found, error) from error
-
-    def mark(self, step: int, status: Status) -> None:
-        """Sets the status, in one atomic step."""
-        protocol.checked_status(status)
-        found = self._find(step)
-        saved = self._listed(found)
-        if status == "good" and not saved.finite:
-            raise NotFinite(step, saved.nonfinite)
-
-        def action() -> None:
-            # Also before: a crash may have left two saves of this step, and only one counts.
-            commit.clear_superseded(self.root)
-            manifest.write_status(found.folder, status)
-            commit.clear_superseded(self.root)
-
-        self._change(f"step {step} cannot be marked {status}", action)
-
-    def delete(self, step: int) -> None:
-        """Removes all saves of a step, unless the one that counts is the last known-good one."""
-        self._behind.join()
-        if retention.is_last_good(self.steps(), step):
-            raise LastGoodKept(step)
-        self.drop(step)
-
-    def wait(self) -> None:
-        """Waits until everything is on disk."""
-        self._behind.wait()
-
-    def failures(self) -> list[SaveFailed]:
-        """Failures since the last call."""
-        return self._behind.failures()
 
     def problems(self) -> list[str]:
         """Directories that are no checkpoint, files that belong to none, damaged status files."""
         return manifest.problems(self.root)
-
-    # -- beyond it ------------------------------------------------------------------------------
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints that `steps` does not list any more, and why. The content is not read.
@@ -223,37 +186,14 @@ class DirectoryStore(ABC):
         ]
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing."""
-        self._behind.join()
-
-        def look() -> tuple[str, ...]:
-            captured = self._capture(state, copy=True)
-            try:
-                captured.settle()
-                return inspection.nonfinite(captured.blocks())
-            finally:
-                self._release(captured)
-
-        return ranks.united(ranks.together(self._ranks, look))
-
-    @property
-    def processes(self) -> Ranks:
-        """The ranks that save together; to exchange over while nothing is being written."""
-        return self._ranks
+        """Names of the arrays in a state that hold NaN or Inf on any rank; saves nothing."""
+        of_rank = super().nonfinite_in
+        return ranks.united(ranks.together(self.processes, lambda: of_rank(state)))
 
     @property
     def busy(self) -> bool:
         """Whether a save is still being written, so that the next would wait for it."""
         return self._behind.pending(self._written)
-
-    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves written since the last call with NaN or Inf that is not allowed, and where."""
-        found, self._nonfinite = self._nonfinite, []
-        return found
-
-    def queues(self) -> list[tuple[DirectoryStore, Background]]:
-        """Itself, and the queue in which checkpoints are verified."""
-        return [(self, self._verifications)]
 
     def drop(self, step: int) -> None:
         """`delete`, even if the save that counts is the last known-good one.
@@ -274,89 +214,53 @@ class DirectoryStore(ABC):
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def _save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        healing: Mapping[str, Any] | None,
-        *,
-        copy: bool,
-        created: float | None = None,
-    ) -> None:
-        step = protocol.checked_step(step)
-        kept = None if healing is None else protocol.frozen(healing)
-        if self._written is not None and self.busy:
-            self._written.result()  # one copy at a time
-        item = Item(step, time.time() if created is None else created, self.format, kept)
+    def _commit(self, copy: StateCopy, release: Callable[[StateCopy], None]) -> None:
+        """Writes a copy. In the background, on every rank."""
         try:
-            captured = self._capture(state, copy=copy)
-        except Exception as error:
-            if self._ranks.world > 1:  # the others have a copy, and wait for this rank's
-                failure = error
-                self._written = self._behind.submit(
-                    step, "while copying the state", lambda: self._commit_failure(item, failure)
-                )
-            if isinstance(error, StoreError):
-                raise
-            raise SaveFailed(step, "while copying the state", error) from error
-
-        def job() -> None:
-            try:
-                bad = commit.commit(
-                    self.root,
-                    self._ranks,
-                    item,
-                    lambda folder: self._write(captured, folder),
-                    lambda folder: self._complete_arrays(folder / manifest.DATA),
-                )
-            finally:
-                self._release(captured)
+            ranks.on_each(self.processes, copy.settle)
+            # Every rank has a clock of its own, and the manifest has that of rank 0.
+            copy.created = ranks.agreed(self.processes, copy.created)
+            bad = commit.commit(
+                self.root,
+                self.processes,
+                copy,
+                self.format,
+                lambda folder: self._write(copy, folder),
+                lambda folder: self._complete_arrays(folder / manifest.DATA),
+            )
             bad = inspection.disallowed(bad, self.nonfinite_ok)
-            if bad:
-                self._nonfinite.append((step, bad))
+            if bad and copy.found is None:  # memory has reported what it has inspected
+                self._nonfinite.append((copy.step, bad))
+        finally:
+            release(copy)
 
-        self._written = self._behind.submit(step, "while writing", job)
-
-    def _commit_failure(self, item: Item, failure: Exception) -> None:
+    def _raise_on_all(self, failure: Exception) -> None:
         """Makes the save fail on the other ranks because this one could not copy its state."""
 
-        def fail(folder: Path) -> Written:
+        def fail() -> None:
             raise failure
 
-        with suppress(SaveFailed):  # `save` has raised it on this rank
-            commit.commit(self.root, self._ranks, item, fail, lambda folder: None)
+        with suppress(type(failure)):  # `save` has raised it on this rank
+            ranks.on_each(self.processes, fail)
 
-    def _capture(self, state: Mapping[str, Any], *, copy: bool) -> Any:
-        """A snapshot of the state; without `copy` in the state's own memory."""
-        if not copy:
-            return self._copier.borrow(state)
-        spare, self._spare = self._spare, None
-        return self._copier.take(state, spare)
-
-    def _release(self, captured: Any) -> None:
-        """Keeps the memory of a snapshot that is not needed any more for the next one."""
-        if captured.arena is not None:
-            self._spare = captured
-
-    def _write(self, captured: Any, folder: Path) -> Written:
+    def _write(self, copy: StateCopy, folder: Path) -> Written:
         """Writes `data/` and `state.json`. In the background, on every rank."""
-        captured.settle()
-        arrays = self._copier.arrays(captured)
+        arrays = self.copier.arrays(copy.snapshot)
         # Checked during the write: the write waits for the disk, the check for memory.
         with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(inspection.nonfinite, captured.blocks())
+            checking = pool.submit(copy.nonfinite)
             written = self._write_arrays(arrays, folder / manifest.DATA)
             bad = checking.result()
         digests = {f"{manifest.DATA}/{name}": found for name, found in written.items()}
-        digests |= self._write_structure(captured.flat.entries, folder)
+        digests |= self._write_structure(copy.snapshot.flat.entries, folder)
         return Written(digests, len(arrays), bad)
 
     def _write_structure(
         self, entries: Mapping[str, Mapping[str, Any]], folder: Path
     ) -> dict[str, Digest]:
         """Rank 0 writes what is the same on every rank; every rank writes what is its own."""
-        parts = {_own(self._ranks.rank): {k: v for k, v in entries.items() if v.get("per_rank")}}
-        if self._ranks.rank == 0:
+        parts = {_own(self.processes.rank): {k: v for k, v in entries.items() if v.get("per_rank")}}
+        if self.processes.rank == 0:
             parts[manifest.STATE] = {k: v for k, v in entries.items() if not v.get("per_rank")}
         digests = {}
         for name, part in parts.items():
@@ -370,27 +274,26 @@ class DirectoryStore(ABC):
 
     def _read(self, found: Found, like: Mapping[str, Any]) -> Restored:
         """The state in fresh memory, from verified files. On every rank."""
-        saved, healing = self._small_files(found)
-        like = protocol.wanted(saved, like)
-        step = found.manifest.step
-        try:
-            # On all ranks or on none: the others would wait for a rank that raised.
-            live = ranks.on_each(
-                self._ranks,
-                lambda: self._copier.checked(step, saved, like) if like else Flat({}, {}, {}),
-            )
-        except ranks.RankFailed as error:
-            raise StateMismatch(step, [str(error)]) from error
+        step, copier = found.manifest.step, self.copier
+
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], Flat]:
+            with _only_written_by_healcore(found):
+                saved, healing = self._small_files(found)
+                some = protocol.wanted(saved, like)
+                live = copier.checked(step, saved, some) if some else Flat({}, {}, {})
+                return saved, healing, some, live
+
+        # On all ranks or on none: the others would wait for a rank that raised.
+        saved, healing, like, live = ranks.on_each(self.processes, check)
         entries = {name: saved[name] for name in like}
         arrays = self._read_arrays(found, entries, like, live)
-        return Restored(self._copier.assemble(entries, arrays, like, live), healing)
+        return Restored(copier.assemble(entries, arrays, like, live), healing)
 
     def _small_files(self, found: Found) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """The structure of the state and the healing state, each from one read. On every rank.
+        """The structure of the state and the healing state, each from one read.
 
-        The digest is of the bytes that are parsed. If one rank finds damage, all raise its error.
+        The digest is of the bytes that are parsed.
         """
-        own = _own(self._ranks.rank)
 
         def content(name: str) -> dict[str, Any]:
             try:
@@ -401,22 +304,26 @@ class DirectoryStore(ABC):
                 raise _damaged(found, Wrong(name, manifest.DIFFERS))
             return {**json.loads(data)}
 
-        saved, healing, wrong = dict[str, Any](), None, None
-        try:
-            saved = content(manifest.STATE)
-            saved |= content(own) if own in found.manifest.files else {}
-            healing = content(manifest.HEALING) if found.manifest.healing else None
-        except CheckpointDamaged as error:
-            wrong = error
-        except _CRAFTED as error:
-            wrong = _malformed(found, error)
-        for error in self._ranks.gather(wrong):
-            if error is not None:
-                raise error
-        return saved, healing
+        own = _own(self.processes.rank)
+        saved = content(manifest.STATE)
+        saved |= content(own) if own in found.manifest.files else {}
+        return saved, content(manifest.HEALING) if found.manifest.healing else None
 
     def _listed(self, found: Found) -> Saved:
         return manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
+
+    def _saved(self, step: int) -> tuple[Found, Saved]:
+        found = self._find(step)
+        return found, self._listed(found)
+
+    def _set_status(self, found: Found, status: Status) -> None:
+        def action() -> None:
+            # Also before: a crash may have left two saves of this step, and only one counts.
+            commit.clear_superseded(self.root)
+            manifest.write_status(found.folder, status)
+            commit.clear_superseded(self.root)
+
+        self._change(f"step {found.manifest.step} cannot be marked {status}", action)
 
     def _find(self, step: int) -> Found:
         """The checkpoint that counts for a step, the same on every rank.
@@ -424,33 +331,36 @@ class DirectoryStore(ABC):
         CheckpointDamaged if its directory holds no complete one, NotThere if there is no directory.
         """
         step = protocol.checked_step(step)
-        self._behind.join()
+        self.join()
 
-        def look() -> Found | StoreError:
+        def look() -> Found:
             found = manifest.counting(self.root)
             if step in found:
                 return found[step]
-            damaged = [error for error in self.damaged() if error.step == step]
-            return damaged[0] if damaged else NotThere(step, list(found), str(self.root))
+            for error in self.damaged():
+                if error.step == step:
+                    raise error
+            raise NotThere(step, list(found), str(self.root))
 
-        result = ranks.on_first(self._ranks, look)
-        if isinstance(result, StoreError):
-            raise result
-        return result
+        return ranks.on_first(self.processes, look)
 
     def _checked(self, step: int) -> Found:
         """`_find`, with every digest recomputed; the files are divided among the ranks."""
         found = self._find(step)
-        mine = sorted(found.manifest.files)[self._ranks.rank :: self._ranks.world]
-        for wrong in self._ranks.gather(manifest.first_difference(found, mine)):
+
+        def check() -> None:
+            mine = sorted(found.manifest.files)[self.processes.rank :: self.processes.world]
+            wrong = manifest.first_difference(found, mine)
             if wrong is not None:
                 raise _damaged(found, wrong)
+
+        ranks.on_each(self.processes, check)
         return found
 
     def _change(self, what: str, action: Callable[[], None]) -> None:
         """Changes something on disk, from rank 0; StoreError if that fails."""
         try:
-            ranks.on_first(self._ranks, action)
+            ranks.on_first(self.processes, action)
         except OSError as error:
             raise StoreError(f"{what} in {self.root}: {error.strerror or error}") from error
 
@@ -459,15 +369,22 @@ def _damaged(found: Found, wrong: Wrong) -> CheckpointDamaged:
     return CheckpointDamaged(found.manifest.step, str(found.folder), wrong.file, wrong.difference)
 
 
-def _malformed(found: Found, error: Exception) -> CheckpointDamaged:
-    why = f"{type(error).__name__}: {str(error)[:200]}"
-    return CheckpointDamaged(
-        found.manifest.step,
-        str(found.folder),
-        manifest.STATE,
-        f"holds a state that healcore does not write ({why})",
-        malformed=True,
-    )
+@contextmanager
+def _only_written_by_healcore(found: Found) -> Iterator[None]:
+    """Raises CheckpointDamaged for content with the right digests that no store has written."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except _CRAFTED as error:
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointDamaged(
+            found.manifest.step,
+            str(found.folder),
+            manifest.STATE,
+            f"holds a state that healcore does not write ({why})",
+            malformed=True,
+        ) from error
 
 
 def _own(rank: int) -> str:

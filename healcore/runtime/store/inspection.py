@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from healcore import regular_file
-from healcore.runtime.store.snapshot import Block, fresh
+from healcore.runtime.store.host_memory import Block, fresh
 
 _BUFFER = 1 << 18
 _PIECE = 1 << 17

@@ -6,11 +6,8 @@ when it is complete and inspected, so a failure during the copy loses nothing.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from threading import RLock
 from typing import Any
 
@@ -18,96 +15,46 @@ import numpy as np
 from rich.filesize import decimal
 
 from healcore.runtime.events import fork_safety
-from healcore.runtime.store import inspection, protocol, retention
+from healcore.runtime.store import inspection, retention
 from healcore.runtime.store.background import Background
-from healcore.runtime.store.errors import (
-    CheckpointDamaged,
-    LastGoodKept,
-    NotFinite,
-    NotThere,
-    SaveFailed,
-    StoreError,
-)
-from healcore.runtime.store.inspection import Inspection
+from healcore.runtime.store.copies import Copier, StateCopy
+from healcore.runtime.store.errors import CheckpointDamaged, NotThere, StoreError
+from healcore.runtime.store.host_memory import Block
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.retention import Keep
-from healcore.runtime.store.snapshot import Block, Copier
+from healcore.runtime.store.tier import Tier
 
 SMALL = Keep(good=1, candidates=2, quarantined=0)
 """Three snapshots: one known-good, the next to be, and the newest."""
 WHERE = "memory"
 
 
-@dataclass
-class Slot:
-    """One snapshot."""
+class SnapshotStore(Tier):
+    """Snapshots in host memory: as many as `keep` allows, and one more during a save."""
 
-    step: int
-    snapshot: Any
-    healing: bytes | None
-    created: float
-    found: Inspection | None = None
-    """None until the copy is complete and inspected. Only then the slot enters the ring."""
-    status: Status = "candidate"
-    holders: int = 0
-    """Readers that still use its memory."""
-    dropped: bool = False
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """Key of a block -> digest."""
-        assert self.found is not None, "slots in the ring are inspected"
-        return self.found.digests
-
-    @property
-    def healing_state(self) -> dict[str, Any] | None:
-        """A fresh copy of the healing state."""
-        return None if self.healing is None else json.loads(self.healing)
-
-    def saved(self, nonfinite_ok: Collection[str]) -> Saved:
-        """The slot as `steps` lists it; `nonfinite_ok` are the patterns of allowed array names."""
-        bad = inspection.disallowed(self.found.nonfinite if self.found else (), nonfinite_ok)
-        return Saved(
-            step=self.step,
-            status=self.status,
-            finite=not bad,
-            bytes=self.snapshot.nbytes,
-            created=self.created,
-            healing=self.healing is not None,
-            path=None,
-            nonfinite=bad,
-        )
-
-
-class SnapshotStore:
-    """Snapshots in host memory: as many as `keep` allows, and one more during a save.
-
-    The memory of one snapshot that nobody needs any more is kept for the next.
-    """
+    durable = False
 
     def __init__(
         self, copier: Copier, keep: Keep = SMALL, *, nonfinite_ok: Collection[str] = ()
     ) -> None:
-        self.protected: frozenset[int] = frozenset()
-        """Steps of snapshots that stay in addition."""
+        super().__init__(WHERE, copier, nonfinite_ok)
         self.keep = keep.checked()
-        self.nonfinite_ok = tuple(nonfinite_ok)
-        """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
-        self._copier = copier
-        self._slots: dict[int, Slot] = {}
-        self._superseded: Slot | None = None
+        self._slots: dict[int, StateCopy] = {}
+        self._superseded: StateCopy | None = None
         """The last known-good one while a newer save of its step is not verified. It takes a good
         one's place: there is no other."""
-        self._spare: Any | None = None
         self._lock = RLock()
-        self._behind = Background("healcore-memory")
         self._problems: list[str] = []
-        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         fork_safety.watch(self)
 
     def forked(self) -> None:
         """In a child the thread that held the lock does not exist."""
         self._lock = RLock()
+
+    @property
+    def queue(self) -> Background:
+        """Checkpoints are verified after the saves before them."""
+        return self._behind
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -115,11 +62,11 @@ class SnapshotStore:
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
         """Copies the state; digests and the finite check follow in the background."""
-        self._save(step, state, healing)
+        self.release(self.hold(step, state, healing))
 
     def steps(self) -> list[Saved]:
         """The snapshots in the ring, ascending by step."""
-        self._behind.join()
+        self.join()
         return self._listed()
 
     def verify(self, step: int) -> Saved:
@@ -128,7 +75,7 @@ class SnapshotStore:
             name = inspection.first_changed(slot.snapshot.blocks(), slot.digests)
             if name is not None:
                 raise _changed(step, name)
-            return slot.saved(self.nonfinite_ok)
+            return self._as_saved(slot)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Copies the snapshot, verifying every digest during the copy."""
@@ -139,68 +86,34 @@ class SnapshotStore:
                     blocks, slot.digests, lambda name: _changed(step, name)
                 )
 
-            return Restored(self._copier.give(slot.snapshot, like, copy), slot.healing_state)
+            return Restored(self.copier.give(slot.snapshot, like, copy), slot.healing_state)
 
-    def mark(self, step: int, status: Status) -> None:
-        """Sets the status; a newly good snapshot may push older ones out."""
-        protocol.checked_status(status)
-        self._behind.join()
-        bad = self._slot(step).saved(self.nonfinite_ok).nonfinite
-        if status == "good" and bad:
-            raise NotFinite(step, bad)
+    def drop(self, step: int) -> None:
+        """`delete`, even of the last known-good one."""
+        self.join()
         with self._lock:
-            self._slot(step).status = status
-            self._thin()
+            self._slot(step)
+            self._remove(self._slots.pop(step))
+            self._resolve_superseded()
 
-    def delete(self, step: int) -> None:
-        """Drops a snapshot, unless it is the last known-good one."""
-        if retention.is_last_good(self.steps(), step):
-            raise LastGoodKept(step)
-        self.drop(step)
-
-    def wait(self) -> None:
-        """Waits for the background."""
-        self._behind.wait()
-
-    def failures(self) -> list[SaveFailed]:
-        """Failures since the last call."""
-        return self._behind.failures()
+    def take_out(self, step: int, *, copied: bool = False) -> None:
+        """Drops a damaged snapshot if another tier has a copy, else quarantines it."""
+        if not copied:
+            super().take_out(step)
+        else:
+            with suppress(StoreError):
+                self.drop(step)
 
     def problems(self) -> list[str]:
         """Snapshots that were dropped as soon as they were taken, since the last call."""
-        self._behind.join()
+        self.join()
         found, self._problems = self._problems, []
         return found
 
-    # -- beyond it ------------------------------------------------------------------------------
-
-    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing."""
-        snapshot = self._copier.take(state, self._take_spare())
-        try:
-            snapshot.settle()
-            return inspection.nonfinite(snapshot.blocks())
-        finally:
-            self._reclaim(snapshot)  # the first save goes into it
-
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
-        self._behind.join()
-        found, self._nonfinite = self._nonfinite, []
-        return found
-
-    def queues(self) -> list[tuple[SnapshotStore, Background]]:
-        """Itself, and the queue in which checkpoints are verified, after the saves before them."""
-        return [(self, self._behind)]
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory held now, the spare included."""
-        self._behind.join()
-        with self._lock:
-            slots = [*self._slots.values(), self._superseded]
-            held = [*(slot.snapshot for slot in slots if slot is not None), self._spare]
-            return sum(snapshot.nbytes for snapshot in held if snapshot is not None)
+        self.join()
+        return super().nonfinite_found()
 
     def describe(self, state_bytes: int | None = None) -> str:
         """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …"."""
@@ -209,140 +122,131 @@ class SnapshotStore:
         size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
         return f"at most {most} copies of the state in host memory{size}"
 
-    def drop(self, step: int) -> None:
-        """`delete`, even of the last known-good one."""
-        self._behind.join()
-        with self._lock:
-            self._slot(step)
-            self._release(self._slots.pop(step))
-            self._resolve_superseded()
+    # -- beyond it ------------------------------------------------------------------------------
 
-    def save_and_hold(
+    @property
+    def nbytes(self) -> int:
+        """Host memory held now, the spare included."""
+        self.join()
+        with self._lock:
+            slots = [*self._slots.values(), self._superseded]
+            held = sum(slot.snapshot.nbytes for slot in slots if slot is not None)
+            return held + self.copier.spare_bytes
+
+    def hold(
         self,
         step: int,
         state: Mapping[str, Any],
-        *,
         healing: Mapping[str, Any] | None = None,
+        *,
         in_ring: bool = True,
-    ) -> Slot:
-        """`save`; the copy stays readable, in or out of the ring, until `end_hold`."""
-        return self._save(step, state, healing, holders=1, in_ring=in_ring)
+    ) -> StateCopy:
+        """`save`; the copy stays readable, in or out of the ring, until `release`."""
+        self.join()  # a snapshot that leaves the ring lends its memory
+        copy = self.copier.copy(step, state, healing)
+        copy.holders, copy.dropped = 2, not in_ring  # held by `_admit` and by the caller
+        copy.inspecting = self._behind.submit(
+            copy.step, "while copying the state", lambda: self._admit(copy)
+        )
+        return copy
 
-    def read_held(self, slot: Slot) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """State and healing state, in the snapshot's own memory: not to be changed.
-
-        StoreError if the copy failed.
-        """
-        self._behind.join()
-        if slot.found is None:
-            raise StoreError(f"the copy of step {slot.step} could not be completed")
-        return self._copier.held(slot.snapshot), slot.healing_state
-
-    def end_hold(self, slot: Slot) -> None:
-        """Ends one hold of a slot."""
+    def release(self, copy: StateCopy) -> None:
+        """Ends one hold of a copy."""
         with self._lock:
-            slot.holders -= 1
-            if slot.dropped and not slot.holders:
-                self._reclaim(slot.snapshot)
+            copy.holders -= 1
+            if copy.dropped and not copy.holders:
+                self.copier.release(copy)
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        healing: Mapping[str, Any] | None,
-        holders: int = 0,
-        in_ring: bool = True,
-    ) -> Slot:
-        step = protocol.checked_step(step)
-        kept = None if healing is None else protocol.frozen(healing)
-        spare = self._take_spare()
-        try:
-            snapshot = self._copier.take(state, spare)
-        except Exception as error:
-            self._reclaim(spare)
-            if isinstance(error, StoreError):
-                raise
-            raise SaveFailed(step, "while copying the state", error) from error
-        slot = Slot(step, snapshot, kept, time.time(), holders=holders)
-        self._behind.submit(step, "while copying the state", lambda: self._admit(slot, in_ring))
-        return slot
-
-    def _admit(self, slot: Slot, in_ring: bool) -> None:
+    def _admit(self, copy: StateCopy) -> None:
         """In the background: completes and inspects the copy, then puts it into the ring."""
         try:
-            slot.snapshot.settle()
-            slot.found = inspection.inspect(slot.snapshot.blocks())
+            copy.snapshot.settle()
+            copy.found = inspection.inspect(copy.snapshot.blocks())
+            bad = self._as_saved(copy).nonfinite
+            if bad:
+                self._nonfinite.append((copy.step, bad))
+            if not copy.dropped:
+                self._enter(copy)
+                if copy.dropped:
+                    names = ", ".join(bad[:3])
+                    self._problems.append(
+                        f"the snapshot of step {copy.step} has NaN or Inf in {names} and was not "
+                        "kept"
+                    )
         except BaseException:
-            self._release(slot)
+            copy.dropped = True
             raise
-        bad = slot.saved(self.nonfinite_ok).nonfinite
-        if bad:
-            self._nonfinite.append((slot.step, bad))
-        if not in_ring:
-            self._release(slot)
-            return
+        finally:
+            self.release(copy)
+
+    def _enter(self, copy: StateCopy) -> None:
+        """Puts a copy into the ring, which may push others out, or the copy itself."""
         with self._lock:
-            replaced = self._slots.pop(slot.step, None)
-            self._slots[slot.step] = slot
+            replaced = self._slots.pop(copy.step, None)
+            self._slots[copy.step] = copy
             if replaced is not None and replaced.status == "good" and not self._has_good():
                 self._superseded = replaced
             elif replaced is not None:
-                self._release(replaced)
+                self._remove(replaced)
             self._thin()
-        if slot.dropped:
-            names = ", ".join(bad[:3])
-            self._problems.append(
-                f"the snapshot of step {slot.step} has NaN or Inf in {names} and was not kept"
-            )
+
+    def _as_saved(self, slot: StateCopy) -> Saved:
+        bad = inspection.disallowed(slot.found.nonfinite if slot.found else (), self.nonfinite_ok)
+        return Saved(
+            step=slot.step,
+            status=slot.status,
+            finite=not bad,
+            bytes=slot.snapshot.nbytes,
+            created=slot.created,
+            healing=slot.healing is not None,
+            path=None,
+            nonfinite=bad,
+        )
 
     def _listed(self) -> list[Saved]:
         with self._lock:
-            return [self._slots[step].saved(self.nonfinite_ok) for step in sorted(self._slots)]
+            return [self._as_saved(self._slots[step]) for step in sorted(self._slots)]
 
-    def _slot(self, step: int) -> Slot:
+    def _slot(self, step: int) -> StateCopy:
         with self._lock:
             if step not in self._slots:
                 raise NotThere(step, sorted(self._slots), WHERE)
             return self._slots[step]
 
+    def _saved(self, step: int) -> tuple[int, Saved]:
+        self.join()
+        return step, self._as_saved(self._slot(step))
+
+    def _set_status(self, found: int, status: Status) -> None:
+        with self._lock:
+            self._slot(found).status = status
+            self._thin()  # a newly good snapshot may push older ones out
+
     @contextmanager
-    def _reading(self, step: int) -> Iterator[Slot]:
+    def _reading(self, step: int) -> Iterator[StateCopy]:
         """The snapshot of a step. Its memory stays as it is until the end of the block."""
-        self._behind.join()
+        self.join()
         with self._lock:
             slot = self._slot(step)
             slot.holders += 1
         try:
             yield slot
         finally:
-            self.end_hold(slot)
+            self.release(slot)
 
-    def _take_spare(self) -> Any | None:
-        """A snapshot whose memory may be overwritten, if there is one."""
-        self._behind.join()
-        with self._lock:
-            spare, self._spare = self._spare, None
-            return spare
-
-    def _reclaim(self, snapshot: Any | None) -> None:
-        """Keeps unused memory for the next snapshot; frees it if there is some already."""
-        with self._lock:
-            if self._spare is None:
-                self._spare = snapshot
-
-    def _release(self, slot: Slot) -> None:
-        """Takes note that a slot is not in the ring; its memory is free once nobody reads it."""
+    def _remove(self, slot: StateCopy) -> None:
+        """Takes note that a copy is not in the ring; its memory is free once nobody reads it."""
         with self._lock:
             slot.dropped = True
             if not slot.holders:
-                self._reclaim(slot.snapshot)
+                self.copier.release(slot)
 
     def _thin(self) -> None:
         for step in retention.superfluous(self._listed(), self.keep):
             if step not in self.protected:
-                self._release(self._slots.pop(step))
+                self._remove(self._slots.pop(step))
         self._resolve_superseded()
 
     def _resolve_superseded(self) -> None:
@@ -353,12 +257,12 @@ class SnapshotStore:
         newer = self._slots.get(old.step)
         if self._has_good():
             self._superseded = None
-            self._release(old)
+            self._remove(old)
         elif newer is None or newer.status == "quarantined":
             self._superseded = None
             self._slots[old.step] = old
             if newer is not None:
-                self._release(newer)
+                self._remove(newer)
 
     def _has_good(self) -> bool:
         return any(slot.status == "good" for slot in self._slots.values())

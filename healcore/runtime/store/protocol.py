@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
-from healcore.runtime.store.errors import SaveFailed, StoreError
+from healcore.runtime.store.background import Background
+from healcore.runtime.store.errors import CheckpointDamaged, SaveFailed, StoreError
+from healcore.runtime.store.ranks import Alone, Ranks
 
 Status = Literal["candidate", "good", "quarantined"]
 """`candidate`: complete, still on probation. `good`: known-good. `quarantined`: newer than the one
@@ -44,14 +49,32 @@ class Restored(NamedTuple):
     """The healing state, None in a checkpoint without one."""
 
 
-@runtime_checkable
-class CheckpointStore(Protocol):
+class CheckpointStore(ABC):
     """Checkpoints of one run, by step.
+
+    A store of your own subclasses this and defines the abstract methods. Every other member has the
+    default of a store that is one place which outlives the process.
 
     `verify`, `mark`, `delete` and `steps` may be called from a second thread, at the same time as
     the others from the one that trains.
     """
 
+    root: Path | None = None
+    """Directory of the checkpoints, or None."""
+    durable: bool = True
+    """Whether its checkpoints outlive the process."""
+    nonfinite_ok: tuple[str, ...] = ()
+    """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
+    protected: frozenset[int] = frozenset()
+    """Steps that a store keeps which deletes checkpoints by itself."""
+    processes: Ranks = Alone()
+    """The ranks that save together; to exchange over while nothing is being written."""
+    queue: Background | None = None
+    """Queue in which its checkpoints are verified, in order with its saves. None: any other."""
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    @abstractmethod
     def save(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
@@ -71,12 +94,12 @@ class CheckpointStore(Protocol):
             UnsavableState: there is something in the state that cannot be saved.
             SaveFailed: the copy could not be taken. `wait` raises failures of the background.
         """
-        ...
 
+    @abstractmethod
     def steps(self) -> list[Saved]:
         """The complete checkpoints, ascending by step. Reads no array data."""
-        ...
 
+    @abstractmethod
     def verify(self, step: int) -> Saved:
         """Recomputes every digest.
 
@@ -84,8 +107,8 @@ class CheckpointStore(Protocol):
             CheckpointDamaged: something differs.
             NotThere: there is no such checkpoint.
         """
-        ...
 
+    @abstractmethod
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies, then reads.
 
@@ -100,8 +123,8 @@ class CheckpointStore(Protocol):
             StateMismatch: it was saved from another state.
             NotThere: there is no such checkpoint.
         """
-        ...
 
+    @abstractmethod
     def mark(self, step: int, status: Status) -> None:
         """Sets the status, atomically.
 
@@ -109,8 +132,8 @@ class CheckpointStore(Protocol):
             NotFinite: `good`, for a checkpoint with NaN or Inf in it.
             NotThere: there is no such checkpoint.
         """
-        ...
 
+    @abstractmethod
     def delete(self, step: int) -> None:
         """Removes a checkpoint: `steps` does not list it any more, even if the process dies.
 
@@ -118,8 +141,8 @@ class CheckpointStore(Protocol):
             LastGoodKept: it is the last known-good one.
             NotThere: there is no such checkpoint.
         """
-        ...
 
+    @abstractmethod
     def wait(self) -> None:
         """Returns when the background has nothing left to do.
 
@@ -127,15 +150,80 @@ class CheckpointStore(Protocol):
             SaveFailed: a save failed. Each failure is raised here, one per call, or listed by
                 `failures`, once.
         """
-        ...
 
+    @abstractmethod
     def failures(self) -> list[SaveFailed]:
         """The failures that `wait` has not raised yet, without waiting; each is reported once."""
-        ...
 
+    @abstractmethod
     def problems(self) -> list[str]:
         """What is in the store and is no checkpoint, as texts for events and for people."""
-        ...
+
+    # -- tiers ----------------------------------------------------------------------------------
+
+    @property
+    def tiers(self) -> tuple[CheckpointStore, ...]:
+        """The places that it consists of, the fastest first: itself, if it is one place."""
+        return (self,)
+
+    @property
+    def memory(self) -> CheckpointStore | None:
+        """The tier that ends with the process, or None."""
+        return next((tier for tier in self.tiers if not tier.durable), None)
+
+    @property
+    def disk(self) -> CheckpointStore | None:
+        """The tier that outlives the process, or None."""
+        return next((tier for tier in self.tiers if tier.durable), None)
+
+    def save_on_disk(
+        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+    ) -> None:
+        """`save` only where it outlives the process; pushes no checkpoint out of memory."""
+        self.save(step, state, healing=healing)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still being written, so that the next would wait for it."""
+        return False
+
+    def take_out(self, step: int, *, copied: bool = False) -> None:
+        """Keeps a damaged checkpoint from being restored; `copied`: another tier has it too.
+
+        Does nothing if the checkpoint is not listed any more or the disk cannot be written.
+        """
+        with suppress(StoreError):
+            self.mark(step, "quarantined")
+
+    def describe(self, state_bytes: int | None = None) -> str:
+        """Where checkpoints are and how much memory they take, as text, for logs."""
+        return f"checkpoints in {type(self).__name__}"
+
+    # -- findings, each reported once -----------------------------------------------------------
+
+    def damaged(self) -> list[CheckpointDamaged]:
+        """Checkpoints that `steps` does not list any more, and why. The content is not read."""
+        return []
+
+    def trouble(self) -> list[StoreError]:
+        """Errors of one tier since the last call, where the other tier could be used instead.
+
+        A CheckpointDamaged is a damaged copy, another StoreError a disk that could not be read.
+        """
+        return []
+
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
+        return []
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
+
+        Raises:
+            UnsavableState: there is something in the state that cannot be saved.
+        """
+        del state
+        return ()
 
 
 def wanted(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:

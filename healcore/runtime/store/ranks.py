@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
+from healcore.runtime.store.errors import CheckpointDamaged, SaveFailed, StoreError
 
 T = TypeVar("T")
 
@@ -48,22 +49,29 @@ def agreed(ranks: Ranks, mine: Any) -> Any:
 def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Runs an action on every rank; the results of all (picklable), or an error on all.
 
-    If only the rank that failed raised, the others would wait for it in their next exchange. The
-    failed rank raises its own error, the others RankFailed.
+    If only the rank that failed raised, the others would wait for it in their next exchange. Every
+    rank raises the same kind of StoreError. For another error the failed rank raises its own, the
+    others RankFailed. Of several errors all raise one that is no damage: after damage they try
+    another copy.
     """
     result, failure = None, None
     try:
         result = action()
     except Exception as error:
         failure = error
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = ranks.gather((result, text))
-    if failure is not None:
-        raise failure
-    for rank, (_, theirs) in enumerate(outcomes):
-        if theirs is not None:
-            raise RankFailed(f"rank {rank}: {theirs}")
+    outcomes = ranks.gather((result, _sent(failure, ranks.rank)))
+    failures = [failure, *(theirs for _, theirs in outcomes)]
+    failures = [each for each in failures if each is not None]
+    if failures:
+        raise min(failures, key=lambda each: isinstance(each, CheckpointDamaged))
     return [outcome for outcome, _ in outcomes]
+
+
+def _sent(failure: Exception | None, rank: int) -> Exception | None:
+    """An error as other ranks raise it. Only a StoreError can certainly be pickled."""
+    if failure is None or (isinstance(failure, StoreError) and not isinstance(failure, SaveFailed)):
+        return failure
+    return RankFailed(f"rank {rank}: {type(failure).__name__}: {failure}")
 
 
 def united(names: Iterable[Iterable[str]]) -> tuple[str, ...]:

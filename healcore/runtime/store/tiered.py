@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from healcore.runtime.store import protocol, ranks, retention
-from healcore.runtime.store.background import Background
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
@@ -17,15 +14,14 @@ from healcore.runtime.store.errors import (
     SaveFailed,
     StoreError,
 )
-from healcore.runtime.store.memory import Slot, SnapshotStore
-from healcore.runtime.store.protocol import Restored, Saved, Status
-from healcore.runtime.store.ranks import RankFailed, Ranks
+from healcore.runtime.store.memory import SnapshotStore
+from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status
+from healcore.runtime.store.tier import Tier
 
 T = TypeVar("T")
-Tier = SnapshotStore | DirectoryStore
 
 
-class TieredStore:
+class TieredStore(CheckpointStore):
     """Memory first, then disk.
 
     Every save takes one copy of the state, in memory. A save that also goes to disk is written from
@@ -34,7 +30,7 @@ class TieredStore:
     (dropped from memory, quarantined on disk) while the other one stays in use.
 
     Args:
-        memory: the fast store.
+        memory: the fast store. From now on it takes its copies as `disk` does.
         disk: the safe one.
         disk_every: one of how many saves goes to disk; the first does.
     """
@@ -42,13 +38,45 @@ class TieredStore:
     def __init__(self, memory: SnapshotStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
         if isinstance(disk_every, bool) or not isinstance(disk_every, int) or disk_every < 1:
             raise StoreError(f"disk_every is a whole number >= 1, not {disk_every!r}")
-        self.memory = memory
-        self.disk = disk
+        self._memory = memory
+        self._disk = disk
+        self.root, self.processes = disk.root, disk.processes
         self.disk_every = disk_every
         self._saves = 0
-        self._behind = Background("healcore-tiers")
-        self._written: Future[None] | None = None
         self._trouble: list[StoreError] = []
+        self.nonfinite_ok = tuple(dict.fromkeys((*memory.nonfinite_ok, *disk.nonfinite_ok)))
+        memory.copier = disk.copier  # with the same memory and the same `trust`
+
+    # -- the tiers ------------------------------------------------------------------------------
+
+    @property
+    def tiers(self) -> tuple[SnapshotStore, DirectoryStore]:
+        """Memory, and the disk."""
+        return self._memory, self._disk
+
+    @property
+    def memory(self) -> SnapshotStore:
+        """The fast store. Saves to it alone do not wait for the disk."""
+        return self._memory
+
+    @property
+    def disk(self) -> DirectoryStore:
+        """The safe one."""
+        return self._disk
+
+    @property
+    def nonfinite_ok(self) -> tuple[str, ...]:
+        """Patterns of array names where NaN and Inf are allowed. May be changed, for both."""
+        return self.disk.nonfinite_ok
+
+    @nonfinite_ok.setter
+    def nonfinite_ok(self, patterns: Collection[str]) -> None:
+        self.memory.nonfinite_ok = self.disk.nonfinite_ok = tuple(patterns)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still being written, so that the next would wait for it."""
+        return self.disk.busy
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -56,31 +84,18 @@ class TieredStore:
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
         """Copies to memory; every `disk_every`-th save is written to disk from there."""
-        step = protocol.checked_step(step)
         due = self._saves % self.disk_every == 0
         self._saves += 1
-        if not due:
+        if due:
+            self._to_disk(step, state, healing)
+        else:
             self.memory.save(step, state, healing=healing)
-            return
-        if self._written is not None and self.busy:
-            self._written.result()  # one write at a time: each holds a copy in memory
-        self._to_both(step, state, healing)
-
-    def save_in_memory(
-        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
-    ) -> None:
-        """`save` only to memory, without waiting for a disk that still writes the previous save."""
-        self._saves += 1
-        self.memory.save(step, state, healing=healing)
 
     def save_on_disk(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
         """`save` only to disk: the copy that it is written from pushes none out of memory."""
-        step = protocol.checked_step(step)
-        if self._written is not None and self.busy:
-            self._written.result()
-        self._to_both(step, state, healing, in_ring=False)
+        self._to_disk(step, state, healing, in_ring=False)
 
     def steps(self) -> list[Saved]:
         """Checkpoints of both, ascending; what is in both has its status in memory.
@@ -117,7 +132,7 @@ class TieredStore:
             if in_memory:
                 self.memory.mark(step, status)
 
-        ranks.together(self._ranks, mark_in_memory)
+        ranks.together(self.processes, mark_in_memory)
         if self.disk in tiers:
             self.disk.mark(step, status)
 
@@ -129,7 +144,7 @@ class TieredStore:
         """
         in_memory, tiers = self._locate(step)
         last = [retention.is_last_good(each, step) for each in (self.steps(), self._on_disk())]
-        last, last_on_disk = map(any, zip(*self._ranks.gather(last), strict=True))
+        last, last_on_disk = map(any, zip(*self.processes.gather(last), strict=True))
         if last:
             raise LastGoodKept(step)
         if in_memory:
@@ -139,65 +154,35 @@ class TieredStore:
 
     def wait(self) -> None:
         """Waits for the disk."""
-        self._behind.join()
+        self.disk.join()
         self.memory.wait()
-        self._behind.wait()
+        self.disk.wait()
 
     def failures(self) -> list[SaveFailed]:
         """Failed saves of both since the last call."""
-        return [*self.memory.failures(), *self._behind.failures()]
+        return [*self.memory.failures(), *self.disk.failures()]
 
     def problems(self) -> list[str]:
         """Copies that were found damaged since the last call, and the problems of the disk."""
         trouble = [str(each) for each in self.trouble()]
         return trouble + self.memory.problems() + self.disk.problems()
 
-    # -- beyond it ------------------------------------------------------------------------------
+    def damaged(self) -> list[CheckpointDamaged]:
+        """Checkpoints on disk that `steps` does not list any more, and why."""
+        return self.disk.damaged()
 
     def trouble(self) -> list[StoreError]:
-        """Errors of one tier since the last call, where the other tier could be used instead.
-
-        A CheckpointDamaged is a damaged copy, another StoreError a disk that could not be read.
-        """
+        """Errors of one tier since the last call, where the other tier could be used instead."""
         found, self._trouble = self._trouble, []
         return found
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
-        self.disk.nonfinite_found()  # memory has reported those already
         return self.memory.nonfinite_found()
 
-    def queues(self) -> list[tuple[Tier, Background]]:
-        """Both tiers, each with the queue in which its checkpoints are verified.
-
-        Memory does not wait for the disk: what is known-good in it depends on the steps alone.
-        """
-        of_disk = self.disk.queues() if self._ranks.world == 1 else [(self.disk, self._behind)]
-        return [*self.memory.queues(), *of_disk]
-
-    @property
-    def nonfinite_ok(self) -> tuple[str, ...]:
-        """Patterns of array names where NaN and Inf are allowed. May be changed, for both."""
-        return tuple(dict.fromkeys((*self.memory.nonfinite_ok, *self.disk.nonfinite_ok)))
-
-    @nonfinite_ok.setter
-    def nonfinite_ok(self, patterns: Collection[str]) -> None:
-        self.memory.nonfinite_ok = self.disk.nonfinite_ok = tuple(patterns)
-
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
-
-        Raises:
-            UnsavableState: there is something in the state that cannot be saved.
-        """
-        self._behind.join()
-        found = ranks.together(self._ranks, lambda: self.memory.nonfinite_in(state))
-        return ranks.united(found)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is still being written, so that the next would wait for it."""
-        return self._behind.pending(self._written)
+        """Names of the arrays in a state that hold NaN or Inf on any rank; saves nothing."""
+        return self.disk.nonfinite_in(state)
 
     def describe(self, state_bytes: int | None = None) -> str:
         """The bound on host memory, as text."""
@@ -205,11 +190,7 @@ class TieredStore:
 
     # -- within ---------------------------------------------------------------------------------
 
-    @property
-    def _ranks(self) -> Ranks:
-        return self.disk.processes
-
-    def _to_both(
+    def _to_disk(
         self,
         step: int,
         state: Mapping[str, Any],
@@ -218,37 +199,11 @@ class TieredStore:
         in_ring: bool = True,
     ) -> None:
         """Copies to memory and submits the write. Ranks exchange in the background only."""
-        try:
-            slot = self.memory.save_and_hold(step, state, healing=healing, in_ring=in_ring)
-        except Exception as error:
-            if self._ranks.world > 1:  # the others have a copy, and wait for this rank's
-                failure = error
-                self._written = self._behind.submit(
-                    step, "while copying the state", lambda: self._raise_on_all(failure)
-                )
-            raise
-        self._written = self._behind.submit(
-            step, "while writing to disk", lambda: self._to_disk(step, slot)
+        self.disk.write(
+            protocol.checked_step(step),
+            lambda: self.memory.hold(step, state, healing, in_ring=in_ring),
+            self.memory.release,
         )
-
-    def _to_disk(self, step: int, slot: Slot) -> None:
-        try:
-            state, healing = ranks.on_each(self._ranks, lambda: self.memory.read_held(slot))
-            # Every rank has a clock of its own, and the disk has that of rank 0.
-            slot.created = ranks.agreed(self._ranks, slot.created)
-            self.disk.save_held(step, state, healing=healing, created=slot.created)
-            self.disk.wait()
-        finally:
-            self.memory.end_hold(slot)
-
-    def _raise_on_all(self, failure: Exception) -> None:
-        """Makes the save fail on the other ranks because this one could not copy its state."""
-
-        def fail() -> None:
-            raise failure
-
-        with suppress(type(failure)):  # `save` has raised it on this rank
-            ranks.on_each(self._ranks, fail)
 
     def _on_disk(self) -> list[Saved]:
         """The checkpoints on disk; none if it cannot be read and memory has some."""
@@ -265,11 +220,11 @@ class TieredStore:
 
         Memory comes first. No rank uses what one rank has lost, such as a damaged snapshot.
         """
-        self._behind.join()
+        self.disk.join()
         near = next((saved for saved in self.memory.steps() if saved.step == step), None)
         far = next((saved for saved in self._on_disk() if saved.step == step), None)
         one = far is not None and (near is None or _same(near, far))
-        seen = self._ranks.gather((near is not None, far is not None, one))
+        seen = self.processes.gather((near is not None, far is not None, one))
         near_there, far_there, all_one = map(all, zip(*seen, strict=True))
         tiers: list[Tier] = []
         if near_there:
@@ -287,52 +242,19 @@ class TieredStore:
         damage: list[CheckpointDamaged] = []
         for tier in self._locate(step)[1]:
             try:
-                results.append(self._together(tier, action))
+                # Every rank has a memory of its own; on disk all act together anyway.
+                act = lambda tier=tier: action(tier)  # noqa: E731
+                results.append(act() if tier.durable else ranks.on_each(self.processes, act))
             except CheckpointDamaged as error:
                 damage.append(error)
                 if not error.malformed:
-                    self._take_out(tier, step)
+                    tier.take_out(step, copied=True)
             if first and results:
                 break
         self._trouble += damage if results else damage[:-1]
         if not results:
             raise damage[-1]
         return results[0]
-
-    def _together(
-        self,
-        tier: Tier,
-        action: Callable[[Tier], T],
-    ) -> T:
-        """Runs an action on a tier; an error in the memory of one rank is an error on all.
-
-        Of several errors all raise one that is no damage: after damage they try the next tier.
-        """
-        if not isinstance(tier, SnapshotStore):
-            return action(tier)
-        results: list[T] = []
-        failure = None
-        try:
-            results.append(action(tier))
-        except Exception as error:
-            failure = error
-        sent = failure
-        if not isinstance(failure, (StoreError, type(None))):  # may not be picklable
-            sent = RankFailed(f"rank {self._ranks.rank}: {type(failure).__name__}: {failure}")
-        failures = [failure, *self._ranks.gather(sent)]
-        failures = [each for each in failures if each is not None]
-        if failures:
-            raise min(failures, key=lambda each: isinstance(each, CheckpointDamaged))
-        return results[0]
-
-    def _take_out(self, tier: Tier, step: int) -> None:
-        try:
-            if isinstance(tier, SnapshotStore):
-                tier.drop(step)
-            else:
-                tier.mark(step, "quarantined")
-        except StoreError:
-            return  # not listed any more, or a disk that cannot be written: reported already
 
 
 def _same(near: Saved, far: Saved) -> bool:

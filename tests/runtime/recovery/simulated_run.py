@@ -28,6 +28,7 @@ from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
+    CheckpointStore,
     Keep,
     LastGoodKept,
     NotFinite,
@@ -50,13 +51,13 @@ class Killed(BaseException):
     """Stands for the kill of the process at this point."""
 
 
-class Listed:
+class Listed(CheckpointStore):
     """A CheckpointStore that remembers what was saved and holds no arrays."""
 
     def __init__(self) -> None:
         self.saves: dict[int, Saved] = {}
         self.healing: dict[int, dict[str, Any]] = {}
-        self.damaged: set[int] = set()
+        self.corrupt: set[int] = set()
         self.finite = True
         """Whether the state saved next is finite."""
         self.calls_left = -1
@@ -73,7 +74,7 @@ class Listed:
         self.passes()
         self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, True, None)
         self.healing[step] = json.loads(json.dumps(healing))
-        self.damaged.discard(step)
+        self.corrupt.discard(step)
 
     def steps(self) -> list[Saved]:
         return [self.saves[step] for step in sorted(self.saves)]
@@ -81,7 +82,7 @@ class Listed:
     def verify(self, step: int) -> Saved:
         if step not in self.saves:
             raise NotThere(step, list(self.saves), "a list")
-        if step in self.damaged:
+        if step in self.corrupt:
             raise CheckpointDamaged(step, "a list", "it", "is damaged")
         return self.saves[step]
 

@@ -37,7 +37,7 @@ def test_the_newest_that_are_intact_stay(tmp_path, bad, damaged):
     process = waiting(tmp_path)
     for step in bad:
         if damaged:
-            process.store.damaged.add(step)
+            process.store.corrupt.add(step)
         else:
             process.store.saves[step] = process.store.saves[step]._replace(finite=False)
     goes_well(process, PROBATION)

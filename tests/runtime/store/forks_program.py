@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.runtime.rollback.simulated_run import Listed
 from torch.utils.data import DataLoader
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.events import Log
+from healcore.runtime.store import Saved, Status
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore
 
 gate, writing = threading.Event(), threading.Event()
@@ -33,14 +35,15 @@ class Slow(DCPStore):
         return super()._write(captured, folder)
 
 
-class Waits:
+class Waits(Listed):
     """A store that verifies when the gate opens."""
 
-    def verify(self, step: int) -> None:
+    def verify(self, step: int) -> Saved:
         writing.set()
         assert gate.wait(60)
+        return Saved(step, "candidate", True, 0, 0.0, False, None)
 
-    def mark(self, step: int, status: str) -> None:
+    def mark(self, step: int, status: Status) -> None:
         pass
 
 

@@ -62,7 +62,7 @@ def test_tiers_take_the_copy_in_memory_to_disk_and_make_no_second_one(case, tmp_
         store.wait()
         # One each for the ring, the one being taken, and the one on its way to disk.
         assert store.memory.nbytes <= (SMALL.most + 2) * 1.1 * BYTES
-    assert store.disk._spare is None
+    assert store.disk.copier is store.memory.copier
 
 
 @over(*DISKS)
@@ -79,7 +79,7 @@ def test_save_does_not_wait_for_the_disk(case, tmp_path):
     state = case.state(1)
     store.save(1, state)
     case.spoil(state)
-    assert store._behind.busy
+    assert store.busy
     assert store.steps() == []
     assert store.failures() == []
     gate.set()
@@ -117,7 +117,7 @@ def test_a_memory_tier_does_not_wait_for_a_slow_disk(case, tmp_path):
     store.disk._write = late
     for step in range(4):
         store.save(step, case.state(step))
-    assert store._behind.busy
+    assert store.busy
     assert [saved.step for saved in store.steps()] == [0, 1, 2, 3]
     assert store.disk.steps() == []
     gate.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.runtime.rollback.simulated_run import Listed
 
 from healcore.runtime.store import (
     CheckpointStore,
@@ -14,7 +15,7 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
-from tests.runtime.store.store_cases import ALL, Cursor, StoreCase, over, same_states
+from tests.runtime.store.store_cases import ALL, DISKS, Cursor, StoreCase, over, same_states
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
@@ -30,6 +31,37 @@ def test_it_is_a_checkpoint_store(case, store):
     assert store.steps() == []
     assert store.problems() == []
     store.wait()
+
+
+@over(*ALL)
+def test_tiers(case, store):
+    in_memory, on_disk = "memory" in case.name, case in DISKS
+    assert (store.disk is None) == in_memory
+    assert (store.memory is None) == on_disk
+    assert (store.root is None) == in_memory
+    assert [tier.durable for tier in store.tiers] == [False] * (not on_disk) + [True] * (
+        not in_memory
+    )
+    assert all(tier.tiers == (tier,) for tier in store.tiers)
+    store.save_on_disk(1, case.state(1))
+    store.wait()
+    assert [[saved.step for saved in tier.steps()] for tier in store.tiers] == (
+        [[], [1]] if len(store.tiers) == 2 else [[1]]
+    )
+
+
+def test_a_store_of_your_own_needs_nine_methods():
+    nine = "save steps verify restore mark delete wait failures problems"
+    assert CheckpointStore.__abstractmethods__ == {*nine.split()}
+    store = Listed()
+    assert (store.tiers, store.disk, store.memory, store.root) == ((store,), store, None, None)
+    assert not store.busy
+    assert store.describe() == "checkpoints in Listed"
+    assert store.nonfinite_in({}) == ()
+    assert store.damaged() == store.trouble() == store.nonfinite_found() == []
+    store.save(1, {}, healing={})
+    store.take_out(1)
+    assert [saved.status for saved in store.steps()] == ["quarantined"]
 
 
 @over(*ALL)

@@ -99,7 +99,7 @@ for store in (tiers, tiers.disk):
     assert store.nonfinite_in(bad) == ("model.plain",)
 
 # Another error than the stores' own.
-copier: Any = tiers.memory._copier
+copier: Any = tiers.memory.copier
 give = copier.give
 if rank == ODD:
 

@@ -1,0 +1,73 @@
+"""What a store in one place has, memory or a disk: copies, a queue, and the rules for statuses."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from healcore.runtime.store import protocol, retention
+from healcore.runtime.store.background import Background
+from healcore.runtime.store.copies import Copier
+from healcore.runtime.store.errors import LastGoodKept, NotFinite, SaveFailed
+from healcore.runtime.store.protocol import CheckpointStore, Saved, Status
+
+
+class Tier(CheckpointStore):
+    """A store in one place. Its saves are completed one after another in the background."""
+
+    def __init__(self, name: str, copier: Copier, nonfinite_ok: Collection[str]) -> None:
+        self.copier = copier
+        """Takes the copies of this tier, or of several."""
+        self.nonfinite_ok = tuple(nonfinite_ok)
+        self._behind = Background(f"healcore-{name}")
+        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
+
+    @abstractmethod
+    def _saved(self, step: int) -> tuple[Any, Saved]:
+        """A checkpoint in the form of the tier, and as `steps` lists it; NotThere without it."""
+
+    @abstractmethod
+    def _set_status(self, found: Any, status: Status) -> None:
+        """Sets the status of a checkpoint."""
+
+    @abstractmethod
+    def drop(self, step: int) -> None:
+        """`delete`, even of the last known-good checkpoint."""
+
+    def mark(self, step: int, status: Status) -> None:
+        """Sets the status, in one atomic step."""
+        protocol.checked_status(status)
+        found, saved = self._saved(step)
+        if status == "good" and not saved.finite:
+            raise NotFinite(step, saved.nonfinite)
+        self._set_status(found, status)
+
+    def delete(self, step: int) -> None:
+        """Removes all saves of a step, unless the one that counts is the last known-good one."""
+        self.join()
+        if retention.is_last_good(self.steps(), step):
+            raise LastGoodKept(step)
+        self.drop(step)
+
+    def join(self) -> None:
+        """Waits for the saves so far; their errors stay to be reported."""
+        self._behind.join()
+
+    def wait(self) -> None:
+        """Waits until every save is complete."""
+        self._behind.wait()
+
+    def failures(self) -> list[SaveFailed]:
+        """Failures since the last call."""
+        return self._behind.failures()
+
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Saves completed since the last call with NaN or Inf that is not allowed, and where."""
+        found, self._nonfinite = self._nonfinite, []
+        return found
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing."""
+        self.join()
+        return self.copier.nonfinite_in(state)
