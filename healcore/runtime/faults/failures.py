@@ -172,7 +172,7 @@ FAILURES: dict[Cause, Failure] = {
         (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
     ),
     # Published: stop all ranks with their stacks, and start again. Here the stacks are written, and
-    # the time-out that a library raises ends the run, with this diagnosis (decision 41).
+    # the time-out that a library raises ends the run, with this diagnosis (decision 26).
     Cause.HANG: Failure(
         "hang",
         Severity.ERROR,

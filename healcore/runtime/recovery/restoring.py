@@ -55,7 +55,6 @@ from healcore.runtime.store import (
     restore_first_intact,
 )
 from healcore.runtime.store.background import Background
-from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import Untrusted
 from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
@@ -325,10 +324,9 @@ class Restorer:
 
     def find_damage(self) -> None:
         """Reports checkpoints that are too damaged to be listed."""
-        store = getattr(self.checkpoints.store, "disk", self.checkpoints.store)
         found = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
-            found = store.damaged() if isinstance(store, DirectoryStore) else []
+            found = self.checkpoints.store.damaged()
         known = {(error.path, error.file) for error in self.damage}
         for error in agreed(self.ranks, found):
             if (error.path, error.file) not in known:
