@@ -35,6 +35,7 @@ from healcore.extras import require
 from healcore.history import Curves
 from healcore.policy import Policy
 from healcore.runtime import events
+from healcore.tools import terminal
 from healcore.tools.output_files import OutputError, check_chosen, replacing
 from healcore.tools.report import page, picture
 from healcore.tools.report.run_report import RunReport
@@ -82,7 +83,7 @@ def run_demo(
     out = _checked(out, names)
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    console = console or Console()
+    console = console or terminal.console()
     _introduce(console, scenarios[0], policy)
     runs: list[DemoRun] = []
     for scenario in scenarios:

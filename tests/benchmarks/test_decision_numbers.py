@@ -55,8 +55,9 @@ ARITHMETIC = {
     "core/engine/lr": {"_MOST"},
     "core/engine/rules": {"_NEVER"},
     "runtime/recovery/ledger": {"_MAX_INCIDENTS"},
+    "runtime/recovery/restoring": {"HEALING_SCHEMA"},
 }
-"""Bounds of arithmetic and memory."""
+"""Bounds of arithmetic and memory, and the version of a file's layout."""
 COUNTS = {
     "core/loss_records": ["range(3)"],
     "core/engine/lr": ["range(4)"],

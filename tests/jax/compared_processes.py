@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import time
 from typing import Any
 
 import jax
@@ -27,7 +26,6 @@ from jax.sharding import PartitionSpec as P
 import healcore
 from healcore.jax import protect
 from healcore.jax.store import MemoryStore
-from healcore.runtime.dominance import exchange
 from healcore.runtime.store import Keep
 from tests.jax.processes import begin, join, report
 from tests.jax.trained_together import placed, whole
@@ -39,9 +37,6 @@ STEPS, FAULT, SAVE_EVERY, ROWS = 110, 65, 20, 16
 RATE, JUMP = 1e-2, 100.0
 FAULTS = ("damage", "rate", "healthy")
 """All weights x 50, once; the rate x 100; targets x 10 from then on, which is no fault."""
-RAISES = "raises"
-"""Damage, after which `loss_fn` raises in process 1 while the other one computes its loss."""
-WAIT_S = 2.0
 SPECS = {"w1": P(None, "data"), "w2": P("data"), "w3": P()}
 
 
@@ -87,8 +82,6 @@ def run(fault: str) -> dict[str, Any]:
         return placed(mesh, global_rows(fault, number), P("data"))
 
     def loss_fn(state: Any, number: int) -> Any:
-        if damaged and fault == RAISES and jax.process_index() == 1:
-            raise ValueError("no such row")
         return evaluated(state[0], rows_of(number))
 
     seen: list[Any] = []
@@ -107,7 +100,7 @@ def run(fault: str) -> dict[str, Any]:
     with healer:
         watched(healer._loop.dominance, seen)
         for number in healer.batches(list(range(STEPS))):
-            damages = fault in ("damage", RAISES) and number == FAULT and not damaged
+            damages = fault == "damage" and number == FAULT and not damaged
             factor = 50.0 if damages else 1.0
             damaged |= factor > 1
             healer.update(step(healer.state, rows_of(number), factor))
@@ -122,17 +115,6 @@ def run(fault: str) -> dict[str, Any]:
     }
 
 
-def raised() -> Any:
-    """What ends this process, and the seconds until then."""
-    exchange.WAIT_S = WAIT_S
-    began, error = time.monotonic(), None
-    try:
-        run(RAISES)
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    return {"said": error, "took": time.monotonic() - began}
-
-
 def main(process: int, world: int, port: str, devices: int, faults: list[str]) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     if world > 1:
@@ -140,10 +122,8 @@ def main(process: int, world: int, port: str, devices: int, faults: list[str]) -
     else:
         begin(devices)
     for fault in faults:
-        report(fault, run(fault) if fault != RAISES else raised())
-    if RAISES in faults:
-        jax.distributed.shutdown()  # waits for the other, with which no collective is possible
-    elif world > 1:
+        report(fault, run(fault))
+    if world > 1:
         multihost_utils.sync_global_devices("end")  # the first to end would end the other
 
 

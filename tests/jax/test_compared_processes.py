@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.jax.compared_processes import FAULT, FAULTS, RAISES, SECONDS
+from tests.jax.compared_processes import FAULT, FAULTS, SECONDS
 from tests.jax.processes import Program
 
 TOLERANCE = {"damage": 1e-3, "healthy": 1e-5}
@@ -60,11 +60,3 @@ def test_several_processes_decide_as_one(world: int, one: Program):
         outcomes = found.of(fault)
         assert all(each == outcomes[0] for each in outcomes)  # to the bit
         check(outcomes[0], one.of(fault)[0], fault)
-
-
-def test_a_process_that_raises_while_another_computes_its_loss_ends_the_run():
-    module = "tests.jax.compared_processes"
-    found = Program(module, "1", RAISES, world=2, seconds=SECONDS + 30)
-    first, second = found.of(RAISES)
-    assert second["said"] == "ValueError: no such row"
-    assert "Connection closed" in first["said"]

@@ -48,9 +48,10 @@ def _encoded(value: Any) -> str:
 def to_json(value: Any) -> Any:
     """A value that `json` can write.
 
-    Flags become their names, NamedTuples objects with the names of their fields, arrays without
-    dimensions numbers. Other types that JSON does not have become text. So do numbers that it does
-    not have, in a form that `float` takes: "nan", "inf", "-inf". null would mean "not known".
+    Flags become their names, NamedTuples and dataclasses objects with the names of their fields,
+    arrays without dimensions numbers. Other types that JSON does not have become text. So do
+    numbers that it does not have, in a form that `float` takes: "nan", "inf", "-inf". null would
+    mean "not known".
     """
     if value is None or isinstance(value, bool):
         return value
@@ -67,6 +68,8 @@ def to_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         named = getattr(value, "_asdict", None)
         return [to_json(each) for each in value] if named is None else to_json(named())
+    if (fields := getattr(type(value), "__dataclass_fields__", None)) is not None:
+        return {name: to_json(getattr(value, name)) for name in fields}
     if isinstance(value, Set):
         return sorted((to_json(each) for each in value), key=repr)
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # NumPy, torch, JAX

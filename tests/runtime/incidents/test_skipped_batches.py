@@ -5,22 +5,8 @@ from __future__ import annotations
 import pytest
 
 from healcore.runtime.data import BatchId
-from healcore.runtime.dominance.dominance import Verdict
 from healcore.runtime.incidents.delayed_reader import StepResult
 from tests.runtime.incidents.test_step_lines import FINE, Run
-
-VERDICT = Verdict(
-    index=9,
-    found=9,
-    anchor=0,
-    onset=4,
-    evidence=1e4,
-    rise=1.0,
-    rise_remembered=1.0,
-    data_ordinary=True,
-    healthy_rate=0.001,
-    rates=(0.001,),
-)
 
 
 @pytest.mark.parametrize(("back_to", "skipped"), [(None, [0, 1, 2, 3]), (4, [0, 1, 2, 3, 4, 5])])
@@ -37,5 +23,4 @@ def test_ids_of_an_earlier_loader_are_not_skipped_in_the_current_one(
         start = back_to
     for index in range(start, 10):
         monitor.process(StepResult(index, [FINE], (BatchId(0, index - start),)))
-    request = monitor.request_rollback(VERDICT, lr_at_fault=None, skip=(0, 9))
-    assert [each.index for each in request.bad] == skipped
+    assert [each.index for each in monitor.batches_between(0, 9)] == skipped

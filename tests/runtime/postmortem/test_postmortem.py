@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_the_postmortem_of_this_process(events):
     assert content["ending"] == "stopped"
     assert content["run"] == log.run
     assert content["cause"] == ["NONFINITE_GRAD", "LOSS_SPIKE"]
-    assert content["rollbacks"][1] == STOPPED.rollbacks[1]._asdict()
+    assert content["rollbacks"][1] == asdict(STOPPED.rollbacks[1])
     assert content["last_good"] == 3800
     assert content["exception"] == "Traceback ..."
     assert content["process"]["pid"] == os.getpid()
