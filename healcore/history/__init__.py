@@ -1,6 +1,6 @@
 """Reads a run from its events and metrics into numbers and enums, without text for people.
 
-It imports only `healcore.core` and `healcore.runtime.events`. The rest of the runtime depends on
+It imports only `healcore.core` and `healcore.events`. The rest of the runtime depends on
 it: the next start of a run writes the postmortem of one that was killed.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from healcore.core.evidence import Evidence
-from healcore.runtime.events.models import EventRecord, ReadingsRecord
+from healcore.events.models import EventRecord, ReadingsRecord
 
 MOST_ALARMS = 100  # alarms with an event: in each incident, and outside of incidents in total
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore import regular_file
-from healcore.runtime.events.json_lines import MAX_LINE, lines_of
-from healcore.runtime.events.models import NONFINITE
+from healcore.events.json_lines import MAX_LINE, lines_of
+from healcore.events.models import NONFINITE
 
 CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
 _FLAGS = ("alarm", "skip", "clip")

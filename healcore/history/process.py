@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from healcore.runtime.events.models import EventRecord
-from healcore.runtime.events.process import Process
+from healcore.events.models import EventRecord
+from healcore.events.process import Process
 
 
 class RunState(enum.StrEnum):

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from healcore.events.log import Event
+from healcore.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
 from healcore.history.incident import MOST_ALARMS, Incident, batches_of
 from healcore.history.process import KnownGood, RunProcess, RunState
-from healcore.runtime.events.log import Event
-from healcore.runtime.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
 
 _LATE = frozenset({"good", "damaged", "save_failed"})
 """Their `step` is that of a checkpoint, older than the step of the run."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
+from healcore.events.models import EventRecord, RollbackOutcome, record
+from healcore.events.schema import ENVELOPE
 from healcore.history import Counts, Incident, Mode
 from healcore.history.process import RunState
 from healcore.history.run import Mark
-from healcore.runtime.events.models import EventRecord, RollbackOutcome, record
-from healcore.runtime.events.schema import ENVELOPE
 from healcore.runtime.faults import FAILURES
 from healcore.runtime.recovery.rollback import Rollback
 

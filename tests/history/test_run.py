@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import healcore.history
+from healcore.events.log import Event
+from healcore.events.models import RerunVerdict
 from healcore.history import IncidentOutcome, Mode, Run, runs_of
 from healcore.history.process import RunState
-from healcore.runtime.events.log import Event
-from healcore.runtime.events.models import RerunVerdict
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
 NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}

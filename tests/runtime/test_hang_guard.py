@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.events import read, schema
+from healcore.events import read, schema
 from healcore.runtime.hang_guard import EXIT_STATUS
 from tests.healer.run_directory import events, postmortems
 

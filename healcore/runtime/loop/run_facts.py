@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending
+from healcore.events.models import Ending
 from healcore.runtime.incidents.hooks import RunFacts
 from healcore.runtime.loop.termination import IncompleteRun, RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain

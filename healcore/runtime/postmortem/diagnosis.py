@@ -14,7 +14,7 @@ from healcore.console import counted
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending, RerunVerdict
+from healcore.events.models import Ending, RerunVerdict
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.incidents.hooks import Batch
 from healcore.runtime.recovery.rollback import Rollback

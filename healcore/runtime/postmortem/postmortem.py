@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from healcore import console, regular_file
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
+from healcore.events import Log, json_lines, log
+from healcore.events.log import Event
+from healcore.events.metrics import stem
+from healcore.events.models import Ending, record
+from healcore.events.process import Process, current_process, environment
 from healcore.history import Incident, Run
 from healcore.history.process import KnownGood
-from healcore.runtime.events import Log, json_lines, log
-from healcore.runtime.events.log import Event
-from healcore.runtime.events.metrics import stem
-from healcore.runtime.events.models import Ending, record
-from healcore.runtime.events.process import Process, current_process, environment
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes, traces
 from healcore.runtime.recovery.rollback import Rollback

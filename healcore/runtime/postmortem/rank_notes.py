@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from healcore import regular_file
-from healcore.runtime.events.metrics import stem
-from healcore.runtime.events.models import Ending
+from healcore.events.metrics import stem
+from healcore.events.models import Ending
 from healcore.runtime.store import files
 
 _KINDS = {False: "end.rank", True: "hang.rank"}

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from healcore.core.step_record import StepRecord
-from healcore.runtime.events import fork_safety
-from healcore.runtime.events.log import now
+from healcore.events import fork_safety
+from healcore.events.log import now
 from healcore.runtime.trackers.selection import Selection
 from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 

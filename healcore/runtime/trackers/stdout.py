@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from healcore.runtime.events import json_lines
+from healcore.events import json_lines
 
 
 class Client:

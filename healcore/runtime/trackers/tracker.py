@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from healcore.runtime.events.json_lines import to_json
-from healcore.runtime.events.schema import SEVERE
+from healcore.events.json_lines import to_json
+from healcore.events.schema import SEVERE
 from healcore.runtime.sentences import flag_names, sentence_and_fields
 
 _NOT_IN_TEXT = frozenset(

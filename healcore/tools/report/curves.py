@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from healcore import regular_file
+from healcore.events.json_lines import lines_of
 from healcore.history import Run
 from healcore.history.curves import RunCurves, curves_of
 from healcore.history.metrics import (
@@ -17,7 +18,6 @@ from healcore.history.metrics import (
     parse_metrics,
 )
 from healcore.history.run import AttemptOrigin, RunAttempt
-from healcore.runtime.events.json_lines import lines_of
 from healcore.tools.traces import TraceError, open_traces
 
 _LISTED = 20

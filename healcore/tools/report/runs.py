@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 from healcore import policy as policies
 from healcore.core.errors import HealcoreError
+from healcore.events import History, read
+from healcore.events.json_lines import first_line
+from healcore.events.metrics import path_next_to, stem
+from healcore.events.models import EventRecord
 from healcore.history import Mode, Run, runs_of
 from healcore.history.incident import Counts, counts_of
 from healcore.history.metrics import parse_metrics
 from healcore.history.process import RunState
 from healcore.policy import Policy
-from healcore.runtime.events import History, read
-from healcore.runtime.events.json_lines import first_line
-from healcore.runtime.events.metrics import path_next_to, stem
-from healcore.runtime.events.models import EventRecord
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.sentences import STATES, sentence
 from healcore.tools.report.curves import first_lines, read_curves

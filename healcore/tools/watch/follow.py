@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 from healcore import regular_file
 from healcore.core.errors import HealcoreError
+from healcore.events.metrics import path_next_to
+from healcore.events.models import EventRecord
+from healcore.events.schema import SEVERE
 from healcore.policy import Policy
-from healcore.runtime.events.metrics import path_next_to
-from healcore.runtime.events.models import EventRecord
-from healcore.runtime.events.schema import SEVERE
 from healcore.tools.watch.lines import event_line, one_line, state_lines
 from healcore.tools.watch.live_run import LiveRun
 

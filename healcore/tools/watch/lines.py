@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from healcore.console import counted
-from healcore.runtime.events.models import EventRecord
+from healcore.events.models import EventRecord
 from healcore.runtime.postmortem.diagnosis import why_none_is_good
 from healcore.runtime.sentences import sentence
 from healcore.tools.terminal import clean

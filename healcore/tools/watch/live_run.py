@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 from healcore import policy as policies
+from healcore.events import log
+from healcore.events.models import EventRecord
 from healcore.history import Run
 from healcore.history.metrics import curve_values, parse_metrics
 from healcore.history.process import RunState
 from healcore.history.run import is_continuation
 from healcore.policy import Policy
-from healcore.runtime.events import log
-from healcore.runtime.events.models import EventRecord
 from healcore.tools.report.runs import policy_text
 
 _TIMED = 200

@@ -10,7 +10,7 @@ import pytest
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending
+from healcore.events.models import Ending
 from healcore.runtime.postmortem.diagnosis import RunEnd, advice, explain
 from healcore.runtime.recovery.rollback import Rollback
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.core.verdict import Cause
-from healcore.runtime.events.log import Event
+from healcore.events.log import Event
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.postmortem.postmortem import end_of_killed, last_process
 

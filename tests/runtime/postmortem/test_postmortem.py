@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.events import Log, process, read
+from healcore.events import Log, process, read
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.postmortem import of, of_killed, path_for
-from tests.runtime.events.processes import first_line, python
+from tests.events.processes import first_line, python
 from tests.runtime.postmortem.test_diagnosis import STOPPED
 from tests.runtime.store.disk_faults import read_only, small_disk
 

@@ -18,8 +18,8 @@ import torch
 from tests.runtime.rollback.simulated_run import Listed
 from torch.utils.data import DataLoader
 
+from healcore.events import Log
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
-from healcore.runtime.events import Log
 from healcore.runtime.store import Saved, Status
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import read
+from healcore.events import read
 from healcore.runtime.healer import Healer
 from healcore.runtime.trackers import delivery
 from healcore.runtime.trackers.selection import Selection

@@ -12,11 +12,11 @@ import pytest
 from markupsafe import escape
 
 from healcore.core.evidence import Evidence
+from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.incident import counts_of
 from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
-from healcore.runtime.events.models import EventRecord
 from healcore.runtime.sentences import outcome
 from healcore.tools.report.page import render
 from healcore.tools.report.run_report import RunReport

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action
+from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Mode
 from healcore.policy import dumps, fingerprint, load, loads
-from healcore.runtime.events.models import EventRecord
 from healcore.runtime.sentences import outcome
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import policy_of, read_reports

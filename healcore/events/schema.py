@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from healcore.runtime.events import log, metrics
-from healcore.runtime.events.models import EventHead, EventModel, MetricsModel
+from healcore.events import log, metrics
+from healcore.events.models import EventHead, EventModel, MetricsModel
 
 ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.items())
 """Fields that every event has."""

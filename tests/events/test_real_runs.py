@@ -9,16 +9,16 @@ import jsonschema
 import pytest
 
 from healcore.core.verdict import Action
-from healcore.runtime.events import read
-from healcore.runtime.events.schema import KINDS
+from healcore.events import read
+from healcore.events.schema import KINDS
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import Postmortem, path_for
+from tests.events.checked_events import problems
 from tests.healer.run_directory import flip_a_bit
 from tests.healer.training_loops import Faults, loop_of, rules, train
-from tests.runtime.events.checked_events import problems
 from tests.runtime.store.disk_faults import read_only
 
-EXPORTED = json.loads((Path(__file__).parents[3] / "docs" / "events.schema.json").read_text())
+EXPORTED = json.loads((Path(__file__).parents[2] / "docs" / "events.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)
 
 

@@ -1,6 +1,6 @@
 """Writes 100 events under a limit on file sizes, then one without it.
 
-python -m tests.runtime.events.limited_writer PATH BYTES
+python -m tests.events.limited_writer PATH BYTES
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 
-from healcore.runtime.events import Log
+from healcore.events import Log
 
 
 def main(path: str, limit: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from healcore.runtime.events import schema
-from healcore.runtime.events.models import EventModel
+from healcore.events import schema
+from healcore.events.models import EventModel
 
 
 def problems(event: Mapping[str, Any]) -> list[str]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from healcore.core.verdict import Cause
-from healcore.runtime.events.metrics import Metrics
-from healcore.runtime.events.models import MetricsModel
+from healcore.events.metrics import Metrics
+from healcore.events.models import MetricsModel
 from healcore.runtime.healer import Healer
 from tests.healer.step_records import record
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
@@ -161,7 +161,7 @@ def test_metrics_lie_next_to_the_events_by_default(tmp_path):
 
 def test_a_long_run_is_thinned_and_marked_so(tmp_path, monkeypatch):
     """Steps with and without an alarm, each by itself; a restart goes on from the file's size."""
-    monkeypatch.setattr("healcore.runtime.events.metrics._UNTHINNED", 100)
+    monkeypatch.setattr("healcore.events.metrics._UNTHINNED", 100)
     path = tmp_path / "m.jsonl"
 
     def written(steps: range) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A process that writes events until it is killed, or a given number of them.
 
-    python -m tests.runtime.events.writer PATH COUNT SIZE
+    python -m tests.events.writer PATH COUNT SIZE
 
 COUNT 0 is for ever. SIZE: characters of each event, about.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from healcore.runtime.events import Log
+from healcore.events import Log
 
 
 def main(path: str, count: int, size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import LineProblem, Log, last, read
+from healcore.events import LineProblem, Log, last, read
 
 
 def event(seq: int, run: Any = "a", **fields) -> bytes:

@@ -11,14 +11,14 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from healcore.runtime.events import Log, read, schema
-from healcore.runtime.events.models import EventFields
-from healcore.runtime.events.schema import ENVELOPE, KINDS
+from healcore.events import Log, read, schema
+from healcore.events.models import EventFields
+from healcore.events.schema import ENVELOPE, KINDS
 from healcore.runtime.postmortem.postmortem import Postmortem
-from tests.runtime.events.checked_events import problems
-from tests.runtime.events.sample_events import SAMPLES
+from tests.events.checked_events import problems
+from tests.events.sample_events import SAMPLES
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "healcore" / "runtime"
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "events.md").read_text()

@@ -1,6 +1,6 @@
 """Prints whether the process PID of this host is gone, as seen by a user who may not signal it.
 
-python -m tests.runtime.events.other_user PID
+python -m tests.events.other_user PID
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from healcore.runtime.events.process import current_process
+from healcore.events.process import current_process
 
 
 def main(pid: int) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.events import Log, last, read
-from tests.runtime.events.processes import first_line, output, writer
+from healcore.events import Log, last, read
+from tests.events.processes import first_line, output, writer
 
 ROUNDS, ROUNDS_AT_MOST = 25, 100
 ENOUGH = 5

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore import console, regular_file
-from healcore.runtime.events import fork_safety, json_lines
-from healcore.runtime.events.json_lines import MAX_LINE, LineAppender
-from healcore.runtime.events.process import current_process, environment
+from healcore.events import fork_safety, json_lines
+from healcore.events.json_lines import MAX_LINE, LineAppender
+from healcore.events.process import current_process, environment
 
 SCHEMA = 2
 """Version of the format. Changed or removed fields need a new one, added fields or kinds do not."""

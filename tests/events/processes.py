@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
@@ -24,8 +24,8 @@ def python(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
 
 
 def writer(path: Path, *, count: int = 0, size: int = 100) -> subprocess.Popen[str]:
-    """A `tests.runtime.events.writer`; its first line of output is its run id."""
-    return python("-m", "tests.runtime.events.writer", path, count, size)
+    """A `tests.events.writer`; its first line of output is its run id."""
+    return python("-m", "tests.events.writer", path, count, size)
 
 
 def output(process: subprocess.Popen[str]) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 from healcore import console
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Cause, names
-from healcore.runtime.events import fork_safety
-from healcore.runtime.events.json_lines import LineAppender
+from healcore.events import fork_safety
+from healcore.events.json_lines import LineAppender
 
 SCHEMA = 1
 KIND = "step"

@@ -14,7 +14,7 @@ import pytest
 
 from healcore.core.evidence import Evidence
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.events import Log, log, read
+from healcore.events import Log, log, read
 
 
 @pytest.fixture

@@ -5,6 +5,6 @@ docs/events.md is the description for users, docs/events.schema.json the JSON Sc
 
 from __future__ import annotations
 
-from healcore.runtime.events.log import History, LineProblem, Log, last, read
+from healcore.events.log import History, LineProblem, Log, last, read
 
 __all__ = ["History", "LineProblem", "Log", "last", "read"]

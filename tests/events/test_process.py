@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from healcore.runtime.events.process import current_process, pid_gone
-from tests.runtime.events.processes import output, python
+from healcore.events.process import current_process, pid_gone
+from tests.events.processes import output, python
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_process_of_another_user_is_not_gone():
     """Signals may not be sent to it."""
-    child = python("-m", "tests.runtime.events.other_user", os.getpid())
+    child = python("-m", "tests.events.other_user", os.getpid())
     assert output(child).strip() == "False"
 
 
@@ -39,5 +39,5 @@ def test_no_signal_is_sent_where_it_would_be_ctrl_c(monkeypatch):
         def kill(self, pid: int, number: int) -> None:
             raise AssertionError("a signal was sent")
 
-    monkeypatch.setattr("healcore.runtime.events.process.os", Windows())
+    monkeypatch.setattr("healcore.events.process.os", Windows())
     assert pid_gone(os.getpid()) is None
