@@ -46,7 +46,7 @@ def run_end(
         unsaved=checkpoints.failures,
         unsaved_why=checkpoints.last_failure,
         last_good=checkpoints.good,
-        path=next(iter(newest_good), None),
+        last_good_path=next(iter(newest_good), None),
         exception=exception,
         fault=fault,
         hint=hint,

@@ -98,7 +98,7 @@ class RunEnd(NamedTuple):
     probation: int | None = None
     """Healthy steps after which a checkpoint is known-good; None: unknown."""
     last_good: int | None = None
-    path: str | None = None
+    last_good_path: str | None = None
     """Directory of the checkpoint `last_good`."""
     exception: str | None = None
     fault: Cause = Cause(0)
@@ -247,7 +247,7 @@ def _look_at(end: RunEnd) -> Iterator[str]:
 
 def _last_good(end: RunEnd) -> str:
     if end.last_good is not None:
-        where = f", in {end.path}" if end.path else ""
+        where = f", in {end.last_good_path}" if end.last_good_path else ""
         return f"Last known-good: the checkpoint of step {end.last_good}{where}."
     text = "none" + why_none_is_good(end.step, end.probation)
     if end.ending != Ending.COMPLETED and not (end.incidents or end.not_finite):

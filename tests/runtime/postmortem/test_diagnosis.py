@@ -39,7 +39,7 @@ STOPPED = RunEnd(
     verdict="reproducible",
     damaged=(3950,),
     last_good=3800,
-    path="checkpoints/step-0000003800.0a1b2c3d",
+    last_good_path="checkpoints/step-0000003800.0a1b2c3d",
 )
 
 WHOLE = """\

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.core.verdict import Cause
-from healcore.events.log import Event
+from healcore.events.log import Event, History
+from healcore.history import runs_of
 from healcore.runtime.postmortem.diagnosis import RunEnd
-from healcore.runtime.postmortem.postmortem import end_of_killed, last_process
+from healcore.runtime.postmortem.postmortem import end_of_killed
 
 ALARM: dict[str, Any] = {
     "incident": 1,
@@ -24,20 +25,10 @@ def history(*happened: tuple[str, int | None, dict[str, Any]], run: str = "a") -
     ]
 
 
-def killed(events: list[Event], before: list[Event] = []) -> RunEnd:  # noqa: B006 -- not changed
-    run = last_process(events)
-    assert run is not None
-    return end_of_killed(run, [*before, *events])
-
-
-def ours(events: list[Event]) -> tuple[str, int | None, int | None] | None:
-    """Id, first event and last step of the process that began last."""
-    run = last_process(events)
-    if run is None:
-        return None
-    process = run.processes[0]
-    assert process.start is not None
-    return process.id, process.start.seq, run.last_step
+def killed(*processes: list[Event]) -> RunEnd:
+    """The facts about the last of the processes."""
+    history = History([event for events in processes for event in events], [])
+    return end_of_killed(runs_of(history.runs())[-1])
 
 
 START = ("start", None, {"mode": "heal", "store": "there"})
@@ -83,26 +74,20 @@ def test_a_trial_is_no_attempt():
 
 
 def test_the_last_good_checkpoint_is_of_the_last_store():
-    other = ("start", None, {"mode": "heal", "store": "elsewhere"})
+    resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
+    other = ("start", None, {"mode": "heal", "store": "elsewhere", "resumes": True})
     first = history(START, ("good", 300, {}), ("good", 400, {}))
-    same = history(START, ("damaged", 400, {"problem": "a bit"}), run="b")
-    assert killed(same, first).last_good == 300
-    assert killed(same, first).damaged == (400,)
-    assert killed(history(other, run="b"), first).last_good is None
-    assert killed(history(other, ("good", 20, {}), run="b"), first).last_good == 20
+    same = history(resumed, ("damaged", 400, {"problem": "a bit"}), run="b")
+    assert killed(first, same).last_good == 300
+    assert killed(first, same).damaged == (400,)
+    assert killed(first, history(other, run="b")).last_good is None
+    assert killed(first, history(other, ("good", 20, {}), run="b")).last_good == 20
 
 
-def test_only_the_process_that_began_last_is_read():
-    one = history(START, ("save", 5, {}))
-    two = history(START, ("save", 9, {}), run="b")
-    assert ours(one + two) == ("b", 0, 9)
-    assert ours(two + one) == ("a", 0, 5)
-    assert ours([one[0], two[0], one[1], two[1]]) == ("b", 0, 9), "two at once"
-    assert ours(one[1:]) is None
-
-
-def test_a_run_id_that_is_used_again_begins_at_its_last_start():
-    again = history(START, ("save", 5, {}), START, ("save", 7, {}))
-    assert ours(again) == ("a", 2, 7)
-    rollback = ("rollback", 4, {"checkpoint": 2, "outcome": "done"})
-    assert killed(history(START, rollback, START)).rollbacks == ()
+def test_counts_are_of_the_whole_run_and_the_step_is_of_the_last_process():
+    resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
+    one = history(START, ("alarm", 5, ALARM), ("save", 6, {}))
+    two = history(resumed, ("alarm", 8, ALARM), ("save", 9, {}), run="b")
+    assert (killed(one, two).skips, killed(one, two).step) == (2, 9)
+    new = history(START, ("save", 4, {}), run="b")
+    assert (killed(one, new).skips, killed(one, new).step) == (0, 4)

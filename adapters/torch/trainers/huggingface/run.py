@@ -381,7 +381,7 @@ class TrainingRun:
             step=self.step,
             why=why,
             last_good=good,
-            path=None if good is None else str(self.checkpoints.path(good)),
+            last_good_path=None if good is None else str(self.checkpoints.path(good)),
             exception=exception,
             hint=hint,
             declined=self._recovery.declined,
