@@ -20,7 +20,7 @@ from healcore.runtime.store import StoreError, inspection, manifest, structure
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import Found, Wrong
 from healcore.runtime.store.protocol import Saved
-from healcore.tools.probe.contents.formats import archives, open_contents
+from healcore.tools.probe.formats import ArchiveCheck, check_archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.limited_process import run_probe
 from healcore.tools.probe.result import (
@@ -34,7 +34,6 @@ from healcore.tools.probe.result import (
     ProbeResult,
     several,
 )
-from healcore.tools.probe.zip_archive import check_records
 
 
 def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
@@ -89,13 +88,14 @@ def check_finite(contents: Contents) -> FiniteCheck:
 
 def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     # Before the contents: from a damaged archive torch may read wrong values, or none.
-    archive, records = _archive(path)
+    archives = check_archives(path)
     try:
         contents = open_contents(path)
     except ProbeError as error:
-        if archive is None or archive.verdict is not FAIL or not records:
+        if archives is None or not archives.damage or not archives.records:
             raise  # not an archive at all: a damage report would be misleading
-        return ProbeResult("checkpoint", str(path), (Check("readable", ERROR, str(error)), archive))
+        unread = Check("readable", ERROR, str(error))
+        return ProbeResult("checkpoint", str(path), (unread, _archived(archives)))
     if not contents.arrays:
         raise NothingToProbe(f"{path} is a {contents.format} without arrays: nothing to look at")
     found = check_finite(contents)
@@ -111,8 +111,11 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     else:
         message = f"no NaN and no Inf in {found.arrays - len(found.unreadable)} arrays"
         checks.append(Check("finite", PASS, message, 0, 0))
-    none = f"not known: a {contents.format} carries none"
-    checks.append(archive or Check("digests", SKIP, none, decides=False))
+    if archives is None:
+        none = f"not known: a {contents.format} carries none"
+        checks.append(Check("digests", SKIP, none, decides=False))
+    else:
+        checks.append(_archived(archives))
     good = "not known: only a store of healcore's records what followed a checkpoint"
     checks.append(Check("known_good", SKIP, good, decides=inputs.require_good))
     facts = {
@@ -124,20 +127,10 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, contents.notes)
 
 
-def _archive(path: Path) -> tuple[Check | None, int]:
-    """Checks the CRC-32 of every record in torch's zip archives; also counts the records."""
-    archived = archives(path)
-    if not archived:
-        return None, 0
-    bad, records = [], 0
-    for file in archived:
-        found = check_records(file)
-        records += found.records
-        if found.damage is not None:
-            bad.append(found.damage if file == path else f"{file.name}: {found.damage}")
-    if bad:
-        return Check("digests", FAIL, "; ".join(bad[:3]), len(bad), 0), records
-    return Check("digests", PASS, f"the CRC-32 of all {records} records hold", 0, 0), records
+def _archived(found: ArchiveCheck) -> Check:
+    if found.damage:
+        return Check("digests", FAIL, "; ".join(found.damage[:3]), len(found.damage), 0)
+    return Check("digests", PASS, f"the CRC-32 of all {found.records} records hold", 0, 0)
 
 
 # -- a healcore store, or one checkpoint of it -----------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.tools.probe.adam_states import AdamState, Tree, adam_states, unsupported_optimizer
-from healcore.tools.probe.contents.formats import TRAINING_FACTS, open_contents
+from healcore.tools.probe.formats import TRAINING_FACTS, open_contents
 from healcore.tools.probe.inputs import OptimizerInputs
 from healcore.tools.probe.limited_process import run_probe
 from healcore.tools.probe.moments import Deviation, Moments, deviations, measured, rounding

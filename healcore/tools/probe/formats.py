@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from healcore import adapter_registry, regular_file
 from healcore.plugins.checkpoint_contents import Contents, Damaged, ProbeError
 from healcore.runtime.store import manifest
-from healcore.tools.probe.contents.orbax import open_orbax
-from healcore.tools.probe.contents.safetensors import is_safetensors, read_safetensors
-from healcore.tools.probe.contents.saved_state import open_stored
+from healcore.tools.probe.orbax_arrays import open_orbax
 from healcore.tools.probe.result import NothingToProbe
+from healcore.tools.probe.safetensors_file import is_safetensors, read_safetensors
+from healcore.tools.probe.saved_state import open_stored
 
 _TORCH = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
 """What trainers save about a run beside the arrays."""
+_MOST_PACKED = 16
+"""Largest allowed ratio of unpacked to packed size; TorchScript compresses its source text."""
 _LARGEST_JSON = 1 << 24
 """Bytes; a `trainer_state.json` has a line for each logged step."""
 
@@ -179,11 +183,43 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def archives(path: Path) -> list[Path]:
-    """The zip archives of `torch.save` at a path: the file itself, or files in the directory."""
-    found = []
-    for each in [path] if path.is_file() else _files(path):
-        with open(each, "rb", opener=regular_file.opener) as file:
-            if each.suffix != ".distcp" and file.read(2) == b"PK":
-                found.append(each)
-    return found
+# -- archives of torch -----------------------------------------------------------------------------
+
+
+class ArchiveCheck(NamedTuple):
+    """What was found in the zip archives of a path."""
+
+    records: int
+    damage: tuple[str, ...]
+    """A sentence about each damaged archive."""
+
+
+def check_archives(path: Path) -> ArchiveCheck | None:
+    """Checks the CRC-32 of every record in the archives of `torch.save` at a path.
+
+    Returns None if the file, or the directory, has no such archive.
+    """
+    count, records, damage = 0, 0, []
+    for file in [path] if path.is_file() else _files(path):
+        with open(file, "rb", opener=regular_file.opener) as opened:
+            if file.suffix == ".distcp" or opened.read(2) != b"PK":
+                continue
+            found, why = _check_records(opened)
+        count, records = count + 1, records + found
+        damage += [why if file == path else f"{file.name}: {why}"] if why else []
+    return ArchiveCheck(records, tuple(damage)) if count else None
+
+
+def _check_records(file: BinaryIO) -> tuple[int, str]:
+    """Number of records, and the damage or an empty string."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            unpacked = sum(record.file_size for record in records)
+            if unpacked > _MOST_PACKED * os.fstat(file.fileno()).st_size + (1 << 20):
+                return 0, f"it would unpack to {unpacked} bytes, and torch.save packs nothing"
+            damaged = archive.testzip()
+    except Exception as error:  # a flipped bit makes zipfile and zlib raise anything
+        return 0, f"the archive is damaged: {error}"
+    wrong = damaged and f"{damaged} is not what was written: its CRC-32 differs"
+    return len(records), wrong or ""

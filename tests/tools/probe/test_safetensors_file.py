@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from healcore.tools.probe.checkpoint import check_finite
-from healcore.tools.probe.contents.safetensors import read_safetensors, widened
 from healcore.tools.probe.result import ProbeError
+from healcore.tools.probe.safetensors_file import read_safetensors, widened
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2,

@@ -14,8 +14,8 @@ import numpy as np
 
 from healcore import adapter_registry, regular_file
 from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
-from healcore.tools.probe.contents import orbax
-from healcore.tools.probe.contents.safetensors import widened
+from healcore.tools.probe import orbax_arrays
+from healcore.tools.probe.safetensors_file import widened
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
 _KEY = re.compile(rf"\.(\w+)|\[({_QUOTED})\]|\[<flat index (\d+)>\]|\[([^\]]*)\]")
@@ -34,7 +34,7 @@ def open_stored(folder: Path, format: str) -> Contents:
     if data.is_dir():
         names = [content["name"] for _, tag, content in leaves if tag == "array"]
         dcp = format == "dcp"
-        reader = adapter_registry.find("torch", "checkpoint_reader") if dcp else orbax
+        reader = adapter_registry.find("torch", "checkpoint_reader") if dcp else orbax_arrays
         arrays = reader.stored_arrays(data, names)
     found, values, notes = [], {}, []
     for path, tag, content in leaves:
