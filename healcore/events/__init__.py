@@ -1,6 +1,6 @@
-"""The events file: what happened to a run, one JSON object per line, written as it happens.
+"""The events file: what happened in a run, one JSON object per line.
 
-docs/events.md is the description for users, docs/events.schema.json the JSON Schema.
+docs/events.md describes the format, docs/events.schema.json is its JSON Schema.
 """
 
 from __future__ import annotations

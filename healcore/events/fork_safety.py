@@ -1,7 +1,7 @@
 """Resets objects in a forked child, which inherits locks but not the threads that hold them.
 
-Data loaders fork their workers while a save is in progress. A worker that waited for that save, or
-for a lock that was held at the fork, would wait for ever.
+Data loaders fork their workers while a save is in progress. A worker that waits for the save, or
+for a lock that was held at the fork, would wait forever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Inherited(Protocol):
     """An object with threads or locks."""
 
     def forked(self) -> None:
-        """Drops all of them. Called in the child before anything else runs there."""
+        """Drops threads and locks. Called in the child before anything else runs there."""
         ...
 
 
@@ -23,7 +23,7 @@ _watched: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def watch(each: Inherited) -> None:
-    """Calls `each.forked` in every child forked from now on, as long as `each` lives."""
+    """Calls `each.forked` in every later forked child while `each` is alive."""
     _watched.add(each)
 
 

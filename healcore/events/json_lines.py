@@ -1,6 +1,6 @@
 """Encodes any Python value as a JSON line, appends whole lines to a file, and reads them back.
 
-Other processes may write to the same file, rotate it away, or have left a torn line in it.
+Other processes may write to the same file, rotate it, or have left a torn line in it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any, BinaryIO
 from healcore import regular_file
 
 MAX_LINE = 1 << 24
-"""Bytes. No event has as many: a longer line is damage, and is not held in memory."""
+"""Bytes. A longer line is damage and is not held in memory."""
 
 _BLOCK = 1 << 16
 _MAX_TEXT = 10_000
-"""Characters of a text: exceptions may print whole tensors."""
+"""Characters of a text. Messages of exceptions may contain whole tensors."""
 
 
 # -- values ---------------------------------------------------------------------------------------
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """One line, newline included. ASCII, so that no cut goes through the middle of a character.
+    """One line with its newline. ASCII, so that a torn line is not cut inside a character.
 
-    A field that cannot be encoded becomes a text about the error; the others stay.
+    A field that cannot be encoded becomes a text about the error.
     """
     pairs = (f"{json.dumps(str(name))}:{_encoded(value)}" for name, value in fields.items())
     return f"{{{','.join(pairs)}}}\n".encode("ascii")
@@ -40,17 +40,16 @@ def encode(fields: Mapping[str, Any]) -> bytes:
 def _encoded(value: Any) -> str:
     try:
         return json.dumps(to_json(value), allow_nan=False, separators=(",", ":"))
-    # Any exception: the value is the user's, and so is the code of its `item` or `__repr__`.
+    # Any exception: `item` and `__repr__` of a value are the user's code.
     except Exception as error:
         return json.dumps(f"(could not be written: {type(error).__name__})")
 
 
 def to_json(value: Any) -> Any:
-    """A value that `json` can write.
+    """Converts a value to one that `json` can write.
 
-    Flags become their names, NamedTuples objects with the names of their fields, arrays without
-    dimensions numbers. Other types that JSON does not have become text. So do numbers that it does
-    not have, in a form that `float` takes: "nan", "inf", "-inf". null would mean "not known".
+    Flags become lists of names, NamedTuples objects, 0-d arrays numbers. Other types become text.
+    NaN and Inf become "nan", "inf" and "-inf", which `float` reads; null means "not known".
     """
     if value is None or isinstance(value, bool):
         return value
@@ -82,10 +81,10 @@ def to_json(value: Any) -> Any:
 
 
 class LineAppender:
-    """Appends to one file, which is opened at the first line and again when it was rotated away.
+    """Appends to one file, which is opened at the first line and again after a rotation.
 
-    Its directory is created. `follow_links` is for a path that the user named. A path that healcore
-    chose is not written through a link: whoever created the link would choose what is written to.
+    Creates the directory. `follow_links` is for a path that the user named. A path that healcore
+    chose is not written through a link, because another user may have created the link.
     """
 
     def __init__(self, path: Path, *, follow_links: bool = True) -> None:
@@ -94,15 +93,14 @@ class LineAppender:
         self._handle: int | None = None
 
     def append(self, lines: bytes, *, durable: bool = False) -> None:
-        """Adds whole lines in one call, so that with O_APPEND no other line comes in between.
+        """Adds whole lines in one call: with O_APPEND no other line comes in between.
 
         Raises OSError if not all could be written; the next call opens the file again.
         """
         try:
             handle, torn = self._open_current()
-            # The line feed in front ends a torn line. Truncating it away instead could remove what
-            # another writer has added since. The rest of a short write is not tried again: the
-            # disk is full.
+            # A line feed ends a torn line. Truncating the torn line could remove lines of another
+            # writer. The rest of a short write is not tried again: the disk is full.
             data = b"\n" + lines if torn else lines
             written = os.write(handle, data)
             if written < len(data):
@@ -111,7 +109,7 @@ class LineAppender:
                 with contextlib.suppress(OSError):  # a pipe or a terminal cannot be synced
                     os.fsync(handle)
         except BaseException:
-            self.close()  # a stale handle (a network disk that came back) stays stale
+            self.close()  # after a failure of a network disk the handle stays stale
             raise
 
     def close(self) -> None:
@@ -122,7 +120,7 @@ class LineAppender:
                 os.close(handle)
 
     def _open_current(self) -> tuple[int, bool]:
-        """A handle of the file that is at the path now, and whether its last line is torn."""
+        """Returns a handle of the file at the path, and whether its last line is torn."""
         current = self._stat()
         if self._handle is not None and (
             current is None or not os.path.samestat(current, os.fstat(self._handle))
@@ -130,7 +128,7 @@ class LineAppender:
             self.close()
         if self._handle is None:
             self._handle = self._open(regular=current is None or stat.S_ISREG(current.st_mode))
-        if not os.fstat(self._handle).st_size:  # a pipe has no size either
+        if not os.fstat(self._handle).st_size:  # also a pipe
             return self._handle, False
         os.lseek(self._handle, -1, os.SEEK_END)  # does not change where O_APPEND writes
         return self._handle, os.read(self._handle, 1) != b"\n"
@@ -138,7 +136,7 @@ class LineAppender:
     def _open(self, *, regular: bool) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        # A pipe without a reader must not block, and opening it for reading would be a reader.
+        # A pipe without a reader must not block. Opening it for reading would make one.
         flags |= os.O_RDWR if regular else os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)
         flags |= 0 if self._follow_links else getattr(os, "O_NOFOLLOW", 0)
         return os.open(self.path, flags, 0o666)
@@ -154,7 +152,7 @@ class LineAppender:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file. A longer one than `MAX_LINE` is cut to that and one byte more."""
+    """The lines of a file. A line above `MAX_LINE` is cut to `MAX_LINE` + 1 bytes."""
     while line := file.readline(MAX_LINE + 1):
         if len(line) > MAX_LINE:
             end = line
@@ -165,7 +163,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def first_line(path: Path) -> bytes | None:
-    """The first line that is not blank, or None; may raise OSError."""
+    """The first line that is not blank, or None. May raise OSError."""
     with open(path, "rb", opener=regular_file.opener) as file:
         return next((line for line in lines_of(file) if line.strip()), None)
 
@@ -174,7 +172,7 @@ def lines_reversed(path: Path) -> Iterator[bytes]:
     """The lines of a file from last to first, read in blocks, without those over `MAX_LINE`."""
     with open(path, "rb", opener=regular_file.opener) as file:
         place, rest, size = file.seek(0, os.SEEK_END), b"", _BLOCK
-        too_long = False  # in a line that is not held
+        too_long = False  # inside a line above MAX_LINE
         while place > 0:
             size = min(size, place)
             place -= size

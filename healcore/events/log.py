@@ -1,6 +1,6 @@
-"""Writes the events file, and reads what is whole in it while other lines may be damaged.
+"""Writes the events file, and reads its whole lines while other lines may be damaged.
 
-A disk that fails costs events, never the training.
+A failing disk costs events, never the training.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from healcore.events.json_lines import MAX_LINE, LineAppender
 from healcore.events.process import current_process, environment
 
 SCHEMA = 2
-"""Version of the format. Changed or removed fields need a new one, added fields or kinds do not."""
+"""Version of the format. Needed if fields change or go, not if fields are added."""
 
 Event = dict[str, Any]
 
 
 # A kill loses nothing: the line is in the kernel when `write` returns. A power cut loses what the
-# kernel has not written yet (Linux: some 30 s). So the log waits for the disk at these events, and
-# not at every alarm: those come many at a time, on a disk that may be busy.
+# kernel has not written yet (Linux: some 30 s). The log waits for the disk at these kinds only:
+# alarms come many at a time.
 _DURABLE = frozenset({"start", "incident", "rollback", "stop", "end"})
 
 
@@ -36,17 +36,20 @@ _DURABLE = frozenset({"start", "incident", "rollback", "stop", "end"})
 
 
 class Log:
-    """Appends events to a file; several processes may do so at once.
+    """Appends events to a file, to which other processes may write too.
 
-    No method raises. Events that could not be written are counted in `lost` and reported in the
-    field `lost` of the next one that can be, and the first time by the logger `healcore`. The file
-    continues where an earlier process ended; without a `path` nothing is written. `run` is an id of
-    this process alone (None: a new one), `follow_links` is as in `LineAppender`.
+    No method raises. Lost events are counted in `lost`, reported in the field `lost` of the next
+    event, and the first time by the logger `healcore`.
+
+    Args:
+        path: the events file, or None to write nothing.
+        run: id of this process, or None for a new id.
+        follow_links: as in `LineAppender`.
 
     Attributes:
-        seq: number of the next event.
-        lost: events that could not be written, so far.
-        error: why the last one could not; None if it could.
+        seq: number of the next event. Continues after the last event in the file.
+        lost: number of events that could not be written.
+        error: why the last event could not be written, or None.
     """
 
     def __init__(
@@ -73,17 +76,16 @@ class Log:
             self._renumber()
 
     def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
-        """Appends one event; returns whether it is in the file.
+        """Appends one event. Returns whether the event is in the file.
 
         `kind` is one of `schema.KINDS`; `start` also gets the process and its environment. `step`
-        is the index of the optimizer step, from 0; None: there is none. Fields that are None are
-        left out, and values that JSON does not have become text.
+        is the index of the optimizer step, or None. Fields that are None are not written.
         """
         if self._out is None:
             return False
         with self._lock:
             seq = self.seq
-            self.seq += 1  # first of all: an interrupting handler gets the next number
+            self.seq += 1  # first, so that an interrupting signal handler gets the next number
             try:
                 line, lost = self._line(seq, kind, step, fields), self.lost
                 self._out.append(line, durable=kind in _DURABLE)
@@ -95,7 +97,7 @@ class Log:
             return True
 
     def forked(self) -> None:
-        """Called in a forked child, in which the thread that held the lock does not exist."""
+        """Replaces the lock in a forked child: the thread that held it does not exist there."""
         self._lock = threading.RLock()
 
     def close(self) -> None:
@@ -105,7 +107,7 @@ class Log:
                 self._out.close()
 
     def _renumber(self) -> None:
-        """Goes on after the last event in the file."""
+        """Continues the numbers after the last event in the file."""
         with contextlib.suppress(Exception):  # an unreadable file may still be writable
             assert self.path is not None
             event = last(self.path) if self.path.is_file() else None
@@ -142,7 +144,7 @@ class Log:
 
 
 def new_run() -> str:
-    """A run id: its start and a random part."""
+    """A new run id: the time and a random part."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
 
 
@@ -155,20 +157,20 @@ def now() -> str:
 
 
 class LineProblem(NamedTuple):
-    """A damaged line, or one that should not be there; `line` counts from 1."""
+    """A damaged or unexpected line; `line` counts from 1."""
 
     line: int
     problem: str
 
 
 class History(NamedTuple):
-    """The events of a file, in its order, and its bad lines."""
+    """The events of a file in its order, and its bad lines."""
 
     events: list[Event]
     problems: list[LineProblem]
 
     def runs(self) -> dict[str, list[Event]]:
-        """Run id -> its events by number (clocks jump); runs in the order of their first events."""
+        """Run id -> its events by number, because clocks jump. Runs are in order of first event."""
         found: dict[str, list[Event]] = {}
         for event in self.events:
             found.setdefault(event["run"], []).append(event)
@@ -176,11 +178,10 @@ class History(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Reads a file, also while it is being written; raises OSError if it cannot be read.
+    """Reads a file, which may still be written. Raises OSError if it cannot be read.
 
-    Lines that are damaged (torn by a kill, a full disk, a power cut) are left out and listed; a
-    last line without its end is one of them. They never cost another writer's lines. The events
-    take some 30 bytes of memory for each byte of the file.
+    Damaged lines (torn by a kill, a full disk, a power cut) are skipped and listed, also an
+    incomplete last line. The events take some 30 bytes of memory for each byte of the file.
     """
     events: list[Event] = []
     problems: list[LineProblem] = []
@@ -213,13 +214,13 @@ def read(path: str | os.PathLike[str]) -> History:
 
 
 def last(path: str | os.PathLike[str]) -> Event | None:
-    """The last whole event of a file, read from its end; None: there is none. May raise OSError."""
+    """The last whole event of a file, or None. Reads from the end. May raise OSError."""
     parsed = map(parse, json_lines.lines_reversed(Path(path)))
     return next((event for event in parsed if not isinstance(event, str)), None)
 
 
 def parse(line: bytes) -> Event | str:
-    """The event in a line, or why there is none. Events of schema 1 get the names of schema 2."""
+    """The event in a line, or the reason why the line is not an event."""
     if len(line) > MAX_LINE:
         return f"longer than {MAX_LINE >> 20} MB, which no event is"
     try:
@@ -234,9 +235,4 @@ def parse(line: bytes) -> Event | str:
     for name in ("run", "kind"):
         if not isinstance(event.get(name), str):
             return f"{name} is not a string: {event.get(name)!r:.80}"
-    if event["schema"] == 1:
-        if "untold_alarms" in event:
-            event["unreported_alarms"] = event.pop("untold_alarms")
-        if event["kind"] == "rollback" and event.get("outcome") == "finished after a crash":
-            event["outcome"] = "after_crash"
     return event

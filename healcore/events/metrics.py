@@ -1,7 +1,7 @@
 """Writes the metrics file: one JSON object per step, for `healcore replay`, `report` and `watch`.
 
-The numbers are those that the host reads anyway, `lag` steps after the step: no further copy, no
-sync. docs/events.md describes the fields.
+The host reads these numbers anyway, `lag` steps after the step: there is no further copy or sync.
+docs/events.md describes the fields.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SCHEMA = 1
 KIND = "step"
 
 _SECONDS = 0.5
-"""Lines are held back this long: a write per step would be a system call per step."""
+"""Time for which lines are buffered: unbuffered, each step would make a system call."""
 _LINES = 1000
 _UNTHINNED = 50_000
-"""Lines before a thinned file gets every second step only, then every fourth, and so on."""
+"""Lines after which a thinned file has every second step only, then every fourth, and so on."""
 _LINE_BYTES = 300
 
 
 def stem(path: Path) -> str:
-    """The common part of the names of a run's files: `run` of `run.events.jsonl`."""
+    """The common part of the names of a run's files: `run` for `run.events.jsonl`."""
     return re.sub(r"(\.events|\.metrics)?\.jsonl?$", "", path.name)
 
 
@@ -42,17 +42,19 @@ def path_next_to(events: Path) -> Path:
 
 
 class Metrics:
-    """Appends a line per step and engine. No method raises; without a `path` nothing is written.
+    """Appends a line per step and engine. No method raises.
 
-    With `tracked` the fields of each line are made without a file too, for the run's trackers.
+    After a rollback or a restart the file continues with a smaller `step`: the new lines replace
+    the lines of the undone steps. A killed process loses half a second.
 
-    After a rollback or a restart the file continues with a smaller `step`: the lines from there on
-    replace those of the undone steps. A killed process loses half a second.
-
-    `thinned` keeps the file small, 15 MB more each time the run gets twice as long: after 50,000
-    lines only every second step is written, after 100,000 every fourth, and so on; of the steps
-    with an alarm the same. A line that stands for several steps has `"every"`. `follow_links` is as
-    in `LineAppender`.
+    Args:
+        path: the file, or None to write nothing.
+        run: the run's id, as in its events.
+        thinned: write every second step only after 50,000 lines, every fourth after 100,000, and so
+            on. Steps with an alarm are thinned separately. A line for several steps has `"every"`.
+            The file grows by 15 MB each time the run gets twice as long.
+        follow_links: as in `LineAppender`.
+        tracked: `write` returns the fields of every step, for the run's trackers.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Metrics:
         self._out = None if path is None else LineAppender(Path(path), follow_links=follow_links)
         self._thinned, self._tracked = thinned, tracked
         self._counts = [_lines_in(path) if path is not None and thinned else 0, 0]
-        """Lines without and with an alarm."""
+        """Number of lines without and with an alarm."""
         self._lines: list[str] = []
         self._flushed = time.monotonic()
         self._judged: dict[str, int] = {}
@@ -79,8 +81,7 @@ class Metrics:
     def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
         """Adds a step of one engine, with the engine's name if the run has `several`.
 
-        Returns:
-            The fields of its line; None: there are none, or nobody needs them.
+        Returns the fields of the line, or None if nobody needs them.
         """
         if (self._out is None and not self._tracked) or not record.judged:
             return None
@@ -95,7 +96,7 @@ class Metrics:
                 return fields
             self._counts[alarmed] += 1
             self._lines.append(self._line(step, fields, every))
-        except Exception:  # values of a driver; the training does not end for a log line
+        except Exception:  # a value of the driver; the training continues
             self.lost += 1
             fields = None
         if len(self._lines) >= _LINES or time.monotonic() - self._flushed >= _SECONDS:
@@ -103,11 +104,11 @@ class Metrics:
         return fields
 
     def went_back(self) -> None:
-        """Forgets the engines' step counts, which can come again after a rollback."""
+        """Forgets the engines' step counts, which repeat after a rollback."""
         self._judged.clear()
 
     def flush(self) -> None:
-        """Writes the lines held back."""
+        """Writes the buffered lines."""
         self._flushed = time.monotonic()
         if self._out is None or not self._lines:
             return
@@ -128,7 +129,7 @@ class Metrics:
             self._out.close()
 
     def forked(self) -> None:
-        """Called in a forked child: the parent writes the lines held back."""
+        """Drops the buffer in a forked child: the parent writes these lines."""
         self._lines = []
 
     def _line(self, step: int, fields: dict[str, Any], every: int) -> str:
@@ -165,9 +166,9 @@ class Metrics:
         return line
 
     def _signals(self, record: StepRecord) -> dict[str, Any]:
-        """Loss and norm of the step; "nan" where the engine kept an earlier, finite one.
+        """Loss and norm of the step; "nan" where the engine kept an earlier, finite value.
 
-        The engine starts with zeros: a signal that has always been 0 is one that is not given.
+        The engine starts with zeros: a signal that has always been 0 is not given.
         """
         logged = self._logged.setdefault(record.engine, set())
         found: dict[str, Any] = {}
@@ -183,7 +184,7 @@ class Metrics:
 
 
 def _lines_in(path: str | os.PathLike[str]) -> int:
-    """About how many lines an earlier process has written."""
+    """Estimated number of lines of earlier processes."""
     try:
         return os.stat(path).st_size // _LINE_BYTES
     except OSError:

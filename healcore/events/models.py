@@ -1,7 +1,7 @@
 """Defines the fields of an event and of a line of the metrics, as pydantic models.
 
 The JSON Schema, the tables in docs/events.md and all readers use them. Nothing is validated when an
-event is written: a value of the wrong type is better in the file than lost.
+event is written, so that a value of the wrong type is not lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import (
 from healcore.core.verdict import Action, Cause
 
 NONFINITE = ("nan", "inf", "-inf")
-"""Numbers that JSON does not have, as strings that `float` takes."""
+"""Numbers that JSON does not have, as strings that `float` reads."""
 
 LARGEST = 2**53
 """Readers that have only doubles round larger numbers."""
@@ -47,9 +47,9 @@ class RollbackOutcome(enum.StrEnum):
 
     DONE = "done"
     TRIAL = "trial"
-    """Taken again from a snapshot, to see whether the fault comes again."""
+    """A re-run from a snapshot, to see whether the fault is transient."""
     AFTER_CRASH = "after_crash"
-    """A kill interrupted it, and the next process finished it."""
+    """A kill interrupted the rollback, and the next process finished it."""
 
 
 class RerunVerdict(enum.StrEnum):
@@ -59,7 +59,7 @@ class RerunVerdict(enum.StrEnum):
     REPRODUCIBLE = "reproducible"
 
 
-# -- types: the title is their name in docs/events.md ---------------------------------------------
+# -- types: the title is the name of the type in docs/events.md -----------------------------------
 
 
 def _names(flags: type[Cause] | type[Action]) -> Any:
@@ -104,7 +104,7 @@ BatchList = Annotated[list[BatchPair], Field(title="array of `[epoch, index]`")]
 
 
 class _EventsModel(BaseModel):
-    # Fields that a later version adds are ignored.
+    # Fields of later versions are ignored.
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
@@ -133,7 +133,7 @@ class StacksRecord(_EventsModel):
 
 
 class RankRecord(_EventsModel):
-    """What one rank has seen or proposes."""
+    """What one rank has observed or proposes."""
 
     rank: Whole
     outcome: Text | None = None
@@ -150,11 +150,11 @@ OfRanks = Annotated[
 ]
 EvidenceList = Annotated[list[EvidenceRecord], Field(title="array of `{name, grad_norm}`")]
 StacksList = Annotated[list[StacksRecord], Field(title="array of `{ranks, stacks}`")]
-EndingName = Annotated[Ending, Field(strict=False)]  # from its text
+EndingName = Annotated[Ending, Field(strict=False)]  # reads the text of the enum
 
 
 def _may(about: str) -> Any:
-    """A field that any event may have. None: it is not in the file, which has no null there."""
+    """A field that any event may have; None if the field is absent."""
     return Field(default=None, description=about)
 
 
@@ -163,52 +163,56 @@ def _has(about: str) -> Any:
 
 
 class EventHead(_EventsModel):
-    """What every event has."""
+    """Fields of every event."""
 
     schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 2.")
     seq: Whole = _has(
-        "Counts events, also those that could not be written; continues from the file's last."
+        "Number of the event, including lost events; continues from the last event in the file."
     )
-    run: Text = _has("Id of the run: of one process, from its start to its end.")
+    run: Text = _has("Id of the process that writes the events.")
     time: Time = _has("Wall time, ISO 8601, UTC.")
     mono: Seconds = _has("Monotonic clock, for durations within one run.")
-    kind: Text = _has("What happened; see below.")
+    kind: Text = _has("Kind of the event, see below.")
     step: MaybeWhole = _has("Index of the optimizer step, from 0.")
 
 
 class EventFields(_EventsModel):
-    """What any event may have. `schema.KINDS` lists which ones a kind always has.
+    """Fields that any event may have. `schema.KINDS` lists the required fields of each kind.
 
-    A field means the same, and has the same type, in every kind of event.
+    A field has the same meaning and type in every kind.
     """
 
-    lost: WholeFromOne = _may("Events before this one that could not be written.")
+    lost: WholeFromOne = _may("Number of events before this event that could not be written.")
     # What was seen.
-    incident: Whole = _may("Number of the incident that it is part of; 0: of none.")
-    onset: Whole = _may("Step of its first alarm.")
+    incident: Whole = _may("Number of the incident; 0 outside of incidents.")
+    onset: Whole = _may("Step of the first alarm.")
     engine: Text = _may("The optimizer's name in the state, where there are several.")
-    cause: Causes = _may("Why something is wrong.")
-    readings: ReadingsField = _may("The numbers behind it; the last finite loss and norm.")
+    cause: Causes = _may("Causes of the alarm.")
+    readings: ReadingsField = _may("The numbers that were judged; the last finite loss and norm.")
     evidence: EvidenceList = _may("Tensors whose gradients stood out, the worst first.")
-    batches: BatchList = _may("The step's batches, or those that were left out.")
+    batches: BatchList = _may("Batches of the step, or the skipped batches.")
     # What was done.
-    action: Actions = _may("What is done about it on the host.")
-    ordered: Actions = _may("What the policy had ordered, where a hook overrode it.")
-    observed: Truth = _may("True: nothing is done, the policy only observes.")
-    skip: Truth = _may("The step was skipped within the step.")
+    action: Actions = _may("Actions on the host.")
+    ordered: Actions = _may("Order of the policy that a hook has overridden.")
+    observed: Truth = _may("true: the policy only observes, and nothing is done.")
+    skip: Truth = _may("The update of the step was skipped.")
     grad_scale: Number = _may("Factor on the step's gradients.")
-    lr_scale_before: Number = _may("The learning-rate multiplier until now.")
-    lr_scale: Number = _may("The learning-rate multiplier from now on.")
+    lr_scale_before: Number = _may("Earlier learning-rate multiplier.")
+    lr_scale: Number = _may("New learning-rate multiplier.")
     lr: Number = _may("The schedule's learning rate at `step`, without the multiplier.")
-    lr_limit: Number = _may("The learning rate that a cut lets the run have at most, for now.")
-    lr_at_fault: Number = _may("The learning rate in force at which the run broke, if a rate has.")
-    number: WholeFromOne = _may("Of the rollback, over the whole run.")
-    depth: Whole = _may("How many known-good checkpoints to go back.")
-    checkpoint: Whole = _may("Step of the checkpoint that was used, or that the event is about.")
-    repeated: Truth = _may("An earlier rollback went there too, and nothing is older.")
-    initial: Truth = _may("It is the snapshot that the run started from.")
-    moments_reset: Truth = _may("The optimizers' moments are as at the start of a run.")
-    rewound: Truth = _may("The data was rewound; false: it goes on forward.")
+    lr_limit: Number = _may("Upper limit of the learning rate after a cut.")
+    lr_at_fault: Number = _may(
+        "Learning rate at which the run broke, if a learning rate is the cause."
+    )
+    number: WholeFromOne = _may("Number of the rollback in the whole run.")
+    depth: Whole = _may("How many known-good checkpoints the rollback goes back.")
+    checkpoint: Whole = _may(
+        "Step of the restored checkpoint, or of the checkpoint that the event is about."
+    )
+    repeated: Truth = _may("An earlier rollback restored the same checkpoint, and none is older.")
+    initial: Truth = _may("The checkpoint is the snapshot from the start of the run.")
+    moments_reset: Truth = _may("The moments of the optimizers were reset.")
+    rewound: Truth = _may("The data was rewound; false: the data continues forward.")
     outcome: Text = _may(
         f"The result. Of a rollback: {', '.join(RollbackOutcome)}; of a re-run: "
         f"{', '.join(RerunVerdict)}; of the data: a sentence."
@@ -226,49 +230,51 @@ class EventFields(_EventsModel):
         "repetition",
         "budget",
         "nothing",
-    ] = _may("What the verdict is based on.")
+    ] = _may("Basis of the verdict.")
     rise: MaybeNumber = _may(
-        "Loss of the step's batch with the current weights, minus that with the earlier ones."
+        "Loss of the step's batch with the current weights minus the loss with the earlier weights."
     )
-    rise_remembered: MaybeNumber = _may("The same for a batch trained on since the earlier ones.")
-    sign: Text = _may("What an exception was recognised by: its type, an HTTP status, an errno.")
-    answer: Text = _may("What is done about a fault: a word of the policy's `do`.")
+    rise_remembered: MaybeNumber = _may(
+        "The same for a batch that was trained on since the earlier weights."
+    )
+    sign: Text = _may("How an exception was recognized: its type, an HTTP status, an errno.")
+    answer: Text = _may("Response to a fault: a word of the policy's `do`.")
     attempt: WholeFromOne = _may("Number of the attempt at a network call.")
     wait_s: Seconds = _may("Seconds until the next attempt.")
     samples: WholeFromOne = _may("Samples of the batch.")
-    size_before: WholeFromOne = _may("Samples in its largest part until now.")
-    size: WholeFromOne = _may("Samples in its largest part from now on.")
-    bytes: Whole = _may("What could not be allocated, where the message says it.")
+    size_before: WholeFromOne = _may("Samples in the largest part, earlier.")
+    size: WholeFromOne = _may("Samples in the largest part, from now on.")
+    bytes: Whole = _may("Bytes that could not be allocated, if the message has them.")
     hook: Text = _may("Name of the hook.")
-    seconds: Seconds = _may("How long it took; of a hang, how long it has lasted.")
+    seconds: Seconds = _may("Duration; of a hang, the duration so far.")
     stacks: StacksList = _may(
-        "Python stacks of a run that hangs; once for ranks that stand at the same place."
+        "Python stacks of a run that hangs; ranks at the same place share an entry."
     )
     diagnosis: Text = _may("For a person, in plain words.")
     severity: Literal["warning", "error"] = _may(
-        "Whether the run can go on as it is; an error loses it."
+        "`warning`: the run can continue; `error`: the run is lost."
     )
-    references: Texts = _may("Where the answer to the cause is published.")
+    references: Texts = _may("Publications about the response to the cause.")
     # The run.
     host: Text = _may("Host name.")
     pid: Whole = _may("Process number.")
     boot: Text = _may("The kernel's id of the boot.")
-    born: Whole = _may("When the process began, in clock ticks from the boot.")
+    born: Whole = _may("Start of the process, in clock ticks from the boot.")
     environment: Versions = _may("Versions: healcore, Python, system, frameworks.")
     policy: Text = _may("Name of the policy.")
-    fingerprint: Text = _may("Of the policy.")
+    fingerprint: Text = _may("Fingerprint of the policy.")
     policy_toml: Text = _may("The policy as TOML, with every key.")
-    mode: Literal["heal", "observe"] = _may("Of the policy.")
+    mode: Literal["heal", "observe"] = _may("Mode of the policy.")
     framework: Literal["torch", "jax"] = _may("Framework of the run.")
     store: Text = _may("Where checkpoints go.")
     lag: Whole = _may("Steps after which a step's numbers are read.")
     save_every: WholeFromOne = _may("Steps between saves.")
     rank: Whole = _may("Number of this process in the run.")
-    world: WholeFromOne = _may("How many processes the run has.")
-    of_ranks: OfRanks = _may("What each of the processes has seen or proposes, where they differ.")
+    world: WholeFromOne = _may("Number of processes of the run.")
+    of_ranks: OfRanks = _may("What each process has observed or proposes, where they differ.")
     ending: EndingName = _may("How the process ended.")
-    resumes: Truth = _may("There are checkpoints of an earlier process to go on from.")
-    unreported_alarms: WholeFromOne = _may("Alarms without an event of their own.")
+    resumes: Truth = _may("The run continues from checkpoints of an earlier process.")
+    unreported_alarms: WholeFromOne = _may("Number of alarms without an own event.")
     incidents: Whole = _may("Incidents so far.")
     rollbacks: Whole = _may("Rollbacks so far.")
     last_good: Whole = _may("Step of the newest known-good checkpoint.")
@@ -281,8 +287,8 @@ class EventModel(EventFields, EventHead):
 class EventRecord(EventFields):
     """One event as it is read, without values of the wrong type.
 
-    `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None: a file may be
-    damaged, edited, or of a newer healcore.
+    `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because a file may
+    be damaged, edited, or written by a newer healcore.
     """
 
     seq: Whole = 0
@@ -294,11 +300,11 @@ class EventRecord(EventFields):
 
 
 _NAMED = frozenset({"cause", "action", "ordered"})
-"""Lists of names, which may hold those of a newer healcore."""
+"""Lists of names, which may contain names of a newer healcore."""
 
 
 def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
-    """An event from `log.parse` without values of the wrong type, and the names of their fields."""
+    """Validates an event from `log.parse`. Returns it without invalid fields, and their names."""
     try:
         return EventRecord.model_validate(event), []
     except ValidationError as error:
@@ -320,27 +326,27 @@ class MetricsModel(_EventsModel):
     """A line of the metrics file: one step of one engine."""
 
     schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 1.")
-    kind: Literal["step"] = _has("What the line is.")
-    run: Text = _has("The run's id, as in its events.")
+    kind: Literal["step"] = _has("Kind of the line.")
+    run: Text = _has("Id of the run, as in its events.")
     time: Seconds = _has("Wall time since 1970.")
     step: Whole = _has(
-        "Index of the optimizer step, from 0. When it goes back, the run went back, or was "
-        "restarted: what follows replaces the lines from that step on."
+        "Index of the optimizer step, from 0. A smaller step than before follows a rollback or a "
+        "restart: the new lines replace the lines from that step on."
     )
     every: WholeFromOne = _may(
-        "Steps that a line stands for, where the file is thinned; absent: one."
+        "Number of steps that the line stands for in a thinned file; 1 if absent."
     )
     engine: Text = _may("The optimizer's name in the state, where there are several.")
     loss: Number = _may(
-        'As judged; "nan" stands for Inf too. Absent: not given, or something else (a GradScaler) '
-        "skipped the step."
+        'As judged; "nan" stands for Inf too. Absent if not given, or if something else (a '
+        "GradScaler) skipped the step."
     )
     grad_norm: Number = _may("As judged, like `loss`.")
-    threshold: Number = _has("As in an event's `readings`; 0: none is in force.")
+    threshold: Number = _has("As in an event's `readings`; 0 without a limit.")
     z: Number = _has("As in an event's `readings`.")
     z_loss: Number = _has("As in an event's `readings`.")
     grad_scale: Number = _has("Factor on the step's gradients.")
     lr_scale: Number = _has("The learning-rate multiplier.")
-    skip: Truth = _has("The step was skipped within the step.")
-    cause: Causes = _has("Why something is wrong.")
-    action: Actions = _has("What is done about it on the host.")
+    skip: Truth = _has("The update of the step was skipped.")
+    cause: Causes = _has("Causes of the alarm.")
+    action: Actions = _has("Actions on the host.")

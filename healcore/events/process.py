@@ -1,4 +1,4 @@
-"""Identifies the process that wrote something, whether it still runs, and its versions."""
+"""Identifies a process, tells whether it still runs, and lists the installed versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import healcore
 
-# Not the command line and not the environment variables: both hold people's keys and passwords.
+# Versions only: the command line and environment variables may contain passwords.
 _PACKAGES = (
     "numpy",
     "torch",
@@ -29,17 +29,17 @@ _PACKAGES = (
 
 
 class Process(NamedTuple):
-    """A process, distinct from every later one with the same number."""
+    """A process, distinct from later processes with the same number."""
 
     host: str
     pid: int
     boot: str | None
     """The kernel's id of this boot; None on systems without one (not Linux)."""
     born: int | None
-    """Clock ticks from the boot to its start; in a container every run may have the same `pid`."""
+    """Clock ticks from the boot to its start, or None. In a container `pid` may repeat."""
 
     def gone(self) -> bool | None:
-        """Whether it has ended; None: not visible from here, such as on another host."""
+        """Whether it has ended, or None if that is not visible, such as on another host."""
         me = current_process()
         if self.host != me.host:
             return None
@@ -59,7 +59,7 @@ def current_process() -> Process:
 
 
 def pid_gone(pid: int) -> bool | None:
-    """Whether no process of this machine has the number, or only a zombie; None: not known."""
+    """Whether no process has the number, except a zombie. None if unknown."""
     if os.name != "posix":  # on Windows `os.kill(pid, 0)` is Ctrl-C
         return None
     try:
@@ -68,13 +68,13 @@ def pid_gone(pid: int) -> bool | None:
         return True
     except (PermissionError, OverflowError):
         pass
-    # A zombie was killed and waits for its parent to read the status: it writes nothing more.
+    # A zombie has ended and waits for its parent to read the status.
     return _stat(pid)[0] == "Z"
 
 
 @functools.cache
 def machine() -> str:
-    """Host name and machine id, which identify a machine or container across boots."""
+    """Host name and machine id, the same across boots."""
     try:
         machine_id = Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -91,9 +91,9 @@ def _boot() -> str | None:
 
 
 def _stat(pid: int) -> tuple[str | None, int | None]:
-    """State and start of a process; None where the system does not have them."""
+    """State and start time of a process, or None on systems without /proc."""
     try:
-        # The name of the program comes second, in brackets, and may hold anything.
+        # The second field is the program's name in brackets, and may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):

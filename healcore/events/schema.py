@@ -17,9 +17,9 @@ class EventKind(NamedTuple):
     """One kind of event."""
 
     when: str
-    """When it is written; what `step` is, if not the step that the run is at."""
+    """When it is written, and what `step` is, if not the current step."""
     needs: tuple[str, ...] = ()
-    """Fields that it always has, besides `ENVELOPE`. Any other may be added."""
+    """Fields that it always has besides `ENVELOPE`."""
 
 
 KINDS: dict[str, EventKind] = {
@@ -28,15 +28,15 @@ KINDS: dict[str, EventKind] = {
         ("host", "pid", "environment", "policy"),
     ),
     "resume": EventKind(
-        "The run goes on from a checkpoint of an earlier process.", ("checkpoint",)
+        "The run continues from a checkpoint of an earlier process.", ("checkpoint",)
     ),
     "alarm": EventKind("A step with a cause. `step` is that step.", ("cause", "readings")),
     "incident": EventKind(
         "An incident begins. `step` is the step that was judged.", ("incident", "onset", "cause")
     ),
     "alert": EventKind(
-        "A rule alerts on a cause: at its first step in an incident; outside of incidents at its "
-        "1st, 10th, 100th. `step` is the step that was judged.",
+        "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
+        "incidents at its 1st, 10th, 100th. `step` is the step that was judged.",
         ("cause", "action", "severity", "diagnosis", "references"),
     ),
     "order": EventKind(
@@ -54,49 +54,47 @@ KINDS: dict[str, EventKind] = {
     ),
     "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
     "quarantine": EventKind(
-        "A checkpoint is quarantined: newer than the one restored.", ("checkpoint",)
+        "A checkpoint that is newer than the restored checkpoint is quarantined.", ("checkpoint",)
     ),
     "damaged": EventKind(
-        "A checkpoint's bytes are not those that were saved. `step` is the checkpoint's.",
+        "The bytes of a checkpoint have changed since the save. `step` is the checkpoint's.",
         ("problem",),
     ),
-    "rollback_begin": EventKind("A rollback begins, and is in the journal.", ("onset",)),
+    "rollback_begin": EventKind("A rollback begins. It is in the journal.", ("onset",)),
     "rollback": EventKind(
         "A rollback is done. `step` is where it started.", ("checkpoint", "outcome")
     ),
-    "skipped_batches": EventKind("Exactly these batches were left out.", ("batches",)),
+    "skipped_batches": EventKind("The run skips exactly these batches.", ("batches",)),
     "data": EventKind("How the data was positioned.", ("outcome",)),
     "lr": EventKind(
-        "The learning-rate multiplier was cut (`action`: `CUT_LR`), has left 1, or is back there.",
+        "The learning-rate multiplier was cut (`action`: `CUT_LR`), has left 1, or is 1 again.",
         ("lr_scale_before", "lr_scale"),
     ),
-    "rerun": EventKind("A suspicious step is taken once more from a snapshot.", ("checkpoint",)),
-    "verdict": EventKind("What the re-run showed.", ("outcome",)),
+    "rerun": EventKind("A suspicious step is repeated from a snapshot.", ("checkpoint",)),
+    "verdict": EventKind("The result of the re-run.", ("outcome",)),
     "hook": EventKind("A hook overrode an order, or raised."),
     "fault": EventKind(
-        "An exception was classified, or a step does not return. With `answer` something is done "
-        "about it; otherwise it goes on.",
+        "An exception was classified, or a step does not return. `answer` is the action; without "
+        "`answer` the exception propagates.",
         ("cause", "problem"),
     ),
     "vote": EventKind(
-        "The processes of the run have exchanged what only some of them knew, and all do the "
-        "most severe of it: report, save, end or stop.",
+        "The processes of the run have exchanged their proposals, and all carry out the most "
+        "severe: report, save, end or stop.",
         ("outcome", "why", "of_ranks"),
     ),
     "grow": EventKind(
-        "Larger parts of a batch, which once ran out of memory, are tried again.",
+        "Larger parts of a batch, which ran out of memory earlier, are tried again.",
         ("samples", "size_before", "size"),
     ),
     "retried": EventKind("A network call has succeeded after it had failed.", ("attempt",)),
     "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
-    "problem": EventKind(
-        "Something that did not stop the run and that a person should know.", ("problem",)
-    ),
-    "end": EventKind("The process ends; a process that is killed writes none.", ("ending",)),
+    "problem": EventKind("A problem that does not stop the run.", ("problem",)),
+    "end": EventKind("The process ends. A killed process does not write this event.", ("ending",)),
 }
 
 SEVERE = frozenset({"alert", "rollback", "stop", "problem", "save_failed", "damaged", "fault"})
-"""Kinds that a person should see at once: highlighted by `healcore watch`, alerts in trackers."""
+"""Kinds that `healcore watch` highlights and that trackers alert on."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -124,7 +122,7 @@ def metrics_schema() -> dict[str, Any]:
 def _document(model: type[BaseModel], title: str) -> dict[str, Any]:
     found = model.model_json_schema()
     for name, shape in found["properties"].items():
-        if shape.get("default", 0) is None:  # a field without a value is left out, never null
+        if shape.get("default", 0) is None:  # a field without a value is absent, never null
             del found["properties"][name]["default"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

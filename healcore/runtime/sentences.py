@@ -1,7 +1,7 @@
-"""Says in words what happened in a run: events, incidents, states and counts.
+"""Describes events, incidents, states and counts of a run in words.
 
-The report, `healcore watch`, `healcore events show`, trackers and the demo have their sentences
-from here; the diagnosis of a run's end is `healcore.runtime.postmortem.diagnosis`.
+The report, `healcore watch`, `healcore events show`, trackers and the demo use these sentences. The
+diagnosis at the end of a run is in `healcore.runtime.postmortem.diagnosis`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ STATES = {
     RunState.INTERRUPTED: "interrupted from the keyboard",
     RunState.KILLED: "killed",
     RunState.ENDED: "ended",
-    RunState.GONE: "killed: it wrote no end, and its process is gone",
+    RunState.GONE: "killed: the process is gone, and there is no end event",
     RunState.RUNNING: "still running",
-    RunState.UNKNOWN: "not known: still running, or killed",
+    RunState.UNKNOWN: "unknown: still running, or killed",
 }
 
 
@@ -39,12 +39,12 @@ def flag_names(flags: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """One, two and three."""
+    """Joins names: "one, two and three"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def step_range(first: float, last: float) -> str:
-    """One step, or the first and the last."""
+    """A step, or the first and the last step."""
     return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
 
 
@@ -52,25 +52,25 @@ def step_range(first: float, last: float) -> str:
 
 
 def sentence(event: EventRecord) -> str:
-    """What happened; empty for kinds whose fields say all."""
+    """The sentence of an event, or an empty string for kinds without a sentence."""
     return _SENTENCES[event.kind][0](event) if event.kind in _SENTENCES else ""
 
 
 def sentence_and_fields(event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The sentence of an event, and its fields that the sentence does not have in full."""
+    """The sentence of an event, and the fields that the sentence does not contain in full."""
     found, wrong = record(event)
     _, said = _SENTENCES.get(found.kind, (None, ""))
-    left_out = {*ENVELOPE, *said.split()} - {*wrong}
-    return sentence(found), {name: each for name, each in event.items() if name not in left_out}
+    hidden = {*ENVELOPE, *said.split()} - {*wrong}
+    return sentence(found), {name: each for name, each in event.items() if name not in hidden}
 
 
 def mark(mark: Mark) -> str:
-    """What happened at a place on the axis."""
+    """The sentence of a mark on the step axis."""
     return "a live run would have ended here" if mark.event is None else sentence(mark.event)
 
 
 def _start(event: EventRecord) -> str:
-    observed = " (it observes, and changes nothing)" if event.mode == "observe" else ""
+    observed = " (observes, changes nothing)" if event.mode == "observe" else ""
     framework = event.framework or ""
     return f"run {event.run} begins: {framework}, policy {_or(event.policy)}{observed}"
 
@@ -87,15 +87,15 @@ def _order(event: EventRecord) -> str:
 
 def _rollback(event: EventRecord) -> str:
     if event.outcome == RollbackOutcome.TRIAL:
-        return f"replayed from step {event.checkpoint}, to see whether it happens again"
+        return f"re-run from step {event.checkpoint}, to see whether the fault is transient"
     number = len(event.batches or ())
     parts = (
         f"from step {event.step or 0} back to the checkpoint of step {_or(event.checkpoint)}",
         Rollback.of(event).lr_text,
-        f"{counted(number, 'batch', 'batches')} left out" if number else "",
+        f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
         "the snapshot that the run started from" if event.initial else "",
-        "again: there is nothing older" if event.repeated else "",
+        "the same checkpoint as before: none is older" if event.repeated else "",
     )
     return ", ".join(filter(None, parts))
 
@@ -117,11 +117,11 @@ def _hook(event: EventRecord) -> str:
 
 
 def _fault(event: EventRecord) -> str:
-    """An exception, what it is by the table of failures, and what was done about it."""
+    """An exception, its kind by the table of failures, and the response."""
     causes = [Cause[name] for name in event.cause or () if name in Cause.__members__]
     kinds = ", ".join(f"{FAILURES[each].name} ({FAILURES[each].severity})" for each in causes)
     done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
-    return f"fault: {kinds or 'not known'}: {event.problem or ''}{done}"
+    return f"fault: {kinds or 'unknown'}: {event.problem or ''}{done}"
 
 
 def _or(value: object) -> object:
@@ -137,7 +137,7 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "alarm": (_alarm, "cause skip"),
     "incident": (
         lambda event: (
-            f"incident {_or(event.incident)}: {flag_names(event.cause or ()) or 'cause not known'}"
+            f"incident {_or(event.incident)}: {flag_names(event.cause or ()) or 'unknown cause'}"
         ),
         "incident cause",
     ),
@@ -150,10 +150,10 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "order": (_order, "action cause observed"),
     "rollback": (_rollback, "checkpoint outcome initial repeated"),
     "lr": (_lr, "why"),
-    "verdict": (lambda event: f"the re-run showed it to be {_or(event.outcome)}", "outcome"),
+    "verdict": (lambda event: f"the re-run: the fault is {_or(event.outcome)}", "outcome"),
     "grow": (
         lambda event: (
-            f"tries {_or(event.size)} samples at a time again, not {_or(event.size_before)}"
+            f"tries parts of {_or(event.size)} samples again, not {_or(event.size_before)}"
         ),
         "size size_before",
     ),
@@ -164,7 +164,7 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "hook": (_hook, "hook ordered action problem"),
     "fault": (_fault, "problem answer"),
     "retried": (
-        lambda event: event.why or f"a call has succeeded at attempt {_or(event.attempt)}",
+        lambda event: event.why or f"a call succeeded at attempt {_or(event.attempt)}",
         "why",
     ),
     "stop": (lambda event: f"stopped: {event.why or ''}", "why"),
@@ -174,9 +174,9 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
         "problem",
     ),
     "damaged": (lambda event: f"a checkpoint is damaged: {event.problem or ''}", "problem"),
-    "end": (lambda event: f"end: {event.ending or 'not known'}", "ending"),
+    "end": (lambda event: f"end: {event.ending or 'unknown'}", "ending"),
 }
-"""Kind -> its sentence, and the fields that the sentence has in full."""
+"""Kind -> its sentence, and the fields that the sentence contains in full."""
 
 
 # -- incidents ------------------------------------------------------------------------------------
@@ -192,9 +192,9 @@ def outcome(incident: Incident) -> str:
     if measures:
         return "; ".join(measures)
     return (
-        f"skipped {_skipped(incident)}, then training went on"
+        f"skipped {_skipped(incident)}, then training continued"
         if incident.skipped
-        else "training went on"
+        else "training continued"
     )
 
 
@@ -216,7 +216,7 @@ def _would(incident: Incident) -> str:
 def _replayed(incident: Incident) -> str:
     parts: list[str] = []
     if incident.denied:
-        parts.append("a rollback was due and none was left: the run would stop")
+        parts.append("a rollback was due and the budget was exhausted: the run would stop")
     elif "ROLLBACK" in incident.action:
         parts.append(f"would roll back{_more_rollbacks(incident)}")
     if "STOP" in incident.action and not incident.denied:
@@ -240,7 +240,7 @@ def _more_rollbacks(incident: Incident) -> str:
 
 
 def repeats(counts: Counts, *, would: bool) -> str:
-    """Rollbacks beyond one for each incident; empty: there are none."""
+    """Rollbacks beyond one for each incident, or an empty string."""
     why = "more if rollbacks had not helped" if would else "again in the same incident"
     parts = [f"and {counts.repeats} {why}"] if counts.repeats else []
     parts += [f"{counts.denied} beyond the budget"] if counts.denied else []

@@ -116,17 +116,6 @@ def test_a_newer_schema_is_read_with_a_warning(path):
     assert "newer healcore" in history.problems[0].problem
 
 
-def test_events_of_schema_1_come_with_the_names_of_schema_2(path):
-    late = {"kind": "rollback", "outcome": "finished after a crash"}
-    path.write_bytes(b"\n".join([event(0, untold_alarms=3), event(1, **late), b""]))
-    end, rollback = read(path).events
-    assert (end["unreported_alarms"], "untold_alarms" in end) == (3, False)
-    assert rollback["outcome"] == "after_crash"
-    assert last(path) == rollback
-    path.write_bytes(event(0, schema=2, untold_alarms=3, **late) + b"\n")
-    assert read(path).events[0]["outcome"] == late["outcome"]
-
-
 def test_runs_one_after_another_are_no_problem_and_at_once_are(path):
     one_by_one = [event(0), event(1), event(2, run="b"), event(3, run="c")]
     path.write_bytes(b"\n".join([*one_by_one, b""]))

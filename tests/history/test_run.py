@@ -41,7 +41,7 @@ def test_an_incident_with_its_rollback():
     (case,) = run.incidents
     assert (case.number, case.onset_step, case.step, case.skipped) == (1, 4.0, 5.0, 2)
     assert (case.outcome, case.mode) == (IncidentOutcome.ROLLBACK, Mode.HEAL)
-    assert (case.checkpoint, case.left_out) == (2, ((0, 4), (0, 5)))
+    assert (case.checkpoint, case.skipped_batches) == (2, ((0, 4), (0, 5)))
     assert case.lr_path == (1.0, 0.5)
     assert case.evidence[0].name == "w"
     assert [each.kind for each in case.measures] == ["rollback"]

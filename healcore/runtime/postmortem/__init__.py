@@ -1,1 +1,1 @@
-"""Explains to a person why a run ended: the facts, the diagnosis, and the file with both."""
+"""Why a run ended: the facts, the diagnosis, and the file with both."""

@@ -31,7 +31,7 @@ class RankStacks(NamedTuple):
     """The Python stacks of a process that hung."""
 
     ranks: tuple[int, ...]
-    """Ranks whose training threads stood at the same place; the stacks are of the first."""
+    """Ranks whose training threads were at the same place; the stacks are of the first rank."""
     stacks: str
 
 
@@ -88,18 +88,14 @@ def of(
 
 
 def path_for(events: str | os.PathLike[str], run: str) -> Path:
-    """The file of a run's postmortem, in the directory of its events.
-
-    `run.events.jsonl` has `run.postmortem.<run id>.json`, one for each run: the success of the next
-    one must not overwrite why this one failed.
-    """
+    """The postmortem file of a run: `run.postmortem.<run id>.json` next to `run.events.jsonl`."""
     path = Path(events)
     safe = re.sub(r"[^\w.-]", "_", run)
     return path.with_name(f"{stem(path)}.postmortem.{safe}.json")
 
 
 def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
-    """Writes the file whole or not at all. Returns errors and never raises: the run is ending."""
+    """Writes the file atomically. Returns an error and never raises: the run is ending."""
     path = Path(path)
     try:
         text = json.dumps(postmortem.to_dict(), indent=2)
@@ -112,20 +108,20 @@ def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a postmortem file; raises OSError, or ValueError if it is not JSON."""
+    """The content of a postmortem file. Raises OSError, or ValueError if it is not JSON."""
     return json.loads(regular_file.read(Path(path)))
 
 
 def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:
-    """Writes the postmortem of the last run in an events file if that was killed.
+    """Writes the postmortem of the last run in an events file if the run was killed.
 
-    Called by the next process before it writes its own `start`. Never raises. Returns None if there
-    was no run, or it has written its end or is still running.
+    The next process calls it before it writes its own `start`. Never raises. Returns None without a
+    run, and for a run that has written its end or is still running.
     """
     try:
         found = _killed(Path(events))
     except Exception as error:
-        console.warning(f"how the last run in {events} ended cannot be found out: {error!r}")
+        console.warning(f"the end of the last run in {events} cannot be determined: {error!r}")
         return None
     if found is not None:
         problem = write(path_for(events, found.run), found)
@@ -169,7 +165,7 @@ def of_hung(
 
 
 def stacks_of(notes: Iterable[RankNote]) -> list[RankStacks]:
-    """The stacks of ranks that hang; once for ranks whose training threads stand at one place."""
+    """The stacks of ranks that hang. Ranks at the same place share an entry."""
     groups: dict[str, list[RankNote]] = {}
     for note in sorted(notes, key=lambda note: note.rank):
         groups.setdefault(note.trace.partition("\nThread ")[0], []).append(note)

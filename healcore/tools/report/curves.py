@@ -65,14 +65,14 @@ def _from_lines(run: Run, path: Path) -> RunCurves:
     if not found.curves.rows:
         what = f"{path.name} has no line of this run ({reader.others} are of others): the points"
         return _from_alarms(run, *notes, f"{what} are the steps with an alarm.")
-    if reader.left_out:
-        others = ", ".join(sorted(reader.left_out))
+    if reader.ignored_engines:
+        others = ", ".join(sorted(reader.ignored_engines))
         notes.append(f"The curves are those of the optimizer {reader.engine}; not of {others}.")
     more = range(len(run.attempt_ids), len(reader.ids))
     attempts = (RunAttempt(number, 0.0, AttemptOrigin.METRICS) for number in more)
     return found._replace(
         attempts=(*found.attempts, *attempts),
-        counts=None if reader.left_out else found.counts,
+        counts=None if reader.ignored_engines else found.counts,
         notes=tuple(notes),
     )
 

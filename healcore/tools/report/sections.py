@@ -242,13 +242,13 @@ def _rate(incident: Incident) -> str:
 
 
 def _batches(incident: Incident) -> str:
-    ranges = _ranges(incident.left_out or incident.batches)
+    ranges = _ranges(incident.skipped_batches or incident.batches)
     text = "; ".join(
         f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_BATCHES]
     )
     more = len(ranges) - _BATCHES
     text += f"; and {more} more ranges" if more > 0 else ""
-    return f"{text} (left out)" if text and incident.left_out else text
+    return f"{text} (skipped)" if text and incident.skipped_batches else text
 
 
 def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:

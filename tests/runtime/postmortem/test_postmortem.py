@@ -201,7 +201,7 @@ def test_files_without_a_run(events, content):
 def test_unreadable_events_do_not_end_the_next_run(killed, caplog):
     rewritten(killed, mono="now", pid="4711")
     assert of_killed(killed) is None
-    assert "cannot be found out" in caplog.text
+    assert "cannot be determined" in caplog.text
 
 
 def test_events_of_a_later_version(killed):

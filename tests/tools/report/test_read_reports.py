@@ -35,7 +35,9 @@ def test_every_incident_and_rollback_is_reported(run, request):
     rollbacks = of_kind(events, "rollback")
     assert [case.checkpoint for case in back] == [event["checkpoint"] for event in rollbacks]
     assert [case.lr_path[-1] for case in back] == [event["lr_scale"] for event in rollbacks]
-    assert [[list(b) for b in case.left_out] for case in back] == [e["batches"] for e in rollbacks]
+    assert [[list(b) for b in case.skipped_batches] for case in back] == [
+        e["batches"] for e in rollbacks
+    ]
     skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
     assert sum(case.skipped for case in report.incidents) == skips > 10
     assert report.counts.undone_skips == undone(events, "alarm")
