@@ -13,7 +13,7 @@ from healcore import policy as policies
 from healcore.events import read
 from healcore.history.incident import IncidentOutcome
 from healcore.history.run import runs_of
-from healcore.tools.watch.lines import event_line
+from healcore.tools.watch.live_run import event_line
 from tests.healer.run_directory import events
 
 POLICY = policies.loads(

@@ -20,7 +20,7 @@ from healcore.tools.probe.saved_state import open_stored
 
 _TORCH = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
-"""What trainers save about a run beside the arrays."""
+"""Numbers and switches that trainers save with a checkpoint."""
 _MOST_PACKED = 16
 """Largest allowed ratio of unpacked to packed size; TorchScript compresses its source text."""
 _LARGEST_JSON = 1 << 24
@@ -32,8 +32,9 @@ def open_contents(path: Path, step: int | None = None) -> Contents:
 
     Args:
         path: a file of torch or safetensors; a directory of DCP, Orbax, the Hugging Face Trainer
-            or Accelerate; a store of healcore's, or one checkpoint in it (`checkpoints/step-…`).
-        step: which one of a store; if None the newest known-good one, or the newest if none is.
+            or Accelerate; a healcore store, or one checkpoint in it (`checkpoints/step-…`).
+        step: which checkpoint of a store. By default the newest known-good checkpoint, or the
+            newest checkpoint if none is known-good.
 
     Raises:
         ProbeError: it cannot be read.
@@ -57,7 +58,7 @@ def _training_facts(folder: Path) -> dict[tuple[str, ...], Any]:
         try:
             content = json.loads(regular_file.read(path, _LARGEST_JSON))
         except (OSError, ValueError, RecursionError):
-            continue  # the directory's checkpoint is what is probed
+            continue
         given = content if isinstance(content, dict) else {}
         for name in TRAINING_FACTS:
             if isinstance(given.get(name), (bool, int, float)):
@@ -85,7 +86,7 @@ def _file(path: Path) -> Contents:
 
 
 def _of_store(root: Path, step: int | None) -> Contents | None:
-    """One checkpoint of a store; None if the directory is no store."""
+    """One checkpoint of a store, or None if the directory is no store."""
     if not any(manifest.step_of(each) is not None for each in root.iterdir()):
         return None
     saves = manifest.counting(root)
@@ -98,7 +99,7 @@ def _of_store(root: Path, step: int | None) -> Contents | None:
     found = saves[newest]
     contents = open_stored(found.folder, found.manifest.format)
     status = manifest.read_status(found.folder)
-    # The note counts checkpoints that the store itself skips, too.
+    # The note includes checkpoints that the store itself skips.
     complete = [each for same_step in manifest.complete(root).values() for each in same_step]
     quarantined = sum(manifest.read_status(each.folder) == "quarantined" for each in complete)
     broken = len(manifest.incomplete(root))
@@ -106,7 +107,7 @@ def _of_store(root: Path, step: int | None) -> Contents | None:
     counts += [f"{broken} not complete"] * bool(broken)
     others = f" ({', '.join(counts)})" if counts else ""
     number = len(complete) + broken
-    note = f"of {number} checkpoints in it{others}, that of step {newest} ({status})"
+    note = f"step {newest} ({status}) of {number} checkpoints{others}"
     if max(saves) > newest:
         note += f"; to probe the newest one, pass --step {max(saves)}"
     return contents._replace(notes=(note, *contents.notes))
@@ -122,8 +123,8 @@ def _folder(path: Path) -> Contents:
         return adapter_registry.find("torch", "checkpoint_reader").open_directory(path)
     if any(path.glob("*.distcp")):
         raise ProbeError(
-            f"{path} has shards of torch.distributed.checkpoint and no .metadata, which lists what "
-            "is in them: it was not written to its end, or not copied whole"
+            f"{path} has shards of torch.distributed.checkpoint and no .metadata, the list "
+            "of their contents: it was not written or copied completely"
         )
     if (path / "_METADATA").is_file() or any(path.glob("*/_METADATA")):
         return open_orbax(path)
@@ -156,7 +157,7 @@ def _files_of(folder: Path) -> Contents:
         raise NothingToProbe(
             _log(folder)
             or f"{folder} holds no checkpoint that healcore knows: no torch or safetensors file, "
-            "no DCP or Orbax checkpoint, no store of healcore's"
+            "no DCP or Orbax checkpoint, no healcore store"
         )
     return Contents(
         " and ".join(dict.fromkeys(part.format for part in parts)),
@@ -167,14 +168,14 @@ def _files_of(folder: Path) -> Contents:
 
 
 def _log(path: Path) -> str | None:
-    """The advice to use the loss probe if the path is a log or a directory of logs."""
+    """The advice to use the loss probe, if the path is a log or a directory of logs."""
     from healcore.tools.traces import open_traces
 
     opened, _ = open_traces([str(path)])
     if not opened:
         return None
     what = "the log of a run" if len(opened) == 1 else f"the logs of {len(opened)} runs"
-    return f"{path} is {what}, no checkpoint: healcore probe loss {shlex.quote(str(path))}"
+    return f"{path} is {what}, not a checkpoint: healcore probe loss {shlex.quote(str(path))}"
 
 
 def _files(folder: Path) -> Iterator[Path]:

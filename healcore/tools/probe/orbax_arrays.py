@@ -1,8 +1,7 @@
 """Reads Orbax checkpoints array by array, one chunk in memory at a time.
 
-It uses TensorStore directly: Orbax itself needs the devices of the run and reads whole trees.
-TensorStore allocates as much as a file asks for, and some damage ends the process: see
-`limited_process`.
+It uses TensorStore directly: Orbax needs the devices of the run and reads whole trees. TensorStore
+allocates as much as a file asks for, and some damage ends the process: see `limited_process`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from healcore.plugins.checkpoint_contents import (
 
 _ITEM = "state"
 _LARGEST_CHUNK = 1 << 38
-"""Bytes; an array of TensorStore that is larger ends the process instead of raising an error."""
+"""Bytes; a larger array of TensorStore ends the process instead of raising an error."""
 
 
 def open_orbax(folder: Path) -> Contents:
@@ -46,7 +45,9 @@ def open_orbax(folder: Path) -> Contents:
         else sorted(path.parent for path in folder.glob("*/_METADATA"))
     )
     if not items:
-        raise ProbeError(f"{folder} has no _METADATA: it is no Orbax checkpoint of today's format")
+        raise ProbeError(
+            f"{folder} has no _METADATA: it is no Orbax checkpoint of the current format"
+        )
     arrays, values = [], {}
     for item in items:
         prefix = () if item == folder else (item.name,)
@@ -61,7 +62,7 @@ def open_orbax(folder: Path) -> Contents:
 
 
 def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
-    """Arrays in the directory `data` of an `OrbaxStore` checkpoint; missing names are left out."""
+    """The named arrays in the directory `data` of an `OrbaxStore` checkpoint that exist."""
     tree = _Tree(data / _ITEM)
     wanted = {name: (_escaped(name),) for name in names}
     return {
@@ -70,7 +71,7 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
 
 
 class _Tree:
-    """One item: its index, and what TensorStore needs to open the arrays in it."""
+    """One item: its index, and the settings to open its arrays."""
 
     def __init__(self, item: Path) -> None:
         at = item / "_METADATA"
@@ -130,7 +131,7 @@ class _Tree:
 def _pieces(opened: Any) -> Iterator[np.ndarray]:
     """The elements of an array, 1-d, in dtypes that NumPy can compare and add.
 
-    They are read chunk by chunk, since reading across chunks would decode some of them twice.
+    Reads chunk by chunk: reading across chunks would decode some chunks twice.
     """
     shape = tuple(opened.shape)
     chunk = opened.chunk_layout.read_chunk.shape or shape

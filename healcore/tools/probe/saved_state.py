@@ -1,4 +1,4 @@
-"""Reads a checkpoint of a healcore store: the tree from `state.json`, the arrays by name."""
+"""Reads a checkpoint of a healcore store: the tree in `state.json`, the arrays by name."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from healcore.tools.probe.safetensors_file import widened
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
 _KEY = re.compile(rf"\.(\w+)|\[({_QUOTED})\]|\[<flat index (\d+)>\]|\[([^\]]*)\]")
-"""One part of a path as JAX writes it: an attribute, a string, the number of a leaf, a number."""
+"""One part of a path as JAX writes it: an attribute, a string, a leaf number, a number."""
 _NUMBER = re.compile(r"[a-z]{1,8}\d{0,3}")
-"""A numeric dtype. `np.dtype` would also accept a text that describes a structure of any size."""
+"""A numeric dtype. `np.dtype` would also accept the description of a large structure."""
 
 
 def open_stored(folder: Path, format: str) -> Contents:
     """Opens one checkpoint of a store; `format` comes from its manifest."""
     if format not in ("dcp", "orbax"):
-        raise ProbeError(f"{folder} is of format {format!r}, which this version does not know")
+        raise ProbeError(f"{folder} is of format {format!r}, which this version cannot read")
     data = folder / "data"
     leaves = list(_leaves(folder))
     arrays: Mapping[str, Array] = {}
@@ -46,7 +46,7 @@ def open_stored(folder: Path, format: str) -> Contents:
         elif tag == "value":
             values[path] = content
         else:
-            notes.append(f"{'.'.join(path)} was not looked at: it is a pickled object")
+            notes.append(f"{'.'.join(path)} was not read: it is a pickled object")
     return Contents(f"checkpoint of healcore ({format})", found, values, tuple(notes))
 
 
@@ -100,8 +100,8 @@ def _walk(
 def parsed(keys: str) -> tuple[str, ...]:
     """The parts of a path as JAX writes it: `.opt_state[0].nu['dense']['kernel']`.
 
-    It matches part by part: a search would be slow in a hostile text full of brackets. From the
-    first part that does not match, the rest of the text is one part.
+    Matches part by part, because a search is slow in a hostile text full of brackets. The rest from
+    the first mismatch on is one part.
     """
     parts, at = [], 0
     while at < len(keys):

@@ -132,7 +132,7 @@ def test_it_blocks(name, folder, broken, undisturbed, monkeypatch, capsys):
     released = threading.Event()
     broken(released.wait)
     assert same(run(folder, trackers=asked(name, folder)), undisturbed)
-    assert f"tracker {name} has not finished within 0.2 s: it is left" in capsys.readouterr().err
+    assert f"tracker {name} has not finished within 0.2 s" in capsys.readouterr().err
     released.set()
 
 
