@@ -8,7 +8,7 @@ import os
 import pytest
 
 from healcore.events import Log, read
-from tests.events.processes import output, python
+from tests.events.processes import output, program
 from tests.runtime.store.disk_faults import read_only, small_disk
 
 
@@ -40,7 +40,7 @@ def test_full_disk(tmp_path):
 def test_limit_on_file_sizes(tmp_path):
     """Needs no rights. The signal that comes with it does not end the process either."""
     path = tmp_path / "run.events.jsonl"
-    child = python("-m", "tests.events.limited_writer", path, 5000)
+    child = program("limited", path, 5000)
     written, lost, last = output(child).split()
     assert int(written) + int(lost) == 100
     assert last == "True"

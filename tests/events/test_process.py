@@ -7,13 +7,13 @@ import os
 import pytest
 
 from healcore.events.process import current_process, pid_gone
-from tests.events.processes import output, python
+from tests.events.processes import output, program, python
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_process_of_another_user_is_not_gone():
     """Signals may not be sent to it."""
-    child = python("-m", "tests.events.other_user", os.getpid())
+    child = program("gone", os.getpid())
     assert output(child).strip() == "False"
 
 

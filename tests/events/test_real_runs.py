@@ -13,7 +13,7 @@ from healcore.events import read
 from healcore.events.schema import KINDS
 from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
 from healcore.runtime.postmortem.postmortem import path_for
-from tests.events.checked_events import problems
+from tests.events.sample_events import problems
 from tests.healer.run_directory import flip_a_bit
 from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.runtime.store.disk_faults import read_only

@@ -16,8 +16,7 @@ from healcore.events.models import EventFields
 from healcore.events.schema import ENVELOPE, KINDS
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.postmortem.postmortem import of
-from tests.events.checked_events import problems
-from tests.events.sample_events import SAMPLES
+from tests.events.sample_events import SAMPLES, problems
 
 ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "healcore" / "runtime"

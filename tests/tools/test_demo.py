@@ -18,7 +18,7 @@ from healcore.demo.runs import ARMS, DemoRun
 from healcore.demo.scenario import Scenario, load_corpus
 from healcore.runtime.postmortem import postmortem
 from healcore.tools.demo import DemoResult, run_demo
-from tests.events.checked_events import problems
+from tests.events.sample_events import problems
 
 STEPS = 40
 TINY: dict[str, Any] = {"batch": 4, "context": 16, "layers": 2, "width": 16, "heads": 2}

@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from healcore.core.verdict import Cause
 from healcore.events import Log, process, read
+from healcore.events.log import Event, History
+from healcore.history import runs_of
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.postmortem.postmortem import of, of_killed, path_for
+from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.postmortem.postmortem import end_of_killed, of, of_killed, path_for
 from tests.events.processes import first_line, python
 from tests.runtime.postmortem.test_diagnosis import STOPPED
 from tests.runtime.store.disk_faults import read_only, small_disk
@@ -218,3 +222,88 @@ def test_a_postmortem_that_cannot_be_written_is_returned_all_the_same(killed, ca
     path_for(killed, read(killed).events[0]["run"]).mkdir()
     assert of_killed(killed) is not None
     assert "could not be written" in caplog.text
+
+
+# -- the facts that the events of a killed run give ---------------------------------------------
+
+ALARM: dict[str, Any] = {
+    "incident": 1,
+    "cause": ["LOSS_SPIKE"],
+    "readings": {"loss": 2.0, "grad_norm": "inf", "threshold": 1.0, "z": 3.0, "z_loss": 4.0},
+    "skip": True,
+}
+
+
+def history(*happened: tuple[str, int | None, dict[str, Any]], run: str = "a") -> list[Event]:
+    return [
+        {"schema": 1, "seq": seq, "run": run, "kind": kind, "step": step, **fields}
+        for seq, (kind, step, fields) in enumerate(happened)
+    ]
+
+
+def end_of(*processes: list[Event]) -> RunEnd:
+    """The facts about the last of the processes."""
+    history = History([event for events in processes for event in events], [])
+    return end_of_killed(runs_of(history.runs())[-1])
+
+
+START = ("start", None, {"mode": "heal", "store": "there"})
+
+
+def test_a_run_in_which_nothing_happened():
+    end = end_of(history(START))
+    assert (end.ending, end.step, end.cause, end.incidents) == ("killed", 0, Cause(0), 0)
+    assert (end.last_good, end.readings, end.rollbacks, end.lr_scale) == (None, None, (), 1.0)
+
+
+def test_an_older_incident_is_not_reported_for_a_newer_one():
+    evidence = [{"name": "old", "grad_norm": 1.0}]
+    end = end_of(
+        history(
+            START,
+            ("incident", 5, {"incident": 1, "onset": 4, "cause": ["OVERFIT"]}),
+            ("alarm", 5, {**ALARM, "evidence": evidence, "batches": [[0, 5]]}),
+            ("incident", 90, {"incident": 2, "onset": 89, "cause": ["LOSS_SPIKE"]}),
+            ("alarm", 90, {**ALARM, "incident": 2}),
+            ("rollback", 91, {"checkpoint": 80, "outcome": "done", "batches": [[1, 1]]}),
+        )
+    )
+    assert (end.cause, end.onset, end.incidents) == (Cause.LOSS_SPIKE, 89, 2)
+    assert (end.evidence, end.batches) == ((), ())
+    assert end.readings is not None
+    assert end.readings.grad_norm == float("inf")
+    assert end.skips == 2
+
+
+def test_a_trial_is_no_attempt():
+    back = {"checkpoint": 80, "lr_scale": 0.5}
+    end = end_of(
+        history(
+            START,
+            ("rollback", 91, {**back, "outcome": "trial"}),
+            ("verdict", 92, {"outcome": "reproducible"}),
+            ("rollback", 95, {**back, "outcome": "done"}),
+        )
+    )
+    assert [each.step for each in end.rollbacks] == [95]
+    assert (end.verdict, end.lr_scale) == ("reproducible", 0.5)
+
+
+def test_the_last_good_checkpoint_is_of_the_last_store():
+    resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
+    other = ("start", None, {"mode": "heal", "store": "elsewhere", "resumes": True})
+    first = history(START, ("good", 300, {}), ("good", 400, {}))
+    same = history(resumed, ("damaged", 400, {"problem": "a bit"}), run="b")
+    assert end_of(first, same).last_good == 300
+    assert end_of(first, same).damaged == (400,)
+    assert end_of(first, history(other, run="b")).last_good is None
+    assert end_of(first, history(other, ("good", 20, {}), run="b")).last_good == 20
+
+
+def test_counts_are_of_the_whole_run_and_the_step_is_of_the_last_process():
+    resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
+    one = history(START, ("alarm", 5, ALARM), ("save", 6, {}))
+    two = history(resumed, ("alarm", 8, ALARM), ("save", 9, {}), run="b")
+    assert (end_of(one, two).skips, end_of(one, two).step) == (2, 9)
+    new = history(START, ("save", 4, {}), run="b")
+    assert (end_of(one, new).skips, end_of(one, new).step) == (0, 4)

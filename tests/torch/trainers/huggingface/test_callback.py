@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from healcore.events import log as events_log
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback
-from tests.events.checked_events import problems
+from tests.events.sample_events import problems
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
 
