@@ -30,8 +30,8 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
     "C64": "complex64",
 }  # fmt: skip
-_NUMPY = {*_DTYPES.values(), "complex128"} - {"bfloat16"}
-_NUMPY = {name for name in _NUMPY if not name.startswith("float8")}
+_SMALL = {"bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"}
+_NUMPY = {*_DTYPES.values(), "complex128"} - _SMALL
 
 
 def is_safetensors(path: Path) -> bool:
@@ -61,7 +61,8 @@ def read_safetensors(path: Path) -> Contents:
     header.pop("__metadata__", None)
     budget, arrays = PathBudget(begin), []
     for name, entry in header.items():
-        dtype, (first, last) = _DTYPES.get(entry["dtype"], entry["dtype"]), entry["data_offsets"]
+        named, (first, last) = str(entry["dtype"]), entry["data_offsets"]
+        dtype = _DTYPES.get(named, named)
         try:
             at, shape = budget.take(tuple(name.split("."))), shape_of(entry["shape"])
         except ValueError as error:
