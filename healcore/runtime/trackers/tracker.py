@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from healcore.events.json_lines import to_json
 from healcore.events.schema import SEVERE
-from healcore.runtime.sentences import flag_names, sentence_and_fields
+from healcore.runtime.postmortem.sentences import flag_names, sentence_and_fields
 
 _NOT_IN_TEXT = frozenset(
     {"evidence", "batches", "readings", "policy_toml", "environment", "fingerprint"}

@@ -62,7 +62,7 @@ def show(
 
 
 def _line(event: dict[str, Any]) -> str:
-    from healcore.runtime.sentences import sentence_and_fields
+    from healcore.runtime.postmortem.sentences import sentence_and_fields
 
     sentence, others = sentence_and_fields(event)
     step = "-" if event.get("step") is None else event["step"]

@@ -14,7 +14,7 @@ import numpy as np
 import healcore
 from healcore.extras import require
 from healcore.history import Incident
-from healcore.runtime.sentences import flag_names, mark, outcome, step_range
+from healcore.runtime.postmortem.sentences import flag_names, mark, outcome, step_range
 from healcore.tools.report.run_report import (
     LABELLED,
     MARKERS,

@@ -11,7 +11,7 @@ from healcore.console import counted
 from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
-from healcore.runtime.sentences import STATES, repeats
+from healcore.runtime.postmortem.sentences import STATES, repeats
 
 _ORIGINS = {
     AttemptOrigin.START: "the start",

@@ -19,7 +19,7 @@ from healcore.history.metrics import parse_metrics
 from healcore.history.process import RunState
 from healcore.policy import Policy
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.sentences import STATES, sentence
+from healcore.runtime.postmortem.sentences import STATES, sentence
 from healcore.tools.report.curves import first_lines, read_curves
 from healcore.tools.report.run_report import RunReport
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from healcore.history import Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
-from healcore.runtime.sentences import STATES, flag_names, outcome, repeats, step_range
+from healcore.runtime.postmortem.sentences import STATES, flag_names, outcome, repeats, step_range
 from healcore.tools.report.run_report import MARKERS, RunReport, short_names
 from healcore.tools.report.runs import policy_text
 

@@ -14,7 +14,7 @@ from healcore.history.process import RunState
 from healcore.history.run import is_continuation
 from healcore.policy import Policy
 from healcore.runtime.postmortem.diagnosis import why_none_is_good
-from healcore.runtime.sentences import sentence
+from healcore.runtime.postmortem.sentences import sentence
 from healcore.tools.report.runs import policy_text
 from healcore.tools.terminal import clean
 

@@ -13,7 +13,7 @@ from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load, loads
-from healcore.runtime.sentences import outcome
+from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.replay import replay
 from healcore.tools.replay.report import facts
 from tests.healer.training_loops import rules

@@ -14,7 +14,7 @@ from healcore.history import Curves, Incident, Mode
 from healcore.history.incident import counts_of
 from healcore.history.run import Mark
 from healcore.policy import dumps, fingerprint, load, preset_text
-from healcore.runtime.sentences import outcome, repeats
+from healcore.runtime.postmortem.sentences import outcome, repeats
 from healcore.tools.cli import app
 from healcore.tools.report.page import plot_data, render
 from healcore.tools.report.picture import chosen, draw

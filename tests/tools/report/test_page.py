@@ -17,7 +17,7 @@ from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.incident import counts_of
 from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
-from healcore.runtime.sentences import outcome
+from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.report.page import render
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports

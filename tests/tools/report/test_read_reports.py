@@ -11,7 +11,7 @@ from healcore.core.verdict import Action
 from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Mode
 from healcore.policy import dumps, fingerprint, load, loads
-from healcore.runtime.sentences import outcome
+from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import policy_of, read_reports
 from healcore.tools.report.sections import section
