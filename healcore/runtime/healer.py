@@ -21,13 +21,13 @@ from typing import (
 
 from healcore.console import Console
 from healcore.core.errors import HealcoreError
+from healcore.events.log import Log
+from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.policy.overrides import check_keywords
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
-from healcore.runtime.events.log import Log
-from healcore.runtime.events.models import Ending
 from healcore.runtime.faults import classify
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from healcore.core.verdict import Cause, names
+from healcore.events import json_lines
+from healcore.events.models import Ending
 from healcore.runtime.driver import Driver
-from healcore.runtime.events import json_lines
-from healcore.runtime.events.models import Ending
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import (
     RunEnd,

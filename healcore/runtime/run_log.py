@@ -8,7 +8,7 @@ from typing import Any
 
 from healcore import console
 from healcore.console import Console
-from healcore.runtime.events import Log
+from healcore.events import Log
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.trackers import Trackers
 

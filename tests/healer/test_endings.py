@@ -61,7 +61,7 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     text = str(stopped.value)
     assert "budget" in text
     assert "nonfinite_loss" in text
-    assert "went back from step" in text
+    assert "rolled back from step" in text
     assert f"checkpoint of step {stopped.value.last_good}" in text
     (found,) = postmortems(tmp_path)
     assert found["ending"] == "stopped"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import read
+from healcore.events import read
 from tests.healer.two_ranks import (
     BAD,
     CORRUPT,

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 
 OF_THE_SYSTEM = {
-    "healcore/runtime/events/process.py", "healcore/runtime/store/host_memory.py",
+    "healcore/events/process.py", "healcore/runtime/store/host_memory.py",
 }  # fmt: skip
 """They read /proc, /sys and /etc only."""
 OF_THE_INSTALLATION = {

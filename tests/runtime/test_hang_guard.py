@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.events import read
+from healcore.events import read
 from healcore.runtime.hang_guard import EXIT_STATUS
+from tests.events.sample_events import problems
 from tests.healer.run_directory import events, postmortems
-from tests.runtime.events.checked_events import problems
 
 BOUND_S = 1200
 """After which a test fails. How long it takes depends on what else runs, and is not asserted."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from healcore import Healer
-from healcore.runtime.events import read
+from healcore.events import read
 from healcore.torch import attach
 from tests.torch import simulated_device
 from tests.torch.simulated_device import DEVICE, uploads, waits

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from healcore.core.verdict import Cause, names
-from healcore.runtime.events import read
-from healcore.runtime.events.models import Ending, RollbackOutcome
+from healcore.events import read
+from healcore.events.models import Ending, RollbackOutcome
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.known_errors import is_broken_connection
 from healcore.runtime.faults.shapes import shape_diagnosis

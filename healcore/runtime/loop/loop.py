@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 from healcore.console import counted
 from healcore.core.verdict import Action, Cause, names
+from healcore.events.metrics import Metrics
+from healcore.events.models import Ending
 from healcore.runtime.checkpoints.host_state import HostParts
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data import BatchId
@@ -19,8 +21,6 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
 from healcore.runtime.dominance.dominance import Dominance, Verdict
 from healcore.runtime.driver import Driver, PendingDispatch
-from healcore.runtime.events.metrics import Metrics
-from healcore.runtime.events.models import Ending
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch, StepResult

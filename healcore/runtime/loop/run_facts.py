@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending
+from healcore.events.models import Ending
 from healcore.runtime.incidents.hooks import RunFacts
 from healcore.runtime.loop.termination import IncompleteRun, RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
@@ -46,7 +46,7 @@ def run_end(
         unsaved=checkpoints.failures,
         unsaved_why=checkpoints.last_failure,
         last_good=checkpoints.good,
-        path=next(iter(newest_good), None),
+        last_good_path=next(iter(newest_good), None),
         exception=exception,
         fault=fault,
         hint=hint,

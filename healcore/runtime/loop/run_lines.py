@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from healcore.console import counted
-from healcore.runtime.events.models import Ending
+from healcore.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.postmortem.diagnosis import RunEnd, answers_text, with_undone
 

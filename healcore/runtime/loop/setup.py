@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 from healcore import console
 from healcore.console import Console
 from healcore.core.verdict import Cause
+from healcore.events import Log
+from healcore.events.metrics import Metrics, path_next_to
+from healcore.events.models import Ending
 from healcore.policy import PolicyError
 from healcore.policy.errors import Problem
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
@@ -21,9 +24,6 @@ from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
-from healcore.runtime.events import Log
-from healcore.runtime.events.metrics import Metrics, path_next_to
-from healcore.runtime.events.models import Ending
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.events.models import RerunVerdict, RollbackOutcome
 from healcore.runtime.data.loader_registry import RewindResult
 from healcore.runtime.dominance.dominance import Verdict
 from healcore.runtime.driver import Driver
-from healcore.runtime.events.models import RerunVerdict, RollbackOutcome
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.step_lines import cause_text, passes_power_of_ten

@@ -28,7 +28,7 @@ from healcore.plugins.rows import (
 )
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.sentences import listed
+from healcore.runtime.postmortem.sentences import listed
 from healcore.tools.replay import backends
 from healcore.tools.replay.decisions import Decided, JudgedRows, RepeatMarker, decided
 from healcore.tools.replay.summary import (

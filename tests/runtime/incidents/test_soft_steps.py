@@ -11,7 +11,7 @@ import healcore
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.events.log import read
+from healcore.events.log import read
 
 SOFT = Engine(
     EngineConfig(

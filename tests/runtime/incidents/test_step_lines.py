@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from healcore.core.verdict import Action, Cause
-from healcore.runtime.events import Log
+from healcore.events import Log
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, RunFacts

@@ -13,10 +13,10 @@ import torch
 from healcore.console import Console
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import NONFINITE, Action, Cause
+from healcore.events import Log
+from healcore.events.models import Ending
 from healcore.policy import Policy
 from healcore.policy.trainer_limit import keeps_limit
-from healcore.runtime.events import Log
-from healcore.runtime.events.models import Ending
 from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
@@ -381,7 +381,7 @@ class TrainingRun:
             step=self.step,
             why=why,
             last_good=good,
-            path=None if good is None else str(self.checkpoints.path(good)),
+            last_good_path=None if good is None else str(self.checkpoints.path(good)),
             exception=exception,
             hint=hint,
             declined=self._recovery.declined,

@@ -14,10 +14,10 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from healcore.runtime.events import log as events_log
+from healcore.events import log as events_log
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback
-from tests.runtime.events.checked_events import problems
+from tests.events.sample_events import problems
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
 
