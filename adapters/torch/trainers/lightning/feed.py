@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
 
 from healcore.runtime.data.epoch_reader import EmptyLoader
+from healcore.runtime.data.loader_adapters import Marking, Unreadable, why_no_state
 from healcore.runtime.healer import Healer
 from healcore.torch.trainers.lightning.progress import Progress
-from healcore.torch.trainers.lightning.train_loader import TrainBatch, TrainLoader
+
+_END = object()
 
 
 class Feed:
@@ -117,3 +120,111 @@ class Feed:
         """Shuts the workers of the dataloaders down."""
         self._batches = None
         self._fetcher.teardown()
+
+
+class TrainBatch(NamedTuple):
+    """What the loader yields."""
+
+    fetched: tuple[Any, int, int]
+    """Batch, its index and its dataloader's, as Lightning's `CombinedLoader` yields them."""
+    is_last: bool
+    """Nothing follows in this epoch. False as long as that is not known."""
+
+
+class TrainLoader:
+    """The batches of one Lightning epoch after another, within `limit_train_batches`.
+
+    Nothing is read ahead, except where the length is not known: Lightning then needs one batch more
+    to know which is the last.
+
+    Args:
+        fetcher: Lightning's data fetcher. It has begun the first epoch, which is continued.
+        length: batches per epoch; None if it is not known.
+        done: batches of the first epoch that a Lightning checkpoint has been through.
+
+    Attributes:
+        length: batches of the present epoch; None if it is not known.
+        why_not: why it cannot be rewound; None if it can.
+    """
+
+    def __init__(self, fetcher: Any, length: int | None, done: int = 0) -> None:
+        self._combined = fetcher.combined_loader
+        # Not iter(combined), which would begin the epoch again, with other random numbers.
+        begun = iter(self._combined.__next__, _END)
+        self._begun: Iterator[Any] | None = chain(getattr(fetcher, "batches", ()), begun)
+        self._index = 0
+        self._full_length = length
+        self.length = None if length is None else max(length - done, 0)
+        self._loaded: Mapping[str, Any] | None = None
+        loaders = self._combined.flattened
+        self._only: Any = loaders[0] if len(loaders) == 1 else None
+        self.why_not = self._why_not()
+        # The Healer saves the generators of samplers, and calls their `set_epoch`.
+        self.sampler = getattr(self._only, "sampler", None)
+        self.batch_sampler = getattr(self._only, "batch_sampler", None)
+        self.dataset = getattr(self._only, "dataset", None)
+        self.num_workers = getattr(self._only, "num_workers", 0)
+        self.in_order = getattr(self._only, "in_order", True)
+
+    def __len__(self) -> int:
+        """The batches of the present epoch; TypeError if that is not known."""
+        if self.length is None:
+            raise TypeError("the train dataloader has no length")
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        """`TrainBatch`es, and an `Unreadable` in the place of one that cannot be read."""
+        batches = Marking(self._begin())
+        return self._unsized(batches) if self.length is None else self._sized(batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, for loaders that have a state themselves."""
+        return {"loader": self._only.state_dict(), "index": self._index, "length": self.length}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there with the next `iter`."""
+        self._only.load_state_dict(state["loader"])
+        self._loaded, self._begun = state, None
+
+    def _begin(self) -> Iterator[Any]:
+        """The batches of the next epoch, or of the rest of the one that was loaded."""
+        loaded, self._loaded = self._loaded, None
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return begun
+        self._index, self.length = 0, self._full_length
+        batches = iter(self._combined)
+        if loaded is None:
+            return batches
+        self._index, self.length = loaded["index"], loaded["length"]
+        return batches
+
+    def _sized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
+        assert self.length is not None
+        while self._index < self.length:
+            fetched = next(batches, _END)
+            if fetched is _END:
+                return
+            self._index += 1
+            yield _train_batch(fetched, False)
+
+    def _unsized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
+        ahead: Any = next(batches, _END)
+        while ahead is not _END:
+            fetched, ahead = ahead, next(batches, _END)
+            self._index += 1
+            yield _train_batch(fetched, ahead is _END)
+
+    def _why_not(self) -> str | None:
+        if self._only is None:
+            return "there are several train dataloaders, and only a single one can be rewound"
+        has = [callable(getattr(self._only, n, None)) for n in ("state_dict", "load_state_dict")]
+        if not all(has):
+            return why_no_state(self._only)
+        if self.length is None:
+            return "the train dataloader has no length: a batch is always read ahead"
+        return None
+
+
+def _train_batch(fetched: Any, is_last: bool) -> TrainBatch | Unreadable:
+    return fetched if isinstance(fetched, Unreadable) else TrainBatch(fetched, is_last)

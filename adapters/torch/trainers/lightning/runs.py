@@ -1,36 +1,77 @@
-"""Runs a Healer within `trainer.fit`: checkpoints, rollbacks, the data, the end of the run."""
+"""What the callback does during one fit: `InStep` clips and skips, `WholeRun` runs a Healer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
 from torch.optim import Optimizer
 
+from healcore import console
+from healcore.core.engine import StateError
 from healcore.runtime.healer import Healer
+from healcore.runtime.incidents.run_metrics import METRICS
 from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.torch.attachment import attach
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.trainers.lightning.feed import Feed
-from healcore.torch.trainers.lightning.in_step import load_engines, named_optimizers
 from healcore.torch.trainers.lightning.progress import Progress
+
+
+class InStep:
+    """The optimizers of a fit, each with its own engine.
+
+    Attributes:
+        healings: the handle of each optimizer, by the names of `_named_optimizers`.
+    """
+
+    def __init__(
+        self, trainer: Any, policy: Any, options: dict[str, Any], engines: Mapping[str, Any]
+    ) -> None:
+        self.healings: dict[str, Healing] = {}
+        options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **options}
+        try:
+            for name, optimizer in _named_optimizers(trainer).items():
+                self.healings[name] = attach(optimizer, policy, **options)
+        except BaseException:
+            self.close()
+            raise
+        _load_engines(self.healings, engines)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step for a logger. A sync on an accelerator."""
+        found: dict[str, float] = {}
+        for name, healing in self.healings.items():
+            prefix = "heal/" if len(self.healings) == 1 else f"heal/{name}/"
+            values = healing.metrics()
+            numbers = torch.stack([values[f"heal/{each}"].float() for each in METRICS]).tolist()
+            found |= {
+                f"{prefix}{each}": number for each, number in zip(METRICS, numbers, strict=True)
+            }
+        return found
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Detaches."""
+        for healing in self.healings.values():
+            healing.detach()
 
 
 @dataclass(eq=False)
 class WholeRun:
     """Puts a Healer into the running fit loop, between Lightning and its dataloaders.
 
-    The Healer is opened when Lightning asks for the first batch: from there on every checkpoint is
-    of the same moment of the loop, whose counters can be exchanged.
+    The Healer is opened when Lightning asks for the first batch. From there on every checkpoint is
+    taken at the same point of the loop, so its counters can be exchanged.
     """
 
     trainer: Any
     module: Any
     policy: Any
     options: dict[str, Any]
-    loss_fn: Callable[[Any], Any] | None
+    """For the Healer."""
     engines: Mapping[str, Any]
     """States of the engines in a Lightning checkpoint, by optimizer."""
 
@@ -57,16 +98,6 @@ class WholeRun:
                 "in_step_only=True to the callback"
             )
         fit._data_fetcher = Feed(self.trainer, fit._data_fetcher, self._progress, self._open)
-
-    def observe(self, loss: Tensor, optimizer: Optimizer | None) -> None:
-        """Reports a loss to one optimizer, or to the only one."""
-        if self.healer is not None:
-            self.healer.driver.observe(loss, optimizer)  # type: ignore[attr-defined]
-
-    def observe_eval(self, loss: Any) -> None:
-        """Reports an evaluation's loss."""
-        if self.healer is not None:
-            self.healer.observe_eval(loss)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger; no sync. Empty before the first step was read."""
@@ -96,8 +127,9 @@ class WholeRun:
             options = {"restart_every": self._saves_every(), **self.options}
             if ckpt_path is not None:
                 options["resume"] = False
-            loss_fn = None if self.loss_fn is None else self._loss_of
-            healer = Healer(self.policy, state=self._state(), loss_fn=loss_fn, **options)
+            if options["loss_fn"] is not None:
+                options["loss_fn"] = self._loss_of
+            healer = Healer(self.policy, state=self._state(), **options)
             self._progress.data_goes_back = True
             try:
                 self.healer = healer.__enter__()
@@ -111,7 +143,7 @@ class WholeRun:
                 ) from error
             self._progress.within_step = lambda: bool(healer.unused)
             if ckpt_path is not None:
-                load_engines(self.healings, self.engines)
+                _load_engines(self.healings, self.engines)
         self._progress.data_goes_back = feed.loader.why_not is None
         return self.healer
 
@@ -121,7 +153,7 @@ class WholeRun:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         return {
             "model": self.module,
-            **named_optimizers(trainer),
+            **_named_optimizers(trainer),
             **{f"scheduler{i}": each.scheduler for i, each in enumerate(configs)},
             **({} if scaler is None else {"scaler": scaler}),
             "progress": self._progress,
@@ -134,8 +166,7 @@ class WholeRun:
         return min(filter(None, steps), default=None)
 
     def _loss_of(self, batch: Any) -> Any:
-        assert self.loss_fn is not None
-        return self.loss_fn(self.trainer.strategy.batch_to_device(batch.fetched[0]))
+        return self.options["loss_fn"](self.trainer.strategy.batch_to_device(batch.fetched[0]))
 
     def _end_at_once_if_complete(self) -> None:
         """Lets `fit` return without an epoch's end, which would be one without any batch."""
@@ -164,3 +195,20 @@ class WholeRun:
                 self.healer.after_step(last=True)
 
         loop.on_advance_end = on_advance_end
+
+
+def _named_optimizers(trainer: Any) -> dict[str, Optimizer]:
+    """Lightning's optimizers by the names that checkpoints and events have."""
+    if len(trainer.optimizers) == 1:
+        return {"optimizer": trainer.optimizers[0]}
+    return {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
+
+
+def _load_engines(healings: Mapping[str, Healing], engines: Mapping[str, Any]) -> None:
+    """Goes on with engine states of a Lightning checkpoint; without those of another policy."""
+    for name, healing in healings.items():
+        if name in engines:
+            try:
+                healing.load_state_dict(engines[name])
+            except StateError as error:
+                console.warning(f"the baselines of {name} start again: {error}")
