@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from healcore.core.verdict import Action, Cause, names
-from healcore.torch.trainers.arctic.callbacks import order_line
+from healcore.torch.trainers.arctic import order_line
 
 
 def test_every_combination_of_actions_is_written_in_words():

@@ -14,6 +14,8 @@ from arctic_training.checkpoint.ds_engine import (  # pyright: ignore[reportMiss
 )
 from arctic_training.logging import logger  # pyright: ignore[reportMissingImports]
 
+from healcore.torch.trainers import replaced
+
 
 class ArcticCheckpointEngine(DSCheckpointEngine):
     """A checkpoint engine for trainers with `arctic_callbacks`.
@@ -77,11 +79,8 @@ class ArcticCheckpointEngine(DSCheckpointEngine):
             seen.append(found[1])
             return found
 
-        model.load_checkpoint = load_checkpoint
-        try:
+        with replaced(model, "load_checkpoint", load_checkpoint):
             super().load(model)
-        finally:
-            del model.load_checkpoint
         if not seen:
             return
         self.resumed = seen[0].get("healcore")

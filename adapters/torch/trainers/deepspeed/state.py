@@ -17,8 +17,12 @@ from healcore.core.engine import Engine
 from healcore.torch import gradients
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.trainers.deepspeed import supported
-from healcore.torch.trainers.deepspeed.attachment import gradient_clipping, heal_basic_optimizer
+from healcore.torch.trainers.deepspeed.attachment import (
+    check,
+    gradient_clipping,
+    heal_basic_optimizer,
+)
+from healcore.torch.trainers.deepspeed.hooks import is_sharded
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -48,7 +52,7 @@ def engine_state(engine: nn.Module) -> dict[str, Any]:
         AttachError: as for `heal_engine`.
     """
     deepspeed: Any = engine
-    supported.check(deepspeed)
+    check(deepspeed)
     parts: dict[str, Any] = {
         "model": deepspeed.module,
         "optimizer": BasicOptimizer(deepspeed),
@@ -71,7 +75,7 @@ class BasicOptimizer(Optimizer):
         # Not super().__init__(): the hooks are those of the optimizer inside.
         self._engine = engine
         self.optimizer = engine.basic_optimizer
-        self.per_rank = supported.is_sharded(engine) and engine.dp_world_size > 1
+        self.per_rank = is_sharded(engine) and engine.dp_world_size > 1
         self.trainer_limit = gradient_clipping(engine)
 
     def heal(self, core: Engine, **options: Any) -> Healing:
@@ -114,7 +118,7 @@ class EngineParts:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.per_rank = supported.is_sharded(engine) and engine.dp_world_size > 1
+        self.per_rank = is_sharded(engine) and engine.dp_world_size > 1
 
     @property
     def mid_accumulation(self) -> bool:

@@ -22,6 +22,7 @@ from healcore.runtime.recovery.journal import NAME
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
+from healcore.torch.trainers import replaced
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.callback import HealingCallback
 from healcore.torch.trainers.huggingface.dry_run import DryRun, add_hint, copy_of, findings
@@ -303,7 +304,7 @@ class _Run:
     def _replace(self, name: str, replacement: Callable[..., Any]) -> None:
         """Lets `replacement` be called with the trainer's own method before the arguments."""
         call = functools.partial(replacement, getattr(self._trainer, name))
-        self._stack.enter_context(signals.replaced(self._trainer, name, call))
+        self._stack.enter_context(replaced(self._trainer, name, call))
 
     def on__prepare_for_training(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Opens the Healer: the optimizer exists from here on, and nothing has been trained."""

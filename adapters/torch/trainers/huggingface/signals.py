@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
+from healcore.torch.trainers import replaced
 
 
 def max_grad_norm(trainer: Any) -> float | None:
@@ -111,19 +112,3 @@ def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Itera
 
     with replaced(trainer, "log", log):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """One object's attribute, replaced for the block, unless other code has replaced it since."""
-    own = vars(owner)
-    had, before = name in own, own.get(name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if own.get(name) is new:
-            if had:
-                setattr(owner, name, before)
-            else:
-                delattr(owner, name)

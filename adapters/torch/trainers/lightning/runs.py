@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.torch.attachment import attach
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
+from healcore.torch.trainers import replaced
 from healcore.torch.trainers.lightning.feed import Feed
 from healcore.torch.trainers.lightning.progress import Progress
 
@@ -78,8 +80,7 @@ class WholeRun:
     def __post_init__(self) -> None:
         self.healer: Healer[Any] | None = None
         self._progress = Progress(self.trainer)
-        self._read_at_the_end()
-        self._end_at_once_if_complete()
+        self._replaced = self._replace_hooks()
 
     @property
     def healings(self) -> Mapping[str, Healing]:
@@ -105,8 +106,7 @@ class WholeRun:
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the Healer's block, with the exception that ends the fit, if any."""
-        for loop in (self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop):
-            vars(loop).pop("on_advance_end", None)
+        self._replaced.close()
         if self.healer is None:
             return
         if type(error).__name__ == "SIGTERMException":
@@ -168,33 +168,31 @@ class WholeRun:
     def _loss_of(self, batch: Any) -> Any:
         return self.options["loss_fn"](self.trainer.strategy.batch_to_device(batch.fetched[0]))
 
-    def _end_at_once_if_complete(self) -> None:
-        """Lets `fit` return without an epoch's end, which would be one without any batch."""
-        fit = self.trainer.fit_loop
-        original = fit.on_advance_end
+    def _replace_hooks(self) -> ExitStack:
+        """Replaces two methods of Lightning's loops, which have no callback at that moment."""
+        fit, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
+        fit_advanced, advanced = fit.on_advance_end, loop.on_advance_end
 
-        def on_advance_end() -> None:
+        def end_if_complete() -> None:
+            """Lets `fit` return without the end of an epoch that had no batch."""
             if getattr(fit._data_fetcher, "nothing_to_do", False):
                 raise StopIteration  # leaves FitLoop.run
-            original()
+            fit_advanced()
 
-        fit.on_advance_end = on_advance_end
+        def read_last_steps(data_fetcher: Any) -> None:
+            """Reads the last steps of an epoch, which may still send the run back into it.
 
-    def _read_at_the_end(self) -> None:
-        """Lets steps that are read at the end of an epoch still send the run back into it.
-
-        Lightning asks for no batch after the last one, and its hooks of that moment come before
-        the loop's counters are complete, or after the loop has been left.
-        """
-        loop = self.trainer.fit_loop.epoch_loop
-        original = loop.on_advance_end
-
-        def on_advance_end(data_fetcher: Any) -> None:
-            original(data_fetcher)
+            Lightning asks for no batch after the last one. Its callbacks come before the loop's
+            counters are complete, or after the loop was left.
+            """
+            advanced(data_fetcher)
             if self.healer is not None and loop.done:
                 self.healer.after_step(last=True)
 
-        loop.on_advance_end = on_advance_end
+        with ExitStack() as stack:
+            stack.enter_context(replaced(fit, "on_advance_end", end_if_complete))
+            stack.enter_context(replaced(loop, "on_advance_end", read_last_steps))
+            return stack.pop_all()
 
 
 def _named_optimizers(trainer: Any) -> dict[str, Optimizer]:
