@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.driver import json_setting
-from healcore.torch.trainers.huggingface.counts import COUNTERS
 
 if TYPE_CHECKING:
     from healcore.torch.trainers.huggingface.epochs import EpochFeed
@@ -26,8 +26,8 @@ _STATE = (
 )
 """Fields of `TrainerState`; the others (max_steps, save_steps, ...) are settings."""
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
-
-
+COUNTERS = ("current_flos", "_step", "_total_train_tokens")
+"""Attributes of Trainer, of GRPO and RLOO, of SFT and DPO; missing ones are left out."""
 _SETTINGS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -37,6 +37,51 @@ _SETTINGS = (
     "label_smoothing_factor",
 )
 """Fields of `TrainingArguments`."""
+
+
+class LossCounts:
+    """What TRL's trainers add to in `compute_loss`, as it is now: metrics and a number of tokens.
+
+    The metrics are lists with one entry for each micro-batch since the last log.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._tokens = copy.deepcopy(getattr(trainer, "_total_train_tokens", None))
+        metrics = getattr(trainer, "_metrics", None)
+        self._lists = {
+            mode: {name: (values, len(values)) for name, values in lists.items()}
+            for mode, lists in (metrics if isinstance(metrics, dict) else {}).items()
+            if isinstance(lists, dict)
+        }
+
+    def restore(self) -> None:
+        """Takes back what was added since."""
+        if self._tokens is not None:
+            self._trainer._total_train_tokens = self._tokens
+        for mode, lists in self._lists.items():
+            metrics = self._trainer._metrics[mode]
+            metrics.clear()
+            for name, (values, length) in lists.items():
+                del values[length:]
+                metrics[name] = values
+
+
+class WindowCounts:
+    """The counts before the first micro-batch of a step. Copies one scalar, and reads none."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.step = trainer.state.global_step
+        self.in_loss = LossCounts(trainer)
+        self.tokens_seen = trainer.state.num_input_tokens_seen
+        self.tr_loss = trainer._tr_loss.clone()
+        self.buffered = getattr(trainer, "_buffered_inputs", None)
+        """GRPO's and RLOO's generated batches, which a later micro-batch of the step replaces."""
+        self.counters = {
+            name: copy.deepcopy(getattr(trainer, name))
+            for name in COUNTERS
+            if hasattr(trainer, name)
+        }
 
 
 @dataclass(eq=False)
@@ -85,7 +130,6 @@ class Progress:
             "tr_loss": float(loss),
             "callbacks": [[type(each).__name__, each.state()] for each in self._stateful()],
             "data": self.feed.position(),
-            "microbatches": self.split.sizes.to_dict(),
         }
         return {"json": json.dumps(saved)}
 
@@ -103,8 +147,6 @@ class Progress:
                 setattr(trainer, name, saved["logging"].get(name, 0))
             trainer._tr_loss.fill_(saved["tr_loss"])
             self._hide_undone()
-        else:  # a rollback does not give memory back
-            self.split.sizes.load(saved["microbatches"])
         for callback, (name, own) in zip(self._stateful(), saved["callbacks"], strict=False):
             if type(callback).__name__ == name:
                 for key, value in own["attributes"].items():

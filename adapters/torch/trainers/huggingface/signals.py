@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
 from healcore.torch.trainers import replaced
+from healcore.torch.trainers.huggingface.progress import LossCounts
 
 
 def max_grad_norm(trainer: Any) -> float | None:
@@ -112,3 +113,28 @@ def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Itera
 
     with replaced(trainer, "log", log):
         yield
+
+
+def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
+    """The loss of one batch of the train dataloader; None if two such losses cannot be compared.
+
+    Trainers that override `_prepare_inputs` (GRPO, RLOO) train on completions that the present
+    weights generate. The loss of a batch is then no measure of the model: its advantages have mean
+    zero, so it is about 0 for any weights that generated it.
+    """
+    from transformers import Trainer
+
+    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+        return None
+
+    def loss_of(batch: Any) -> Any:
+        # TRL's compute_loss changes its inputs, and adds to the metrics that are logged next.
+        inputs = dict(batch) if isinstance(batch, Mapping) else batch
+        before = LossCounts(trainer)
+        try:
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+        finally:
+            before.restore()
+
+    return loss_of
