@@ -1,7 +1,7 @@
 """Defines `arctic_callbacks`, which heals an ArcticTraining trainer through its own callbacks.
 
-They use pre-events only: a callback before an event is valid whatever the method is annotated with,
-one after it is not. ArcticTraining requires that their first argument is called `self`.
+The callbacks use pre-events only: ArcticTraining checks the annotations of a post-event's method.
+It requires that the first argument of a callback is called `self`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
 
 _MISSING = Action.SAVE | Action.ROLLBACK
-"""What this integration does not carry out."""
+"""Actions that this integration does not carry out."""
 _OF_HOST = _MISSING | Action.STOP
-"""What the host has to carry out; the rest is done within the step, or an alert."""
+"""Actions of the host; the others are done within the step, or are alerts."""
 
 
 def arctic_callbacks(
@@ -70,11 +70,11 @@ def arctic_callbacks(
 
 
 class HealedRun:
-    """What healcore adds to one run of a trainer; the trainer has it as `trainer.healcore`.
+    """The state of healcore in one run of a trainer, as `trainer.healcore`.
 
     Attributes:
         heal: the handle of the engine's optimizer.
-        cursor: where the data were after the last optimizer step, as saved with the weights.
+        cursor: the position in the data after the last optimizer step, saved with the weights.
     """
 
     def __init__(self, trainer: Any, heal: Healing) -> None:
@@ -90,12 +90,12 @@ class HealedRun:
 
     @property
     def between_steps(self) -> bool:
-        """Whether no micro-batch has been accumulated since the last optimizer step."""
+        """Whether no micro-batch was accumulated since the last optimizer step."""
         model = self._trainer.model
         return model.micro_steps % model.gradient_accumulation_steps() == 0
 
     def resume(self, record: dict[str, Any] | None) -> None:
-        """Takes what `record` returned when the checkpoint was saved; None: there is none."""
+        """Loads the `record` of a checkpoint, if there is one."""
         if record is None:
             return
         self.cursor = dict(record["cursor"])
@@ -104,11 +104,11 @@ class HealedRun:
         self.heal.load_state_dict(record["policy"])
 
     def record(self) -> dict[str, Any]:
-        """What is saved with the weights, in the same file."""
+        """The state to save with the weights, in the same file."""
         return {"cursor": dict(self.cursor), "policy": self.heal.state_dict()}
 
     def begin_epoch(self) -> None:
-        """Leaves out the batches that the steps before a resume have used."""
+        """Skips the batches that the steps before a resume have used."""
         trainer, skip, self._skip = self._trainer, self._skip, 0
         if skip:
             trainer.train_dataloader = WithoutFirst(trainer.train_dataloader, skip)
@@ -116,7 +116,10 @@ class HealedRun:
         self._epoch_start = trainer.train_batch_idx - skip
 
     def note_step(self) -> None:
-        """Makes trainer and cursor those of the weights: the trainer counts after it has saved."""
+        """Sets the trainer's counts and the cursor to the step of the weights.
+
+        ArcticTraining counts a step after it has saved.
+        """
         trainer = self._trainer
         step, micro_steps = trainer.model.global_steps, trainer.model.micro_steps
         trainer.global_step = step
@@ -150,7 +153,7 @@ class HealedRun:
         return agreed
 
     def _log_orders(self, decision: Decision) -> None:
-        """Logs what the policy orders of the host: the first ten times, then each power of two."""
+        """Logs the policy's orders to the host: the first ten, then each power of two."""
         step = self._trainer.model.global_steps - 1
         line = order_line(step, decision.cause, decision.action)
         if line and step != self._ordered_at:
@@ -168,7 +171,7 @@ class HealedRun:
 
 
 def order_line(step: int, cause: Cause, action: Action) -> str:
-    """The line about a step's action, or "" if the step itself has carried all of it out."""
+    """The line about a step's action, or "" if the step has carried out all of it."""
     if not action & _OF_HOST:
         return ""
     orders = " and ".join(names(action)).lower()
@@ -183,7 +186,7 @@ def order_line(step: int, cause: Cause, action: Action) -> str:
 
 
 class WithoutFirst:
-    """A loader whose first pass leaves out its first batches; later ones are complete."""
+    """A loader whose first pass skips its first batches; later passes are complete."""
 
     def __init__(self, loader: Any, skip: int) -> None:
         self._loader = loader

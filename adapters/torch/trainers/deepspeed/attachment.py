@@ -35,7 +35,7 @@ def heal_engine(
         heal = heal_engine(engine, "default")
 
     Losses are taken from `engine.backward(loss)`; the loop stays as it is. With ZeRO-1 and ZeRO-2
-    the norm is that over all groups and ranks. For rollbacks pass `engine_state(engine)` to a
+    the norm is taken over all groups and ranks. For rollbacks pass `engine_state(engine)` to a
     `Healer`.
 
     DeepSpeed's `gradient_clipping` is taken over, because the policy has to see the norm before it:
@@ -108,7 +108,7 @@ def heal_basic_optimizer(
 
 
 def gradient_clipping(engine: Any) -> float | None:
-    """The norm that DeepSpeed clips at, also where it is taken over; None: it does not clip."""
+    """The norm that DeepSpeed clips at, or the one that was taken over, or None."""
     healing = healing_of(engine.basic_optimizer)
     if healing is not None and isinstance(healing.hooks, EngineHooks):
         return healing.hooks.taken_over
@@ -116,14 +116,14 @@ def gradient_clipping(engine: Any) -> float | None:
 
 
 def _has_limit(core: Engine, limit: float) -> bool:
-    """Whether the policy never clips less than at `limit`, but for rounding."""
+    """Whether the policy always clips at `limit` or below it, up to rounding."""
     rule, config = core.config.clip or ("none", None)
     own = None if rule == "adagc" else getattr(config, "max_norm", None)  # adagc: in warm-up only
     return own is not None and float(own) <= limit * (1 + 1e-6)
 
 
 def _set_clipping(engine: Any, limit: float) -> None:
-    """Sets DeepSpeed's own limit; 0: none. Its wrapper of the optimizer has a copy."""
+    """Sets DeepSpeed's own limit, 0 for none. Its wrapper of the optimizer has a copy."""
     engine._config.gradient_clipping = limit
     if engine.optimizer is not engine.basic_optimizer:
         engine.optimizer.clip_grad = limit
@@ -146,7 +146,7 @@ def check(engine: Any) -> None:
 
 
 def _check_policy(engine: Any, core: Engine) -> None:
-    """Raises AttachError if the policy needs what this engine does not have."""
+    """Raises AttachError if the policy needs something that this engine lacks."""
     flattened = is_sharded(engine) or hasattr(engine.optimizer, "fp32_groups_flat")
     if core.per_tensor and flattened:
         raise AttachError(

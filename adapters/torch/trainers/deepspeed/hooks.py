@@ -26,7 +26,7 @@ def is_sharded(engine: Any) -> bool:
 
 
 def dynamic_scale(engine: Any) -> bool:
-    """Whether DeepSpeed searches a loss scale, so that an overflow is nothing unusual."""
+    """Whether DeepSpeed searches a loss scale, so that overflows are normal."""
     optimizer = engine.optimizer
     config = getattr(optimizer, "loss_scale_config", None)
     return bool(getattr(config or optimizer, "dynamic_loss_scale", False))
@@ -44,7 +44,7 @@ class SkippedByDeepSpeed(DroppedSteps):
         self.stepped = False
 
     def found(self) -> bool:
-        """Whether one was skipped since the last call."""
+        """Whether a step was skipped since the last call."""
         before, self._skipped = self._skipped, self._deepspeed.skipped_steps
         return self._skipped > before  # a rollback lowers it
 
@@ -65,8 +65,8 @@ class EngineMeasurer(Measurer):
         measured = super().measure(*args, **kwargs)
         if not self._sharded:
             return measured
-        # DeepSpeed computes it before the basic optimizer's step: reduced over the ranks, without
-        # the loss scale, before clipping. The engine's get_global_grad_norm() is a step behind.
+        # DeepSpeed computes this norm before the basic optimizer's step: reduced over the ranks,
+        # without the loss scale, before clipping. get_global_grad_norm() is a step behind.
         norm = self._deepspeed.optimizer._global_grad_norm
         norm = torch.as_tensor(norm, dtype=torch.float32).to(self.home, non_blocking=True)
         # -1 stands for a norm that is not finite.

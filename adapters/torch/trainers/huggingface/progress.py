@@ -27,7 +27,7 @@ _STATE = (
 """Fields of `TrainerState`; the others (max_steps, save_steps, ...) are settings."""
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
 COUNTERS = ("current_flos", "_step", "_total_train_tokens")
-"""Attributes of Trainer, of GRPO and RLOO, of SFT and DPO; missing ones are left out."""
+"""Attributes of Trainer, of GRPO and RLOO, and of SFT and DPO, as far as a trainer has them."""
 _SETTINGS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -40,7 +40,7 @@ _SETTINGS = (
 
 
 class LossCounts:
-    """What TRL's trainers add to in `compute_loss`, as it is now: metrics and a number of tokens.
+    """A copy of what TRL's trainers count in `compute_loss`: metrics and a number of tokens.
 
     The metrics are lists with one entry for each micro-batch since the last log.
     """
@@ -56,7 +56,7 @@ class LossCounts:
         }
 
     def restore(self) -> None:
-        """Takes back what was added since."""
+        """Removes what was added since."""
         if self._tokens is not None:
             self._trainer._total_train_tokens = self._tokens
         for mode, lists in self._lists.items():
@@ -86,10 +86,10 @@ class WindowCounts:
 
 @dataclass(eq=False)
 class Progress:
-    """An item of the Healer's state: without it global_step would go on while weights go back.
+    """The trainer's counters as an item of the Healer's state.
 
-    One JSON text, because TrainerState holds None, text and dictionaries. Within a step it is what
-    was counted after the step before, because the batches of this one come again.
+    Saved as one JSON text, because TrainerState holds None, text and dictionaries. Within a step
+    the counters are those after the step before, because the batches of this step come again.
     """
 
     trainer: Any
@@ -98,13 +98,13 @@ class Progress:
     training: bool = False
     """Whether Trainer's loop has begun. Before, it sets its sums of the loss itself."""
     max_steps: int | None = None
-    """`max_steps` of the run that was loaded; None: nothing was."""
+    """`max_steps` of the run that was loaded, or None."""
 
     @property
     def run_settings(self) -> dict[str, Any]:
-        """The arguments that decide what is learnt; the optimizer has the others.
+        """The arguments that decide what is learnt, apart from the optimizer's.
 
-        The seed is not one of them: a resumed run has the random states of its checkpoint.
+        Without the seed, because a resumed run has the random states of its checkpoint.
         """
         args = self.trainer.args
         length = "max_steps" if args.max_steps > 0 else "num_train_epochs"
@@ -113,7 +113,7 @@ class Progress:
         return {name: value for name, value in found.items() if value is not None}
 
     def state_dict(self) -> dict[str, str]:
-        """The present counters. Reads one scalar from the device."""
+        """The current counters. Reads one scalar from the device."""
         trainer, state = self.trainer, self.trainer.state
         counters = {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)}
         fields = {name: getattr(state, name) for name in _STATE}
@@ -134,7 +134,7 @@ class Progress:
         return {"json": json.dumps(saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the counters; what the callbacks have counted too."""
+        """Sets the counters, including those of callbacks."""
         trainer, saved = self.trainer, json.loads(state["json"])
         self.max_steps = saved.get("max_steps")
         for name, value in saved["state"].items():
@@ -152,7 +152,7 @@ class Progress:
                 for key, value in own["attributes"].items():
                     setattr(callback, key, value)
         self.feed.go_to(*saved["data"])
-        # The steps that asked to stop, to save or to evaluate are taken back.
+        # The steps that asked to stop, to save or to evaluate are undone.
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
         if hasattr(trainer, "_buffered_inputs"):
@@ -162,7 +162,7 @@ class Progress:
             metrics["train"].clear()
 
     def _hide_undone(self) -> None:
-        """Lets TensorBoard hide what Trainer has logged of the steps that are taken again."""
+        """Lets TensorBoard hide the rows of the steps that are taken again."""
         for callback in self.trainer.callback_handler.callbacks:
             writer: Any = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
             # Not tensorboardX's, which may be there without TensorBoard itself.

@@ -40,7 +40,7 @@ _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 
 class FitOptions(Overrides, total=False):
-    """Arguments of `healcore.Healer`, by their names there, and values to replace in the policy."""
+    """Arguments of `healcore.Healer`, and values to replace in the policy."""
 
     events: str | os.PathLike[str] | None
     metrics: str | os.PathLike[str] | None
@@ -68,11 +68,10 @@ class LightningHealingCallback(Callback):
         trainer = Trainer(max_epochs=3, callbacks=[LightningHealingCallback(store="healing")])
         trainer.fit(module, loader)
 
-    Its counts (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) go to the Trainer's loggers when
-    they change.
-    Nothing else changes: automatic and manual optimization, several optimizers, accumulation,
-    validation and other callbacks work as before. After a kill the same program goes on from
-    the store. Works with `lightning` and with `pytorch_lightning`.
+    The Trainer's loggers receive its counts (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) when
+    they change. Automatic and manual optimization, several optimizers, accumulation, validation and
+    other callbacks work as before. After a kill the same program continues from the store. Works
+    with `lightning` and with `pytorch_lightning`.
 
     `Trainer(gradient_clip_val=...)` is taken over during the fit as the policy's `clip.max_norm`,
     because Lightning clips before a policy could see the norm. Under "default" it then clips alone,
@@ -80,20 +79,20 @@ class LightningHealingCallback(Callback):
 
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
-        store: a directory for checkpoints, a store, or None: host memory, which is lost with the
-            process. `ModelCheckpoint` goes on as before.
+        store: a directory for checkpoints, a store, or None for host memory, which is lost with the
+            process. `ModelCheckpoint` works as before.
         in_step_only: only clips and skips, without checkpoints, rollbacks and stops. The policy's
             state is then in Lightning's own checkpoints. Always so under `fast_dev_run`.
         loss_fn: the loss of one batch on the module's device, `lambda batch: module.loss(batch)`,
             by which the current weights are compared with earlier ones; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
         **options: further arguments of `healcore.Healer` (`events`, `save_every`, `resume`, ...)
-            and values to replace in the policy. With `in_step_only` only `attach`, `console`
-            and the latter.
+            and values to replace in the policy. With `in_step_only` only `attach`, `console` and
+            values of the policy.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
-        ValueError, TypeError: an option is out of range, or there is none of that name.
+        ValueError, TypeError: an option is out of range or unknown.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class LightningHealingCallback(Callback):
 
     @property
     def healings(self) -> Mapping[str, Healing]:
-        """The handle of each optimizer of the last fit: "optimizer", or "optimizer0", ..."""
+        """The handle of each optimizer of the last fit, by name ("optimizer", "optimizer0", ...)."""
         return {} if self._last_run is None else self._last_run.healings
 
     @property

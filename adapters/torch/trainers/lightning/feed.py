@@ -15,16 +15,17 @@ _END = object()
 
 
 class Feed:
-    """Takes the place of `trainer.fit_loop._data_fetcher` and has the attributes that loops use.
+    """Replaces `trainer.fit_loop._data_fetcher`, with the attributes that Lightning's loops use.
 
-    The next batch is the moment between two steps: a Healer saves, goes back or ends the run there.
+    Lightning asks for the next batch between two steps: the Healer then saves, rolls back or ends
+    the run.
 
     Attributes:
-        loader: what the Healer reads; None before the first batch.
+        loader: the loader that the Healer reads, or None before the first batch.
         fetched: batches of this epoch so far.
         done: whether the batch fetched last is the last one of its epoch.
-        length: batches per epoch; None if it is not known.
-        nothing_to_do: the run in the store was complete.
+        length: batches per epoch, or None if it is not known.
+        nothing_to_do: whether the run in the store was complete.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Feed:
         self.done = False
         self.nothing_to_do = False
         self._done_before = 0
-        """Batches of the first epoch that a checkpoint of Lightning's has been through."""
+        """Batches of the first epoch that were trained on before Lightning's checkpoint."""
         self._healer: Healer | None = None
         self._batches: Iterator[TrainBatch] | None = None
         self._start_profiler: Callable[[], None] = lambda: None
@@ -76,7 +77,7 @@ class Feed:
             self._stop_profiler()
 
     def _next(self) -> tuple[Any, int, int]:
-        if self.loader is None:  # now Lightning knows what a checkpoint of its own has been through
+        if self.loader is None:  # now Lightning has loaded its own checkpoint
             self._done_before = self._loop.batch_progress.current.ready
             self.loader = TrainLoader(self._fetcher, self.length, self._done_before)
         if self._healer is None:
@@ -100,10 +101,10 @@ class Feed:
         return batch.fetched
 
     def _is_of_next_epoch(self) -> bool:
-        """Whether no batch after the last one in this epoch was readable.
+        """Whether the batch is of the next epoch, because no later one of this epoch is readable.
 
-        This is known too late to end Lightning's epoch before: it ends with the first batch of the
-        next one, as its last step and its validation have to follow a batch.
+        Lightning's epoch then ends with this batch: its last step and its validation have to follow
+        a batch.
         """
         assert self._healer is not None
         which = self._healer.unused[-1]
@@ -113,7 +114,7 @@ class Feed:
         return which.index < before
 
     def reset(self) -> None:
-        """Begins to count again, as Lightning's data fetcher does."""
+        """Resets the counts, as Lightning's data fetcher does."""
         self.fetched, self.done = 0, False
 
     def teardown(self) -> None:
@@ -123,28 +124,28 @@ class Feed:
 
 
 class TrainBatch(NamedTuple):
-    """What the loader yields."""
+    """What `TrainLoader` yields."""
 
     fetched: tuple[Any, int, int]
     """Batch, its index and its dataloader's, as Lightning's `CombinedLoader` yields them."""
     is_last: bool
-    """Nothing follows in this epoch. False as long as that is not known."""
+    """Whether it is known to be the last batch of its epoch."""
 
 
 class TrainLoader:
-    """The batches of one Lightning epoch after another, within `limit_train_batches`.
+    """Lightning's train dataloaders as one loader, within `limit_train_batches`.
 
-    Nothing is read ahead, except where the length is not known: Lightning then needs one batch more
-    to know which is the last.
+    Reads one batch ahead where the length is not known: Lightning has to know which batch is the
+    last one.
 
     Args:
         fetcher: Lightning's data fetcher. It has begun the first epoch, which is continued.
-        length: batches per epoch; None if it is not known.
-        done: batches of the first epoch that a Lightning checkpoint has been through.
+        length: batches per epoch, or None if it is not known.
+        done: batches of the first epoch that were trained on before Lightning's checkpoint.
 
     Attributes:
-        length: batches of the present epoch; None if it is not known.
-        why_not: why it cannot be rewound; None if it can.
+        length: batches of the current epoch, or None if it is not known.
+        why_not: why the loader cannot be rewound, or None if it can.
     """
 
     def __init__(self, fetcher: Any, length: int | None, done: int = 0) -> None:
@@ -167,37 +168,35 @@ class TrainLoader:
         self.in_order = getattr(self._only, "in_order", True)
 
     def __len__(self) -> int:
-        """The batches of the present epoch; TypeError if that is not known."""
+        """The number of batches of the current epoch; TypeError if it is not known."""
         if self.length is None:
             raise TypeError("the train dataloader has no length")
         return self.length
 
     def __iter__(self) -> Iterator[Any]:
-        """`TrainBatch`es, and an `Unreadable` in the place of one that cannot be read."""
+        """`TrainBatch`es, with an `Unreadable` in place of a batch that cannot be read."""
         batches = Marking(self._begin())
         return self._unsized(batches) if self.length is None else self._sized(batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, for loaders that have a state themselves."""
+        """The position, for a dataloader that has a state."""
         return {"loader": self._only.state_dict(), "index": self._index, "length": self.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there with the next `iter`."""
+        """Continues from a position with the next `iter`."""
         self._only.load_state_dict(state["loader"])
         self._loaded, self._begun = state, None
 
     def _begin(self) -> Iterator[Any]:
-        """The batches of the next epoch, or of the rest of the one that was loaded."""
+        """The batches of the next epoch, or the rest of the epoch that was loaded."""
         loaded, self._loaded = self._loaded, None
         begun, self._begun = self._begun, None
         if begun is not None:
             return begun
         self._index, self.length = 0, self._full_length
-        batches = iter(self._combined)
-        if loaded is None:
-            return batches
-        self._index, self.length = loaded["index"], loaded["length"]
-        return batches
+        if loaded is not None:
+            self._index, self.length = loaded["index"], loaded["length"]
+        return iter(self._combined)
 
     def _sized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
         assert self.length is not None

@@ -88,7 +88,7 @@ class WholeRun:
         return {} if self.healer is None else self.healer.driver.healings  # type: ignore[attr-defined]
 
     def feed(self) -> None:
-        """Puts a `Feed` in front of the dataloaders, which Lightning may have reloaded."""
+        """Puts a `Feed` around the dataloaders, which Lightning may have reloaded."""
         fit = self.trainer.fit_loop
         if isinstance(fit._data_fetcher, Feed):
             return
@@ -105,7 +105,7 @@ class WholeRun:
         return {} if self.healer is None else self.healer.metrics()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the Healer's block, with the exception that ends the fit, if any."""
+        """Ends the Healer's block; `error` is the exception that ends the fit, if any."""
         self._replaced.close()
         if self.healer is None:
             return
@@ -120,7 +120,7 @@ class WholeRun:
     # -- within ---------------------------------------------------------------------------------
 
     def _open(self, feed: Feed) -> Healer[Any]:
-        """The Healer, opened once; a run that is in its store is resumed now."""
+        """Opens the Healer at the first call, which resumes the run in its store."""
         assert feed.loader is not None
         if self.healer is None:
             ckpt_path = self.trainer.ckpt_path
@@ -160,7 +160,7 @@ class WholeRun:
         }
 
     def _saves_every(self) -> int | None:
-        """Steps after which a ModelCheckpoint saves; None: after epochs, or a time, or none."""
+        """Steps after which a ModelCheckpoint saves, or None if none saves by steps."""
         callbacks = self.trainer.checkpoint_callbacks
         steps = [getattr(each, "_every_n_train_steps", 0) for each in callbacks]
         return min(filter(None, steps), default=None)
@@ -196,14 +196,14 @@ class WholeRun:
 
 
 def _named_optimizers(trainer: Any) -> dict[str, Optimizer]:
-    """Lightning's optimizers by the names that checkpoints and events have."""
+    """Lightning's optimizers by their names in checkpoints and events."""
     if len(trainer.optimizers) == 1:
         return {"optimizer": trainer.optimizers[0]}
     return {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
 
 
 def _load_engines(healings: Mapping[str, Healing], engines: Mapping[str, Any]) -> None:
-    """Goes on with engine states of a Lightning checkpoint; without those of another policy."""
+    """Loads the engine states of a Lightning checkpoint, except those of another policy."""
     for name, healing in healings.items():
         if name in engines:
             try:
