@@ -135,7 +135,7 @@ class LightningHealingCallback(Callback):
 
     @property
     def healings(self) -> Mapping[str, Healing]:
-        """The handle of each optimizer of the last fit, by name ("optimizer", "optimizer0", ...)."""
+        """The handle of each optimizer of the last fit, by name ("optimizer", "optimizer0")."""
         return {} if self._last_run is None else self._last_run.healings
 
     @property
@@ -160,9 +160,10 @@ class LightningHealingCallback(Callback):
                 f"that healcore does not know: use one of {', '.join(_STRATEGIES)}"
             )
         self._fit_policy = self._policy
-        if trainer.gradient_clip_val and self._policy.mode != "observe":
-            self._fit_policy = _with_limit_of(trainer, self._policy)
-            self._clip_value = trainer.gradient_clip_val
+        limit = trainer.gradient_clip_val
+        if limit and self._policy.mode != "observe":
+            self._fit_policy = _with_limit_of(trainer, self._policy, float(limit))
+            self._clip_value = limit
             trainer.gradient_clip_val = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -285,13 +286,12 @@ class LightningHealingCallback(Callback):
             run.close(error)
 
 
-def _with_limit_of(trainer: Trainer, policy: Policy | Engine) -> Policy:
+def _with_limit_of(trainer: Trainer, policy: Policy | Engine, limit: float) -> Policy:
     """The policy with the Trainer's limit as `clip.max_norm`, or with its own if that is lower.
 
     Raises AttachError for clipping by value, for `adagc`, which has no limit for the whole
     gradient, and for an Engine.
     """
-    limit = trainer.gradient_clip_val
     given = f"Trainer(gradient_clip_val={limit:g}"
     if getattr(trainer.gradient_clip_algorithm, "value", "norm") != "norm":
         raise AttachError(
@@ -309,5 +309,5 @@ def _with_limit_of(trainer: Trainer, policy: Policy | Engine) -> Policy:
             "limit for the whole gradient: leave gradient_clip_val out, or use another kind"
         )
     if policy.clip.kind == "none":
-        return load(policy, clip={"kind": "fixed", "max_norm": float(limit)})
+        return load(policy, clip={"kind": "fixed", "max_norm": limit})
     return with_limit(policy, limit)  # type: ignore[return-value]
