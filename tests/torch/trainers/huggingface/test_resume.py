@@ -1,28 +1,65 @@
-"""A killed run goes on with the same command, with healcore's state."""
+"""A killed run continues with the same command, with healcore's state.
+
+`python -m tests.torch.trainers.huggingface.test_resume FOLDER STEP` kills itself after a step, or
+never with 0.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from healcore.torch import HealingCallback
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
-from tests.torch.trainers.huggingface.killed_run import POLICY, main
 from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
 
 SAVES = {"save_strategy": "steps", "save_steps": 10}
+POLICY = {
+    "respond": [{"to": ["nonfinite"], "do": ["skip", "cut_lr"]}],
+    "lr": {"factor": 0.5, "hold_steps": 1000, "ceiling": 1.0},
+}
+
+
+class Kills(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder: Path, step: int) -> None:
+    callback = HealingCallback(**POLICY)
+    run = trainer(
+        folder,
+        scaled={12: math.nan},
+        callbacks=[callback, Kills(step)],
+        save_strategy="steps",
+        save_steps=10,
+        lr_scheduler_type="constant",
+    )
+    folder.mkdir(exist_ok=True)
+    run.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) is not None)
+    report = callback.report()
+    assert report is not None
+    total = weights(run).double().sum().item()
+    print(f"end {total!r} {report.counts['skips']} {report.lr_scale} {report.ending}")
 
 
 def started(folder: Path, step: int) -> subprocess.CompletedProcess[str]:
-    module = "tests.torch.trainers.huggingface.killed_run"
-    return forked_programs.run("-m", module, folder, step, imports=TRANSFORMERS)
+    return forked_programs.run("-m", __name__, folder, step, imports=TRANSFORMERS)
 
 
 def test_kill_9_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -144,3 +181,7 @@ def test_a_mask_of_minus_infinity_is_no_damage(tmp_path: Path):
     assert again.state.global_step == 10
     assert (tmp_path / "checkpoint-10").is_dir()
     assert not (tmp_path / "_healcore" / "checkpoint-10").exists()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -11,10 +11,18 @@ import torch
 from transformers import TrainerCallback
 
 from healcore.torch import HealingCallback
-from tests.torch.trainers.huggingface.small_language_runs import trainer
+from tests.torch.trainers.huggingface import tiny_trainers as tiny
 from tests.torch.trainers.huggingface.small_runs import logged, weights
 
 KINDS = ["sft", "dpo", "grpo"]
+
+
+def trainer(kind: str, folder: Path, *, callbacks: Any = (), **given: Any) -> Any:
+    usual = {"gradient_accumulation_steps": 2, "max_steps": 16, "learning_rate": 3e-3}
+    made = getattr(tiny, kind)(folder, **{**usual, **given})
+    for each in callbacks:
+        made.add_callback(each)
+    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
