@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def test_two_processes_go_back_together(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     assert first["rollbacks"] == second["rollbacks"] > 0
-    assert first["step"] == second["step"] == (160 - first["left_out"],) * 2
+    skipped = Counter(epoch for epoch, _ in first["left_out"])
+    # Lightning does not count an epoch whose 8 batches are all skipped: another one replaces it.
+    steps = 160 - sum(count for count in skipped.values() if count < 8)
+    assert first["step"] == second["step"] == (steps, steps)
     assert first["skips"] == second["skips"] > 0, "a NaN on one rank skips the step on both"
     where = [[each[:3] for each in found["seen"]] for found in (first, second)]
     assert where[0] == where[1]
@@ -64,7 +68,7 @@ if __name__ == "__main__":
     assert callback.healer is not None
     found = {
         "rollbacks": callback.healer.rollbacks,
-        "left_out": len(callback.healer.left_out),
+        "left_out": [tuple(each) for each in callback.healer.left_out],
         "step": (callback.healer.step, running.global_step),
         "skips": int(callback.healings["optimizer"].metrics()["heal/skips"]),
         "weights": module.state_dict(),
