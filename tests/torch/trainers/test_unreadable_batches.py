@@ -22,19 +22,14 @@ from tests.torch.trainers.lightning import fits
 from tests.torch.trainers.test_accelerate import fresh_accelerate  # noqa: F401 (a fixture)
 
 
-class Corrupt(torch.utils.data.Dataset):
-    """A data set of which some rows cannot be read; `bad` are their numbers."""
+def corrupt(rows: Any, bad: tuple[int, ...]) -> small_runs.Reading:
+    """A data set of which the rows with these numbers cannot be read."""
 
-    def __init__(self, rows: Any, bad: tuple[int, ...]) -> None:
-        self.rows, self.bad = rows, bad
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        if index in self.bad:
+    def read(index: int) -> None:
+        if index in bad:
             raise OSError(f"row {index} is no image")
-        return self.rows[index]
+
+    return small_runs.Reading(rows, read)
 
 
 def skipped(folder: Path) -> list[list[int]]:
@@ -62,7 +57,7 @@ class Recording(small_runs.InOrder):
 def trained(folder: Path, bad: tuple[int, ...], **arguments: Any) -> Any:
     trainer = small_runs.trainer(folder, cls=Recording, **arguments)
     rows = tuple(each * small_runs.BATCH + 1 for each in bad)
-    trainer.train_dataset = Corrupt(small_runs.Rows(8), rows)
+    trainer.train_dataset = corrupt(small_runs.Rows(8), rows)
     heal(trainer, store=folder / "store", save_every=5).train()
     return trainer
 
@@ -109,7 +104,7 @@ def test_a_restart_knows_the_skipped_batches(tmp_path: Path):
 
 def test_trl(tmp_path: Path):
     trainer = tiny.sft(tmp_path, max_steps=20)
-    trainer.train_dataset = Corrupt(trainer.train_dataset, (7,))
+    trainer.train_dataset = corrupt(trainer.train_dataset, (7,))
     heal(trainer, store=tmp_path / "store").train()
     assert trainer.state.global_step == 20
     assert [epoch for epoch, _ in skipped(tmp_path / "store")] == [0, 1]
@@ -136,8 +131,8 @@ def test_lightning(loader: Any, bad: tuple[int, ...], tmp_path: Path):
         accumulate_grad_batches=2,
         num_sanity_val_steps=0,
     )
-    corrupt = Corrupt(rows, tuple(each * 8 + 1 for each in bad))
-    trainer.fit(module, loader(corrupt, batch_size=8), DataLoader(rows, batch_size=8))
+    damaged = corrupt(rows, tuple(each * 8 + 1 for each in bad))
+    trainer.fit(module, loader(damaged, batch_size=8), DataLoader(rows, batch_size=8))
     numbers = {float(rows[i * 8 : i * 8 + 8][0].sum()): i for i in range(8)}
     order = [(each.epoch, numbers[each.inputs]) for each in module.seen]
     good = [each for each in range(8) if each not in bad]
@@ -165,7 +160,7 @@ def test_accelerate(stateful: bool, workers: int, tmp_path: Path):
     )
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
     model = torch.nn.Linear(1, 1)
-    rows = Corrupt([(row, torch.rand(1)) for row in range(24)], (7, 13))
+    rows = corrupt([(row, torch.rand(1)) for row in range(24)], (7, 13))
     model, optimizer, loader = accelerator.prepare(
         model,
         torch.optim.AdamW(model.parameters()),

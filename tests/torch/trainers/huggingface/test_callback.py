@@ -51,8 +51,7 @@ def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Pa
     assert sick.state.global_step == 40
     assert weights(sick).isfinite().all()
     assert mean_loss(sick) == pytest.approx(mean_loss(healthy), rel=0.15)
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert (report.counts["skips"], len(report.history), report.ending) == (1, 1, "completed")
     assert not schema_problems(events_of(tmp_path / "sick"))
 
@@ -81,34 +80,18 @@ def test_what_changes_nothing_changes_no_bit(tmp_path: Path, limit: float, accum
         assert logged(plain, "grad_norm") == logged(healed, "grad_norm")
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in (1, 2, 3))]
-)
-def test_a_healthy_run_ends_within_noise_of_the_same_run_without(tmp_path: Path, seed: int):
-    plain = trainer(tmp_path, seed=seed)
+def test_a_healthy_run_keeps_the_trainers_clip(tmp_path: Path):
+    """The policy keeps HF's limit of 1.0 in the fused kernel: only the last bits differ."""
+    plain = trainer(tmp_path)
     plain.train()
-    healed = trainer(tmp_path, seed=seed, callbacks=[HealingCallback()])
+    healed = trainer(tmp_path, callbacks=[HealingCallback()])
     healed.train()
-    # The limit of 1.0 is HF's, and the policy keeps it in the fused kernel: the last bits differ.
-    assert mean_loss(healed) == pytest.approx(mean_loss(plain), rel=0.05)
+    assert torch.allclose(weights(healed), weights(plain), atol=1e-4)
 
 
 def test_the_policys_clip_is_really_applied(tmp_path: Path):
     """With plain SGD a step moves the weights by learning rate times the clipped norm."""
-
-    class Moves(TrainerCallback):
-        def __init__(self) -> None:
-            self.moved: list[float] = []
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.before = [p.detach().clone() for p in kwargs["model"].parameters()]
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            after = kwargs["model"].parameters()
-            change = [(b - a).reshape(-1) for b, a in zip(self.before, after, strict=True)]
-            self.moved.append(float(torch.linalg.vector_norm(torch.cat(change)).detach()))
-
-    moves = Moves()
+    moves = small_runs.Steps()
     run = trainer(
         tmp_path,
         scaled={30: 1000.0},
@@ -142,28 +125,18 @@ def test_a_clip_never_loosens_the_users_own(tmp_path: Path):
 
 def test_the_halved_learning_rate_takes_effect(tmp_path: Path):
     """From the step of the cut on, weights move half as far: measured with sign-like updates."""
-    moved: list[float] = []
-
-    class Moves(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.before = [p.detach().clone() for p in kwargs["model"].parameters()]
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            pairs = zip(self.before, kwargs["model"].parameters(), strict=True)
-            moved.append(float(torch.cat([(b - a).reshape(-1) for b, a in pairs]).detach().norm()))
-
     callback = HealingCallback(
         respond=[{"to": ["nonfinite"], "do": ["skip", "cut_lr"]}],
         lr={"factor": 0.5, "hold_steps": 50, "ceiling": 1.0},
     )
     both = {"lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 1e-3}
-    run = trainer(tmp_path, scaled={20: math.nan}, callbacks=[callback, Moves()], **both)
-    run.train()
+    steps = small_runs.Steps()
+    trainer(tmp_path, scaled={20: math.nan}, callbacks=[callback, steps], **both).train()
+    moved = steps.moved
     assert moved[19] == pytest.approx(1e-2 * 1e-3, rel=0.01)  # every step is clipped to 1e-3
     assert moved[20] == 0
     assert moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert (report.counts["lr_cuts"], report.lr_scale) == (1, 0.5)
 
 
@@ -202,8 +175,7 @@ def test_a_rollback_that_a_callback_cannot_do_is_said_once(
     run = trainer(tmp_path, scaled=scaled, callbacks=[callback])
     run.train()
     lines = [e for e in capsys.readouterr().err.splitlines() if "heal(trainer, policy)" in e]
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert report.counts["not_carried_out"] == 3
     assert len(lines) == 1
     assert "callback cannot go back" in lines[0]
@@ -220,8 +192,7 @@ def test_a_stop_ends_training_with_a_diagnosis(tmp_path: Path):
     assert run.state.global_step in (13, 14)
     assert isinstance(stopped.value, SystemExit)
     assert stopped.value.code  # a text: printed, and the process ends with status 1
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert report.ending == "stopped"
     assert report.postmortem is not None
     found = json.loads(report.postmortem.read_text())
@@ -262,8 +233,7 @@ def test_nothing_stays_after_an_exception(tmp_path: Path, late: bool):
         run.callback_handler.callbacks.append(raises)
     with pytest.raises(RuntimeError, match="stop here"):
         run.train()
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     if late:  # it was added after the Trainer was made, which calls it only within train()
         callback.close(None)
     else:
@@ -282,8 +252,7 @@ def test_a_second_train_is_healed_anew(tmp_path: Path):
     run.train()
     assert hooks_of(run) == 0
     run.train()
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert (report.counts["skips"], report.ending) == (1, "completed")
     assert weights(run).isfinite().all()
 

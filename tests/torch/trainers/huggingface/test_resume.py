@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from healcore.torch import HealingCallback
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
-from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
+from tests.torch.trainers.huggingface.small_runs import Steps, logged, trainer, weights
 
 SAVES = {"save_strategy": "steps", "save_steps": 10}
 POLICY = {
@@ -52,8 +52,7 @@ def main(folder: Path, step: int) -> None:
     )
     folder.mkdir(exist_ok=True)
     run.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) is not None)
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     total = weights(run).double().sum().item()
     print(f"end {total!r} {report.counts['skips']} {report.lr_scale} {report.ending}")
 
@@ -75,21 +74,6 @@ def test_kill_9_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.Capt
     assert len(list(folder.glob("*.postmortem.*.json"))) == 2  # of the killed run too
 
 
-class LearningRate(TrainerCallback):
-    """How far plain SGD moves the weights, per step."""
-
-    def __init__(self) -> None:
-        self.moved: dict[int, float] = {}
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.before = [p.detach().clone() for p in kwargs["model"].parameters()]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        pairs = zip(self.before, kwargs["model"].parameters(), strict=True)
-        change = torch.cat([(b - a).detach().reshape(-1) for b, a in pairs])
-        self.moved[state.global_step] = float(change.norm())
-
-
 @pytest.mark.parametrize("restored", [False, True])
 def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
     """Measured by parameter displacement; with and without HF's restore of callbacks."""
@@ -104,15 +88,15 @@ def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
         tmp_path, scaled={12: math.nan}, callbacks=[HealingCallback(**POLICY)], **arguments
     )
     first.train()
-    rates = LearningRate()
+    steps = Steps()
     callback = HealingCallback(**POLICY)
-    again = trainer(tmp_path, scaled={12: math.nan}, callbacks=[callback, rates], **arguments)
+    again = trainer(tmp_path, scaled={12: math.nan}, callbacks=[callback, steps], **arguments)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
-    assert rates.moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
+    moved = dict(zip(steps.steps, steps.moved, strict=True))
+    assert moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
     live = [e for e in again.callback_handler.callbacks if isinstance(e, HealingCallback)]
     assert len(live) == 1
-    report = live[0].report()
-    assert report is not None
+    report: Any = live[0].report()
     assert (report.lr_scale, report.counts["skips"]) == (0.5, 1)
     assert torch.equal(weights(first), weights(again))
 

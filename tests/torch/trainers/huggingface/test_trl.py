@@ -35,23 +35,8 @@ def test_a_healthy_run_is_that_without_the_callback(tmp_path: Path, kind: str):
     same.train()
     assert torch.equal(weights(plain), weights(same))
     assert logged(plain, "loss") == logged(same, "loss")
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert (report.counts["skips"], report.ending) == (0, "completed")
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_healthy_run_with_the_policys_clip_ends_within_noise(
-    tmp_path: Path, kind: str, seed: int
-):
-    plain = trainer(kind, tmp_path, seed=seed, max_steps=30)
-    plain.train()
-    healed = trainer(kind, tmp_path, seed=seed, max_steps=30, callbacks=[HealingCallback()])
-    healed.train()
-    last = logged(plain, "loss")[-1]
-    assert logged(healed, "loss")[-1] == pytest.approx(last, rel=0.02, abs=0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)
