@@ -55,22 +55,19 @@ class Damage:
 
 def transformers_run(folder: Path, world: int) -> dict[str, Any]:
     """Under `heal(trainer)`, with the trainer's own `compute_loss`."""
-    from transformers import TrainerCallback
-
     from healcore.torch import heal
     from tests.torch.trainers.huggingface import small_runs
 
     damage, rollbacks = Damage(), list[Any]()
 
-    class Damages(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            damage.apply(state.global_step, more["model"].layers[2])
+    def before_step(state: Any, *, model: Any, **_: Any) -> None:
+        damage.apply(state.global_step, model.layers[2])
 
     more: dict[str, Any] = {"ddp_backend": "gloo"} if world > 1 else {}
     trainer = small_runs.trainer(
         folder,
         steps=STEPS * ROWS // small_runs.BATCH,
-        callbacks=[Damages()],
+        callbacks=[small_runs.calling("on_step_begin", before_step)],
         per_device_train_batch_size=ROWS // world,
         lr_scheduler_type="constant",
         **more,

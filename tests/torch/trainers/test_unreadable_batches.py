@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import TrainerCallback
 
 from healcore.runtime.healer import Healer
 from healcore.torch import LightningHealingCallback, heal
@@ -84,16 +83,11 @@ def test_trainer_under_accumulation(bad: tuple[int, ...], tmp_path: Path):
     assert list(steps.values()) == (windows * 3)[:5]
 
 
-class Stop(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            raise ZeroDivisionError
-
-
 def test_a_restart_knows_the_skipped_batches(tmp_path: Path):
     """The batch was skipped after the step that was saved; its epoch is as short as before."""
     found = []
-    for name, callbacks in (("whole", []), ("broken", [Stop()]), ("broken", [])):
+    stop = small_runs.calling("on_step_begin", small_runs.raising(ZeroDivisionError()), at=1)
+    for name, callbacks in (("whole", []), ("broken", [stop]), ("broken", [])):
         with suppress(ZeroDivisionError):
             arguments = {"max_steps": 4, "gradient_accumulation_steps": 3, "callbacks": callbacks}
             found.append(trained(tmp_path / name, (5,), **arguments))

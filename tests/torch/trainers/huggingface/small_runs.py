@@ -110,6 +110,27 @@ def logged(of: Any, name: str) -> list[float]:
     return [row[name] for row in of.state.log_history if name in row]
 
 
+def calling(event: str, call: Callable[..., object], *, at: int | None = None) -> TrainerCallback:
+    """A callback that calls `call(state, **kwargs)` at one event, and only at step `at` if given."""
+
+    def called(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if at is None or state.global_step == at:
+            call(state, control=control, **kwargs)
+
+    callback = TrainerCallback()
+    setattr(callback, event, called)
+    return callback
+
+
+def raising(error: Exception) -> Callable[..., object]:
+    """A function that raises the error, whatever it is called with."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return fail
+
+
 class Steps(TrainerCallback):
     """Records each optimizer step: global_step after it, epoch, and how far the weights moved."""
 

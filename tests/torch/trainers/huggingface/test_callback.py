@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from healcore.runtime.events import log as events_log
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback
 from tests.runtime.events.checked_events import problems
 from tests.torch.trainers.huggingface import small_runs
-from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
+from tests.torch.trainers.huggingface.small_runs import calling, logged, trainer, weights
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
@@ -38,12 +38,11 @@ def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Pa
     sick = trainer(tmp_path / "sick", scaled={20: math.nan}, callbacks=[callback])
     seen: list[Any] = []
 
-    class Decisions(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert callback.healing is not None
-            seen.append(callback.healing.last_decision())
+    def decided(state: Any, **_: Any) -> None:
+        assert callback.healing is not None
+        seen.append(callback.healing.last_decision())
 
-    sick.add_callback(Decisions())
+    sick.add_callback(calling("on_step_end", decided))
     sick.train()
     healthy = trainer(tmp_path / "healthy")
     healthy.train()
@@ -111,13 +110,13 @@ def test_a_clip_never_loosens_the_users_own(tmp_path: Path):
     callback = HealingCallback("zclip", clip={"max_norm": 1.0})
     applied: list[float] = []
 
-    class Applied(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert callback.healing is not None
-            row = callback.healing.metrics()
-            applied.append(float(row["heal/grad_norm"] * row["heal/grad_scale"]))
+    def note(state: Any, **_: Any) -> None:
+        assert callback.healing is not None
+        row = callback.healing.metrics()
+        applied.append(float(row["heal/grad_norm"] * row["heal/grad_scale"]))
 
-    run = trainer(tmp_path, callbacks=[callback, Applied()], max_grad_norm=0.3)
+    callbacks = [callback, calling("on_step_end", note)]
+    run = trainer(tmp_path, callbacks=callbacks, max_grad_norm=0.3)
     run.train()
     assert max(applied) == pytest.approx(0.3, rel=1e-3)
     assert run.args.max_grad_norm == 0.3
@@ -211,12 +210,6 @@ def test_a_success_does_not_overwrite_the_postmortem_of_a_failure(tmp_path: Path
     assert {p: p.read_bytes() for p in before} == before
 
 
-class Raises(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 5:
-            raise RuntimeError("stop here")
-
-
 def hooks_of(run: Any) -> int:
     optimizer = run.optimizer.optimizer
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
@@ -225,10 +218,10 @@ def hooks_of(run: Any) -> int:
 @pytest.mark.parametrize("late", [False, True])
 def test_nothing_stays_after_an_exception(tmp_path: Path, late: bool):
     callback = HealingCallback()
-    run = trainer(tmp_path, callbacks=[Raises()] if late else [callback, Raises()])
+    raises = calling("on_step_end", small_runs.raising(RuntimeError("stop here")), at=5)
+    run = trainer(tmp_path, callbacks=[raises] if late else [callback, raises])
     if late:
         run.add_callback(callback)
-        raises = next(e for e in run.callback_handler.callbacks if isinstance(e, Raises))
         run.callback_handler.callbacks.remove(raises)
         run.callback_handler.callbacks.append(raises)
     with pytest.raises(RuntimeError, match="stop here"):
@@ -262,13 +255,9 @@ def test_a_row_of_the_log_has_what_has_changed(
 ):
     seen: list[dict[str, float]] = []
 
-    class Tracker(TrainerCallback):
-        """As those of report_to, before the user's callbacks."""
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            seen.append(dict(logs))
-
-    run = trainer(tmp_path, callbacks=[Tracker(), HealingCallback()], scaled={7: math.nan})
+    # As the trackers of report_to, before the user's callbacks.
+    tracker = calling("on_log", lambda state, *, logs, **_: seen.append(dict(logs)))
+    run = trainer(tmp_path, callbacks=[tracker, HealingCallback()], scaled={7: math.nan})
     run.train()
     rows = [row for row in seen if "loss" in row]
     assert len(rows) == 40
@@ -314,18 +303,16 @@ def test_a_callback_without_a_trainer_is_refused(tmp_path: Path):
 def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path, kind: str, word: str):
     run = trainer(tmp_path, callbacks=[HealingCallback()])
 
-    class Elsewhere(TrainerCallback):
-        """Before the Trainer's other callbacks: there is no such machine here."""
+    def elsewhere(state: Any, **_: Any) -> None:
+        """There is no such machine here."""
+        accelerator = run.accelerator
+        accelerator.state = copy.copy(accelerator.state)
+        accelerator.state._shared_state = {}
+        vars(accelerator.state).update(
+            distributed_type=DistributedType[kind], fsdp_plugin=SimpleNamespace(fsdp_version=1)
+        )
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            accelerator = run.accelerator
-            accelerator.state = copy.copy(accelerator.state)
-            accelerator.state._shared_state = {}
-            vars(accelerator.state).update(
-                distributed_type=DistributedType[kind], fsdp_plugin=SimpleNamespace(fsdp_version=1)
-            )
-
-    run.callback_handler.callbacks.insert(0, Elsewhere())
+    run.callback_handler.callbacks.insert(0, calling("on_train_begin", elsewhere))
     with pytest.raises(AttachError, match=word):
         run.train()
     assert hooks_of(run) == 0

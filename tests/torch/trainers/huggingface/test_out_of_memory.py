@@ -129,20 +129,17 @@ def test_out_of_memory_before_the_first_save(tmp_path: Path):
         alone.train()
 
 
-def raises(error: Exception) -> Callable[[], object]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
 @pytest.mark.parametrize(
     "fail",
     [
         lambda: torch.empty(2**58),  # the allocator of the CPU
         lambda: np.empty(2**58),
-        raises(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at")),
-        raises(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+        small_runs.raising(
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at")
+        ),
+        small_runs.raising(
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+        ),
     ],
 )
 def test_every_kind_of_out_of_memory_gets_the_same_answer(fail: Any, tmp_path: Path):
@@ -192,23 +189,17 @@ def test_a_trainer_that_generates_its_batches_is_not_split(tmp_path: Path):
     assert "makes its batches itself" in "".join(raised.value.__notes__)
 
 
-class Entries(TrainerCallback):
-    """How many entries TRL's metric has after each step."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.seen = trainer, []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seen.append(len(self.trainer._metrics["train"]["mean_token_accuracy"]))
-
-
 def test_a_window_that_is_done_again_is_counted_once(tmp_path: Path):
     made = tiny.sft(tmp_path, max_steps=2, gradient_accumulation_steps=3, logging_steps=1)
-    entries = Entries(made)
-    made.add_callback(entries)
+    entries: list[int] = []  # how many TRL's metric has after each step
+
+    def count(state: Any, **_: Any) -> None:
+        entries.append(len(made._metrics["train"]["mean_token_accuracy"]))
+
+    made.add_callback(small_runs.calling("on_step_end", count))
     limit(made, 2)
     heal(made, store=tmp_path / "store").train()
-    assert entries.seen == [6, 6]
+    assert entries == [6, 6]
 
 
 def test_a_batch_that_cannot_be_split_is_trained_on_whole(tmp_path: Path):

@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from healcore.torch import HealingCallback
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
-from tests.torch.trainers.huggingface.small_runs import Steps, logged, trainer, weights
+from tests.torch.trainers.huggingface.small_runs import Steps, calling, logged, trainer, weights
 
 SAVES = {"save_strategy": "steps", "save_steps": 10}
 POLICY = {
@@ -31,21 +30,13 @@ POLICY = {
 }
 
 
-class Kills(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main(folder: Path, step: int) -> None:
     callback = HealingCallback(**POLICY)
+    kills = calling("on_step_end", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL), at=step)
     run = trainer(
         folder,
         scaled={12: math.nan},
-        callbacks=[callback, Kills(step)],
+        callbacks=[callback, kills],
         save_strategy="steps",
         save_steps=10,
         lr_scheduler_type="constant",

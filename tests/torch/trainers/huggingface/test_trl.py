@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from healcore.torch import HealingCallback
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
-from tests.torch.trainers.huggingface.small_runs import logged, weights
+from tests.torch.trainers.huggingface.small_runs import calling, logged, weights
 
 KINDS = ["sft", "dpo", "grpo"]
 
@@ -44,12 +44,12 @@ def test_the_loss_that_is_judged_is_the_steps(tmp_path: Path, kind: str):
     """TRL's trainers scale it for the accumulation in two ways."""
     callback, judged = HealingCallback(), []
 
-    class Judged(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            assert callback.healing is not None
-            judged.append(float(callback.healing.metrics()["heal/loss"]))
+    def note(state: Any, **_: Any) -> None:
+        assert callback.healing is not None
+        judged.append(float(callback.healing.metrics()["heal/loss"]))
 
-    run = trainer(kind, tmp_path, callbacks=[callback, Judged()], max_steps=6)
+    callbacks = [callback, calling("on_step_end", note)]
+    run = trainer(kind, tmp_path, callbacks=callbacks, max_steps=6)
     run.train()
     assert judged == pytest.approx(logged(run, "loss"), rel=1e-2, abs=2e-4)
     assert len(judged) == 6
