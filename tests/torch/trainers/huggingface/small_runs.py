@@ -111,7 +111,7 @@ def logged(of: Any, name: str) -> list[float]:
 
 
 def calling(event: str, call: Callable[..., object], *, at: int | None = None) -> TrainerCallback:
-    """A callback that calls `call(state, **kwargs)` at one event, and only at step `at` if given."""
+    """A callback that calls `call(state, **kwargs)` at one event; with `at` only at that step."""
 
     def called(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if at is None or state.global_step == at:
