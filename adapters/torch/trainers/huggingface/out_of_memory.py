@@ -19,7 +19,6 @@ from torch import Tensor
 from healcore.core.verdict import Cause
 from healcore.runtime.faults import classify
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.joint_redo import NOT_TRIED
 from healcore.runtime.microbatches.splitting import measure
 from healcore.torch.trainers.huggingface.progress import WindowCounts
 
@@ -108,7 +107,7 @@ class SplitSteps:
                     found.append(self._train(own, model, inputs, items))
                 except Exception as error:
                     if classify(error).cause is Cause.OOM:
-                        error.add_note(f"{NOT_TRIED}: {why_not}")
+                        error.add_note(f"healcore has not tried smaller parts: {why_not}")
                     raise
                 continue
             batch = {"inputs": self._rows(inputs), "of": id(inputs)}
