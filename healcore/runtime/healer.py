@@ -28,7 +28,6 @@ from healcore.policy.overrides import check_keywords
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
-from healcore.runtime.faults import classify
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import EventHook, Hook, Hooks
@@ -272,6 +271,7 @@ class Healer(Generic[State]):
         ignore_index: int = -100,
         total: SupportsFloat | None = None,
         most: int | None = None,
+        last_resort: Callable[[], str] | None = None,
     ) -> Iterator[Microbatch[Batch]]:
         """Yields a batch in parts that fit into memory; usually one, the batch itself.
 
@@ -295,12 +295,16 @@ class Healer(Generic[State]):
             total: what the mean counts in all batches of this optimizer step, if it is known
                 beforehand; None: each batch has the weight 1.
             most: samples in a part, at most; None: as many as fit.
+            last_resort: called where no smaller part is left. Makes a step take less memory
+                (gradient checkpointing, say) and returns what it has changed, or "" if it cannot;
+                then the parts come again. With several ranks it has to do the same on each.
 
         Raises:
             RunStopped: a single sample does not fit, or `budget.shrinks` is used.
             UnsplittableBatch: `most` is given, and the batch has no common number of samples.
             MicrobatchError: the loop does not enter each part with `with part:`.
         """
+        self._live.out_of_memory.last_resort = last_resort
         return self._live.out_of_memory.window.parts(
             batch,
             count=count,
@@ -438,33 +442,6 @@ class Healer(Generic[State]):
             TypeError: `call` is a coroutine function or a generator.
         """
         return self._live.faults.retrying(call)
-
-    def mark_step(self) -> Callable[[], None]:
-        """Prepares to repeat a step that fails, for trainers that are not loops of the user's.
-
-        Returns:
-            A function that restores random states and batch statistics to their present values.
-            The caller drops the gradients.
-        """
-        loop = self._live
-        states = loop.restorer.host.drawn()
-
-        def restore() -> None:
-            loop.restorer.host.set_generators(states)
-            if why_not := loop.driver.undo_window():
-                loop.warn(f"a step is repeated, and something else differs: {why_not}")
-
-        return restore
-
-    def report_fault(self, error: BaseException, problem: str, answer: str) -> None:
-        """Writes an event about an exception that the loop has dealt with itself.
-
-        Args:
-            error: what was raised.
-            problem: what was wrong and is done about it, as a sentence.
-            answer: the word of the policy's rule.
-        """
-        self._live.faults.report(classify(error), problem, answer=answer)
 
     def stop(self, why: str) -> NoReturn:
         """Ends the run with a diagnosis, as an order of the policy does.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from healcore import policy
 from healcore.core.clipping.adagc import AdaGCConfig
 from healcore.core.clipping.fixed import FixedConfig
 from healcore.core.clipping.zclip import ZClipConfig
@@ -74,3 +75,24 @@ LOSSES = Engine(
 def fixed(max_norm: float) -> Engine:
     """Clips to `max_norm`, and skips what is not finite."""
     return Engine(SKIPS.config._replace(clip=("fixed", FixedConfig(max_norm)), detectors=()))
+
+
+ROLLS_BACK = policy.loads(
+    """
+schema = 1
+name = "first-nan"
+[detect.nonfinite]
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "rollback", "cut_lr"]
+[incident]
+quiet_steps = 2
+patience = 5
+[rollback]
+probation = 2
+[lr]
+hold_steps = 3
+ramp_steps = 4
+"""
+)
+"""A policy for short runs: it rolls back at the first NaN; a checkpoint is good two steps on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from healcore.core.verdict import Cause, names
 from healcore.runtime.driver import Driver
@@ -41,6 +41,8 @@ class OutOfMemory:
     """Takes the reason of a stop; returns the facts for the diagnosis."""
     on_redo: Callable[[], object] = lambda: None
     """Called before the parts since the last step come again."""
+    last_resort: Callable[[], str] | None = None
+    """See `Healer.microbatches`."""
 
     def __post_init__(self) -> None:
         self._answers = self.policy.answers(Cause.OOM)
@@ -97,24 +99,24 @@ class OutOfMemory:
         try:
             resize = self.sizes.shrink(overrun.size, overrun.parts, self.step())
         except CannotShrink as reason:
-            self._stop(f"{rank}{reason}", error, overrun.bytes)
+            changed = "" if self.last_resort is None else self.last_resort()
+            if not changed:
+                self._stop(f"{rank}{reason}", error, overrun.bytes)
+            problem = f"{rank}{reason}: {changed}"
+            self._report(overrun, problem, answer="clear_cache")
+            return
         problem = (
             f"{rank}{resize.before} of {resize.samples} samples do not fit into memory, the step "
             f"is done again with {resize.after} at a time: {overrun.line}"
         )
-        self.log.event(
-            "fault",
-            step=self.step(),
-            cause=names(Cause.OOM),
-            sign=overrun.sign,
-            problem=problem,
+        self._report(
+            overrun,
+            problem,
             answer="shrink_microbatch",
             samples=resize.samples,
             size_before=resize.before,
             size=resize.after,
-            bytes=overrun.bytes,
         )
-        self.log.warning(f"step {self.step()}: {problem}")
         self._save_sizes()
 
     def grow(self, size: BatchSize) -> None:
@@ -135,6 +137,18 @@ class OutOfMemory:
             return False
         self.shrink(overrun, failure.error)
         return True
+
+    def _report(self, overrun: Overrun, problem: str, **more: Any) -> None:
+        self.log.event(
+            "fault",
+            step=self.step(),
+            cause=names(Cause.OOM),
+            sign=overrun.sign,
+            problem=problem,
+            bytes=overrun.bytes,
+            **more,
+        )
+        self.log.warning(f"step {self.step()}: {problem}")
 
     def _together(self) -> Together | None:
         """Called at the first window of several ranks: how all do windows again, if they can."""

@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from healcore.console import Console
@@ -16,17 +15,16 @@ from healcore.policy.loader import resolve
 from healcore.policy.trainer_limit import keeps_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import EventHook, Hook
 from healcore.runtime.recovery.journal import NAME
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
+from healcore.torch.trainers import replaced
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.callback import HealingCallback
 from healcore.torch.trainers.huggingface.dry_run import DryRun, add_hint, copy_of, findings
 from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
-from healcore.torch.trainers.huggingface.evidence import loss_fn_of
 from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 from healcore.torch.trainers.huggingface.progress import Progress
 
@@ -166,9 +164,8 @@ class SelfHealingTrainer:
         if store == "auto":
             # Trainer.push_to_hub leaves out what begins with an underscore.
             store = os.path.join(trainer.args.output_dir or "trainer_output", "_healcore")
-        self._loss_fn = loss_fn_of(trainer) if loss_fn == "auto" else loss_fn
+        self._loss_fn = signals.loss_fn_of(trainer) if loss_fn == "auto" else loss_fn
         self._options = {**options, "policy": policy, "store": store, "loss_fn": self._loss_fn}
-        self._host_policy = HostPolicy.of(policy)
         self._split: SplitSteps | None = None
         Healer(state={}, **self._options)  # raises at once if an option or the policy is invalid
         self._own_train = _heal_train(trainer, self)
@@ -219,9 +216,7 @@ class SelfHealingTrainer:
         """
         if self.healer is None:
             raise AttachError("there is nothing to report before train(): call it first")
-        report = self.healer.report()
-        shrinks = 0 if self._split is None else self._split.sizes.used
-        return replace(report, counts={**report.counts, "shrinks": shrinks})
+        return self.healer.report()
 
     def dry_run(self, steps: int = 2) -> DryRun:
         """Trains a copy for some steps in observe mode, and says what was found.
@@ -292,18 +287,16 @@ class _Run:
         for name in _METHODS:
             self._replace(name, getattr(self, f"on_{name}"))
         healed = self._healed
-        healed._split = SplitSteps(trainer, healed._host_policy, self._healer, stack)
+        healed._split = SplitSteps(trainer, self._healer, stack)
         self._replace("training_step", healed._split.training_step)
         self._replace("_push_from_checkpoint", self._repeating)
         stack.enter_context(signals.unclipped(trainer))
-        observe: Callable[[Any], None] = lambda loss: self._healer().observe(loss)  # noqa: E731
-        stack.enter_context(signals.observed_losses(trainer, observe))
         stack.enter_context(signals.extended_log(trainer, self._metrics))
 
     def _replace(self, name: str, replacement: Callable[..., Any]) -> None:
         """Lets `replacement` be called with the trainer's own method before the arguments."""
         call = functools.partial(replacement, getattr(self._trainer, name))
-        self._stack.enter_context(signals.replaced(self._trainer, name, call))
+        self._stack.enter_context(replaced(self._trainer, name, call))
 
     def on__prepare_for_training(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Opens the Healer: the optimizer exists from here on, and nothing has been trained."""
