@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from healcore.core.verdict import Decision
-from healcore.jax import decision as in_state
+from healcore.jax import opt_state as in_state
 from healcore.jax.commit import commit
-from healcore.jax.state import map_nodes
+from healcore.jax.heal_state import map_nodes
 
 if TYPE_CHECKING:
     from healcore.policy import PolicyLike

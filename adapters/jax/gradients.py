@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from healcore.jax.eager import compiled
+from healcore.jax.compilation import compiled
 from healcore.jax.namespace import shared
 
 SMALL = 1 << 14

@@ -13,7 +13,7 @@ import pytest
 
 from healcore import Healer
 from healcore.jax import protect
-from healcore.jax.state_transfer import without_heal_state
+from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from tests.jax import trained_together
 from tests.jax.processes import Program

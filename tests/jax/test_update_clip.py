@@ -16,7 +16,7 @@ import pytest
 from healcore.core.clipping.update_clip import UpdateClipConfig
 from healcore.core.engine import Engine
 from healcore.jax import heal, metrics, protect, to_dict
-from healcore.jax.state import engine_state
+from healcore.jax.heal_state import engine_state
 from tests.jax import policies
 
 CLIPS = policies.SKIP._replace(

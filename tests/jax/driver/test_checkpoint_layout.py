@@ -17,7 +17,7 @@ from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver import JaxDriver
-from healcore.jax.driver.checkpoint_layout import SIDE_STATE
+from healcore.jax.driver.live_state import SIDE_STATE
 from healcore.runtime.store.errors import StateMismatch
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
@@ -54,7 +54,7 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, tmp_pa
         assert driver.poll_step() is None  # no step was taken
         again = advance(driver, run, BATCHES[2:])
         assert saved(driver) == after
-        assert [each.read() for each in again] == [each.read() for each in first]
+        assert [each.steps()[-1] for each in again] == [each.steps()[-1] for each in first]
     assert run.compiled() == compiled
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.tree_util import GetAttrKey, SequenceKey
 from optax import contrib
 
-from healcore.jax import heal, moments, protect, scale_by_heal_lr
+from healcore.jax import heal, optax_states, protect, scale_by_heal_lr
 from healcore.jax.driver import JaxDriver
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain
 
@@ -59,8 +59,8 @@ def test_it_goes_on_as_a_new_optimizer(name):
         return updates, state
 
     _, used = go(tx.init(params), range(4))
-    assert moments.obstacle((used,), [(SequenceKey(0), SequenceKey(0))]) == ""
-    ours, _ = go(moments.reset(used, jnp.zeros_like), range(10, 14))
+    assert optax_states.moments_obstacle((used,), [(SequenceKey(0), SequenceKey(0))]) == ""
+    ours, _ = go(optax_states.reset_moments(used, jnp.zeros_like), range(10, 14))
     theirs, _ = go(tx.init(params), range(10, 14))
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -86,4 +86,4 @@ def test_the_schedule_goes_on_and_nothing_is_compiled_again(wrap):
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_known_is_refused(name):
     state = protect(UNKNOWN[name], POLICY).init({"w": jnp.ones((4, 3))})
-    assert "inner_state" in moments.obstacle(state, [(GetAttrKey("heal"),)])
+    assert "inner_state" in optax_states.moments_obstacle(state, [(GetAttrKey("heal"),)])
