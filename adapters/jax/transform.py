@@ -330,7 +330,7 @@ def protect(
         else:
             # Zeros instead of the bad gradients: with them a loop in the optimizer (line search,
             # Newton-Schulz) terminates. It costs nothing: XLA fuses the select with the scaling.
-            updates = gradients.fill_where(decision.skip, _enforce(engine, decision, updates), 0.0)
+            updates = gradients.fill_where(_enforce(engine, decision, updates), decision.skip, 0.0)
             updates, inner_state = step_or_keep(
                 inner_step, decision.skip, updates, state.inner_state, params
             )
@@ -353,9 +353,9 @@ def protect(
             skipped, bad = decision.skip | bad, bad & ~decision.skip
             if engine.mode == "observe":  # only what the caller skips is withheld
                 skipped = decision.skip
-                updates = gradients.fill_where(skipped, updates, -0.0)
+                updates = gradients.fill_where(updates, skipped, -0.0)
             else:
-                updates = gradients.no_update_where(skipped, updates)
+                updates = gradients.no_update_where(updates, skipped)
             norm = None if norm is None else jnp.where(skipped, 0.0, norm)
         norm = norm if reads_update_norm else None
         return updates, ProtectState(heal, norm, bad, pending, inner_state)
@@ -384,9 +384,8 @@ def _transformation(
         state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe" and "externally_skipped" not in given:
             return updates, state
-        return gradients.fill_where(
-            decision.skip, _enforce(engine, decision, updates), filling
-        ), state
+        updates = _enforce(engine, decision, updates)
+        return gradients.fill_where(updates, decision.skip, filling), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
