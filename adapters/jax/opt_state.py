@@ -1,6 +1,7 @@
 """Functions of an optimizer state with a healing state in it: reading, saving, replacing.
 
-All of them accept any nesting of optax states.
+All of them accept any nesting of optax states with one `heal`, `heal_zclip` or `protect` in it. An
+argument `policy` is the policy that the optimizer was built with.
 """
 
 from __future__ import annotations
@@ -148,12 +149,7 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
 def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
     """The engine's state in the framework-neutral, JSON-safe form. Reads the device.
 
-    Args:
-        opt_state: as in `last_decision`.
-        policy: the policy that the optimizer was built with.
-
-    Returns:
-        The state; `healcore.torch` and NumPy can load it and make the same decisions.
+    `healcore.torch` and NumPy can load it and make the same decisions.
 
     Raises:
         HealStateError: as in `last_decision`, or the state is of another policy.
@@ -168,7 +164,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     Args:
         opt_state: a state of this run's optimizer, usually fresh from ``tx.init(params)``.
         data: from `to_dict` of any adapter.
-        policy: the policy that the optimizer was built with.
+        policy: the one that the optimizer was built with.
 
     Returns:
         `opt_state` with the engine's state replaced, its dtypes and shapes kept.
@@ -188,12 +184,7 @@ def expect_change(opt_state: State) -> State:
     """Opens the grace window at the next step: LR, batch, data or weights are about to change.
 
     The same as ``change_expected=True`` in that step's update, for a host that does not call it.
-
-    Args:
-        opt_state: as in `last_decision`.
-
-    Raises:
-        HealStateError: there is no healing state in it, or more than one.
+    Raises HealStateError as in `last_decision`.
     """
     state = find(opt_state)
     ints = state_layout.with_change_expected(state.heal_ints)
@@ -206,7 +197,7 @@ def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     Args:
         live: the optimizer state at the moment of the rollback.
         restored: the one in the checkpoint.
-        policy: the policy that the optimizer was built with.
+        policy: the one that the optimizer was built with.
 
     Returns:
         `restored`, with the budgets and the LR multiplier of `live`: a rollback keeps them.
@@ -232,11 +223,7 @@ def without_heal_state(state: PyTree) -> PyTree:
         old = store.restore(step, {"state": without_heal_state(state)}).state["state"]
         state = with_heal_state(old, like=state)
 
-    Args:
-        state: any pytree: a train state, an optimizer state.
-
-    Returns:
-        A tree without arrays of healcore. Nothing is copied.
+    `state` is any pytree, such as a train state. Nothing is copied.
     """
     return map_nodes(_HEALING, _bare, state)
 

@@ -51,7 +51,7 @@ class GivenSignals(TypedDict, total=False):
 
 
 def split_keywords(keywords: Mapping[str, Any]) -> tuple[GivenSignals, dict[str, Any]]:
-    """The signals among the keywords of an `update`, without those that are None; the others."""
+    """The signals among the keywords of an `update` that are not None, and the other keywords."""
     names = GivenSignals.__annotations__
     given: Any = {name: keywords[name] for name in names if keywords.get(name) is not None}
     return given, {name: each for name, each in keywords.items() if name not in names}
@@ -73,7 +73,7 @@ def make_signals(
         updates = jax.lax.optimization_barrier(updates)
     leaf_norms, grad_norm = None, given.get("grad_norm")
     if engine.per_tensor or grad_norm is None:
-        # Always, whatever the rules read: no policy may accept a non-finite gradient.
+        # Even if no rule reads it: no policy may accept a non-finite gradient.
         own_norm, leaf_norms = both_norms(updates)
         grad_norm = own_norm if grad_norm is None else grad_norm
         if not leaf_norms.size:
@@ -121,7 +121,7 @@ class Axes(NamedTuple):
     def signals(
         self, own: Signals, leaf_norms: chex.Array | None, *, given_norm: bool
     ) -> tuple[Signals, chex.Array | None]:
-        """The signals and leaf norms of the whole step from those of this device: one all-reduce.
+        """The signals and leaf norms of the whole step from this device's: one all-reduce.
 
         Losses and rates are averaged, norms combined, and a flag is set if any device sets it. A
         NaN or Inf reaches every device. `given_norm`: the caller has passed the global norm.

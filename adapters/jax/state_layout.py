@@ -36,7 +36,7 @@ record."""
 
 
 class Header(NamedTuple):
-    """The first integers, before those of the engine's state. int32, 0-d each."""
+    """The first integers, before the engine's state. int32, 0-d each."""
 
     schema: Any
     policy_high: Any
@@ -82,7 +82,7 @@ class StateLayout:
         )
 
     def unpack(self, floats: Any, ints: Any) -> Any:
-        """The core's EngineState; of NumPy arrays if those are."""
+        """The core's EngineState, of NumPy arrays if the vectors are."""
         found = {}
         for names, vector, start in ((self._floats, floats, 0), (self._ints, ints, _ENGINE)):
             for name in names:
@@ -169,7 +169,7 @@ class StepCounts(NamedTuple):
     steps: int
     """All steps; a rollback sets the number back."""
     orders: int
-    """Steps with an order, also those that a rollback has undone."""
+    """Steps with an order, including steps that a rollback has undone."""
 
 
 def check_records(steps: Any) -> int:
@@ -197,7 +197,7 @@ def init_records(steps: int, record: Any) -> jax.Array:
 def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> jax.Array:
     """The ring buffers, int32 (steps + ORDERS, elements), with the record of one more step.
 
-    `step` counts this step, `orders` only those with an order before it.
+    `step` counts this step; `orders` counts the steps with an order before it.
     """
     kept = records.shape[0] - ORDERS
     place = (step - 1) % kept
@@ -217,7 +217,7 @@ def records_between(
     """The records of the steps between two moments without a rollback, oldest first.
 
     Also the number of steps without a record, which have no order unless more than ORDERS have one.
-    `records` is that of the later moment.
+    `records` are read at the later moment.
     """
     kept = records.shape[0] - ORDERS
     first = max(before.steps, after.steps - kept)

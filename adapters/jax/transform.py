@@ -129,7 +129,7 @@ def heal_zclip(
         ema_decay: decay of the norm's mean and variance per step, in (0, 1).
         warmup_steps: finite norms averaged before the z-score is used, at least 1.
         target: what a spike is clipped to.
-        max_norm: absolute limit in addition; None for none.
+        max_norm: absolute limit in addition; None for no limit.
         on_skip: see `heal`.
         axis_name: see `heal`.
         shard_axis_name: see `heal`.
@@ -172,7 +172,7 @@ def heal_zclip(
 
 
 class ProtectState(NamedTuple):
-    """The healing state and that of the protected optimizer."""
+    """The healing state, and the state of the protected optimizer."""
 
     heal: HealState
     heal_update_norm: Any
@@ -412,8 +412,8 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
 def _check_on_skip(on_skip: str) -> None:
     if on_skip not in ("zero", "nan"):
         raise ValueError(
-            f"on_skip must be 'zero' or 'nan', got {on_skip!r}: 'nan' is for a chain that goes on "
-            "with optax.apply_if_finite, 'zero' for any other"
+            f"on_skip must be 'zero' or 'nan', got {on_skip!r}: 'nan' is for a chain with "
+            "optax.apply_if_finite after heal, 'zero' for any other"
         )
 
 

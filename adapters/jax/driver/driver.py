@@ -188,7 +188,7 @@ class JaxDriver:
         return in_state.dicts(self._engine, self._engines, self._live.read())
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces engine states; those not named stay."""
+        """Replaces the named engine states; the others stay."""
         tree = self._live.read()
         self._put(in_state.loaded(self._engine, self._engines, tree, engines))
 
@@ -219,11 +219,7 @@ class JaxDriver:
 
         All floating arrays count where the state does not show which of them are parameters.
         """
-        return {
-            name: _copy(leaf)
-            for name, leaf in _by_path(without_heal_state(self._live.read())).items()
-            if (name in self._parameters if self._parameters else _is_floating(leaf))
-        }
+        return {name: _copy(leaf) for name, leaf in self._weights().items()}
 
     def losses_of(
         self,
@@ -235,26 +231,29 @@ class JaxDriver:
 
         The random keys in the state are the current ones with either weights.
         """
-        live, in_place = self._live.read(), self._live.in_place
-        state = live if weights is None else _with(live, weights)
-        if in_place and weights is not None:
-            self._live.write(state)
-        try:
-            return [
-                float(loss_fn(batch) if in_place else loss_fn(state, batch)) for batch in batches
-            ]
-        finally:
-            if in_place:
-                self._live.write(live)
+        return self._called(loss_fn, batches, weights or {}, float)
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """Calls it, for nnx objects with the batch alone."""
-        live = self._live.read()
+        (found,) = self._called(loss_fn, [batch], {}, jax.device_get)
+        return found
+
+    def _called(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        weights: Mapping[str, Any],
+        read: Callable[[Any], Any],
+    ) -> list[Any]:
+        live, in_place = self._live.read(), self._live.in_place
+        state = _with(live, weights)
         try:
-            arguments = (batch,) if self._live.in_place else (live, batch)
-            return jax.device_get(loss_fn(*arguments))
+            if in_place and weights:
+                self._live.write(state)
+            arguments = () if in_place else (state,)
+            return [read(loss_fn(*arguments, batch)) for batch in batches]
         finally:
-            if self._live.in_place:
+            if in_place:
                 self._live.write(live)
 
     def gradient_window(self) -> GradientWindow:
@@ -319,7 +318,7 @@ class JaxDriver:
         return self._ranks
 
     def generators(self) -> None:
-        """None: JAX has no global generators; the state holds its keys."""
+        """Nothing: JAX has no global generators; the state holds its keys."""
 
     def close(self) -> None:
         """Ends threads of several processes. Healing is in the optimizer, without hooks."""
@@ -339,15 +338,21 @@ class JaxDriver:
 
     def _nonfinite_parameters(self) -> set[str]:
         """Paths of the parameters with a NaN or an Inf; of all arrays where they are not known."""
-        arrays = {
+        found = {name: jnp.isfinite(leaf).all() for name, leaf in self._weights().items()}
+        return {name for name, finite in jax.device_get(found).items() if not finite}
+
+    def _weights(self) -> dict[str, Any]:
+        """Path -> each parameter, or each floating array where the parameters are not known.
+
+        In the same order in all processes.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(without_heal_state(self._live.read()))
+        arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        return {
             name: leaf
-            for name, leaf in _by_path(without_heal_state(self._live.read())).items()
-            if _is_floating(leaf)
+            for name, leaf in arrays.items()
+            if (name in self._parameters if self._parameters else _is_floating(leaf))
         }
-        # In the same order in all processes.
-        names = [name for name in arrays if not self._parameters or name in self._parameters]
-        finite = jax.device_get({name: jnp.isfinite(arrays[name]).all() for name in names})
-        return {name for name, fine in finite.items() if not fine}
 
     def _states(self) -> list[HealState]:
         roots = self._live.roots()
@@ -393,18 +398,12 @@ _STALE = (
 )
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
-    """Path as text -> leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
 def _is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jnp.floating)
 
 
 def _copy(leaf: Any) -> Any:
-    """A copy that a donation of the state leaves alone; in host memory if that is not the CPU's."""
+    """A copy that outlives a donation of the state, in the host's memory."""
     if not isinstance(leaf, jax.Array):
         return leaf
     if next(iter(leaf.sharding.device_set)).platform == "cpu":

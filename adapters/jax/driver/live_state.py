@@ -92,8 +92,8 @@ class LiveState:
             raise HealStateError(
                 "update takes the state in the structure, shapes and dtypes that the run began "
                 f"with: {'; '.join(lines)}{more}. Nothing was saved or replaced: return the whole "
-                "state from the step, and cast what has changed, x.astype(old.dtype). JAX does not "
-                "keep NumPy's dtypes: begin with `state = jax.tree.map(jnp.asarray, state)`"
+                "state from the step, and cast what has changed, x.astype(old.dtype). For NumPy "
+                "arrays write `state = jax.tree.map(jnp.asarray, state)` before the Healer"
             )
         self._checked = found
 

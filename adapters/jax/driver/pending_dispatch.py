@@ -1,4 +1,4 @@
-"""Copies the records of a dispatch's steps to the host while the loop goes on.
+"""Copies the records of a dispatch's steps to the host while the loop continues.
 
 They are copied as one vector, because each copy has a fixed cost, and right after the step, because
 the next one may donate the state.
@@ -72,7 +72,7 @@ class Dispatch:
         after: from this dispatch.
         usual: norms of each engine at its last step without an alarm; updated here.
         count: the assumed number of steps; None reads it from the device.
-        on_missing: called with the number of steps and of those without a record.
+        on_missing: called with the number of steps, and of steps without a record.
         votes: whether the processes of the run vote after it.
     """
 
