@@ -30,7 +30,7 @@ from healcore.jax import (
     to_dict,
 )
 from tests.jax import policies
-from tests.jax.bit_comparison import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits, avals
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.ones(3)}
 NESTINGS = {
@@ -44,13 +44,15 @@ NESTINGS = {
 }
 
 
-def drive(tx, state, norms, first=0):
-    """The state and the decisions after steps with gradients of these norms."""
+def drive(tx, state, norms, first=0, by_norm=False):
+    """The state and the decisions after steps with these norms: of the gradients, or passed."""
     update = jax.jit(tx.update)
     decisions = []
     for i, norm in enumerate(norms, start=first):
-        grads = jax.tree.map(lambda p: jnp.full_like(p, norm / np.sqrt(11)), PARAMS)  # noqa: B023
-        _, state = update(grads, state, PARAMS, value=jnp.float32(1.0 + 0.01 * i))
+        size, loss = (1.0, 1.0) if by_norm else (norm / np.sqrt(11), 1.0 + 0.01 * i)
+        grads = jax.tree.map(lambda p: jnp.full_like(p, size), PARAMS)  # noqa: B023
+        given = {"grad_norm": jnp.float32(norm)} if by_norm else {}
+        _, state = update(grads, state, PARAMS, value=jnp.float32(loss), **given)
         decisions.append(jax.tree.map(np.asarray, last_decision(state)))
     return state, decisions
 
@@ -144,7 +146,7 @@ def test_a_run_that_moves_decides_as_one_that_stayed(policy):
         inner_state=half.inner_state, heal_update_norm=half.heal_update_norm
     )
     moved = from_dict(fresh, saved, policy)
-    assert _avals(moved) == _avals(half)  # the compiled step takes it without a new trace
+    assert avals(moved) == avals(half)  # the compiled step takes it without a new trace
     assert_same_bits(moved.heal[:2], half.heal[:2])
     moved, second = drive(tx, moved, norms[30:], first=30)
     assert_same_bits(first + second, expected)
@@ -157,24 +159,13 @@ def test_a_run_continues_in_numpy():
     norms = noisy_norms(60)
     state, _ = drive(tx, tx.init(PARAMS), norms[:30])
     there = engine.from_dict(to_dict(state, engine))
-    state, decisions = drive_by_norm(tx, state, norms[30:])
+    state, decisions = drive(tx, state, norms[30:], by_norm=True)
     for norm, expected in zip(norms[30:], decisions, strict=True):
         signals = Signals(loss=np.float32(1.0), grad_norm=np.float32(norm))
         there, decision = engine.step(there, signals, xp=np)
         for field in ("skip", "action", "cause", "rollback_depth"):
             assert getattr(decision, field) == getattr(expected, field)
         np.testing.assert_allclose(decision.grad_scale, expected.grad_scale, rtol=1e-6)
-
-
-def drive_by_norm(tx, state, norms):
-    update = jax.jit(tx.update)
-    decisions = []
-    for norm in norms:
-        _, state = update(
-            PARAMS, state, PARAMS, value=jnp.float32(1.0), grad_norm=jnp.float32(norm)
-        )
-        decisions.append(jax.tree.map(np.asarray, last_decision(state)))
-    return state, decisions
 
 
 def test_another_policy_or_model_is_refused():
@@ -199,7 +190,7 @@ def test_an_announcement_opens_the_grace_window():
     _, (judged,) = drive(tx, before, [1e4])
     assert judged.skip
     expecting = expect_change(before)
-    assert _avals(expecting) == _avals(before)
+    assert avals(expecting) == avals(before)
     _, (graced,) = drive(tx, expecting, [1e4])
     assert not graced.skip
     _, by_keyword = jax.jit(tx.update)(
@@ -216,13 +207,9 @@ def test_budgets_and_the_lr_survive_a_rollback():
     live, _ = drive(tx, good, [np.nan])
     assert float(last_decision(live).lr_scale) == 0.5
     back = on_rollback(live, good, policies.CUT_LR)
-    assert _avals(back) == _avals(good)
+    assert avals(back) == avals(good)
     _, (next_decision,) = drive(tx, back, [1.0])
     assert float(next_decision.lr_scale) == 0.5
-
-
-def _avals(tree):
-    return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]
 
 
 # -- norms by name --------------------------------------------------------------------------------
