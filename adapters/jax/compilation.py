@@ -61,7 +61,7 @@ def one_kernel(function: Callable[..., Result], *args: Any) -> Result:
             not one of `args`.
         args: pytrees of arrays.
     """
-    # Without jit (under `vmap` alone, say) a call would be compiled at every step.
+    # Without jit (for example under `vmap` alone) a call would be compiled at every step.
     hint = set_xla_metadata
     if hint is None or not isinstance(jnp.zeros(()), Tracer):
         return function(*args)

@@ -35,8 +35,9 @@ _MOMENTS = {
     "FactoredState": ("count", "v_row", "v_col", "v"),
     "MuonState": ("count", "mu"),
 }
-"""States with moments -> fields that are zero at the start, for any arguments of the optimizer. The
-`count` next to moments drives the bias correction; a schedule's is in a state of its own."""
+"""State with moments -> its fields that are zero at the start, for any arguments of the optimizer.
+The `count` next to moments drives the bias correction. The count of a schedule is in another
+state."""
 
 _SECOND_ITERATES = {
     "ScheduleFreeState": (
@@ -54,16 +55,15 @@ _SECOND_ITERATES = {
     ),
     "MadgradState": ("s", "another optimizer: MADGRAD has no place for a multiplier"),
 }
-"""States whose optimizer moves more than the parameters -> what else, and how to write the
-optimizer so that a cut reaches all of it. A scaled update would slow the parameters down and not
-the second iterate. (Mechanic, D-Adaptation, DoG and Prodigy derive theirs from the parameters; the
-rate of COCOB scales its update.)"""
+"""State with a second iterate -> the iterate, and how to write the optimizer so that a cut reaches
+it. A scaled update would slow down the parameters alone. (Mechanic, D-Adaptation, DoG and Prodigy
+derive theirs from the parameters; the rate of COCOB scales its update.)"""
 
 
 def check_leaves(tree: Any, name: str, write: str) -> None:
     """Raises HealStateError for a leaf that is neither an array nor a number, as a function.
 
-    JAX's own error does not name the leaf. `name` is the tree's, `write` what to pass.
+    JAX's own error does not name the leaf. `name` names the tree; `write` says what to pass.
     """
     for path, leaf in tree_leaves_with_path(tree):
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")

@@ -95,7 +95,7 @@ def test_each_leaf_has_its_factor():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_norm_is_that_of_the_float64_values_whatever_the_dtype(dtype):
+def test_norm_is_that_of_the_float64_values_for_any_dtype(dtype):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(4096), dtype)
     norm = jax.jit(global_norm)({"a": x, "b": (x[:7],)})
     exact = np.sqrt(sum((np.asarray(v, np.float64) ** 2).sum() for v in (x, x[:7])))

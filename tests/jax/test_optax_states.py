@@ -148,7 +148,7 @@ def in_a_chain(inner: Any, policy: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_it_goes_on_as_a_new_optimizer(name):
+def test_it_continues_as_a_new_optimizer(name):
     tx = KNOWN[name]
     params = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "b": jnp.ones(3)}
     update = jax.jit(tx.update)
@@ -170,7 +170,7 @@ def test_it_goes_on_as_a_new_optimizer(name):
 
 
 @pytest.mark.parametrize("wrap", [protect, in_a_chain])
-def test_the_schedule_goes_on_and_nothing_is_compiled_again(wrap):
+def test_the_schedule_continues_and_nothing_is_compiled_again(wrap):
     run = plain(optax.adamw(WARM), wrap=wrap)
     driver = JaxDriver(run.state, POLICY)
     advance(driver, run, [batch(seed) for seed in range(4)])

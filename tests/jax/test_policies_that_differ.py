@@ -111,7 +111,7 @@ def test_a_chain_with_a_clip_becomes_one_with_heal():
     jax.jit(tx.update)(PARAMS, state, PARAMS, value=LOSS)
 
 
-def test_a_run_goes_on_with_another_policy():
+def test_a_run_continues_with_another_policy():
     old = stepped(healed())
     tx = protect(optax.adam(0.1), "observe")
     state = with_heal_state(without_heal_state(old), like=tx.init(PARAMS))

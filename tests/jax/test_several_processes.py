@@ -128,7 +128,7 @@ def test_a_signal_to_one_process_ends_both_after_the_same_step(two: Program):
     assert found[0]["votes"] == [[found[0]["step"], "end", "signal 15"]]
 
 
-def test_a_run_of_two_processes_goes_on_in_one(two: Program, folder: Path):
+def test_a_run_of_two_processes_continues_in_one(two: Program, folder: Path):
     ended = two.of("terminated")[0]
     params = {name: jnp.asarray(each, jnp.float32) for name, each in initial().items()}
     tx = protect(optax.adamw(1e-2), GOES_BACK)

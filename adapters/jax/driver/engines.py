@@ -38,7 +38,7 @@ class EngineEntry(NamedTuple):
 def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     """The engines of a state; `trained` is a tree with the parameters in it.
 
-    HealStateError if there is none, or one is of another policy, or of several runs (`vmap`).
+    HealStateError if there is no engine, or one is of another policy, or of several runs (`vmap`).
     """
     states = dict(nodes(HealState, tree))
     if not states:
@@ -96,7 +96,7 @@ def loaded(
 ) -> Any:
     """The tree with the engine states in `data`, and their multiplier in `scale_by_heal_lr`.
 
-    StateError if a state is of another policy or model, or of no engine of this run.
+    StateError if a state is of another policy or model, or this run has no such engine.
     """
     paths = {each.name: each.path for each in engines}
     check_engines(data, paths)
@@ -165,7 +165,7 @@ def _check_single(path: Path, state: HealState) -> None:
 
 
 def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
-    """The outermost parts of a tree with `count` floating tensors, and the paths of these."""
+    """The outermost parts of a tree with `count` floating tensors, and the paths of the tensors."""
     parts: dict[Path, list[Path]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
         if is_gradient(leaf):

@@ -235,9 +235,9 @@ def _is_variable(node: Any) -> bool:
 
 
 class SideState:
-    """What the other items cannot hold: Python numbers, and `_PROTECT` of each `ProtectState`."""
+    """Python numbers, and `_PROTECT` of each `ProtectState`, which the other items cannot hold."""
 
-    optional = True  # checkpoints of a run without healcore do not have it
+    optional = True  # not in checkpoints of a run without healcore
 
     def __init__(self, tree: Any) -> None:
         bare = tree_leaves_with_path(without_heal_state(tree))

@@ -59,7 +59,7 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, tmp_pa
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_the_first_state_of_all_can_be_gone_back_to(kind):
+def test_the_first_state_of_all_can_be_restored(kind):
     """A TrainState's step begins as the number 0 and is an array from then on."""
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
@@ -76,7 +76,7 @@ def test_the_first_state_of_all_can_be_gone_back_to(kind):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_new_process_goes_on_from_it(kind):
+def test_a_new_process_continues_from_it(kind):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None, ())

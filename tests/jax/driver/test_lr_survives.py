@@ -90,7 +90,7 @@ def test_the_parameters_move_by_the_cut_rate(name, wrap):
 
 
 @pytest.mark.parametrize("wrap", [protect, chained])
-def test_a_new_process_goes_on_at_the_cut_rate(wrap):
+def test_a_new_process_continues_at_the_cut_rate(wrap):
     run = plain(OPTIMIZERS["injected schedule"], wrap=wrap)
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None, ())
