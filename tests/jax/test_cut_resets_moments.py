@@ -71,7 +71,7 @@ def test_otherwise_they_stay(policy: EngineConfig):
     assert int(optax.tree.get(run(policy), "count")) == STEPS - (policy is SKIPS_TOO)
 
 
-def test_a_schedule_goes_on():
+def test_a_schedule_continues():
     inner = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
     counts = [int(n) for _, n in optax.tree.get_all_with_path(run(CUTS, inner), "count")]
     assert sorted(counts) == [STEPS - SPIKE - 1, STEPS]

@@ -30,7 +30,7 @@ from healcore.core.detectors import grad_spike, loss_spike, nonfinite
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.verdict import Cause
 from healcore.jax import protect, state_layout
-from healcore.jax.state import find
+from healcore.jax.heal_state import find
 from healcore.jax.store import OrbaxStore
 from tests.jax import processes
 from tests.jax.processes import join, report

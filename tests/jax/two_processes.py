@@ -31,7 +31,7 @@ import healcore
 from healcore import policy as policies
 from healcore.events import read
 from healcore.jax import protect
-from healcore.jax.state_transfer import without_heal_state
+from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.loop.termination import RunStopped, Terminated

@@ -18,7 +18,7 @@ from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace as jax_namespace
-from healcore.jax.one_kernel import one_kernel
+from healcore.jax.compilation import one_kernel
 from healcore.torch import namespace
 from tests.core import fuzz
 

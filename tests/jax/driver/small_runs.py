@@ -52,7 +52,7 @@ def mse(prediction: Any, x: Any) -> Any:
 def plain(
     inner: Any = None, policy: Any = POLICY, wrap: Callable[..., Any] = protect, **extra: Any
 ) -> Run:
-    """A dictionary of parameters, optimizer state and whatever else."""
+    """A dictionary of parameters, optimizer state and other parts."""
     tx, step = _plain_program(inner, policy, wrap)
     params = {"hidden": jnp.full((4, 3), 0.1), "out": {"w": jnp.full((3, 1), 0.2)}}
     return Run({"params": params, "opt_state": tx.init(params), **extra}, step, step._cache_size)

@@ -17,7 +17,7 @@ from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver import JaxDriver
-from healcore.jax.driver.checkpoint_layout import SIDE_STATE
+from healcore.jax.driver.live_state import SIDE_STATE
 from healcore.runtime.store.errors import StateMismatch
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
@@ -54,12 +54,12 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, tmp_pa
         assert driver.poll_step() is None  # no step was taken
         again = advance(driver, run, BATCHES[2:])
         assert saved(driver) == after
-        assert [each.read() for each in again] == [each.read() for each in first]
+        assert [each.steps()[-1] for each in again] == [each.steps()[-1] for each in first]
     assert run.compiled() == compiled
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_the_first_state_of_all_can_be_gone_back_to(kind):
+def test_the_first_state_of_all_can_be_restored(kind):
     """A TrainState's step begins as the number 0 and is an array from then on."""
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
@@ -76,7 +76,7 @@ def test_the_first_state_of_all_can_be_gone_back_to(kind):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_new_process_goes_on_from_it(kind):
+def test_a_new_process_continues_from_it(kind):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None, ())

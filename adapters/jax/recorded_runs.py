@@ -1,17 +1,11 @@
-"""The JAX backend of `healcore sweep`: thousands of policy variants in one vmapped scan on the CPU.
+"""The JAX backends of `healcore replay` and `healcore sweep`: recorded rows through the engine.
 
-Two settings of XLA make it four times as fast on a CPU. They apply to this program only, and do not
-reorder or contract arithmetic: every backend gets the same results bit for bit (docs/parity.md).
-
-* The loop is compiled to one LLVM function, not to a list of kernels called once per step. By
-  default XLA does so only for loops with tiny buffers (xla_cpu_small_while_loop_byte_threshold).
-  An XLA that does not know the attribute ignores it.
-* Vectors of 512 bits, where the machine has them. LLVM's default is 256.
+Both run in one compiled loop on the CPU, because an accelerator does not speed up a loop of
+scalars.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -21,11 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.engine import EngineConfig, EngineState
+from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace
-from healcore.plugins.rows import SignalLayout, rolled_back
+from healcore.jax.compilation import one_kernel_per_call
+from healcore.plugins.rows import (
+    MOST_ROWS,
+    DecisionColumns,
+    SignalLayout,
+    SignalRows,
+    empty_columns,
+    judge_row,
+    rolled_back,
+)
 from healcore.plugins.sweep import (
     WORD,
     PackedRows,
@@ -36,15 +39,65 @@ from healcore.plugins.sweep import (
     variants_of,
 )
 
-_OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
-_ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
+_WIDE_VECTORS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
+"""For LLVM, whose default is 256 bits. Results stay the same bit for bit (docs/parity.md)."""
+
+
+class JaxRowRunner:
+    """Implements `RowRunner`. Chunks are padded to one size, so that the loop is compiled once."""
+
+    def __init__(self, engine: Engine, layout: SignalLayout) -> None:
+        self._engine = engine
+        self._branches = [functools.partial(self._judge, names) for names in layout.combinations]
+        try:
+            self._device = jax.devices("cpu")[0]
+        except RuntimeError:  # JAX_PLATFORMS excludes the CPU
+            self._device = jax.devices()[0]
+        self._loop = jax.jit(self._judge_all)
+
+    def start(self) -> EngineState:
+        """The engine's first state, on the CPU."""
+        return jax.device_put(self._engine.init(), self._device)
+
+    def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
+        """See `RowRunner.on_rollback`."""
+        with jax.default_device(self._device):
+            return rolled_back(self._engine, live, restored, xp=jnp)
+
+    def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
+        """See `RowRunner.run`."""
+        count = len(rows.kind)
+        padding = (0, MOST_ROWS - count)
+        values = {name: np.pad(column, padding) for name, column in rows.values.items()}
+        with jax.default_device(self._device):
+            state, found = self._loop(state, values, np.pad(rows.kind, padding), np.int32(count))
+        return state, map_leaves(lambda column: np.asarray(column)[:count], found)
+
+    def _judge(
+        self, names: tuple[str, ...], state: EngineState, row: dict[str, Any]
+    ) -> tuple[EngineState, DecisionColumns]:
+        return judge_row(self._engine, state, Signals(**{n: row[n] for n in names}), xp=jnp)
+
+    def _judge_all(self, state: EngineState, values: dict[str, Any], kind: Any, rows: Any) -> Any:
+        def body(i: Any, carry: Any) -> tuple[EngineState, DecisionColumns]:
+            state, found = carry
+            row = {name: column[i] for name, column in values.items()}
+            state, one_row = jax.lax.switch(kind[i], self._branches, state, row)
+            return state, map_leaves(lambda all_, one: all_.at[i].set(one), found, one_row)
+
+        # Not a scan, which would be compiled again for each length of a chunk.
+        columns = map_leaves(jnp.asarray, empty_columns(MOST_ROWS))
+        return jax.lax.fori_loop(0, rows, body, (state, columns))
 
 
 class JaxSweepScan:
-    """The variants of one policy. Thread-safe: two threads keep two cores busy.
+    """Implements `SweepScan`: the variants of a policy in one vmapped scan.
 
-    `places` are the positions of the varied numbers in `config`. Raises RuntimeError without a CPU
-    backend.
+    Thread-safe: two threads keep two cores busy. `places` are the positions of the varied numbers
+    in `config`. Raises RuntimeError without a CPU backend.
+
+    Wide vectors and a loop compiled as one kernel make it four times as fast. By default XLA does
+    the latter only for loops with tiny buffers (xla_cpu_small_while_loop_byte_threshold).
     """
 
     def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
@@ -68,14 +121,14 @@ class JaxSweepScan:
         one = functools.partial(self._scan, packed.layout)
         scan = jax.jit(jax.vmap(one, in_axes=(0, None), out_axes=1))
 
-        def with_attributes(*arguments: Any) -> Any:
-            with _small_call():
+        def with_hint(*arguments: Any) -> Any:
+            with one_kernel_per_call():
                 return scan(*arguments)
 
         with jax.default_device(self._device):
-            lowered = jax.jit(with_attributes).lower(numbers, packed.rows)
+            lowered = jax.jit(with_hint).lower(numbers, packed.rows)
             try:
-                return lowered.compile(compiler_options=_OPTIONS)
+                return lowered.compile(compiler_options=_WIDE_VECTORS)
             except jax.errors.JaxRuntimeError:  # an XLA without this option
                 return lowered.compile()
 
@@ -116,12 +169,3 @@ class JaxSweepScan:
 def _chosen(condition: Any, new: EngineState, old: EngineState) -> EngineState:
     """`new` where the condition holds. What is in both is not selected."""
     return map_leaves(lambda a, b: b if a is b else jnp.where(condition, a, b), new, old)
-
-
-def _small_call() -> Any:
-    """Sets the attributes on calls in its context; does nothing in a JAX that cannot."""
-    try:
-        from jax.experimental.xla_metadata import set_xla_metadata
-    except ImportError:
-        return contextlib.nullcontext()
-    return set_xla_metadata(**_ATTRIBUTES)

@@ -1,3 +1,5 @@
+"""Functions of an optimizer state, in any nesting: what they find, save and replace."""
+
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 
@@ -8,14 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx, serialization
+from orbax.checkpoint import v1 as ocp
 
 from healcore.core.engine import Engine, StateError
 from healcore.core.signals import Signals
 from healcore.jax import (
     HealStateError,
     expect_change,
+    flax_nnx,
     from_dict,
+    gradient_norms,
     heal,
+    heal_zclip,
     last_decision,
     metrics,
     on_rollback,
@@ -23,7 +30,7 @@ from healcore.jax import (
     to_dict,
 )
 from tests.jax import policies
-from tests.jax.bit_comparison import assert_same_bits
+from tests.jax.bit_comparison import assert_same_bits, avals
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.ones(3)}
 NESTINGS = {
@@ -37,12 +44,15 @@ NESTINGS = {
 }
 
 
-def drive(tx, state, norms, params=PARAMS):
+def drive(tx, state, norms, first=0, by_norm=False):
+    """The state and the decisions after steps with these norms: of the gradients, or passed."""
     update = jax.jit(tx.update)
     decisions = []
-    for i, norm in enumerate(norms):
-        grads = jax.tree.map(lambda p: jnp.full_like(p, norm / np.sqrt(11)), params)  # noqa: B023
-        _, state = update(grads, state, params, value=jnp.float32(1.0 + 0.01 * i))
+    for i, norm in enumerate(norms, start=first):
+        size, loss = (1.0, 1.0) if by_norm else (norm / np.sqrt(11), 1.0 + 0.01 * i)
+        grads = jax.tree.map(lambda p: jnp.full_like(p, size), PARAMS)  # noqa: B023
+        given = {"grad_norm": jnp.float32(norm)} if by_norm else {}
+        _, state = update(grads, state, PARAMS, value=jnp.float32(loss), **given)
         decisions.append(jax.tree.map(np.asarray, last_decision(state)))
     return state, decisions
 
@@ -112,6 +122,18 @@ def test_metrics_are_an_output_of_a_compiled_step():
     assert float(step(PARAMS, tx.init(PARAMS))["heal/steps"]) == 1
 
 
+@pytest.mark.parametrize("through", ["orbax", "flax"])
+def test_a_state_that_was_saved_and_restored_has_the_same_bits(through, tmp_path):
+    tx = protect(optax.adamw(0.1), policies.BOTH)
+    state, _ = drive(tx, tx.init(PARAMS), noisy_norms(20))
+    if through == "orbax":
+        ocp.save(tmp_path / "state", state)
+        restored = ocp.load(tmp_path / "state", tx.init(PARAMS))
+    else:
+        restored = serialization.from_bytes(tx.init(PARAMS), serialization.to_bytes(state))
+    assert_same_bits(restored, state)
+
+
 @pytest.mark.parametrize("policy", [policies.BOTH, policies.ADAGC, policies.UPDATES])
 def test_a_run_that_moves_decides_as_one_that_stayed(policy):
     norms = noisy_norms(60)
@@ -124,14 +146,9 @@ def test_a_run_that_moves_decides_as_one_that_stayed(policy):
         inner_state=half.inner_state, heal_update_norm=half.heal_update_norm
     )
     moved = from_dict(fresh, saved, policy)
-    assert _avals(moved) == _avals(half)  # the compiled step takes it without a new trace
+    assert avals(moved) == avals(half)  # the compiled step takes it without a new trace
     assert_same_bits(moved.heal[:2], half.heal[:2])
-    update = jax.jit(tx.update)
-    second = []
-    for i, norm in enumerate(norms[30:], start=30):
-        grads = jax.tree.map(lambda p: jnp.full_like(p, norm / np.sqrt(11)), PARAMS)  # noqa: B023
-        _, moved = update(grads, moved, PARAMS, value=jnp.float32(1.0 + 0.01 * i))
-        second.append(jax.tree.map(np.asarray, last_decision(moved)))
+    moved, second = drive(tx, moved, norms[30:], first=30)
     assert_same_bits(first + second, expected)
     assert_same_bits(moved.heal[:2], stayed.heal[:2])
 
@@ -142,24 +159,13 @@ def test_a_run_continues_in_numpy():
     norms = noisy_norms(60)
     state, _ = drive(tx, tx.init(PARAMS), norms[:30])
     there = engine.from_dict(to_dict(state, engine))
-    state, decisions = drive_by_norm(tx, state, norms[30:])
+    state, decisions = drive(tx, state, norms[30:], by_norm=True)
     for norm, expected in zip(norms[30:], decisions, strict=True):
         signals = Signals(loss=np.float32(1.0), grad_norm=np.float32(norm))
         there, decision = engine.step(there, signals, xp=np)
         for field in ("skip", "action", "cause", "rollback_depth"):
             assert getattr(decision, field) == getattr(expected, field)
         np.testing.assert_allclose(decision.grad_scale, expected.grad_scale, rtol=1e-6)
-
-
-def drive_by_norm(tx, state, norms):
-    update = jax.jit(tx.update)
-    decisions = []
-    for norm in norms:
-        _, state = update(
-            PARAMS, state, PARAMS, value=jnp.float32(1.0), grad_norm=jnp.float32(norm)
-        )
-        decisions.append(jax.tree.map(np.asarray, last_decision(state)))
-    return state, decisions
 
 
 def test_another_policy_or_model_is_refused():
@@ -184,7 +190,7 @@ def test_an_announcement_opens_the_grace_window():
     _, (judged,) = drive(tx, before, [1e4])
     assert judged.skip
     expecting = expect_change(before)
-    assert _avals(expecting) == _avals(before)
+    assert avals(expecting) == avals(before)
     _, (graced,) = drive(tx, expecting, [1e4])
     assert not graced.skip
     _, by_keyword = jax.jit(tx.update)(
@@ -201,10 +207,40 @@ def test_budgets_and_the_lr_survive_a_rollback():
     live, _ = drive(tx, good, [np.nan])
     assert float(last_decision(live).lr_scale) == 0.5
     back = on_rollback(live, good, policies.CUT_LR)
-    assert _avals(back) == _avals(good)
+    assert avals(back) == avals(good)
     _, (next_decision,) = drive(tx, back, [1.0])
     assert float(next_decision.lr_scale) == 0.5
 
 
-def _avals(tree):
-    return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]
+# -- norms by name --------------------------------------------------------------------------------
+
+TREE = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "steps": jnp.int32(3)}
+GRADS = {
+    "dense": {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.asarray([jnp.nan, 1.0])},
+    "steps": np.zeros((), jax.dtypes.float0),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("tx", [protect(optax.identity(), policies.ZCLIP), heal_zclip()])
+def test_each_gradient_has_its_norm_before_clipping(tx, jit):
+    state = tx.init(TREE)
+    assert set(map(float, gradient_norms(state, TREE).values())) == {0.0}
+    _, state = tx.update(GRADS, state, TREE)
+    found = jit(gradient_norms)(state, TREE)
+    assert list(found) == ["dense/bias", "dense/kernel"]
+    assert float(found["dense/kernel"]) == 6.0
+    assert np.isnan(found["dense/bias"])
+    with pytest.raises(HealStateError, match="2 gradients, and params has 1 floating"):
+        gradient_norms(state, {"w": jnp.ones(2)})
+
+
+def test_an_nnx_model_names_its_parameters():
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, protect(optax.sgd(0.1), policies.ZCLIP), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    flax_nnx.update(optimizer, model, grads, value=jnp.float32(1.0))
+    found = flax_nnx.gradient_norms(optimizer, model)
+    assert {name: round(float(norm) ** 2) for name, norm in found.items()} == {
+        "layers/0/bias": 3, "layers/0/kernel": 6, "layers/1/bias": 3, "layers/1/scale": 3,
+    }  # fmt: skip

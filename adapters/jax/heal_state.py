@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import SequenceKey
 
 from healcore.core import tree
@@ -21,16 +20,15 @@ from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Decision
 from healcore.jax import namespace, state_layout
-from healcore.jax.eager import compiled
+from healcore.jax.compilation import compiled, one_kernel
 from healcore.jax.gradients import is_gradient
-from healcore.jax.one_kernel import one_kernel
 from healcore.jax.state_layout import StateLayout
 
 Tree = TypeVar("Tree")
 
 
 class HealStateError(HealcoreError, ValueError):
-    """An optimizer state has no healing state, more than one, or that of another policy."""
+    """An optimizer state has no healing state, more than one, or one of another policy."""
 
 
 class HealState(NamedTuple):
@@ -50,7 +48,7 @@ class HealState(NamedTuple):
     """The decision of the last step: `heal_skip`, `heal_grad_scale`, ..."""
     heal_leaf_norms: chex.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping; zeros while the
-    caller passes `grad_norm`. It is evidence only, no decision reads it."""
+    caller passes `grad_norm`. No decision reads it."""
 
 
 def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealState:
@@ -77,32 +75,22 @@ def step(
     An externally skipped step is skipped in observe mode too. HealStateError as in `engine_state`.
     """
     _check(engine, state)
-    return _step(*_split(engine), state, signals, leaf_norms)
-
-
-def _split(engine: Engine) -> tuple[Any, list[Any]]:
-    """The hashable part of a policy, and its numbers that are arrays, which may be traced."""
     leaves, structure = jax.tree.flatten(engine.config)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
-    rest = [None if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves]
-    return (structure, tuple(rest)), arrays
-
-
-def _joined(policy: Any, arrays: list[Any]) -> Engine:
-    """The engine that `_split` has divided."""
-    (structure, rest), numbers = policy, iter(arrays)
-    return Engine(structure.unflatten(next(numbers) if each is None else each for each in rest))
+    numbers = [leaf for leaf in leaves if _is_array(leaf)]  # may be traced
+    rest = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
+    return _step((structure, rest), numbers, state, signals, leaf_norms)
 
 
 @partial(compiled, static=(0,))
 def _step(
     policy: Any,
-    arrays: list[Any],
+    numbers: list[Any],
     state: HealState,
     signals: Signals,
     leaf_norms: chex.Array | None,
 ) -> tuple[HealState, Decision]:
-    engine = _joined(policy, arrays)
+    (structure, rest), given = policy, iter(numbers)
+    engine = Engine(structure.unflatten(next(given) if each is None else each for each in rest))
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms
@@ -116,6 +104,10 @@ def _step(
         ordered,
     )
     return HealState(floats, ints, rings, _flat_decision(decision), norms), decision
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def _judge(
@@ -141,6 +133,16 @@ def _judge(
     return *layout.pack(new, header), decision, ordered
 
 
+def _own(kind: Any, leaf: chex.Array) -> chex.Array:
+    """The leaf with the dtype of `kind`, in its own buffer: no buffer can be donated twice.
+
+    Eager code returns one array for several leaves, such as the LR multiplier.
+    """
+    if isinstance(leaf, Tracer):
+        return jnp.asarray(leaf, kind.dtype)
+    return jnp.array(leaf, kind.dtype)
+
+
 def clip_update(
     engine: Engine, state: HealState, norm: chex.Array, skipped: chex.Array
 ) -> tuple[HealState, chex.Array]:
@@ -156,13 +158,13 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
     """The core's form of the state; HealStateError if it is of another policy, or no HealState."""
     _check(engine, state)
     floats, ints = state.heal_floats, state.heal_ints
-    if not isinstance(ints, Tracer):  # of arrays on a device each of some 40 slices is compiled
+    if not isinstance(ints, Tracer):  # on a device each of some 40 slices would be compiled
         floats, ints = jax.device_get((floats, ints))
     return _layout_of(engine, state).unpack(floats, ints)
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
-    """The healing state with the engine's replaced; StateError if that is of another model."""
+    """The healing state with the engine's replaced; StateError if `new` is of another model."""
     layout = _layout_of(engine, state)
     old = state_layout.header(state.heal_ints)
     seen = old.loss_seen | (jnp.asarray(new.last.loss) != 0)
@@ -178,10 +180,15 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
     return state._replace(heal_floats=floats, heal_ints=ints, heal_records=rings)
 
 
+def with_neutral_decision(state: HealState) -> HealState:
+    """The state with the decision that it had before the first step."""
+    return state._replace(heal_decision=_flat_decision(neutral(groups=_groups(state))))
+
+
 def _check(engine: Engine, state: Any) -> None:
     """Raises HealStateError unless the state is of this policy.
 
-    Of a traced state only the shapes can be compared; otherwise the fingerprint is, too.
+    A traced state shows only its shapes; otherwise the fingerprint is compared, too.
     """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
@@ -206,8 +213,8 @@ def _check(engine: Engine, state: Any) -> None:
     named = (high | low).any() and (own.policy_high or own.policy_low)  # 0 and 0: no fingerprint
     if named and ((high != own.policy_high) | (low != own.policy_low)).any():
         raise HealStateError(
-            "this healing state is of another policy: the numbers in the policy that made it are "
-            f"not those of this one. {_policies(engine, state)}{_REMEDY}"
+            "this healing state is of another policy: the policy that made it has other numbers. "
+            f"{_policies(engine, state)}{_REMEDY}"
         )
 
 
@@ -224,9 +231,8 @@ def _policies(engine: Engine, state: HealState) -> str:
 
 
 _REMEDY = (
-    "Name one policy everywhere, as in protect(tx, policy) and Healer(policy); heal_zclip() has "
-    'that of Healer("zclip"). To go on with another one than the state was made with, let its '
-    "detectors start again: "
+    "Name one policy everywhere, as in protect(tx, policy) and Healer(policy); for heal_zclip() "
+    'write Healer("zclip"). To continue with another policy, let its detectors start again: '
     "with_heal_state(without_heal_state(old), like=tx.init(params))"
 )
 
@@ -236,21 +242,20 @@ def no_heal_state_error(state: Any) -> HealStateError:
     return HealStateError(
         f"this optimizer state ({type(state).__name__}) is of an optimizer without healcore, or of "
         "another chain: an optimizer made with protect(), heal() or heal_zclip() begins with its "
-        "own tx.init(params). To go on from the moments of a bare or clipped optimizer: "
+        "own tx.init(params). To continue from the moments of a bare or clipped optimizer: "
         "opt_state = with_heal_state(old_opt_state, like=tx.init(params))"
     )
 
 
+def _groups(state: HealState) -> int | None:
+    """Number of tensors that the policy clips by themselves, or None."""
+    factors = state.heal_decision.get("heal_group_scale")
+    return None if factors is None else jnp.shape(factors)[-1]
+
+
 def _layout_of(engine: Engine, state: HealState) -> StateLayout:
-    factors = state.heal_decision.get("heal_group_scale")
     # Not cached: an engine's numbers may be tracers, which must not be kept.
-    return StateLayout(engine, 0 if factors is None else jnp.shape(factors)[-1])
-
-
-def neutral_decision(state: HealState) -> dict[str, chex.Array]:
-    """The decision before the first step, in the form of the state's."""
-    factors = state.heal_decision.get("heal_group_scale")
-    return _flat_decision(neutral(groups=None if factors is None else jnp.shape(factors)[-1]))
+    return StateLayout(engine, _groups(state) or 0)
 
 
 def _flat_decision(made: Decision) -> dict[str, chex.Array]:
@@ -259,6 +264,9 @@ def _flat_decision(made: Decision) -> dict[str, chex.Array]:
         for name, leaf in made._asdict().items()
         if leaf is not None
     }
+
+
+# -- in any nesting of states -------------------------------------------------------------------
 
 
 def find(opt_state: Any) -> HealState:
@@ -280,7 +288,7 @@ def find(opt_state: Any) -> HealState:
     )
 
 
-def replace(opt_state: Any, new: HealState) -> Any:
+def replace(opt_state: Tree, new: HealState) -> Tree:
     """The optimizer state with its HealState replaced; HealStateError unless there is one."""
     find(opt_state)
     return map_nodes(HealState, lambda _: new, opt_state)
@@ -301,19 +309,27 @@ def map_nodes(kind: Any, fn: Callable[[Any], Any], tree: Tree) -> Tree:
     )
 
 
+def at(root: Any, path: tuple[Any, ...]) -> Any:
+    """The node at a path; AttributeError, LookupError or TypeError if there is none."""
+    for key in path:
+        if hasattr(key, "name"):
+            root = getattr(root, key.name)
+        else:
+            root = root[key.key if hasattr(key, "key") else key.idx]
+    return root
+
+
 def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
-    """Warns where the state of an optimizer comes before a healing state in a chain.
+    """Warns where the state of an optimizer comes before the healing state at `path` in a chain.
 
     Only the chain's state shows the order, if the optimizer has a state (SGD without momentum has
     none; in `optax.named_chain` states are not in order). Not an error: it may be intended, or a
-    user's own tuple of states. `path` leads from `root`, any state, to the HealState.
+    user's own tuple of states.
     """
     index = max((i for i, key in enumerate(path) if isinstance(key, SequenceKey)), default=None)
-    if index is None or not path[index].idx:
+    if index is None:
         return
-    chain = root
-    for key in path[:index]:
-        chain = child(chain, key)
+    chain = at(root, path[:index])
     # In the state of a chain every member is a tuple, in a tree of parameters not.
     if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
         return
@@ -327,62 +343,3 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
             "healing first: optax.chain(heal_zclip(), optax.adamw(1e-3))",
             stacklevel=4,
         )
-
-
-def check_leaves(tree: Any, name: str, write: str) -> None:
-    """Raises HealStateError for a leaf that is neither an array nor a number, as a function.
-
-    JAX's own error does not name the leaf. `name` is that of the tree, `write` what to pass.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        if not is_array and not isinstance(leaf, bool | int | float | complex):
-            raise HealStateError(
-                f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, and not an array "
-                f"or a number: {write}. In a class of your own, make the field static"
-            )
-
-
-def child(node: Any, key: Any) -> Any:
-    """The part of a node at one key of a path."""
-    if hasattr(key, "name"):
-        return getattr(node, key.name)
-    return node[key.key if hasattr(key, "key") else key.idx]
-
-
-def on_mesh_of(params: Any, state: Any) -> Any:
-    """A fresh state, with arrays that are on no mesh replicated over the mesh of the parameters.
-
-    A compiled step would return them on that mesh, and be compiled a second time for that.
-    """
-    shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
-    sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)
-    if sharding is None:
-        return state
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-
-    def one(leaf: Any) -> Any:
-        if not _is_array(leaf) or leaf.committed or isinstance(leaf.sharding, NamedSharding):
-            return leaf
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = one(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        # Not device_put: among several processes that compares the values, which is a collective.
-        value = np.asarray(leaf)
-        return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
-
-    return jax.tree.map(one, state)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-
-
-def _own(kind: Any, leaf: chex.Array) -> chex.Array:
-    """The leaf with the dtype of `kind`, in its own buffer: no buffer can be donated twice.
-
-    Eager code returns one array for several leaves, such as the LR multiplier.
-    """
-    if isinstance(leaf, Tracer):
-        return jnp.asarray(leaf, kind.dtype)
-    return jnp.array(leaf, kind.dtype)
