@@ -71,6 +71,9 @@ class DeviceOrder(NamedTuple):
         return HostOrder(bool(found_inf > 0), float(scale), float(lr_scale), groups, bool(cut))
 
 
+READ_EVERY = 10
+"""Steps between two reads of a device engine's flags, which the host does not wait for."""
+
 PendingRecord = Callable[[], StepRecord]
 """Reads the record of a judged step; waits for its copy to the host if it has not finished."""
 

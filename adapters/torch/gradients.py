@@ -1,4 +1,4 @@
-"""An optimizer's gradients: their L2 norms in float32, scaling them, and whether they are cleared.
+"""An optimizer's gradients: their L2 norms in float32, and scaling them.
 
 `torch.nn.utils.get_total_norm` gives its result in the gradients' dtype: a float16 norm above
 65,504 is infinite, a bfloat16 one has three digits. On an accelerator the kernel gets a float32
@@ -165,72 +165,3 @@ def _norm_in_pieces(grad: Tensor) -> Tensor:
         norms = list(_foreach_norm(flat.split(CHUNK), 2))
     whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return whole.to(torch.float32)
-
-
-_UNCLEARED = 5
-"""Steps in a row that use the gradients of earlier steps too, before it is reported."""
-NOT_CLEARED = (
-    f"{_UNCLEARED} steps have used the gradients of all steps before them too: call "
-    "optimizer.zero_grad() once for each step, after optimizer.step() or before the backward pass"
-)
-
-
-class ClearedGradients:
-    """Detects a loop that never clears its gradients, by one parameter and without a sync.
-
-    Every write to a tensor raises its version. If a backward pass finds the gradient of the last
-    step at the version that the last step left, nothing has cleared it. The first cleared gradient
-    ends the watch, so that a loop that clears them costs nothing from its second step on.
-    """
-
-    def __init__(self) -> None:
-        self._param: Tensor | None = None
-        self._grad: Tensor | None = None
-        self._version = 0
-        self._hook: Any = None
-        self._reached = self._is_closed = False
-        self._steps = 0
-
-    def before_step(self, optimizer: Optimizer) -> bool:
-        """Call it before each step. True once, at the step that makes the mistake certain."""
-        if self._is_closed:
-            return False
-        self._steps += self._reached
-        certain = self._steps == _UNCLEARED
-        if certain:
-            self.close()
-        elif self._hook is None:
-            self._watch(parameters(optimizer))
-        return certain
-
-    def after_step(self) -> None:
-        """Call it after each step."""
-        self._grad = None if self._param is None else self._param.grad
-        self._version = 0 if self._grad is None else self._grad._version
-        self._reached = False
-
-    def close(self) -> None:
-        """Ends the watch."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._param = self._grad = self._hook = None
-        self._is_closed = True
-
-    def _watch(self, params: Sequence[Tensor]) -> None:
-        found = next((p for p in params if p.requires_grad and p.is_leaf), None)
-        if is_dtensor(found):
-            self.close()
-        elif found is not None:
-            hook: Any = torch.compiler.disable(self._before_accumulation)
-            self._param, self._hook = found, found.register_hook(hook)
-
-    def _before_accumulation(self, _: Tensor) -> None:
-        """A backward pass is about to add to the gradient, which raises its version."""
-        grad = None if self._param is None else self._param.grad
-        if grad is None or grad is not self._grad or grad._version != self._version:
-            self.close()
-        elif self._steps == _UNCLEARED - 1 and not bool(grad.any().cpu().numpy()):
-            self.close()  # `grad.data.zero_()` raises no version; a sync, in a wrong loop only
-        else:
-            self._version += 1
-            self._reached = True

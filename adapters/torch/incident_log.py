@@ -18,12 +18,9 @@ from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.incidents.step_lines import enforced_text, incident_text, is_logged
-from healcore.torch.engines import HostEngine, LiveEngine, PendingRecord
+from healcore.torch.engines import READ_EVERY, HostEngine, LiveEngine, PendingRecord
+from healcore.torch.loop_mistakes import NormCeiling
 from healcore.torch.measurement import AsyncCopy
-from healcore.torch.norm_ceiling import NormCeiling
-
-EVERY = 10
-"""Steps between two reads of a device engine."""
 
 WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
@@ -123,7 +120,7 @@ class IncidentLog:
         now = torch.stack([decision.cause, decision.action])
         self._flags = now if self._flags is None else self._flags | now
         self._read_arrived()
-        if self._pending is None and self._steps % EVERY == 0:
+        if self._pending is None and self._steps % READ_EVERY == 0:
             self._pending = live_engine.pending_record(), AsyncCopy(self._flags)
             self._flags = None
             self._read_arrived()

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, AdamW
 from healcore.core.engine import Engine, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.torch import attach
-from healcore.torch.incident_log import EVERY
+from healcore.torch.engines import READ_EVERY as EVERY
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import NAN, Where, host_and_device

@@ -16,7 +16,8 @@ from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
 from healcore.torch import Healing, attach
 from healcore.torch.driver import TorchDriver
-from healcore.torch.incident_log import EVERY, WITHOUT_LOSS, WITHOUT_STEP
+from healcore.torch.engines import READ_EVERY as EVERY
+from healcore.torch.incident_log import WITHOUT_LOSS, WITHOUT_STEP
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
 

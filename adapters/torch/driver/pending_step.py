@@ -14,8 +14,8 @@ from healcore.runtime.store.ranks import Ranks
 from healcore.torch.engines import PendingRecord
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
+from healcore.torch.loop_mistakes import NormCeiling
 from healcore.torch.measurement import AsyncCopy, StepNorms
-from healcore.torch.norm_ceiling import NormCeiling
 from healcore.torch.signal_allreduce import requests_vote
 
 MOST = 64

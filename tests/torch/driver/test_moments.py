@@ -9,7 +9,7 @@ import torch
 from torch import optim
 from torch.nn import Parameter
 
-from healcore.torch import moments
+from healcore.torch.enforcer import moments_obstacle, reset_moments
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
@@ -47,8 +47,8 @@ def test_it_goes_on_as_a_new_optimizer(name):
         step(ours, used, seed)
     new = Parameter(used.detach().clone())
     theirs = OPTIMIZERS[name]([new])
-    assert moments.obstacle(ours) == ""
-    moments.reset(ours)
+    assert moments_obstacle(ours) == ""
+    reset_moments(ours)
     for seed in range(10, 14):
         step(ours, used, seed)
         step(theirs, new, seed)
@@ -60,4 +60,4 @@ def test_an_optimizer_of_somebody_else_is_refused():
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    assert "Own" in moments.obstacle(Own([Parameter(torch.ones(1))], lr=0.1))
+    assert "Own" in moments_obstacle(Own([Parameter(torch.ones(1))], lr=0.1))

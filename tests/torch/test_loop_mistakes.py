@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from healcore.torch.norm_ceiling import HITS, NormCeiling
+from healcore.torch.loop_mistakes import HITS, NormCeiling
 
 
 def warnings_of(norms: np.ndarray) -> int:
