@@ -23,7 +23,7 @@ def _plain_values() -> Any:
 
 @register("torch", "row_runner")
 def _row_runner() -> Any:
-    from healcore.torch.replay_runner import TorchRowRunner
+    from healcore.torch.namespace import TorchRowRunner
 
     return TorchRowRunner
 
