@@ -1,9 +1,9 @@
 """An optimizer's gradients: their L2 norms in float32, and scaling them.
 
-`torch.nn.utils.get_total_norm` gives its result in the gradients' dtype: a float16 norm above
-65,504 is infinite, a bfloat16 one has three digits. On an accelerator the kernel gets a float32
-result dtype. On a CPU it would then not be vectorised (192 bfloat16 tensors of 131,072 elements:
-208 ms against 12), so half-precision gradients are copied to a small float32 buffer.
+`torch.nn.utils.get_total_norm` returns the gradients' dtype: a float16 norm above 65,504 is
+infinite, a bfloat16 norm has three digits. On an accelerator the kernel gets a float32 result
+dtype. A CPU kernel would then not be vectorised (192 bfloat16 tensors of 131,072 elements: 208 ms
+against 12), so half-precision gradients are copied to a small float32 buffer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 def complete_(params: Sequence[Tensor]) -> None:
     """Reduces gradients that are partial sums on each rank, as a LayerNorm's in sequence parallel.
 
-    The optimizer's step would do that anyway, with at least the same communication.
+    The optimizer's step would reduce them anyway, with at least the same communication.
     """
     for p in params:
         grad = p.grad
@@ -42,7 +42,7 @@ def complete_(params: Sequence[Tensor]) -> None:
 
 
 def norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """L2 norm of each gradient, 0-d float32 on its device; of a DTensor, of this rank's part.
+    """L2 norm of each gradient, 0-d float32 on its device. A DTensor counts with this rank's part.
 
     Gradients may be dense or sparse, on any device and of any dtype.
     """
@@ -72,9 +72,9 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of whole DTensors, from those of this rank's parts; those of plain tensors as they are.
+    """Norms of whole DTensors from the norms of this rank's parts. Plain tensors' norms stay.
 
-    One small all_reduce for each dimension of each mesh, which every rank of it has to call.
+    One small all_reduce for each dimension of each mesh, which every rank of the mesh has to call.
     """
     whole = [*norms]
     by_mesh: dict[Any, list[int]] = {}
@@ -96,7 +96,7 @@ def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tens
 
 
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norm of all gradients from `norms` of each, 0-d float32 on `device`."""
+    """The norm of all gradients from the norm of each gradient, 0-d float32 on `device`."""
     if any(norm.device != device for norm in norms):
         norms = [norm.to(device, non_blocking=True) for norm in norms]
     return torch.linalg.vector_norm(torch.stack([*norms])) if len(norms) > 1 else norms[0]
@@ -105,9 +105,7 @@ def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Norms as one (n,) float32 tensor on `device`; 0 for a parameter without a gradient."""
     zero = torch.zeros((), dtype=torch.float32, device=device)
-    parts = []
-    for norm in norms:
-        parts.append(zero if norm is None else norm.to(device, non_blocking=True))
+    parts = [zero if norm is None else norm.to(device, non_blocking=True) for norm in norms]
     return torch.stack(parts) if parts else zero.new_zeros(0)
 
 
@@ -143,7 +141,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The stored values of a gradient, in its memory. Not for norms: they may be uncoalesced."""
+    """The stored values of a gradient, in its memory. Not for norms: duplicates may remain."""
     grad = local(grad)
     if grad.layout is torch.strided:
         return grad

@@ -14,9 +14,12 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def checked(name: str, value: Any) -> Tensor | float:
-    """One number as a float, or without a sync as a detached 0-d tensor of its device and dtype.
+    """One number as a float, or a tensor's as a detached 0-d tensor of its device and dtype.
 
-    SignalError if it is None, not a real number, or not one element. NaN is accepted.
+    Reads nothing on the host. NaN is accepted.
+
+    Raises:
+        SignalError: None, not a real number, or not one element.
     """
     if isinstance(value, Tensor):
         value = value.detach()
@@ -46,8 +49,8 @@ def checked(name: str, value: Any) -> Tensor | float:
 class LossMean:
     """Weighted mean of the losses since the last step, on the parameters' device, without a sync.
 
-    The sum has a fixed address, for CUDA graphs, and is no alias of a loss that is changed in place
-    after it was observed (``loss /= steps``).
+    The sum has a fixed address, for CUDA graphs. It is no alias of a loss, because a loop may
+    change the loss in place after `observe` (``loss /= steps``).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +85,7 @@ class LossMean:
         self._weight += weight
 
     def mean(self) -> Tensor | None:
-        """0-d float32; None without losses."""
+        """0-d float32, or None without losses."""
         if not self._count or self._weight == 1.0:
             return self._total if self._count else None
         # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.

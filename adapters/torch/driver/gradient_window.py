@@ -137,7 +137,7 @@ class GradientWindow:
         return any(each.in_progress for each in self._accumulations)
 
     def begin_window(self) -> None:
-        """Remembers the state that a window begins with."""
+        """Saves the state at the start of a window."""
         self._steps, self._updates = self._count(), self._scaler_records()
         self._random = self._generators.state_dict()
         self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
@@ -163,7 +163,7 @@ class GradientWindow:
             torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
     def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
-        """Makes the ranks' replicas do a window again together; or says why they cannot."""
+        """What lets the ranks' replicas repeat a window together, or the reason why they cannot."""
         assert isinstance(ranks, GlooRanks)
         optimizers = [each.optimizer for each in self._healings]
         params = [p for each in optimizers for p in gradients.parameters(each)]
@@ -189,14 +189,14 @@ class GradientWindow:
 
 
 def free_graphs(values: Iterable[Any], *, since: int) -> None:
-    """Frees what the graphs of these tensors have saved for a backward pass that will not come.
+    """Frees what the graphs of these tensors have saved for a backward pass that does not come.
 
     A variable of the loop (`loss`) keeps its graph, and so the activations, until it is assigned
-    again, which is after the next forward pass.
+    again, after the next forward pass.
 
     Args:
-        values: tensors, containers of tensors, anything else.
-        since: nodes with a lower sequence number are left alone, and what is behind them.
+        values: tensors, containers of tensors, or other objects, which are ignored.
+        since: lowest sequence number of the nodes that are freed.
     """
     pending = [each.grad_fn for each in _tensors(values, _DEPTH)]
     seen = set[Any]()
@@ -212,7 +212,7 @@ def free_graphs(values: Iterable[Any], *, since: int) -> None:
 
 
 def _free(node: Any, name: str) -> None:
-    """Frees saved tensors: a hook that is set later replaces at once what has been saved."""
+    """Frees saved tensors, because a hook on a saved tensor replaces it immediately."""
     with suppress(RuntimeError):  # freed by a backward pass
         saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
@@ -223,7 +223,7 @@ def _free(node: Any, name: str) -> None:
 def _was_freed(_: None) -> Tensor:
     raise RuntimeError(
         "this graph belongs to a micro-batch that ran out of memory, and its activations were "
-        "freed: call backward only on the loss of the present part"
+        "freed: call backward only on the loss of the current part"
     )
 
 
