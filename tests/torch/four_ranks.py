@@ -524,11 +524,7 @@ CASES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
     "refused": (refused, ""),
     "cold start": (cold_start, ""),
     "part of the program": (part_of_the_program, ""),
-    **{
-        f"{kind}, {where}": (apart, f"{kind}, {where}")
-        for kind in APART
-        for where in HOST_AND_DEVICE
-    },
+    **{case: (apart, case) for case in APART},
     "Healer": (healer_apart, ""),
 }
 
