@@ -123,7 +123,7 @@ class Measurer:
         self.tensor_norms: Sequence[Tensor] = ()
         """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
         self._optimizer = optimizer
-        self._losses = LossMean(home)
+        self.losses = LossMean(home)
         self.dropped = DroppedSteps(scaler, optimizer)
         self.overflows = Overflows(home)
         self._side_signals: dict[str, Tensor | float] = {}
@@ -132,7 +132,7 @@ class Measurer:
 
     def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss. SignalError, and no change, if it is not a number."""
-        self._losses.add(checked(name, loss), weight)
+        self.losses.add(checked(name, loss), weight)
 
     def add_side_signal(self, name: str, value: Tensor | float) -> None:
         """Sets a side signal of the next step. SignalError if it is not a number."""
@@ -141,11 +141,11 @@ class Measurer:
     @property
     def has_loss(self) -> bool:
         """Whether a loss was observed since the last step."""
-        return len(self._losses) > 0
+        return len(self.losses) > 0
 
     def drop_losses(self) -> None:
         """Drops the losses since the last step."""
-        self._losses.clear()
+        self.losses.clear()
 
     def clear(self) -> None:
         """Drops losses and side signals since the last step."""
@@ -181,7 +181,7 @@ class Measurer:
                 squares = torch.cat([squares, parts])
         return Measurement(
             grad_norm=gradients.total_norm(each, self.home) if each else None,
-            loss=self._losses.mean(),
+            loss=self.losses.mean(),
             group_norms=group_norms,
             squares=squares,
             eval_loss=self._side_signal("eval_loss"),
@@ -217,7 +217,7 @@ class Measurer:
         if not self.dropped.found():
             return None
         self._add_seen()
-        loss = self._losses.mean() if alone else None
+        loss = self.losses.mean() if alone else None
         to_judge = self.overflows.count_dropped()
         if loss is not None:
             to_judge |= not bool(torch.isfinite(loss).cpu().numpy())

@@ -82,7 +82,7 @@ def train(
     **ddp: Any,
 ) -> dict[str, Any]:
     """Trains for `STEPS` steps of `ACCUMULATED` batches; what this rank has then."""
-    rank, sizes = dist.get_rank(), [[] for _ in range(STEPS)]
+    rank = dist.get_rank()
     torch.manual_seed(0)
     net = make().double()
     model = DistributedDataParallel(net, **ddp)
@@ -91,23 +91,12 @@ def train(
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     state = {"model": net if inner else model, "optimizer": optimizer}
     metrics = root / "metrics.jsonl"
+
+    def around(reduces: bool) -> Any:
+        return model.no_sync() if no_sync and not reduces else nullcontext()
+
     with Healer(state=state, metrics=metrics, events=root / "events.jsonl") as healer:
-        for number, batch in enumerate(healer.batches(data(rank))):
-            done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
-            for part in healer.microbatches(batch, most=most(healer.step)):
-                own = model.no_sync() if no_sync and not (last and part.last) else nullcontext()
-                with part, fail, own:
-                    x, y = part.batch
-                    loss = (model(x) - y).square().mean()
-                    healer.observe(loss)
-                    (loss * part.weight / ACCUMULATED).backward()
-                if part.first:
-                    done.clear()
-                if not part.failed:
-                    done.append(len(part.batch[0]))
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
+        sizes = runs.loop(healer, model, optimizer, data(rank), fail, most, around)
     return {
         "sizes": sizes,
         "weights": [p.detach().flatten().tolist() for p in net.parameters()],
