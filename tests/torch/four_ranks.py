@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from healcore.core.clipping.update_clip import UpdateClipConfig
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.detectors import grad_spike, loss_spike, nonfinite
 from healcore.core.engine import Engine
@@ -57,11 +56,6 @@ POLICY = Engine(
 )
 """Clips, and skips what is not finite and spikes of the loss."""
 
-CLIPS_UPDATES = Engine(
-    policies.SKIPS.config._replace(
-        update_clip=UpdateClipConfig(warmup_steps=4), detectors=policies.SKIPS.config.detectors[:1]
-    )
-)
 UPDATES = {"DDP": 16, "HSDP": 8, "tensor parallel": 8}
 """Bytes of the second all_reduce."""
 
@@ -292,7 +286,7 @@ def updates(kind: str) -> dict[str, Any]:
     """The norm of an update, that of the move of the whole parameters, and what is sent."""
     net, model, data = layout(kind)
     optimizer = SGD(net.parameters(), lr=0.1)
-    heal = attach(optimizer, CLIPS_UPDATES)
+    heal = attach(optimizer, policies.CLIPS_UPDATES)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(data))
     for i in range(7):
         heal.observe(1.0)
