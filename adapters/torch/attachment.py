@@ -47,8 +47,8 @@ def attach(
         heal.observe(loss); loss.backward(); optimizer.step()
 
     Remove other clipping: the policy needs the unclipped norm. A skipped step leaves parameters,
-    moments and step counters bit-identical; the loop's own learning-rate schedules and weight
-    averages go on, since the loop did call `step()`.
+    moments and step counters bit-identical. The loop's own learning-rate schedules and weight
+    averages continue, since the loop did call `step()`.
 
     Args:
         optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper of an optimizer.

@@ -205,7 +205,7 @@ class FirstStepMomentum:
         )
 
     def before_step(self, params: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Records which of `params`, those with gradients, get their buffer in this step."""
+        """Records which of `params` (with gradients) get their buffer in this step."""
         if isinstance(self._optimizer, SGD):
             self._new, self._found_inf = self._without_buffer(params), found_inf
 
@@ -274,7 +274,7 @@ class UpdateClip:
 
     @torch.no_grad()
     def after(self, *, undone: bool) -> Tensor | None:
-        """Shortens the update if its norm stands out. `undone`: the step was undone after all.
+        """Shortens the update if its norm stands out. `undone`: the step was undone.
 
         Returns the norm of the update as the optimizer made it, 0-d float32, or None if no step
         was prepared by `before`.
@@ -308,8 +308,8 @@ def moments_obstacle(optimizer: Optimizer) -> str:
     if not is_third_party(optimizer):
         return ""
     return (
-        f"{type(optimizer).__name__} has a step() of its own, and only those of torch.optim are "
-        "known to begin with an empty state"
+        f"{type(optimizer).__name__} has a step() of its own, and only the optimizers of "
+        "torch.optim are known to begin with an empty state"
     )
 
 

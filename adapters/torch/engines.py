@@ -30,8 +30,8 @@ from healcore.core.verdict import Action, Decision
 from healcore.torch import namespace
 from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
 
-# By default Triton divides approximately and fuses multiply-adds, but decisions must equal those of
-# NumPy and XLA bit for bit (numerics.py). For scalars exactness costs nothing.
+# By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
+# and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 
@@ -143,7 +143,7 @@ class HostEngine(_StatefulEngine):
     def __init__(self, engine: Engine, groups: int) -> None:
         super().__init__(engine, groups)
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        """The recorded step, by which signals are present."""
+        """The signals that are present -> the recorded step."""
         self._clip_program: Callable[..., Any] | None = None
 
     def _placed(self, leaf: Any) -> Any:

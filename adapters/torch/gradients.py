@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 CHUNK = 1 << 18
-"""Elements summed at a time on a CPU, in float32: over 25 M elements at once the sum loses up to
-0.3 %, over pieces of this size below 1e-6."""
+"""Elements of one float32 sum on a CPU. A single sum over 25 M elements loses up to 0.3 %, sums
+over pieces of this size lose below 1e-6."""
 
 # Private, but clip_grad_norm_ and every foreach optimizer use it.
 _foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]

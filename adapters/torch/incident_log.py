@@ -52,7 +52,7 @@ class IncidentLog:
         self._learning_rate = learning_rate
         self._engine = engine
         self.enabled = True
-        """Whether this rank logs. Only one of the ranks that decide together does."""
+        """Whether this rank logs. Of the ranks that decide together only the first rank logs."""
         self.console: console.Console = "auto"
         self.resets_moments = False
         """Whether a cut of the learning rate resets the moments too."""

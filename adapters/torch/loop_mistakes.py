@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from healcore.torch.healing import Healing
 
 HITS = 20
-"""Steps at the same highest norm after which the norm is taken for a limit of other code."""
+"""Steps at the same highest norm after which the norm counts as a limit of other code."""
 _SAME = 2e-4
 """Relative difference: clipping rounds each gradient, and divides by the norm + 1e-6."""
 _VALUES = 3

@@ -107,7 +107,7 @@ class SignalAllReduce:
         )
 
     def norm_of(self, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
-        """The global norm of one tensor for each of `params`; every rank calls it, or none."""
+        """The global norm of one tensor for each of `params`; all ranks call it, or no rank."""
         each = gradients.norm_vector(gradients.norms(tensors), self._home)
         norm = torch.linalg.vector_norm(each)
         if self.world == 1:
@@ -126,7 +126,7 @@ class SignalAllReduce:
         evals = measured.eval_loss
         if evals is None:
             evals = zero
-        else:  # NaN stands for "none at this step"
+        else:  # NaN stands for a step without an evaluation
             has_one = ~torch.isnan(evals)
             flags = flags + _MOST * has_one
             evals = torch.where(has_one, evals, zero)

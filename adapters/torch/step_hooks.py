@@ -241,7 +241,7 @@ class StepHooks:
                 f"the optimizer had {self._groups} parameters at attach, now {len(everything)}, "
                 "and this policy clips each by its own history: detach() and attach again"
             )
-        if self._update_norm is not None:  # of the step before, as in JAX
+        if self._update_norm is not None:  # the last step's, as in JAX
             if "update_norm" in self._engine.needs:
                 self.measurer.add_side_signal("update_norm", self._update_norm)
             self._update_norm = None

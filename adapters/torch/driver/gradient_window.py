@@ -112,7 +112,7 @@ class GradientWindow:
 
     A window begins without gradients, with the batch statistics that `BatchStatistics` has saved in
     any case, and with the states of torch's random generators. So no arrays are copied, and a
-    repeated window gives bit for bit what it would have given at that size at once.
+    repeated window gives bit for bit the result of a window that began with the smaller parts.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ def _free(node: Any, name: str) -> None:
     with suppress(RuntimeError):  # freed by a backward pass
         saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
-            with suppress(RuntimeError):  # there is none
+            with suppress(RuntimeError):  # nothing is saved
                 each.register_hooks(lambda _: None, _was_freed)
 
 
