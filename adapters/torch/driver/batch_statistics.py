@@ -42,7 +42,7 @@ class BatchStatistics:
         found = layers_of(self._state, self._healings) if self._healings else {}
         known, self._layers = self._layers, {}
         for owner, layers in found.items():
-            self._layers[owner] = known.get(owner) or LayerStatistics(layers)
+            self._layers[owner] = known.get(owner) or LayerStatistics()
             self._layers[owner].cover(layers)
         for i, (name, healing) in enumerate(self._healings.items()):
             first = i == 0 and None in self._layers
@@ -81,15 +81,14 @@ class BatchStatistics:
 class LayerStatistics:
     """The statistics of some layers after the last step that was not skipped."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = list(layers)
+    def __init__(self) -> None:
+        self._layers: Sequence[nn.Module] = ()
         self._buffers: list[Tensor] = []
         self._blocks: list[_BufferBlock] = []
-        self.save()
 
     def cover(self, layers: Sequence[nn.Module]) -> None:
         """Replaces the layers. Keeps the saved values if the buffers are the same."""
-        self._layers = list(layers)
+        self._layers = layers
         if not self._is_current():
             self.save()
 

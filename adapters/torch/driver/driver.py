@@ -196,7 +196,6 @@ class TorchDriver:
         """The gradients since the last step, of all optimizers."""
         window = GradientWindow(
             self._accumulations,
-            self.healings.values(),
             self._statistics,
             live_state.scaler(self._state),
             [each for each in self._state.values() if isinstance(each, nn.Module)],

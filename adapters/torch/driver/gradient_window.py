@@ -39,7 +39,7 @@ class Accumulation:
     """
 
     def __init__(self, healing: Healing) -> None:
-        self._healing = healing
+        self.healing = healing
         self._reached = self.stepped = False
         self.steps = 0
         self.on_step: Callable[[], None] | None = None
@@ -55,7 +55,7 @@ class Accumulation:
     def in_progress(self) -> bool:
         """Whether there are gradients that the optimizer has not stepped with."""
         self._watch()
-        if not (self._reached or self._healing.has_loss):
+        if not (self._reached or self.healing.has_loss):
             return False
         return any(p.grad is not None for p in self._params)
 
@@ -66,7 +66,7 @@ class Accumulation:
         losses: a run that is restored judges the next step without them.
         """
         self._reached = False
-        self._healing.drop_losses()
+        self.healing.drop_losses()
 
     def clear(self) -> None:
         """Drops the gradients."""
@@ -82,7 +82,7 @@ class Accumulation:
 
     @property
     def _params(self) -> list[Tensor]:
-        return gradients.parameters(self._healing.optimizer)
+        return gradients.parameters(self.healing.optimizer)
 
     def _watch(self) -> None:
         """Moves the hook to a trained parameter if the watched parameter has been frozen."""
@@ -118,13 +118,11 @@ class GradientWindow:
     def __init__(
         self,
         accumulations: list[Accumulation],
-        healings: Iterable[Healing],
         statistics: BatchStatistics,
         scaler: torch.amp.GradScaler | None,
         modules: Iterable[nn.Module] = (),
     ) -> None:
         self._accumulations = accumulations
-        self._healings = list(healings)
         self._statistics = statistics
         self._scaler = scaler
         self._modules = list(modules)
@@ -151,9 +149,8 @@ class GradientWindow:
         """Drops gradients and observed losses; restores random states and batch statistics."""
         for accumulation in self._accumulations:
             accumulation.clear()
-        for healing in self._healings:
-            healing.discard()
-            healing.hooks.late_loss.cancel()
+            accumulation.healing.discard()
+            accumulation.healing.hooks.late_loss.cancel()
         self._statistics.restore()
         self._generators.load_state_dict(self._random)
         free_graphs(held, since=self._node)
@@ -165,10 +162,11 @@ class GradientWindow:
     def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
         """What lets the ranks' replicas repeat a window together, or the reason why they cannot."""
         assert isinstance(ranks, GlooRanks)
-        optimizers = [each.optimizer for each in self._healings]
+        healings = [each.healing for each in self._accumulations]
+        optimizers = [each.optimizer for each in healings]
         params = [p for each in optimizers for p in gradients.parameters(each)]
         modules = replicas(params, self._modules)
-        step_ranks = [each.hooks.all_reduce.ranks for each in self._healings]
+        step_ranks = [each.hooks.all_reduce.ranks for each in healings]
         why_not = obstacle(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
         if why_not:
             return why_not
