@@ -65,7 +65,8 @@ class LossMean:
         """Adds one micro-batch's loss, already `checked`."""
         if isinstance(loss, Tensor) and loss.is_cpu:
             # As a number, because copying pageable host memory to an accelerator is a sync.
-            loss = float(loss.double().numpy())
+            # NumPy lacks some dtypes of torch, and a conversion of the usual dtype costs time.
+            loss = float((loss if loss.dtype is torch.float32 else loss.double()).numpy())
         if not isinstance(loss, Tensor):
             number = loss * weight
             if abs(number) > _LARGEST:

@@ -202,7 +202,7 @@ LAYOUTS = (
 
 
 def judged(kind: str) -> dict[str, Any]:
-    """The norm that is judged, that of the whole gradients, and what healing adds to a step."""
+    """The judged norm, the whole gradients' norm, and the bytes that healing adds to a step."""
     outcome: dict[str, Any] = {"norms": [], "calls": []}
     weights = []
     for healed in (False, True):
@@ -283,7 +283,7 @@ def scaled(kind: str) -> dict[str, Any]:
 
 
 def updates(kind: str) -> dict[str, Any]:
-    """The norm of an update, that of the move of the whole parameters, and what is sent."""
+    """The norm of an update, the norm of the parameters' move, and the bytes sent."""
     net, model, data = layout(kind)
     optimizer = SGD(net.parameters(), lr=0.1)
     heal = attach(optimizer, policies.CLIPS_UPDATES)
@@ -489,7 +489,7 @@ def part_of_the_program(case: str) -> dict[str, Any]:
 
 
 def paired(pair: Any, store: Path, steps: int) -> dict[str, Any]:
-    """A run of two ranks that ends after so many steps, and goes on from the one before."""
+    """A run of two ranks that ends after `steps`, and continues the run before."""
     net = sharded(small_net(), DeviceMesh.from_group(pair, "cpu"))
     optimizer = AdamW(net.parameters(), lr=1e-2)
     state = {"model": net, "optimizer": optimizer}

@@ -77,7 +77,7 @@ def test_several_ranks_decide_as_one(
 # -- a `loss_fn` that fails on one of two ranks, and clocks that differ ----------------------------
 
 
-def test_a_clock_that_stands_still_on_one_rank_keeps_nobody_waiting(worlds: Worlds):
+def test_a_clock_that_stands_still_on_one_rank_keeps_no_rank_waiting(worlds: Worlds):
     first, second = worlds.of(2, FAILURES[:3], "clock")
     assert first["steps"] == second["steps"] == FAILING_STEPS
     assert first["calls"] == second["calls"] > 10

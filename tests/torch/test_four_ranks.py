@@ -131,7 +131,7 @@ def test_a_healer_of_two_of_the_ranks_needs_no_others(of: Of):
     assert of("part of the program") == [{}, {}, whole, whole]
 
 
-def test_a_warm_up_from_zero_waits_for_nobody(of: Of):
+def test_a_warm_up_from_zero_waits_for_no_rank(of: Of):
     for each in of("cold start"):
         assert each["norm"] == 2.0
 

@@ -24,7 +24,7 @@ from healcore.torch.loop_mistakes import HITS, NormCeiling
 from tests.torch import policies
 from tests.torch.driver.small_run import ROLLS_BACK, Run
 
-# -- somebody else's clipping ---------------------------------------------------------------------
+# -- clipping by other code ------------------------------------------------------------------------
 
 
 def warnings_of(norms: np.ndarray) -> int:
@@ -287,7 +287,7 @@ def test_the_hook_is_removed_with_the_driver():
     driver = TorchDriver(Run(sgd).state, ROLLS_BACK)
     del driver
     gc.collect()
-    assert len(_global_optimizer_post_hooks) == before, "nor does one that nobody closed"
+    assert len(_global_optimizer_post_hooks) == before, "nor does a driver that was not closed"
 
 
 def test_a_rejected_state_leaves_no_hook():

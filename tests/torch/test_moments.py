@@ -182,7 +182,7 @@ def test_it_goes_on_as_a_new_optimizer(name):
         assert torch.equal(used, new)
 
 
-def test_an_optimizer_of_somebody_else_is_refused():
+def test_a_third_party_optimizer_is_rejected():
     class Own(optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)

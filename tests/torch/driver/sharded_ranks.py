@@ -30,7 +30,7 @@ ROLLBACK = "rollback"
 
 
 class WideMoment(SGD):
-    """Keeps a sum of its gradients in float32, whatever the parameters' dtype."""
+    """Keeps a sum of its gradients in float32, for parameters of any dtype."""
 
     def step(self, closure: Any = None) -> None:
         """Plain descent."""

@@ -83,7 +83,7 @@ def test_every_backward_pass_of_an_accumulation_is_compared(tmp_path):
         assert {3 * (number // 3) + i for number in compared for i in range(3)} == {*compared}
 
 
-def test_corrupt_batches_that_have_damaged_the_model_are_left_out(tmp_path):
+def test_corrupt_batches_that_have_damaged_the_model_are_skipped(tmp_path):
     """Batches with labels at random, at a rate that learns them."""
     run = Run(lr=0.03)
     run.shuffled = range(CHANGE, CHANGE + 60)
@@ -320,7 +320,7 @@ def test_new_labels_are_learnt(tmp_path):
 
 
 def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, capsys):
-    """The same data, other data, a lower rate; and then the run goes on at the full rate."""
+    """The same data, other data, a lower rate; then the run continues at the full rate."""
     run = Run()
     healer = run.train(tmp_path, at=always(CHANGE, lambda: times(run, 50.0)), steps=600)
     backs = events(tmp_path, "rollback")

@@ -42,7 +42,7 @@ def alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 def test_one_rank_fails_anywhere(of: Of):
-    """Everything is that of a run that was split on all ranks from the beginning of that step.
+    """The result equals a run that was split on all ranks from the start of that step.
 
     With dropout, batch statistics and accumulation, before and after gradients are reduced within
     backward passes.
@@ -131,7 +131,7 @@ def test_all_ranks_try_larger_parts_at_the_same_step(of: Of):
 
 
 def test_a_rank_of_whose_batch_nothing_counts(of: Of):
-    """Without the other ranks its batch would be left out."""
+    """Alone, this rank would skip the batch."""
     found = of("nothing counts, limited")
     same_weights(found, of("nothing counts"))
     assert [len(each["sizes"][0]) for each in found] == [2, 0, 2]

@@ -1,4 +1,4 @@
-"""The summed gradient of the parts is that of the whole batch, and so is the observed loss."""
+"""The parts' summed gradient and observed loss equal the whole batch's."""
 
 from __future__ import annotations
 
