@@ -52,12 +52,11 @@ def checked(state: Any) -> dict[str, Any]:
     if not found:
         items = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
         raise AttachError(f"the state has no torch.optim.Optimizer ({items}): {_EXAMPLE}")
-    names = list(found)
-    for i, name in enumerate(names):
-        for other in names[:i]:
-            if found[name] is found[other]:
-                raise AttachError(f'"{other}" and "{name}" are the same optimizer: leave one out')
+    names: dict[int, str] = {}
     for name, optimizer in found.items():
+        other = names.setdefault(id(optimizer), name)
+        if other != name:
+            raise AttachError(f'"{other}" and "{name}" are the same optimizer: leave one out')
         _check_complete(name, optimizer, state)
     return dict(state)
 
