@@ -74,10 +74,8 @@ SLOW = (
     "tests/packaging/test_trainers_ranks.py",
     "tests/runtime/test_hang_guard.py",
     "tests/torch/driver/test_out_of_memory_on_ranks.py",
-    "tests/torch/driver/test_rollback_of_two_ranks.py",
-    "tests/torch/driver/test_sharded_restart.py",
+    "tests/torch/driver/test_sharded_ranks.py",
     "tests/torch/test_four_ranks.py",
-    "tests/torch/test_signal_allreduce.py",
     # The same bits once more: `tests/parity/test_fuzz.py` is in `make test`.
     "tests/catalogue/test_every_policy.py::test_it_replays_the_same_in_jax",
     "tests/parity/test_compiled.py",

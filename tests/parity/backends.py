@@ -25,6 +25,8 @@ from tests.core import fuzz
 Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
+_TORCH = namespace.on("cpu")
+
 NAMES = (
     "numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled", "torch-graph",
 )  # fmt: skip
@@ -56,11 +58,11 @@ def runner(backend: str, engine: Engine) -> Run:
     if backend.startswith("jax"):
         return _jax(engine, one_by_one=backend == "jax-scalars")
     if backend == "torch":
-        return _stepwise(lambda s, x: engine.step(s, x, xp=namespace), _tensor)
+        return _stepwise(lambda s, x: engine.step(s, x, xp=_TORCH), _tensor)
     if backend in ("torch-compiled", "torch-graph"):
         torch.compiler.reset()  # or the recompilation limit would count other tests' engines
         compiled = torch.compile(
-            lambda s, x: engine.step(s, x, xp=namespace),
+            lambda s, x: engine.step(s, x, xp=_TORCH),
             fullgraph=True,
             backend="inductor" if backend == "torch-compiled" else "eager",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from healcore import policy
 from healcore.core.clipping.adagc import AdaGCConfig
 from healcore.core.clipping.fixed import FixedConfig
+from healcore.core.clipping.update_clip import UpdateClipConfig
 from healcore.core.clipping.zclip import ZClipConfig
 from healcore.core.detectors import DETECTORS, grad_spike, loss_spike, nonfinite
 from healcore.core.engine import Engine, EngineConfig, LrConfig, RuleConfig
@@ -41,6 +42,13 @@ SOFTENS = Engine(
     )
 )
 """A quarter of a step for every finite spike."""
+
+CLIPS_UPDATES = Engine(
+    _SKIP._replace(
+        update_clip=UpdateClipConfig(warmup_steps=4), detectors=(("nonfinite", nonfinite.Config()),)
+    )
+)
+"""Skips what is not finite, clips updates."""
 
 ADAGC = Engine(
     EngineConfig(

@@ -26,8 +26,8 @@ from healcore.runtime.faults import classify
 from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.torch.attachment import unwrapped
-from healcore.torch.driver.live_state import RngState
 from healcore.torch.errors import AttachError
+from healcore.torch.live_state import RngState
 
 
 class DryRun(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checks of the live state that the user passes, and parts of it.
+"""The live state of a run: checks of what the user passes, names of its parts, random states.
 
 Without the checks a missing part would show at the first rollback, which would combine old moments
 with new weights.
@@ -6,20 +6,21 @@ with new weights.
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from healcore.runtime.driver import json_setting
 from healcore.torch import gradients
-from healcore.torch.attachment import scaler_of
+from healcore.torch.attachment import scaler_of, unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.state_identity import classes, is_scheduler, optimizers
 
 _NO_HYPERPARAMETERS = {
     *("params", "param_names", "initial_lr"),
@@ -27,6 +28,9 @@ _NO_HYPERPARAMETERS = {
 }
 """Entries of a parameter group that do not change what is learnt."""
 _COUNTED = {"last_epoch", "base_lrs"}
+
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
+"""What torch.compile, activation checkpointing and FSDP1 add to the path of a parameter."""
 
 _EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": scheduler}'
 
@@ -48,28 +52,27 @@ def checked(state: Any) -> dict[str, Any]:
     if not found:
         items = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
         raise AttachError(f"the state has no torch.optim.Optimizer ({items}): {_EXAMPLE}")
-    names = list(found)
-    for i, name in enumerate(names):
-        for other in names[:i]:
-            if found[name] is found[other]:
-                raise AttachError(f'"{other}" and "{name}" are the same optimizer: leave one out')
+    names: dict[int, str] = {}
     for name, optimizer in found.items():
+        other = names.setdefault(id(optimizer), name)
+        if other != name:
+            raise AttachError(f'"{other}" and "{name}" are the same optimizer: leave one out')
         _check_complete(name, optimizer, state)
     return dict(state)
 
 
 def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
-    """The GradScaler, if there is exactly one, in the state or in accelerate's wrapper."""
+    """The only GradScaler in the state and accelerate's wrappers, or None for none or several."""
     found = [v for v in state.values() if isinstance(v, torch.amp.GradScaler)]
     found += [s for v in state.values() if isinstance(v, Optimizer) and (s := scaler_of(v))]
     return found[0] if len({*map(id, found)}) == 1 else None
 
 
 def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of optimizers and schedulers: `optimizer.lr` -> a value of JSON.
+    """The classes of optimizers and schedulers, then their hyperparameters as JSON values.
 
-    First their classes: `optimizer` -> `AdamW`. Other classes have other hyperparameters.
-    `lr` is the rate that a scheduler starts from. Groups that differ have a list of values.
+    For example `optimizer` -> "AdamW" and `optimizer.lr` -> 0.001. `lr` is the rate that a
+    scheduler starts from. Groups that differ have a list of values.
     """
     found: dict[str, Any] = dict(classes(state))
     for name, optimizer in optimizers(state).items():
@@ -97,6 +100,56 @@ def _setting(value: Any) -> Any:
     return json_setting(value.item() if single else value)
 
 
+def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What has to be the same when the state is restored: name -> part -> class or place.
+
+    An optimizer's `load_state_dict` assigns moments by the number of the parameter, without a check
+    of the parameter or the class. A scheduler's `load_state_dict` takes over every attribute.
+    """
+    found = {name: {name: kind} for name, kind in classes(state).items()}
+    for name, optimizer in optimizers(state).items():
+        names = iter(parameter_names(state, gradients.parameters(optimizer)))
+        found[name] |= {
+            f"{name}[{next(names)}]": f"parameter {i} of group {g}"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, _ in enumerate(group["params"])
+        }
+    return found
+
+
+def classes(state: Mapping[str, Any]) -> dict[str, str]:
+    """The class of each optimizer and scheduler, by name, without accelerate's wrapper."""
+    schedulers = {n: getattr(v, "scheduler", v) for n, v in state.items() if is_scheduler(v)}
+    return {n: type(v).__qualname__ for n, v in {**optimizers(state), **schedulers}.items()}
+
+
+def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
+    """The optimizers by name, without accelerate's wrapper."""
+    return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
+
+
+def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[str]:
+    """Names of parameters: the path in a module, or the position in the optimizer. Slow."""
+    known: dict[int, str] = {}
+    for name, optimizer in optimizers(state).items():
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
+    modules = {n: m for n, m in state.items() if isinstance(m, nn.Module)}
+    for name, module in modules.items():
+        prefix = f"{name}." if len(modules) > 1 else ""
+        for path, p in module.named_parameters():
+            known[id(p)] = prefix + _WRAPPERS.sub("", path)
+    return [known.get(id(p), "(not in the state any more)") for p in params]
+
+
+def is_scheduler(value: Any) -> bool:
+    """Whether it is a learning-rate scheduler, or accelerate's wrapper of a scheduler."""
+    return isinstance(value, LRScheduler) or isinstance(
+        getattr(value, "scheduler", None), LRScheduler
+    )
+
+
 class RngState:
     """torch's global random generators: of the CPU, and of every CUDA device once CUDA is in use.
 
@@ -113,7 +166,7 @@ class RngState:
         return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets every generator; those of devices that do not exist any more are ignored."""
+        """Sets every generator. Ignores devices that this process does not have."""
         torch.set_rng_state(state["cpu"].cpu())
         for device, generator in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(generator.cpu(), device)
@@ -122,8 +175,8 @@ class RngState:
 class TensorHyperparameters:
     """Keeps the tensors of hyperparameters (`lr`, `betas`) through `load_state_dict`.
 
-    torch replaces them by new ones, perhaps on the host, which a captured graph does not read and a
-    capturable optimizer rejects.
+    torch replaces them by new tensors, perhaps on the host. A captured graph does not read these,
+    and a capturable optimizer rejects them.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -151,7 +204,7 @@ def _kept(old: Any, new: Any) -> Any:
 
 
 def _check_restorable(name: str, value: Any) -> None:
-    """Raises AttachError unless `store.apply` can restore the value in place, as no number can."""
+    """Raises AttachError unless `store.apply` can restore the value in place."""
     if isinstance(value, (Tensor, dict, list)):
         return
     has = [hasattr(value, method) for method in ("state_dict", "load_state_dict")]

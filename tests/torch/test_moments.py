@@ -1,4 +1,4 @@
-"""`[lr] reset_moments`: the step after a cut of the learning rate begins with new moments."""
+"""`reset_moments`: after a cut or a rollback a torch optimizer steps as a new one does."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import optim
 from torch.nn import Parameter
 from torch.optim import LBFGS, SGD, AdamW
 
 from healcore.core.engine import Engine, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.torch import attach
-from healcore.torch.incident_log import EVERY
+from healcore.torch.enforcer import moments_obstacle, reset_moments
+from healcore.torch.engines import READ_EVERY
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
@@ -71,7 +73,7 @@ def test_the_step_after_the_cut_is_the_first_of_new_moments():
 
 def test_on_the_device_the_host_learns_it_later_and_at_a_known_step():
     left = counted(run(CUTS, "device"))
-    assert STEPS - SPIKE - 2 * EVERY <= left < STEPS - SPIKE - EVERY
+    assert STEPS - SPIKE - 2 * READ_EVERY <= left < STEPS - SPIKE - READ_EVERY
     assert left == counted(run(CUTS, "device"))
 
 
@@ -132,3 +134,57 @@ def test_a_cut_that_was_not_carried_out_is_forgotten_with_a_loaded_state():
     parameter.grad = torch.ones(3)
     optimizer.step()
     assert counted(optimizer) == SPIKE + 2
+
+
+# -- the reset itself -----------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
+    "fused": lambda p: optim.AdamW(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5, lr_decay=0.1),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.1, centered=True, momentum=0.9),
+    "Adadelta": lambda p: optim.Adadelta(p, lr=0.1),
+    "Adamax": lambda p: optim.Adamax(p, lr=0.1),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: optim.RAdam(p, lr=0.1),
+    "ASGD": lambda p: optim.ASGD(p, lr=0.1),
+    "Rprop": lambda p: optim.Rprop(p, lr=0.1),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
+    "LBFGS": lambda p: optim.LBFGS(p, lr=0.1, max_iter=1),
+}
+
+
+def step(optimizer: Any, parameter: Parameter, seed: int) -> None:
+    grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))
+
+    def closure() -> torch.Tensor:
+        parameter.grad = grad.clone()
+        return (parameter.detach() * grad).sum()
+
+    closure()
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_goes_on_as_a_new_optimizer(name):
+    used = Parameter(torch.ones(3, 2))
+    ours = OPTIMIZERS[name]([used])
+    for seed in range(4):
+        step(ours, used, seed)
+    new = Parameter(used.detach().clone())
+    theirs = OPTIMIZERS[name]([new])
+    assert moments_obstacle(ours) == ""
+    reset_moments(ours)
+    for seed in range(10, 14):
+        step(ours, used, seed)
+        step(theirs, new, seed)
+        assert torch.equal(used, new)
+
+
+def test_a_third_party_optimizer_is_rejected():
+    class Own(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    assert "Own" in moments_obstacle(Own([Parameter(torch.ones(1))], lr=0.1))

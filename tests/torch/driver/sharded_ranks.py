@@ -1,14 +1,8 @@
-"""One of two ranks of a sharded run: python -m tests.torch.driver.sharded_run_rank RANK ROOT.
-
-For each optimizer: a run without a restart, and the same with a restart from a store. Prints a JSON
-line with digests of both.
-"""
+"""One of two ranks of a sharded run: restarts with each of `OPTIMIZERS`, and a rollback."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +18,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
 
 from healcore.runtime.healer import Healer
+from healcore.torch.driver import TorchDriver
+from tests.torch.driver.small_run import NAN, ROLLS_BACK, roll_back, single_record
+from tests.torch.worlds import folder, serve
 
 STEPS, FIRST = 12, 7
+ROLLBACK = "rollback"
 
 
 class WideMoment(SGD):
-    """Keeps a sum of its gradients in float32, whatever the parameters' dtype."""
+    """Keeps a sum of its gradients in float32, for parameters of any dtype."""
 
     def step(self, closure: Any = None) -> None:
         """Plain descent."""
@@ -96,16 +95,67 @@ def digests(name: str, store: Path, steps: int) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def main(rank: int, root: Path) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
-    )
-    for name in OPTIMIZERS:
-        whole = digests(name, root / name / "whole", STEPS)
-        digests(name, root / name / "parts", FIRST)
-        print(json.dumps([whole, digests(name, root / name / "parts", STEPS)]), flush=True)
-    dist.destroy_process_group()
+def rolled_back() -> bool:
+    """Both ranks decide the same about a NaN, and return to the same checkpoint."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = AdamW(net.parameters(), lr=0.01)
+    state = {"model": net, "optimizer": optimizer, "scheduler": ExponentialLR(optimizer, 0.9)}
+    driver = TorchDriver(state, ROLLS_BACK)
+    ranks = driver.ranks()
+    rank = dist.get_rank()
+    assert (ranks.rank, ranks.world) == (rank, 2)
+    assert ranks.gather(rank) == [0, 1]
+    store = driver.store(folder() / "rollback", ())
+
+    def step(target: torch.Tensor) -> list[torch.Tensor]:
+        before = local()
+        loss = (net(torch.ones(1, 4)) * target).sum()
+        loss.backward()
+        assert not driver.may_save()
+        optimizer.step()
+        state["scheduler"].step()
+        optimizer.zero_grad()
+        assert driver.may_save()
+        return [a - b for a, b in zip(local(), before, strict=True)]
+
+    def local() -> list[torch.Tensor]:
+        return [p.detach().to_local().clone() for p in net.parameters()]  # type: ignore[attr-defined]
+
+    usual = torch.tensor([1.0, 0.5, -1.0, 2.0])
+    step(usual)
+    store.save(1, driver.items(), healing=driver.healing())
+    moved = step(usual)
+    while driver.poll_step() is not None:
+        pass
+
+    # Only rows of the second rank's half are bad, on the first rank's data: both name the tensor.
+    bad = usual.clone()
+    bad[3] = NAN if rank == 0 else bad[3]
+    step(bad)
+    record = single_record(driver)
+    assert record.skip
+    assert {each.name for each in record.evidence} == {"0.weight", "1.weight"}, record.evidence
+    assert all(each.grad_norm != each.grad_norm for each in record.evidence)
+
+    roll_back(driver, store.restore(1, driver.items()))
+    again = step(usual)
+    for a, b in zip(again, moved, strict=True):
+        torch.testing.assert_close(a, 0.5 * b, rtol=1e-4, atol=1e-9)
+    store.wait()
+    return True
+
+
+def outcome(case: str) -> Any:
+    """True for the rollback; else digests of a run without a restart, and with a restart."""
+    if case == ROLLBACK:
+        return rolled_back()
+    root = folder() / case
+    whole = digests(case, root / "whole", STEPS)
+    digests(case, root / "parts", FIRST)
+    return [whole, digests(case, root / "parts", STEPS)]
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    serve(outcome, seconds=600, cases=(*OPTIMIZERS, ROLLBACK))
