@@ -6,13 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from healcore.core.clipping.adagc import AdaGCConfig
-from healcore.core.clipping.autoclip import AutoClipConfig
-from healcore.core.clipping.fixed import FixedConfig
-from healcore.core.clipping.recent_max import RecentMaxConfig
-from healcore.core.clipping.update_clip import UpdateClipConfig
-from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.level_shift import ShiftConfig
+from healcore.core.baseline import ShiftConfig
+from healcore.core.clipping import (
+    AdaGCConfig,
+    AutoClipConfig,
+    FixedConfig,
+    RecentMaxConfig,
+    UpdateClipConfig,
+    ZClipConfig,
+)
 from healcore.policy.table import Table
 from healcore.policy.values import (
     Fraction,

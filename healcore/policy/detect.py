@@ -5,24 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
-from healcore.core.detectors import (
-    divergence,
-    grad_ceiling,
-    grad_ema,
-    grad_spike,
-    grad_window,
-    instability,
-    loss_ceiling,
-    loss_ratio,
-    loss_spike,
-    loss_window,
-    nonfinite,
-    overfit,
-    plateau,
-    records,
-    update_spike,
-    vanishing,
-)
+from healcore.core import detectors
 from healcore.policy.clip import Shift
 from healcore.policy.table import AtMost, Conflict, Table
 from healcore.policy.values import (
@@ -38,11 +21,13 @@ from healcore.policy.values import (
     Whole,
 )
 
-_loss, _norm, _trend = loss_spike.Config(), grad_spike.Config(), divergence.Config()
-_gone, _flat, _gap = vanishing.Config(), plateau.Config(), overfit.Config()
-_ratio, _ceiling = loss_ratio.Config(), loss_ceiling.Config()
-_growing, _records = instability.Config(), records.Config()
-_window, _ema, _limit = loss_window.Config(), grad_ema.Config(), grad_ceiling.Config()
+_loss, _norm = detectors.LossSpikeConfig(), detectors.GradSpikeConfig()
+_trend, _growing = detectors.DivergenceConfig(), detectors.InstabilityConfig()
+_records, _gone = detectors.RecordsConfig(), detectors.VanishingConfig()
+_flat, _gap = detectors.PlateauConfig(), detectors.OverfitConfig()
+_ratio, _window = detectors.LossRatioConfig(), detectors.LossWindowConfig()
+_ceiling, _limit = detectors.LossCeilingConfig(), detectors.GradCeilingConfig()
+_ema = detectors.GradEmaConfig()
 
 # Two orders of events that a table has to respect: a spike is sustained before it counts as the new
 # level, and a warm-up ends while the window still grows.
@@ -55,13 +40,13 @@ _WARMUP_IN_WINDOW = AtMost("warmup_steps", "window", "longer", "it never holds m
 class NonFinite(Table):
     """NaN or infinite loss or gradient. No thresholds."""
 
-    core = nonfinite.Config
+    core = detectors.NonFiniteConfig
 
 
 class LossSpike(Table):
     """One bad batch, or a sustained departure from the run's own noise."""
 
-    core = loss_spike.Config
+    core = detectors.LossSpikeConfig
 
     z_threshold: Positive = _loss.z_threshold
     evidence: Annotated[float, Number(above=0, most=15)] = _loss.evidence
@@ -72,7 +57,7 @@ class LossSpike(Table):
 class NormSpike(Table):
     """A norm far above its own recent level: of the gradient, or of the update."""
 
-    core = grad_spike.Config
+    core = detectors.GradSpikeConfig
 
     z_threshold: Positive = _norm.z_threshold
     evidence: Annotated[float, Number(above=0, most=15)] = _norm.evidence
@@ -83,13 +68,13 @@ class NormSpike(Table):
 class UpdateSpike(NormSpike):
     """The same rule on the norm of the update."""
 
-    core = update_spike.Config
+    core = detectors.UpdateSpikeConfig
 
 
 class Divergence(Table):
     """The smoothed loss is above its best level and does not come back."""
 
-    core = divergence.Config
+    core = detectors.DivergenceConfig
 
     rise: Positive = _trend.rise
     patience: Steps = _trend.patience
@@ -99,7 +84,7 @@ class Divergence(Table):
 class Instability(Table):
     """Loss and gradient norm grow together from update to update."""
 
-    core = instability.Config
+    core = detectors.InstabilityConfig
 
     growth: NotNegative = _growing.growth
     records: Annotated[int, Whole(least=2, most=1000)] = _growing.records
@@ -110,7 +95,7 @@ class Instability(Table):
 class Records(Table):
     """The loss sets all-time records more often than well-mixed data can."""
 
-    core = records.Config
+    core = detectors.RecordsConfig
 
     alpha: Annotated[float, Number(least=1e-9, below=1)] = _records.alpha
     record_rate: Fraction = _records.record_rate
@@ -121,7 +106,7 @@ class Records(Table):
 class Vanishing(Table):
     """The gradient norm stays below a floor."""
 
-    core = vanishing.Config
+    core = detectors.VanishingConfig
 
     # Norms below 1e-12 are zero to the core (numerics.TINY).
     threshold: Annotated[float, Number(above=1e-12)] = _gone.threshold
@@ -131,7 +116,7 @@ class Vanishing(Table):
 class Plateau(Table):
     """The loss has stopped falling, or sits at the level of guessing."""
 
-    core = plateau.Config
+    core = detectors.PlateauConfig
 
     window: Annotated[int, Whole(least=2)] = _flat.window
     patience: Steps = _flat.patience
@@ -143,7 +128,7 @@ class Plateau(Table):
 class Overfit(Table):
     """The evaluation loss stays far above the training loss."""
 
-    core = overfit.Config
+    core = detectors.OverfitConfig
 
     max_gap: Positive = _gap.max_gap
     patience: Steps = _gap.patience
@@ -153,7 +138,7 @@ class Overfit(Table):
 class LossRatio(Table):
     """The loss is several times the mean of the last ones."""
 
-    core = loss_ratio.Config
+    core = detectors.LossRatioConfig
     at_most = (
         _WARMUP_IN_WINDOW,
         AtMost("sustain", "escape", "longer", "by then the high loss is the new level"),
@@ -169,7 +154,7 @@ class LossRatio(Table):
 class LossCeiling(Table):
     """The loss is above a fixed level, or above all that its first steps had."""
 
-    core = loss_ceiling.Config
+    core = detectors.LossCeilingConfig
 
     ceiling: Annotated[float | None, Number(none=True)] = _ceiling.ceiling
     first_steps: StepsOrZero = _ceiling.first_steps
@@ -190,7 +175,7 @@ class LossCeiling(Table):
 class LossWindow(Table):
     """The loss is many standard deviations above the mean of the last ones."""
 
-    core = loss_window.Config
+    core = detectors.LossWindowConfig
     at_most = (_WARMUP_IN_WINDOW,)
 
     sigmas: Positive = _window.sigmas
@@ -204,13 +189,13 @@ class LossWindow(Table):
 class GradWindow(LossWindow):
     """The same rule on the gradient norm."""
 
-    core = grad_window.Config
+    core = detectors.GradWindowConfig
 
 
 class GradEma(Table):
     """The gradient norm is far above the moving average of the accepted ones."""
 
-    core = grad_ema.Config
+    core = detectors.GradEmaConfig
     at_most = (_SUSTAIN_BEFORE_SHIFT,)
 
     ratio: Annotated[float | None, Number(above=1, none=True)] = _ema.ratio
@@ -236,7 +221,7 @@ class GradEma(Table):
 class GradCeiling(Table):
     """The gradient norm is above an absolute limit, or many times the largest of the first."""
 
-    core = grad_ceiling.Config
+    core = detectors.GradCeilingConfig
     at_most = (AtMost("sustain", "escape", "longer", "then the first norms are counted again"),)
 
     ceiling: Limit = _limit.ceiling

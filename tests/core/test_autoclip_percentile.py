@@ -17,7 +17,7 @@ BIN = 2 ** (1 / 16)
 def test_within_one_bin_above_the_percentile(percentile, spread):
     rng = np.random.default_rng(int(percentile))
     norms = np.exp(spread * rng.normal(size=390)).astype(np.float32)
-    config = RULES["autoclip"].AutoClipConfig(percentile=percentile, window=200)
+    config = RULES["autoclip"](percentile=percentile, window=200)
     runner = Runner(EngineConfig(clip=("autoclip", config)))
     for i, norm in enumerate(norms):
         runner.step(grad_norm=norm)
@@ -30,7 +30,7 @@ def test_within_one_bin_above_the_percentile(percentile, spread):
 def test_it_forgets_within_five_windows(factor):
     rng = np.random.default_rng(0)
     window = 60
-    config = RULES["autoclip"].AutoClipConfig(percentile=30.0, window=window)
+    config = RULES["autoclip"](percentile=30.0, window=window)
     runner = Runner(EngineConfig(clip=("autoclip", config)))
     runner.feed(grad_norm=np.exp(0.2 * rng.normal(size=400)))
     after = factor * np.exp(0.2 * rng.normal(size=5 * window))
@@ -40,7 +40,7 @@ def test_it_forgets_within_five_windows(factor):
 
 
 def test_the_memory_does_not_grow():
-    config = RULES["autoclip"].AutoClipConfig(window=50)
+    config = RULES["autoclip"](window=50)
     runner = Runner(EngineConfig(clip=("autoclip", config)))
     for norm in np.exp(np.random.default_rng(0).normal(size=500)):
         runner.step(grad_norm=norm)
@@ -48,7 +48,7 @@ def test_the_memory_does_not_grow():
 
 
 def test_norms_off_the_scale_go_into_the_last_bins():
-    config = RULES["autoclip"].AutoClipConfig(percentile=50.0)
+    config = RULES["autoclip"](percentile=50.0)
     runner = Runner(EngineConfig(clip=("autoclip", config)))
     decisions = runner.feed(grad_norm=[1e-11, 1e14, 1e-11, 1e14, 1e-11])
     assert runner.state.clip.counts[[0, -1]].tolist() == [3, 2]

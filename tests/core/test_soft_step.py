@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.clipping import ZClipConfig
 from healcore.core.engine import LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from tests.core.engine_runner import Runner, ordered, watching

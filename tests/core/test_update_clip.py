@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from healcore.core.clipping.update_clip import UpdateClipConfig
+from healcore.core.clipping import UpdateClipConfig
 from healcore.core.engine import Engine, EngineConfig, RuleConfig
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause

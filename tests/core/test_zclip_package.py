@@ -51,7 +51,7 @@ def published(values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray, Z
 )
 def test_the_same_factors_and_statistics(target, max_norm):
     runs = np.stack([norms(seed) for seed in range(3)], axis=1)
-    config = RULES["zclip"].ZClipConfig(target=target, max_norm=max_norm)
+    config = RULES["zclip"](target=target, max_norm=max_norm)
     runner = Runner(EngineConfig(clip=("zclip", config)), lanes=3)
     got, ours = [], []
     for values in runs:
@@ -72,7 +72,7 @@ def test_the_tolerance_would_notice_another_threshold():
     """A z_threshold of 2.45 instead of 2.5 is detected."""
     values = norms(0)
     factors, _, _ = published(values, z_thresh=2.5, max_grad_norm=None, **MODES["reciprocal"])
-    config = RULES["zclip"].ZClipConfig(z_threshold=2.45, max_norm=None)
+    config = RULES["zclip"](z_threshold=2.45, max_norm=None)
     got = [
         float(d.grad_scale)
         for d in Runner(EngineConfig(clip=("zclip", config))).feed(grad_norm=values)
@@ -86,7 +86,7 @@ def test_nan_blinds_the_package_and_a_shift_locks_it_in():
     one_nan = np.concatenate([healthy, [np.float32("nan")], healthy, [np.float32(50)]])
     shifted = np.concatenate([healthy, 2 * np.tile(healthy, 5)])
     settings = {"z_thresh": 2.5, "max_grad_norm": None, **MODES["reciprocal"]}
-    config = EngineConfig(clip=("zclip", RULES["zclip"].ZClipConfig(max_norm=None)))
+    config = EngineConfig(clip=("zclip", RULES["zclip"](max_norm=None)))
 
     assert published(one_nan, **settings)[0][-1] == 1.0, "one NaN, and x50 passes"
     assert Runner(config).feed(grad_norm=one_nan)[-1].grad_scale < 0.1

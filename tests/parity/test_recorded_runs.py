@@ -13,8 +13,8 @@ from tests.parity import backends, lockstep, recorded_runs
 
 # Every threshold as it comes; the rules of the tests.
 CONFIG = EngineConfig(
-    clip=("zclip", RULES["zclip"].ZClipConfig()),
-    detectors=tuple((name, module.Config()) for name, module in DETECTORS.items()),
+    clip=("zclip", RULES["zclip"]()),
+    detectors=tuple((name, detector()) for name, detector in DETECTORS.items()),
     rules=policies.RULES_OF_ALL_KINDS,
 )
 

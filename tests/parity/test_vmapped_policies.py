@@ -32,7 +32,7 @@ def zclip_variants(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def policy(numbers: dict[str, Any]) -> EngineConfig:
     """A ZClip policy; the rest as in the other tests."""
-    config = RULES["zclip"].ZClipConfig(**numbers)
+    config = RULES["zclip"](**numbers)
     return policies.full("zclip")._replace(
         clip=("zclip", config), detectors=policies.full().detectors[:2]
     )
@@ -106,7 +106,7 @@ def test_vmap_over_the_catalogue():
             detectors=tuple(
                 (
                     name,
-                    DETECTORS[name].Config(**numbers[name], **(window if name in WINDOWS else {})),
+                    DETECTORS[name](**numbers[name], **(window if name in WINDOWS else {})),
                 )
                 for name in CATALOGUE  # a dict through jit is in the order of the alphabet
             ),

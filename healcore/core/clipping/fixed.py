@@ -12,31 +12,29 @@ from healcore.core.clipping.verdict import Clip, scale_to
 from healcore.core.signals import Observed
 
 
+class FixedState(NamedTuple):
+    """Empty: the rule has no memory."""
+
+
 class FixedConfig(NamedTuple):
     """The limit."""
 
     max_norm: Any = 1.0
     """Largest gradient norm that passes untouched; above 0."""
 
+    def init(self, *, groups: int = 0) -> FixedState:
+        """An empty state."""
+        del groups
+        return FixedState()
 
-class FixedState(NamedTuple):
-    """Empty: the rule has no memory."""
-
-
-def init(config: FixedConfig, *, groups: int = 0) -> FixedState:
-    """An empty state."""
-    del config, groups
-    return FixedState()
-
-
-def update(
-    config: FixedConfig, state: FixedState, seen: Observed, learn: Any, *, xp: Any
-) -> tuple[FixedState, Clip]:
-    """Clips `seen.grad_norm` to `config.max_norm`."""
-    del learn
-    norm = seen.grad_norm
-    over = norm > config.max_norm
-    limit = xp.where(over, config.max_norm, norm)
-    scale = scale_to(limit, norm, over, xp=xp)
-    zero = norm - norm
-    return state, Clip(scale, zero + config.max_norm, zero, over)
+    def update(
+        self, state: FixedState, seen: Observed, learn: Any, *, xp: Any
+    ) -> tuple[FixedState, Clip]:
+        """Clips `seen.grad_norm` to `max_norm`."""
+        del learn
+        norm = seen.grad_norm
+        over = norm > self.max_norm
+        limit = xp.where(over, self.max_norm, norm)
+        zero = norm - norm
+        scale = scale_to(limit, norm, over, xp=xp)
+        return state, Clip(scale, zero + self.max_norm, zero, over)

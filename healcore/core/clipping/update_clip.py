@@ -7,8 +7,8 @@ of gradients sees; in Marin's 32B run such updates came before the loss spikes.
 The rule is ZClip's with `target = "max"` (`zclip`), on another norm: moving averages instead of the
 window, robust warm-up, clipped values enter as clipped, and after a true shift of the level it
 becomes the baseline. In Levanter values enter unclipped, so that one spike raises the limit for the
-next 128 steps; its comment gives the reason (clipped ones could lock in), which is met here by
-`level_shift`.
+next 128 steps. Its comment gives the reason: clipped values could lock in. Here `baseline` prevents
+this.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import level_shift
-from healcore.core.clipping import zclip
+from healcore.core import baseline
+from healcore.core.clipping.zclip import ZClipConfig, ZClipState
 from healcore.core.signals import Signals, observe
 
 
+class UpdateClipState(NamedTuple):
+    """Statistics of the accepted update norms, and the last step."""
+
+    rule: ZClipState
+    restart: Any  # bool: a change was expected since the last update
+    norm: Any  # float32: last finite norm, before the clip and without the LR multiplier
+    scale: Any  # float32: factor on the last update
+    clips: Any  # int32: updates clipped
+
+
 class UpdateClipConfig(NamedTuple):
-    """Thresholds; numbers may be arrays."""
+    """Numbers of the clip of updates."""
 
     z_threshold: Any = 3.0
     """Standard deviations above the mean to which a longer update is brought down."""
@@ -33,57 +43,36 @@ class UpdateClipConfig(NamedTuple):
     """Updates learnt before one is clipped."""
     min_rel_std: Any = 0.01
     """Floor of the standard deviation as a fraction of the mean."""
-    shift: level_shift.ShiftConfig = level_shift.ShiftConfig()
+    shift: baseline.ShiftConfig = baseline.ShiftConfig()
     """When clipping has become the rule."""
 
+    def init(self) -> UpdateClipState:
+        """A rule at the start of its warm-up."""
+        return UpdateClipState(
+            self._rule().init(),
+            restart=np.zeros((), bool),
+            norm=np.zeros((), np.float32),
+            scale=np.ones((), np.float32),
+            clips=np.zeros((), np.int32),
+        )
 
-class UpdateClipState(NamedTuple):
-    """Statistics of the accepted update norms, and the last step."""
+    def update(
+        self, state: UpdateClipState, norm: Any, learn: Any, *, xp: Any
+    ) -> tuple[UpdateClipState, Any]:
+        """Judges the norm of one update, then learns it; returns the factor on the update.
 
-    rule: zclip.ZClipState
-    restart: Any  # bool: a change was expected since the last update
-    norm: Any  # float32: last finite norm, before the clip and without the LR multiplier
-    scale: Any  # float32: factor on the last update
-    clips: Any  # int32: updates clipped
+        Where `learn` is false (the step is skipped, or soft) the update is judged and not learnt.
+        An update that is not finite is not learnt either, and its factor is 1.
+        """
+        seen = observe(Signals(grad_norm=norm), state.restart, xp=xp)
+        rule, clip = self._rule().update(state.rule, seen, learn, xp=xp)
+        return UpdateClipState(
+            rule=rule,
+            restart=state.restart & False,
+            norm=xp.where(seen.finite, seen.grad_norm, state.norm),
+            scale=clip.scale,
+            clips=xp.where(clip.clipped & learn, state.clips + 1, state.clips),
+        ), clip.scale
 
-
-def init(config: UpdateClipConfig) -> UpdateClipState:
-    """A rule at the start of its warm-up."""
-    return UpdateClipState(
-        zclip.init(_rule(config)),
-        np.zeros((), bool),
-        np.zeros((), np.float32),
-        np.ones((), np.float32),
-        np.zeros((), np.int32),
-    )
-
-
-def update(
-    config: UpdateClipConfig, state: UpdateClipState, norm: Any, learn: Any, *, xp: Any
-) -> tuple[UpdateClipState, Any]:
-    """Judges the norm of one update, then learns it; returns the factor on the update, 1 = none.
-
-    Where `learn` is false (the step is skipped, or soft) the update is judged and not learnt. One
-    that is not finite is not learnt either, and its factor is 1.
-    """
-    seen = observe(Signals(grad_norm=norm), state.restart, xp=xp)
-    rule, clip = zclip.update(_rule(config), state.rule, seen, learn, xp=xp)
-    return UpdateClipState(
-        rule=rule,
-        restart=state.restart & False,
-        norm=xp.where(seen.finite, seen.grad_norm, state.norm),
-        scale=clip.scale,
-        clips=xp.where(clip.clipped & learn, state.clips + 1, state.clips),
-    ), clip.scale
-
-
-def _rule(config: UpdateClipConfig) -> zclip.ZClipConfig:
-    return zclip.ZClipConfig(
-        z_threshold=config.z_threshold,
-        ema_decay=config.ema_decay,
-        warmup_steps=config.warmup_steps,
-        target="max",
-        max_norm=None,
-        min_rel_std=config.min_rel_std,
-        shift=config.shift,
-    )
+    def _rule(self) -> ZClipConfig:
+        return ZClipConfig(target="max", max_norm=None, **self._asdict())

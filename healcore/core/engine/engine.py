@@ -5,21 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.clipping import RULES, update_clip
+from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
-from healcore.core.engine import lr, readout, state_dict
+from healcore.core.engine import lr
 from healcore.core.engine.config import EngineConfig
-from healcore.core.engine.enforce import neutral_if_skipped, observed_only, pick
 from healcore.core.engine.judge import judge
-from healcore.core.engine.state import EngineState, init
+from healcore.core.engine.state import EngineState, from_dict, init, metrics, to_dict
 from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves
+from healcore.core.tree import map_leaves, pick
 from healcore.core.verdict import Action, Decision
 
 
@@ -74,8 +74,8 @@ class Engine:
         names: set[str] = {"grad_norm"} if self.config.clip else set()
         if self.per_tensor:
             names.add("group_norms")
-        for name, _ in self.config.detectors:
-            names |= DETECTORS[name].NEEDS
+        for name, detector in self.config.detectors:
+            names |= detector.NEEDS
             if name == "nonfinite":
                 names |= {"loss", "grad_norm"}
         return frozenset(names)
@@ -150,29 +150,24 @@ class Engine:
         Raises:
             ValueError: neither a loss nor a gradient norm is there.
         """
-        if xp is np:
-            # float32 scalars warn, XLA and torch do not; the core selects afterwards.
-            with np.errstate(all="ignore"):
-                return self._step(state, signals, xp=xp)
-        return self._step(state, signals, xp=xp)
-
-    def _step(
-        self, state: EngineState, signals: Signals, *, xp: Any
-    ) -> tuple[EngineState, Decision]:
         if signals.loss is None and signals.grad_norm is None:
             raise ValueError(
                 "a step needs a loss or a gradient norm, got neither: pass Signals(loss=...) or "
                 "Signals(grad_norm=...)"
             )
-        new, decision = judge(self.config, state, signals, xp=xp)
-        if self.mode == "observe":
-            new = self.charged(new, xp=xp)
-        if signals.externally_skipped is not None:
-            skipped = signals.externally_skipped
-            new = map_leaves(lambda after, before: pick(skipped, before, after, xp=xp), new, state)
-            decision = neutral_if_skipped(decision, skipped, state.lr.scale, xp=xp)
-        if self.mode == "observe":
-            decision = observed_only(decision, xp=xp)
+        with _silent(xp):
+            new, decision = judge(self.config, state, signals, xp=xp)
+            if self.mode == "observe":
+                new = self.charged(new, xp=xp)
+            if signals.externally_skipped is not None:
+                skipped = signals.externally_skipped
+                new = map_leaves(
+                    lambda after, before: pick(skipped, before, after, xp=xp), new, state
+                )
+                decision = _neutral(decision, skipped, state.lr.scale, xp=xp)
+                decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
+            if self.mode == "observe":
+                decision = _neutral(decision, decision.skip | True, 1.0, xp=xp)
         return new, decision
 
     def clip_update(
@@ -193,22 +188,13 @@ class Engine:
             The new state, and the factor on the update, float32 in [0, 1]: exactly 1 for a skipped
             step, an ordinary update and in observe mode.
         """
-        if xp is np:
-            with np.errstate(all="ignore"):
-                return self._clip_update(state, norm, skipped, xp=xp)
-        return self._clip_update(state, norm, skipped, xp=xp)
-
-    def _clip_update(
-        self, state: EngineState, norm: Any, skipped: Any, *, xp: Any
-    ) -> tuple[EngineState, Any]:
         assert self.config.update_clip is not None, "the policy has no update_clip"
         held = skipped | state.last.decision.skip  # in observe mode the latter is as ordered
         learn = ~held
         if self.softens:
             learn = learn & ((state.last.decision.action & int(Action.SOFT_STEP)) == 0)
-        clip, scale = update_clip.update(
-            self.config.update_clip, state.update_clip, norm, learn, xp=xp
-        )
+        with _silent(xp):
+            clip, scale = self.config.update_clip.update(state.update_clip, norm, learn, xp=xp)
         clip = clip._replace(scale=xp.where(held, 1.0, clip.scale))
         unchanged = held | True if self.mode == "observe" else held
         return state._replace(update_clip=clip), xp.where(unchanged, 1.0, scale)
@@ -319,13 +305,31 @@ class Engine:
     # -- reading and carrying -------------------------------------------------------------------
 
     def metrics(self, state: EngineState) -> dict[str, Any]:
-        """Named 0-d arrays for a logger, without a sync; see `readout.metrics`."""
-        return readout.metrics(state)
+        """Named 0-d arrays for a logger, without a sync; see `state.metrics`."""
+        return metrics(state)
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
-        """The state in a framework-neutral, JSON-safe form; see `state_dict.to_dict`."""
-        return state_dict.to_dict(self.config, state, self.fingerprint)
+        """The state in a framework-neutral, JSON-safe form; see `state.to_dict`."""
+        return to_dict(self.config, state, self.fingerprint)
 
     def from_dict(self, data: Mapping[str, Any]) -> EngineState:
-        """The state from `to_dict`, as NumPy arrays; see `state_dict.from_dict`."""
-        return state_dict.from_dict(self.config, data, self.fingerprint)
+        """The state from `to_dict`, as NumPy arrays; see `state.from_dict`."""
+        return from_dict(self.config, data, self.fingerprint)
+
+
+def _silent(xp: Any) -> AbstractContextManager[Any]:
+    """Without NumPy's warnings, which XLA and torch do not give: the core selects afterwards."""
+    return np.errstate(all="ignore") if xp is np else nullcontext()
+
+
+def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:
+    """The neutral decision with `lr_scale` and the same causes, where `when` holds."""
+    group = decision.group_scale
+    return decision._replace(
+        grad_scale=xp.where(when, 1.0, decision.grad_scale),
+        skip=decision.skip & ~when,
+        lr_scale=xp.where(when, lr_scale, decision.lr_scale),
+        action=xp.where(when, 0, decision.action),
+        rollback_depth=xp.where(when, 0, decision.rollback_depth),
+        group_scale=None if group is None else xp.where(when[..., None], 1.0, group),
+    )

@@ -1,4 +1,4 @@
-"""Incidents: a run of alarms with one onset, and how recovery escalates within it.
+"""Incidents: a run of alarms with one onset, how recovery escalates within it, and its budget.
 
 An incident uses one recovery, however many steps it lasts. The engine escalates (a deeper rollback,
 another cut) only when alarms continue for `patience` steps after an order, or when another incident
@@ -7,6 +7,10 @@ begins in the same region.
 A non-finite step that is skipped has changed nothing, so it is no part of other trouble: unless it
 orders a rollback or a cut itself, it neither begins nor prolongs an incident in which the model may
 get worse.
+
+With no recoveries left, the run is stopped if its numbers are not finite. Otherwise it continues,
+clipped, with an alert: a loss that still grows at a small part of the learning rate, after
+rollbacks that did not help, is more likely to grow by design than because of its updates.
 """
 
 from __future__ import annotations
@@ -16,7 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.engine.config import EngineConfig, IncidentConfig, RollbackConfig
+from healcore.core.engine.config import (
+    BudgetConfig,
+    EngineConfig,
+    IncidentConfig,
+    RollbackConfig,
+)
 from healcore.core.verdict import NONFINITE, Action
 
 ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
@@ -128,5 +137,71 @@ def update(
 
 
 def _one_more(since: Any, alarm: Any, *, xp: Any) -> Any:
-    """Counts alarms after an order; -1 (no order yet) stays."""
+    """The alarms since an order, one more; -1 (no order yet) stays."""
     return xp.where(alarm & (since >= 0), since + 1, since)
+
+
+class BudgetState(NamedTuple):
+    """The remaining budget."""
+
+    recoveries: Any  # int32: rollbacks left
+    lr_cuts: Any  # int32: cuts left
+    healthy: Any  # int32: steps without an incident since the last refund
+
+
+class Granted(NamedTuple):
+    """Which orders are granted."""
+
+    recover: Any  # bool: a rollback
+    cut: Any  # bool: a cut
+    stop: Any  # bool: no rollback is left, and the step is not finite
+    alert: Any  # bool: no rollback is left, and the run goes on
+    refund: Any  # bool: one of each is given back
+
+
+def full_budget(config: BudgetConfig) -> BudgetState:
+    """A full budget; with array sizes the state has their shape."""
+    return BudgetState(
+        np.asarray(config.recoveries, np.int32),
+        np.asarray(config.lr_cuts, np.int32),
+        np.zeros((), np.int32),
+    )
+
+
+def grant(
+    config: BudgetConfig,
+    state: BudgetState,
+    recover: Any,
+    cut: Any,
+    healthy: Any,
+    in_incident: Any,
+    nonfinite: Any,
+    *,
+    xp: Any,
+) -> tuple[BudgetState, Granted]:
+    """Subtracts the cut that is ordered, and gives back after `refund_after` healthy steps.
+
+    A rollback is subtracted where it is carried out, see `Engine.on_rollback`.
+
+    A step is not `healthy` if it has an alarm or is `in_incident`, where the count starts over; a
+    skipped non-finite step alone is only not counted. `nonfinite`: this step is.
+    """
+    can_recover, can_cut = state.recoveries > 0, state.lr_cuts > 0
+    denied = recover & ~can_recover
+    count = xp.where(healthy, state.healthy + 1, state.healthy)
+    count = xp.where(in_incident | recover | cut, 0, count)
+    refund = numerics.shared(count >= config.refund_after, xp=xp)
+    granted = Granted(
+        recover=numerics.shared(recover & can_recover, xp=xp),
+        cut=numerics.shared(cut & can_cut, xp=xp),
+        stop=denied & nonfinite,
+        alert=denied & ~nonfinite,
+        refund=refund,
+    )
+    left = state.recoveries
+    cuts = xp.where(granted.cut, state.lr_cuts - 1, state.lr_cuts)
+    return BudgetState(
+        recoveries=xp.where(refund & (left < config.recoveries), left + 1, left),
+        lr_cuts=xp.where(refund & (cuts < config.lr_cuts), cuts + 1, cuts),
+        healthy=xp.where(refund, 0, count),
+    ), granted
