@@ -7,18 +7,20 @@ from typing import Annotated
 
 from healcore.core import detectors
 from healcore.policy.clip import Shift
-from healcore.policy.table import AtMost, Conflict, Table
-from healcore.policy.values import (
+from healcore.policy.table import (
+    AtMost,
+    Conflict,
     Fraction,
     Limit,
     NotNegative,
-    Number,
     OnOff,
     Positive,
     Ratio,
     Steps,
     StepsOrZero,
-    Whole,
+    Table,
+    number,
+    whole,
 )
 
 _loss, _norm = detectors.LossSpikeConfig(), detectors.GradSpikeConfig()
@@ -49,7 +51,7 @@ class LossSpike(Table):
     core = detectors.LossSpikeConfig
 
     z_threshold: Positive = _loss.z_threshold
-    evidence: Annotated[float, Number(above=0, most=15)] = _loss.evidence
+    evidence: Annotated[float, number(above=0, most=15)] = _loss.evidence
     window: Steps = _loss.window
     min_noise: Positive = _loss.min_noise
 
@@ -60,7 +62,7 @@ class NormSpike(Table):
     core = detectors.GradSpikeConfig
 
     z_threshold: Positive = _norm.z_threshold
-    evidence: Annotated[float, Number(above=0, most=15)] = _norm.evidence
+    evidence: Annotated[float, number(above=0, most=15)] = _norm.evidence
     window: Steps = _norm.window
     min_noise: Positive = _norm.min_noise
 
@@ -87,8 +89,8 @@ class Instability(Table):
     core = detectors.InstabilityConfig
 
     growth: NotNegative = _growing.growth
-    records: Annotated[int, Whole(least=2, most=1000)] = _growing.records
-    norm_ratio: Annotated[float, Number(least=1)] = _growing.norm_ratio
+    records: Annotated[int, whole(least=2, most=1000)] = _growing.records
+    norm_ratio: Annotated[float, number(least=1)] = _growing.norm_ratio
     patience: Steps = _growing.patience
 
 
@@ -97,10 +99,10 @@ class Records(Table):
 
     core = detectors.RecordsConfig
 
-    alpha: Annotated[float, Number(least=1e-9, below=1)] = _records.alpha
+    alpha: Annotated[float, number(least=1e-9, below=1)] = _records.alpha
     record_rate: Fraction = _records.record_rate
     growth: NotNegative = _records.growth
-    warmup_steps: Annotated[int, Whole(least=1, most=1000)] = _records.warmup_steps
+    warmup_steps: Annotated[int, whole(least=1, most=1000)] = _records.warmup_steps
 
 
 class Vanishing(Table):
@@ -109,7 +111,7 @@ class Vanishing(Table):
     core = detectors.VanishingConfig
 
     # Norms below 1e-12 are zero to the core (numerics.TINY).
-    threshold: Annotated[float, Number(above=1e-12)] = _gone.threshold
+    threshold: Annotated[float, number(above=1e-12)] = _gone.threshold
     patience: Steps = _gone.patience
 
 
@@ -118,10 +120,10 @@ class Plateau(Table):
 
     core = detectors.PlateauConfig
 
-    window: Annotated[int, Whole(least=2)] = _flat.window
+    window: Annotated[int, whole(least=2)] = _flat.window
     patience: Steps = _flat.patience
     min_improvement: NotNegative = _flat.min_improvement
-    chance_level: Annotated[float | None, Number(none=True)] = _flat.chance_level
+    chance_level: Annotated[float | None, number(none=True)] = _flat.chance_level
     chance_margin: Positive = _flat.chance_margin
 
 
@@ -144,8 +146,8 @@ class LossRatio(Table):
         AtMost("sustain", "escape", "longer", "by then the high loss is the new level"),
     )
 
-    ratio: Annotated[float, Number(above=1)] = _ratio.ratio
-    window: Annotated[int, Whole(least=1, most=4096)] = _ratio.window
+    ratio: Annotated[float, number(above=1)] = _ratio.ratio
+    window: Annotated[int, whole(least=1, most=4096)] = _ratio.window
     warmup_steps: Steps = _ratio.warmup_steps
     sustain: Steps = _ratio.sustain
     escape: Steps = _ratio.escape
@@ -156,7 +158,7 @@ class LossCeiling(Table):
 
     core = detectors.LossCeilingConfig
 
-    ceiling: Annotated[float | None, Number(none=True)] = _ceiling.ceiling
+    ceiling: Annotated[float | None, number(none=True)] = _ceiling.ceiling
     first_steps: StepsOrZero = _ceiling.first_steps
     first_ratio: Ratio = _ceiling.first_ratio
     sustain: Steps = _ceiling.sustain
@@ -179,8 +181,8 @@ class LossWindow(Table):
     at_most = (_WARMUP_IN_WINDOW,)
 
     sigmas: Positive = _window.sigmas
-    window: Annotated[int, Whole(least=2, most=4096)] = _window.window
-    warmup_steps: Annotated[int, Whole(least=2, most=4096)] = _window.warmup_steps
+    window: Annotated[int, whole(least=2, most=4096)] = _window.window
+    warmup_steps: Annotated[int, whole(least=2, most=4096)] = _window.warmup_steps
     bessel: OnOff = _window.bessel
     min_rel_std: NotNegative = _window.min_rel_std
     sustain: Steps = _window.sustain
@@ -198,12 +200,12 @@ class GradEma(Table):
     core = detectors.GradEmaConfig
     at_most = (_SUSTAIN_BEFORE_SHIFT,)
 
-    ratio: Annotated[float | None, Number(above=1, none=True)] = _ema.ratio
+    ratio: Annotated[float | None, number(above=1, none=True)] = _ema.ratio
     sigmas: Limit = _ema.sigmas
     ema_decay: Fraction = _ema.ema_decay
     warmup_steps: Steps = _ema.warmup_steps
     min_rel_std: NotNegative = _ema.min_rel_std
-    sustain: Annotated[int, Whole(least=1, most=1_000_000)] = _ema.sustain
+    sustain: Annotated[int, whole(least=1, most=1_000_000)] = _ema.sustain
     shift: Shift = Shift()
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -225,7 +227,7 @@ class GradCeiling(Table):
     at_most = (AtMost("sustain", "escape", "longer", "then the first norms are counted again"),)
 
     ceiling: Limit = _limit.ceiling
-    first_ratio: Annotated[float | None, Number(least=1, none=True)] = _limit.first_ratio
+    first_ratio: Annotated[float | None, number(least=1, none=True)] = _limit.first_ratio
     first_steps: Steps = _limit.first_steps
     sustain: Steps = _limit.sustain
     escape: Steps = _limit.escape

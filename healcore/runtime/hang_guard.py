@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from healcore import console
 from healcore.core.verdict import Cause, names
-from healcore.policy.faults import Hang
+from healcore.policy.recovery import Hang
 from healcore.runtime.events.models import Ending
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes

@@ -7,7 +7,8 @@ import pytest
 from healcore.core.engine import EngineConfig
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyError, diff, dumps, fingerprint, load, loads, preset_names
-from healcore.policy.faults import FAULTS, Retry, SkipBatch
+from healcore.policy.recovery import Retry, SkipBatch
+from healcore.policy.respond import FAULTS
 from healcore.runtime.host_policy import HostPolicy
 
 HEAD = 'schema = 1\nname = "x"\n[detect.nonfinite]\n'

@@ -13,8 +13,7 @@ from pydantic_core import PydanticUndefined
 from healcore.policy import Policy, loads
 from healcore.policy.clip import KINDS, Shift
 from healcore.policy.respond import Respond, When
-from healcore.policy.table import Table
-from healcore.policy.values import NONE
+from healcore.policy.table import NONE, Table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
 

@@ -14,8 +14,8 @@ from healcore.core.clipping.adagc import AdaGCConfig
 from healcore.core.clipping.autoclip import AutoClipConfig
 from healcore.core.clipping.fixed import FixedConfig
 from healcore.core.clipping.recent_max import RecentMaxConfig
-from healcore.core.clipping.update_clip import UpdateClipConfig
-from healcore.core.clipping.verdict import Clip
+from healcore.core.clipping.update_clip import UpdateClipConfig as UpdateClipConfig
+from healcore.core.clipping.verdict import Clip as Clip
 from healcore.core.clipping.zclip import ZClipConfig
 
 RULES: dict[str, Any] = {
@@ -26,14 +26,3 @@ RULES: dict[str, Any] = {
     "adagc": AdaGCConfig,
 }
 """Clipping rules by their name in a policy file."""
-
-__all__ = [
-    "RULES",
-    "AdaGCConfig",
-    "AutoClipConfig",
-    "Clip",
-    "FixedConfig",
-    "RecentMaxConfig",
-    "UpdateClipConfig",
-    "ZClipConfig",
-]

@@ -23,7 +23,7 @@ from healcore.core.detectors.plateau import PlateauConfig
 from healcore.core.detectors.records import RecordsConfig
 from healcore.core.detectors.spike import GradSpikeConfig, LossSpikeConfig, UpdateSpikeConfig
 from healcore.core.detectors.windows import GradWindowConfig, LossRatioConfig, LossWindowConfig
-from healcore.core.verdict import Cause
+from healcore.core.verdict import NONFINITE, Cause
 
 DETECTORS: dict[str, Any] = {
     "nonfinite": NonFiniteConfig,
@@ -46,29 +46,9 @@ DETECTORS: dict[str, Any] = {
 """Detectors by their name in a policy file, in the order in which they run."""
 
 CAUSES: dict[str, Cause] = {
+    "nonfinite": NONFINITE,
     "nonfinite_loss": Cause.NONFINITE_LOSS,
     "nonfinite_grad": Cause.NONFINITE_GRAD,
     **{name: detector.CAUSE for name, detector in DETECTORS.items()},
 }
 """Flags of the names that a rule's `to` may have on the device."""
-
-__all__ = [
-    "CAUSES",
-    "DETECTORS",
-    "DivergenceConfig",
-    "GradCeilingConfig",
-    "GradEmaConfig",
-    "GradSpikeConfig",
-    "GradWindowConfig",
-    "InstabilityConfig",
-    "LossCeilingConfig",
-    "LossRatioConfig",
-    "LossSpikeConfig",
-    "LossWindowConfig",
-    "NonFiniteConfig",
-    "OverfitConfig",
-    "PlateauConfig",
-    "RecordsConfig",
-    "UpdateSpikeConfig",
-    "VanishingConfig",
-]

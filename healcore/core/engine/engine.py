@@ -26,9 +26,9 @@ from healcore.core.verdict import Action, Decision
 class Engine:
     """The state machine of one policy: `init`, then `step` after `step`.
 
-    It holds no state: `step` is a pure function of (policy, state, signals), which can be jitted,
-    scanned, vmapped, compiled, saved and replayed. All arrays may have leading batch axes; each
-    lane is then a run of its own.
+    The engine holds no state. `step` is a pure function of (policy, state, signals), which can be
+    jitted, scanned, vmapped, compiled and replayed. All arrays may have leading batch axes; each
+    lane is then an independent run.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -83,18 +83,17 @@ class Engine:
     @cached_property
     def cuts_lr(self) -> bool:
         """Whether a rule can cut the learning rate."""
-        return any(rule.action & int(Action.CUT_LR) for rule in self.config.rules)
+        return self._may_order(Action.CUT_LR)
 
     @cached_property
     def may_be_limited(self) -> bool:
         """Whether the host may limit the learning rate with a rollback, see `limit_lr`."""
-        goes_back = any(rule.action & int(Action.ROLLBACK) for rule in self.config.rules)
-        return goes_back and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
+        return self._may_order(Action.ROLLBACK) and self._has_ceiling
 
     @cached_property
     def softens(self) -> bool:
         """Whether a rule can order a soft step."""
-        return any(rule.action & int(Action.SOFT_STEP) for rule in self.config.rules)
+        return self._may_order(Action.SOFT_STEP)
 
     @property
     def resets_moments(self) -> bool:
@@ -109,8 +108,7 @@ class Engine:
     @cached_property
     def limits_lr(self) -> bool:
         """Whether a cut limits the rate in absolute terms, which needs `Signals.learning_rate`."""
-        ceiling = bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
-        return (self.cuts_lr and ceiling) or self.may_be_limited
+        return (self.cuts_lr and self._has_ceiling) or self.may_be_limited
 
     @property
     def clips_updates(self) -> bool:
@@ -121,6 +119,13 @@ class Engine:
     def per_tensor(self) -> bool:
         """Whether clipping works per tensor and needs `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"
+
+    @property
+    def _has_ceiling(self) -> bool:
+        return bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
+
+    def _may_order(self, action: Action) -> bool:
+        return any(rule.action & int(action) for rule in self.config.rules)
 
     # -- the state machine ----------------------------------------------------------------------
 
@@ -207,9 +212,8 @@ class Engine:
         Baselines restart their warm-up, and for `grace_steps` steps only non-finite values are
         alarms.
         """
-        return state._replace(
-            change_expected=xp.where(state.step >= 0, True, state.change_expected)
-        )
+        del xp
+        return state._replace(change_expected=state.change_expected | True)
 
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
         """The state after a rollback: restored detectors, budgets and LR multiplier of now.
@@ -227,16 +231,15 @@ class Engine:
             xp: the array namespace.
         """
         closed = live.incident._replace(
-            open=xp.where(live.step >= 0, False, live.incident.open),
-            skipped=xp.where(live.step >= 0, False, live.incident.skipped),
-            quiet=xp.where(live.step >= 0, 0, live.incident.quiet),
+            open=live.incident.open & False,
+            skipped=live.incident.skipped & False,
+            quiet=live.incident.quiet * 0,
         )
         tally = live.tally._replace(rollbacks=live.tally.rollbacks + 1)
         if restored.update_clip is not None:  # its count belongs to the tally
             clip = restored.update_clip._replace(clips=live.update_clip.clips)
             restored = restored._replace(update_clip=clip)
         left = numerics.sub_one(live.budget.recoveries, xp=xp)
-        healthy = xp.where(live.step >= 0, 0, live.budget.healthy)
         then = restored.lr
         raised = (then.broken > 0) & (then.broken < live.lr.broken)
         rate = live.lr._replace(
@@ -245,7 +248,7 @@ class Engine:
         )
         return restored._replace(
             incident=closed,
-            budget=live.budget._replace(recoveries=left, healthy=healthy),
+            budget=live.budget._replace(recoveries=left, healthy=live.budget.healthy * 0),
             lr=rate,
             tally=tally,
             last=live.last,
@@ -269,22 +272,21 @@ class Engine:
             rate: the schedule's learning rate now, float32 array, or None: taken as constantly 1.
             xp: the array namespace.
         """
-        left = state.budget.lr_cuts
-        new = lr.limited(self.config.lr, state.lr, limit, rate, xp=xp)
-        kept = lr.LrState(*(xp.where(left > 0, a, b) for a, b in zip(new, state.lr, strict=True)))
-        counted = xp.where(left > 0, state.tally.lr_cuts + 1, state.tally.lr_cuts)
-        return state._replace(
-            lr=kept,
-            budget=state.budget._replace(lr_cuts=xp.where(left > 0, left - 1, left)),
-            tally=state.tally._replace(lr_cuts=counted),
+        budget, tally = state.budget, state.tally
+        limited = state._replace(
+            lr=lr.limited(self.config.lr, state.lr, limit, rate, xp=xp),
+            budget=budget._replace(lr_cuts=budget.lr_cuts - 1),
+            tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
+        )
+        allowed = budget.lr_cuts > 0
+        return map_leaves(
+            lambda new, old: old if new is old else pick(allowed, new, old, xp=xp), limited, state
         )
 
     def lift_limit(self, state: EngineState, *, xp: Any) -> EngineState:
         """The state with the full learning rate: every cut and limit is undone."""
         always = state.step >= 0
-        full = lr.LrState(
-            *(xp.where(always, a, b) for a, b in zip(lr.init(), state.lr, strict=True))
-        )
+        full = map_leaves(lambda new, old: xp.where(always, new, old), lr.init(), state.lr)
         return state._replace(lr=full._replace(peak=state.lr.peak, rate=state.lr.rate))
 
     def at_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
