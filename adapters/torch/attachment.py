@@ -88,7 +88,7 @@ def attach(
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
     from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
-    from healcore.policy.overrides import check_keywords
+    from healcore.policy.loader import check_keywords
 
     check_keywords(attach, overrides)
     scaler = scaler_of(optimizer) if scaler is None else scaler

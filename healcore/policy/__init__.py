@@ -20,6 +20,7 @@ from healcore.policy.document import (
 )
 from healcore.policy.errors import PolicyError, Problem
 from healcore.policy.loader import (
+    Overrides,
     PolicyLike,
     PolicySource,
     engine_of,
@@ -30,7 +31,6 @@ from healcore.policy.loader import (
     preset_text,
     recipe_names,
 )
-from healcore.policy.overrides import Overrides
 
 __all__ = [
     "SCHEMA",

@@ -56,14 +56,11 @@ class LossSpike(Table):
     min_noise: Positive = _loss.min_noise
 
 
-class NormSpike(Table):
+class NormSpike(LossSpike):
     """A norm far above its own recent level: of the gradient, or of the update."""
 
     core = detectors.GradSpikeConfig
 
-    z_threshold: Positive = _norm.z_threshold
-    evidence: Annotated[float, number(above=0, most=15)] = _norm.evidence
-    window: Steps = _norm.window
     min_noise: Positive = _norm.min_noise
 
 

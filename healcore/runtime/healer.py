@@ -22,7 +22,7 @@ from typing import (
 from healcore.console import Console
 from healcore.core.errors import HealcoreError
 from healcore.policy import Overrides, PolicyLike
-from healcore.policy.overrides import check_keywords
+from healcore.policy.loader import check_keywords
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit

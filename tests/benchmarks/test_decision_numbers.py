@@ -36,7 +36,7 @@ CLASSES = ("principle", "published", "measured", "not measured")
 DECIDING = (
     *(f"core/detectors/{name}" for name in ("spike", "noise", "divergence", "limits", "records")),
     "core/signals",
-    *("core/clipping/recent_max", "core/clipping/fixed", "core/clipping/verdict"),
+    *("core/clipping/recent_max", "core/clipping/fixed"),
     *(f"core/engine/{name}" for name in ("engine", "incident", "judge", "lr", "rules")),
     *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/loop/saves"),
     *(

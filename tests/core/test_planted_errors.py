@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from healcore.core import baseline, numerics
-from healcore.core.clipping import adagc, autoclip, fixed, recent_max, verdict, zclip
+from healcore.core.clipping import adagc, autoclip, fixed, recent_max, zclip
 from healcore.core.detectors import (
     divergence,
     grad_ema,
@@ -38,8 +38,7 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     recent_max: ("recent_max",),
     adagc: ("adagc",),
     autoclip: ("autoclip",),
-    fixed: ("fixed",),
-    verdict: ("zclip", "adagc"),
+    fixed: ("fixed", "zclip", "adagc"),
     **dict.fromkeys([baseline, numerics], ("zclip", "adagc")),
     **dict.fromkeys([spike, noise, divergence, plateau, overfit], ("zclip", "tame")),
     instability: ("instability",),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import baseline, numerics
-from healcore.core.clipping.verdict import Clip, scale_to
+from healcore.core.clipping.fixed import Clip, scale_to
 from healcore.core.signals import Observed
 
 # Ratio 1.04 rejects more than half of all noisy norms. So each accepted norm takes eight rejections

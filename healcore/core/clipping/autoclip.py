@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.clipping.verdict import Clip, scale_to
+from healcore.core.clipping.fixed import Clip, scale_to
 from healcore.core.signals import Observed
 
 _PER_OCTAVE = 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from healcore.core.clipping.update_clip import UpdateClipConfig
+from healcore.core.clipping.zclip import UpdateClipConfig
 
 
 class RuleConfig(NamedTuple):

@@ -15,9 +15,8 @@ from healcore.core.engine import incident, lr, rules
 from healcore.core.engine.config import EngineConfig, RuleConfig
 from healcore.core.engine.state import EngineState, Tally
 from healcore.core.signals import Observed, Signals, observe
-from healcore.core.verdict import NONFINITE, Action, Decision, Reading, Telemetry, flag
+from healcore.core.verdict import Action, Decision, Reading, Telemetry, flag
 
-_NONFINITE = int(NONFINITE)
 _ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 
 
@@ -54,40 +53,33 @@ def judge(
         learn = learn & ~soft
     clip_state, clip = _clip(config, state, seen, learn, xp=xp)
 
-    trouble = cause & incident.causes(config)
-    alarm = trouble != 0
-    incident_state, wanted = incident.update(
-        config.incident,
-        config.rollback,
+    incidents, budget, orders = incident.update(
+        config,
         state.incident,
+        state.budget,
         state.step,
-        alarm,
-        skip & ((trouble & ~_NONFINITE) == 0),
+        cause,
+        skip,
         _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], never),
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], never),
         xp=xp,
     )
-    open_ = incident_state.open
-    healthy = numerics.shared(~open_ & ~alarm, xp=xp)
-    budget_state, granted = incident.grant(
-        config.budget,
-        state.budget,
-        wanted.recover,
-        wanted.cut,
-        healthy,
-        open_,
-        (cause & _NONFINITE) != 0,
-        xp=xp,
-    )
     lr_state = lr.update(
-        config.lr, state.lr, granted.cut, healthy, open_, granted.refund, seen.learning_rate, xp=xp
+        config.lr,
+        state.lr,
+        orders.cut,
+        orders.healthy,
+        incidents.open,
+        orders.refund,
+        seen.learning_rate,
+        xp=xp,
     )
 
     action = (
-        flag(granted.recover, Action.ROLLBACK, xp=xp)
-        | flag(granted.cut, Action.CUT_LR, xp=xp)
-        | flag(granted.stop, Action.STOP, xp=xp)
-        | flag(granted.alert, Action.ALERT, xp=xp)
+        flag(orders.recover, Action.ROLLBACK, xp=xp)
+        | flag(orders.cut, Action.CUT_LR, xp=xp)
+        | flag(orders.stop, Action.STOP, xp=xp)
+        | flag(orders.alert, Action.ALERT, xp=xp)
     )
     for rule, firing in fired:
         if rule.action & _ONCE:
@@ -106,14 +98,14 @@ def judge(
         lr_scale=lr_scale,
         action=action,
         cause=cause,
-        rollback_depth=xp.where(granted.recover, wanted.depth, 0),
+        rollback_depth=orders.depth,
         group_scale=group_scale,
     )
     update_clip = state.update_clip
     if update_clip is not None:  # it runs after the decision
         update_clip = update_clip._replace(restart=update_clip.restart | change_expected)
     # A rollback is counted where it is carried out, see `Engine.on_rollback`.
-    counted = (clipped, skip, cause != 0, never, granted.cut)
+    counted = (clipped, skip, cause != 0, never, orders.cut)
     tally = Tally(
         *(
             xp.where(happened, count + 1, count)
@@ -128,8 +120,8 @@ def judge(
         detectors=detectors,
         rules=memories,
         skips=skips,
-        incident=incident_state,
-        budget=budget_state,
+        incident=incidents,
+        budget=budget,
         lr=lr_state,
         tally=tally,
         last=_telemetry(state.last, ordered, seen, clip, readings, xp=xp),
