@@ -1,6 +1,6 @@
 """The engine's step as one straight Python function, for NumPy scalars.
 
-The engine is where-only: it does the same operations whatever the numbers. So they are recorded
+The engine is where-only: it does the same operations for any numbers. So they are recorded
 once and compiled, without the calls, branches on the configuration and intermediate tuples that
 take five sixths of the time in `healcore.core.host`. What only one arm of a `where` needs is
 computed only if that arm is taken. NumPy's operations on the same operands give the same bits.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Applies `fn` to every array of `tree`, and the matching ones of `rest`; None stays None."""
+    """Applies `fn` to every array of `tree` and the matching arrays of `rest`; keeps None."""
     if tree is None:
         return None
     if isinstance(tree, tuple):

@@ -72,9 +72,9 @@ class Reading(NamedTuple):
     """bool: the trouble lasts (what a rollback is for). A step within a sustained spike may itself
     be normal: then `alarm` is false."""
     cause: Any = None
-    """int32 `Cause` flags from a detector with several causes, else None: its `CAUSE`."""
+    """int32 `Cause` flags of a detector with several causes, else None for its `CAUSE`."""
     z: Any = None
-    """float32 score of `loss_spike`, 0 while it is warming up; None from other detectors."""
+    """float32 score of `loss_spike`, 0 in its warm-up, or None from another detector."""
 
 
 class Decision(NamedTuple):

@@ -50,7 +50,7 @@ class _Clip(Table):
     kind: str
 
     def rule(self) -> tuple[str, Any] | None:
-        """Name and config of the core's rule; None: nothing is clipped."""
+        """Name and config of the core's rule, or None for no clipping."""
         return self.kind, self.config()
 
 

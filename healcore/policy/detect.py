@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from healcore.core import detectors
 from healcore.policy.clip import Shift
 from healcore.policy.table import (
     AtMost,
-    Conflict,
     Fraction,
     Limit,
     NotNegative,
+    OneNeeded,
     OnOff,
     Positive,
     Ratio,
@@ -31,11 +30,6 @@ _ratio, _window = detectors.LossRatioConfig(), detectors.LossWindowConfig()
 _ceiling, _limit = detectors.LossCeilingConfig(), detectors.GradCeilingConfig()
 _ema = detectors.GradEmaConfig()
 
-# Two orders of events that a table has to respect: a spike is sustained before it counts as the new
-# level, and a warm-up ends while the window still grows.
-_SUSTAIN_BEFORE_SHIFT = AtMost(
-    "sustain", "shift.patience", "longer", "by then the high norm is the new level"
-)
 _WARMUP_IN_WINDOW = AtMost("warmup_steps", "window", "longer", "it never holds more")
 
 
@@ -138,7 +132,7 @@ class LossRatio(Table):
     """The loss is several times the mean of the last ones."""
 
     core = detectors.LossRatioConfig
-    at_most = (
+    rules = (
         _WARMUP_IN_WINDOW,
         AtMost("sustain", "escape", "longer", "by then the high loss is the new level"),
     )
@@ -154,28 +148,26 @@ class LossCeiling(Table):
     """The loss is above a fixed level, or above all that its first steps had."""
 
     core = detectors.LossCeilingConfig
+    rules = (
+        OneNeeded(
+            "ceiling",
+            "first_steps",
+            "a number where first_steps is 0: there is nothing else to stay below",
+            "ceiling = 5.0, or first_steps = 100",
+        ),
+    )
 
     ceiling: Annotated[float | None, number(none=True)] = _ceiling.ceiling
     first_steps: StepsOrZero = _ceiling.first_steps
     first_ratio: Ratio = _ceiling.first_ratio
     sustain: Steps = _ceiling.sustain
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """There has to be a ceiling."""
-        if self.ceiling is None and not self.first_steps:
-            yield Conflict(
-                ("ceiling",),
-                "none",
-                "a number where first_steps is 0: there is nothing else to stay below",
-                "ceiling = 5.0, or first_steps = 100",
-            )
-
 
 class LossWindow(Table):
     """The loss is many standard deviations above the mean of the last ones."""
 
     core = detectors.LossWindowConfig
-    at_most = (_WARMUP_IN_WINDOW,)
+    rules = (_WARMUP_IN_WINDOW,)
 
     sigmas: Positive = _window.sigmas
     window: Annotated[int, whole(least=2, most=4096)] = _window.window
@@ -195,7 +187,15 @@ class GradEma(Table):
     """The gradient norm is far above the moving average of the accepted ones."""
 
     core = detectors.GradEmaConfig
-    at_most = (_SUSTAIN_BEFORE_SHIFT,)
+    rules = (
+        OneNeeded(
+            "ratio",
+            "sigmas",
+            "a number where sigmas is none too: nothing else is compared",
+            "ratio = 20.0, or sigmas = 20.0",
+        ),
+        AtMost("sustain", "shift.patience", "longer", "by then the high norm is the new level"),
+    )
 
     ratio: Annotated[float | None, number(above=1, none=True)] = _ema.ratio
     sigmas: Limit = _ema.sigmas
@@ -205,40 +205,26 @@ class GradEma(Table):
     sustain: Annotated[int, whole(least=1, most=1_000_000)] = _ema.sustain
     shift: Shift = Shift()
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """There has to be a test."""
-        if self.ratio is None and self.sigmas is None:
-            yield Conflict(
-                ("ratio",),
-                "none",
-                "a number where sigmas is none too: nothing else is compared",
-                "ratio = 20.0, or sigmas = 20.0",
-            )
-        yield from super().conflicts()
-
 
 class GradCeiling(Table):
     """The gradient norm is above an absolute limit, or many times the largest of the first."""
 
     core = detectors.GradCeilingConfig
-    at_most = (AtMost("sustain", "escape", "longer", "then the first norms are counted again"),)
+    rules = (
+        OneNeeded(
+            "ceiling",
+            "first_ratio",
+            "a number where first_ratio is none too: there is nothing else to stay below",
+            "ceiling = 100.0, or first_ratio = 10.0",
+        ),
+        AtMost("sustain", "escape", "longer", "then the first norms are counted again"),
+    )
 
     ceiling: Limit = _limit.ceiling
     first_ratio: Annotated[float | None, number(least=1, none=True)] = _limit.first_ratio
     first_steps: Steps = _limit.first_steps
     sustain: Steps = _limit.sustain
     escape: Steps = _limit.escape
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """There has to be a ceiling."""
-        if self.ceiling is None and self.first_ratio is None:
-            yield Conflict(
-                ("ceiling",),
-                "none",
-                "a number where first_ratio is none too: there is nothing else to stay below",
-                "ceiling = 100.0, or first_ratio = 10.0",
-            )
-        yield from super().conflicts()
 
 
 class Detect(Table):

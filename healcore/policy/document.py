@@ -155,8 +155,7 @@ def detector_of(cause: str) -> str:
 def dumps(policy: Policy) -> str:
     """Writes a policy as TOML with every key, so that a later default changes nothing in it.
 
-    `loads(dumps(policy)) == policy`: numbers have all their digits, not those of the core's
-    float32.
+    `loads(dumps(policy)) == policy`: numbers have all their digits and are not rounded to float32.
     """
     return tomli_w.dumps(to_dict(policy))
 
@@ -184,7 +183,7 @@ def _plain(table: Table) -> dict[str, Any]:
 
 
 class Difference(NamedTuple):
-    """One key with two values; None where a policy does not have it."""
+    """One key with two values; None for a policy without the key."""
 
     key: str
     left: Any

@@ -31,7 +31,7 @@ _EXAMPLES = {
     "to": 'to = ["nonfinite"]',
     "do": 'do = ["skip"]',
 }
-"""What to write for a key without a default of its own."""
+"""What to write for a key without a default."""
 
 
 class Problem(NamedTuple):

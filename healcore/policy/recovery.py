@@ -62,7 +62,7 @@ class Lr(Table):
     """Soft steps; the cut of the rate, and the ramp after it, to exactly 1 or to the ceiling."""
 
     core = LrConfig
-    at_most = (AtMost("floor", "factor", "larger", "the first cut would not reach it"),)
+    rules = (AtMost("floor", "factor", "larger", "the first cut would not reach it"),)
 
     factor: Fraction = _lr.factor
     floor: Annotated[float, number(above=0, most=1)] = _lr.floor
@@ -121,9 +121,9 @@ class Hang(Table):
 
 
 class SkipBatch(Table):
-    """`[skip_batch]`: how many unreadable batches are left out until the error ends the run."""
+    """`[skip_batch]`: how many unreadable batches are skipped before the error ends the run."""
 
-    at_most = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))
+    rules = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))
 
     consecutive: Annotated[int, whole(least=1, most=1000)] = 3
     count: Annotated[int, whole(least=1, most=100_000)] = 10

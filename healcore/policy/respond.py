@@ -28,7 +28,7 @@ _FAULT_ACTIONS = tuple(dict.fromkeys(name for _, names in FAULTS.values() for na
 
 SKIP = "skip"
 ACTIONS = {action.name.lower(): action for action in Action if action.name}
-"""What `do` may name besides "skip", which is no action: the device does it within the step."""
+"""What `do` may name, in addition to "skip", which the device does within the step."""
 _DO = tuple(dict.fromkeys((SKIP, *ACTIONS, *_FAULT_ACTIONS)))
 
 

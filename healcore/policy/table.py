@@ -211,11 +211,26 @@ class AtMost(NamedTuple):
         return Conflict((self.key,), value, rule, write)
 
 
+class OneNeeded(NamedTuple):
+    """A rule of a table: `key` is not "none" where `other` is none or 0."""
+
+    key: str
+    other: str
+    rule: str
+    write: str
+
+    def conflict(self, table: Table) -> Conflict | None:
+        """The conflict if a table breaks the rule, else None."""
+        if getattr(table, self.key) is not None or getattr(table, self.other):
+            return None
+        return Conflict((self.key,), NONE, self.rule, self.write)
+
+
 class Table(BaseModel):
     """Base of all tables: frozen and strict.
 
     A subclass names the core's NamedTuple in `core` and has the same fields and defaults in any
-    order (checked by tests/policy/test_schema.py), besides the fields in `host_only`.
+    order (checked by tests/policy/test_schema.py), and in addition the fields in `host_only`.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -223,11 +238,11 @@ class Table(BaseModel):
     core: ClassVar[type | None] = None
     host_only: ClassVar[frozenset[str]] = frozenset()
     """Keys that only the host reads; the engine on the device does not have them."""
-    at_most: ClassVar[tuple[AtMost, ...]] = ()
+    rules: ClassVar[tuple[AtMost | OneNeeded, ...]] = ()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields the conflicts between values; a subclass may add rules to `at_most`."""
-        yield from filter(None, (rule.conflict(self) for rule in self.at_most))
+        """Yields the conflicts between values; a subclass may add to `rules`."""
+        yield from filter(None, (rule.conflict(self) for rule in self.rules))
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Any:

@@ -7,7 +7,7 @@ Let P be the largest norm so far after clipping, less a part that is forgotten a
 * Monotone: a larger norm never passes less.
 * Scale-free, and no norm locks in: as long as norms exceed the limit, it grows by `ratio` at each
   of them, so a shift of the level by a factor S is followed in log S / log ratio steps.
-* A class that comes in batches of its own passes after its first few batches if it comes more
+* A class whose batches have no other class passes after its first few batches if it comes more
   often than every log ratio / (1 - decay) steps.
 
 The first `warmup_steps` norms pass. P is learnt from them as from any other norm, so a single

@@ -35,9 +35,9 @@ class GradEmaConfig(NamedTuple):
     """
 
     ratio: Any | None = 20.0
-    """Multiple of the average from which on a norm is an outlier; None for no such test."""
+    """Least ratio of an outlier to the average, or None for no such test."""
     sigmas: Any | None = None
-    """Standard deviations above the average from which on a norm is an outlier; None for no such
+    """Least height of an outlier above the average, in standard deviations, or None for no such
     test."""
     ema_decay: Any = 0.99
     """Decay of average and variance per accepted step."""

@@ -108,7 +108,7 @@ class LossCeilingConfig(NamedTuple):
     """
 
     ceiling: Any | None = None
-    """Loss above which the run has gone wrong, in units of the loss; None for no fixed level."""
+    """Highest ordinary loss, in units of the loss, or None for no fixed level."""
     first_steps: Any = 100
     """First steps whose largest loss is a ceiling too; 0 for no such ceiling. Nothing is judged in
     these steps: an untrained model's loss is no trouble."""
@@ -156,10 +156,9 @@ class GradCeilingConfig(NamedTuple):
     """
 
     ceiling: Any | None = None
-    """Norm above which a gradient is an outlier; None for no fixed limit."""
+    """Largest ordinary norm, or None for no fixed limit."""
     first_ratio: Any | None = 10.0
-    """A norm is also an outlier from this multiple of the first norms' largest; None for no such
-    test."""
+    """Least ratio of an outlier to the largest of the first norms, or None for no such test."""
     first_steps: Any = 100
     """How many norms are the first."""
     sustain: Any = 5

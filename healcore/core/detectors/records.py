@@ -1,7 +1,7 @@
 """Records: the loss sets all-time records far more often than an exchangeable stream can.
 
-In an exchangeable stream the t-th loss is a record with probability 1/t, whatever the unit, the
-scale and the tails of the losses. The score multiplies the likelihood ratios of records with
+In an exchangeable stream the t-th loss is a record with probability 1/t, for any unit, scale and
+tails of the losses. The score multiplies the likelihood ratios of records with
 probability `record_rate` against records with probability 1/t, so that the probability of any alarm
 in an endless run is at most `alpha`: docs/detectors.md has the proof.
 

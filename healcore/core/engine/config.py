@@ -89,7 +89,7 @@ class EngineConfig(NamedTuple):
     clip: tuple[str, Any] | None = None
     """(name in `clipping.RULES`, its config), or None."""
     update_clip: UpdateClipConfig | None = None
-    """Clip of the update that the optimizer makes; None: off."""
+    """Clip of the update that the optimizer makes, or None."""
     detectors: tuple[tuple[str, Any], ...] = ()
     """(name in `detectors.DETECTORS`, its config), in that order."""
     rules: tuple[RuleConfig, ...] = ()

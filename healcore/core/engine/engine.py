@@ -269,7 +269,7 @@ class Engine:
         Args:
             state: the live state.
             limit: rate that is not exceeded from now on, above 0, float32 array.
-            rate: the schedule's learning rate now, float32 array, or None: taken as constantly 1.
+            rate: the schedule's learning rate now, float32 array, or None for a constant rate of 1.
             xp: the array namespace.
         """
         budget, tally = state.budget, state.tally

@@ -89,7 +89,7 @@ def full_budget(config: BudgetConfig) -> BudgetState:
 
 
 def causes(config: EngineConfig) -> int:
-    """Causes that open an incident: those for which some rule acts, not an alert on a plateau."""
+    """Causes that open an incident: the causes for which some rule acts, so no alert alone."""
     mask = _NONFINITE
     for rule in config.rules:
         if rule.skip or rule.action & ACTS:

@@ -43,7 +43,7 @@ class Tally(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """All that a decision depends on, besides the policy and this step's signals."""
+    """What a decision depends on, together with the policy and the signals of the step."""
 
     step: Any
     """int32: steps judged."""
