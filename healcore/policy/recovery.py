@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
 from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RollbackConfig
 from healcore.policy.table import (
     AtMost,
-    Conflict,
     Fraction,
     OnOff,
     Positive,
@@ -92,21 +90,13 @@ class Retry(Table):
     random part of up to `jitter` of it, so that many processes do not come back at once.
     """
 
+    rules = (AtMost("base_delay_s", "max_delay_s", "longer"),)
+
     base_delay_s: Positive = 1.0
     factor: Ratio = 2.0
     max_delay_s: Positive = 60.0
     jitter: Annotated[float, number(least=0, most=1)] = 0.5
     attempts: Annotated[int, whole(least=1, most=1000)] = 8
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """The first wait is within the limit."""
-        if self.max_delay_s < self.base_delay_s:
-            yield Conflict(
-                ("max_delay_s",),
-                self.max_delay_s,
-                f"at least base_delay_s, which is {self.base_delay_s}",
-                f"max_delay_s = {self.base_delay_s}, or a shorter base_delay_s",
-            )
 
 
 class Hang(Table):
