@@ -220,7 +220,7 @@ def _check(engine: Engine, state: Any) -> None:
 
 def _policies(engine: Engine, state: HealState) -> str:
     """Sentence with the policies of a state and of an engine, or "" for a traced state."""
-    from healcore.policy.presets import name_of  # here: `import healcore.jax` loads no pydantic
+    from healcore.policy.loader import name_of  # here: `import healcore.jax` loads no pydantic
 
     if isinstance(state.heal_ints, Tracer):
         return ""

@@ -15,7 +15,8 @@ import jax.export
 import jax.numpy as jnp
 import optax
 
-from healcore.core.engine import readout
+from healcore.core.engine.state import metrics as engine_metrics
+from healcore.core.engine.state import update_metrics
 from healcore.core.verdict import Decision
 from healcore.jax import state_layout
 from healcore.jax.gradients import is_gradient
@@ -88,7 +89,7 @@ def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict
             `[update_clip]`, whose place in the state depends on it.
 
     Returns:
-        See `healcore.core.engine.readout.metrics`; `heal/loss` is NaN until there was a finite one,
+        See `healcore.core.engine.state.metrics`; `heal/loss` is NaN until there was a finite one,
         so also where `value=` is never passed.
 
     Raises:
@@ -98,14 +99,14 @@ def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict
     found = _metrics(state.heal_floats, state.heal_ints)
     if policy is None:
         return found
-    return {**found, **readout.of_updates(engine_state(_engine(policy), state))}
+    return {**found, **update_metrics(engine_state(_engine(policy), state))}
 
 
 @jax.jit
 def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
     """Compiled, so that it is one dispatch outside of a compiled step."""
     head: Any = state_layout.head(floats, ints)
-    found = readout.metrics(head)
+    found = engine_metrics(head)
     # The state itself stays finite: a checkpoint with a NaN in it would count as bad.
     loss = jnp.where(state_layout.header(ints).loss_seen != 0, found["heal/loss"], jnp.nan)
     return {**found, "heal/loss": loss}

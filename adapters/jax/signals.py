@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
 from healcore.jax.gradients import both_norms, global_norm, gradient_leaves
@@ -186,7 +185,7 @@ def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
 
 
 def _warn_if_no_loss(engine: Engine, given: GivenSignals) -> None:
-    inactive = [name for name, _ in engine.config.detectors if "loss" in DETECTORS[name].NEEDS]
+    inactive = [name for name, each in engine.config.detectors if "loss" in each.NEEDS]
     if "value" not in given and inactive:
         warnings.warn(
             f"no loss reaches healcore, so {', '.join(inactive)} of the policy are inactive and "

@@ -93,7 +93,7 @@ def heal(
         True
     """
     from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
-    from healcore.policy.overrides import check_keywords
+    from healcore.policy.loader import check_keywords
 
     _check_on_skip(on_skip)
     check_keywords(heal, overrides)
@@ -253,7 +253,7 @@ def protect(
         0
     """
     from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
-    from healcore.policy.overrides import check_keywords
+    from healcore.policy.loader import check_keywords
 
     _check_optimizer(inner)
     check_keywords(protect, overrides)

@@ -89,7 +89,7 @@ def attach(
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
     from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
-    from healcore.policy.overrides import check_keywords
+    from healcore.policy.loader import check_keywords
 
     check_keywords(attach, overrides)
     scaler = scaler_of(optimizer) if scaler is None else scaler

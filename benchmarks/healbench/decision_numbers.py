@@ -13,7 +13,7 @@ from typing import Any
 POLICY = "default"
 CONSTANTS = (
     "healcore.core.numerics:HUGE",
-    "healcore.core.clipping.verdict:EPSILON",
+    "healcore.core.clipping.fixed:EPSILON",
     "healcore.core.detectors.spike:LEARN",
     "healcore.core.detectors.spike:OUTLIERS",
     "healcore.core.detectors.spike:LOWEST",

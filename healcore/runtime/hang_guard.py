@@ -16,7 +16,7 @@ from collections.abc import Callable
 from healcore import console
 from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
-from healcore.policy.faults import Hang
+from healcore.policy.recovery import Hang
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
 from healcore.runtime.run_log import RunLog

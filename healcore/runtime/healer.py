@@ -24,7 +24,7 @@ from healcore.core.errors import HealcoreError
 from healcore.events.log import Log
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
-from healcore.policy.overrides import check_keywords
+from healcore.policy.loader import check_keywords
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyLike, dumps
-from healcore.policy.faults import Hang, Retry, SkipBatch
 from healcore.policy.loader import resolve
-from healcore.policy.recovery import Rollback
+from healcore.policy.recovery import Hang, Retry, Rollback, SkipBatch
 from healcore.policy.trainer_limit import with_limit
 
 
@@ -41,7 +40,7 @@ class HostPolicy(NamedTuple):
     reset_moments: bool = False
     """A rollback resets the optimizers' moments too."""
     faults: Mapping[Cause, frozenset[str]] = MappingProxyType({})
-    """What the rules answer to a fault: words such as "retry"; see `healcore.policy.faults`."""
+    """What the rules answer to a fault: words such as "retry"; see `healcore.policy.respond`."""
     retry: Retry = Retry()
     skip_batch: SkipBatch = SkipBatch()
     hang: Hang = Hang()

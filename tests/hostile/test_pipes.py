@@ -24,7 +24,7 @@ OF_THE_SYSTEM = {
 }  # fmt: skip
 """They read /proc, /sys and /etc only."""
 OF_THE_INSTALLATION = {
-    "adapters/torch/trainers/huggingface/dry_run.py", "healcore/policy/presets.py",
+    "adapters/torch/trainers/huggingface/dry_run.py",
     "healcore/tools/report/page.py", "healcore/demo/scenario.py"
 }  # fmt: skip
 """They read what is part of Python or healcore, or what they have just written."""

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.clipping import ZClipConfig
 from healcore.jax import HealState, heal, heal_zclip, last_decision, metrics, protect
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, avals, differs

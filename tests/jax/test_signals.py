@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 
-from healcore.core.detectors import nonfinite
+from healcore.core.detectors import NonFiniteConfig
 from healcore.core.engine import Engine, EngineConfig
 from healcore.jax import SignalError, heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.opt_state import without_heal_state
@@ -63,7 +63,7 @@ def test_a_bad_signal_is_named_while_tracing(name, signal, message):
 
 @pytest.mark.filterwarnings("error")
 def test_a_loss_that_float32_cannot_hold_is_infinite():
-    engine = Engine(EngineConfig(detectors=(("nonfinite", nonfinite.Config()),)))
+    engine = Engine(EngineConfig(detectors=(("nonfinite", NonFiniteConfig()),)))
     signals, _ = make_signals(engine, PARAMS, {"value": np.float64(1e300)}, Axes())
     assert np.isinf(signals.loss)
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from healcore.core.clipping.update_clip import UpdateClipConfig
+from healcore.core.clipping import UpdateClipConfig
 from healcore.core.engine import Engine
 from healcore.jax import heal, metrics, protect, to_dict
 from tests.jax import policies

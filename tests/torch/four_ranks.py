@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.detectors import grad_spike, loss_spike, nonfinite
+from healcore.core.clipping import ZClipConfig
+from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine
 from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, RanksDisagreeError, attach
@@ -48,9 +48,9 @@ POLICY = Engine(
     policies.LOSSES.config._replace(
         clip=("zclip", ZClipConfig(warmup_steps=20)),
         detectors=(
-            ("nonfinite", nonfinite.Config()),
-            ("loss_spike", loss_spike.Config()),
-            ("grad_spike", grad_spike.Config()),
+            ("nonfinite", NonFiniteConfig()),
+            ("loss_spike", LossSpikeConfig()),
+            ("grad_spike", GradSpikeConfig()),
         ),
     )
 )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from healcore import policy
-from healcore.core.clipping.adagc import AdaGCConfig
-from healcore.core.clipping.fixed import FixedConfig
-from healcore.core.clipping.update_clip import UpdateClipConfig
-from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.detectors import DETECTORS, grad_spike, loss_spike, nonfinite
+from healcore.core.clipping import AdaGCConfig, FixedConfig, UpdateClipConfig, ZClipConfig
+from healcore.core.detectors import DETECTORS, GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine, EngineConfig, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 
@@ -16,8 +13,8 @@ NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 
 _SKIP = EngineConfig(
     detectors=(
-        ("nonfinite", nonfinite.Config()),
-        ("grad_spike", grad_spike.Config(window=WARMUP)),
+        ("nonfinite", NonFiniteConfig()),
+        ("grad_spike", GradSpikeConfig(window=WARMUP)),
     ),
     rules=(RuleConfig(NONFINITE | int(Cause.GRAD_SPIKE), skip=True),),
 )
@@ -45,7 +42,7 @@ SOFTENS = Engine(
 
 CLIPS_UPDATES = Engine(
     _SKIP._replace(
-        update_clip=UpdateClipConfig(warmup_steps=4), detectors=(("nonfinite", nonfinite.Config()),)
+        update_clip=UpdateClipConfig(warmup_steps=4), detectors=(("nonfinite", NonFiniteConfig()),)
     )
 )
 """Skips what is not finite, clips updates."""
@@ -53,7 +50,7 @@ CLIPS_UPDATES = Engine(
 ADAGC = Engine(
     EngineConfig(
         clip=("adagc", AdaGCConfig(warmup_steps=WARMUP, max_norm=1e9)),
-        detectors=(("nonfinite", nonfinite.Config()),),
+        detectors=(("nonfinite", NonFiniteConfig()),),
         rules=(RuleConfig(NONFINITE, skip=True),),
     )
 )
@@ -61,7 +58,7 @@ ADAGC = Engine(
 EVERYTHING = Engine(
     EngineConfig(
         clip=("zclip", ZClipConfig(warmup_steps=WARMUP)),
-        detectors=tuple((name, module.Config()) for name, module in DETECTORS.items()),
+        detectors=tuple((name, detector()) for name, detector in DETECTORS.items()),
         rules=(
             RuleConfig(NONFINITE | int(Cause.LOSS_SPIKE | Cause.GRAD_SPIKE), skip=True),
             RuleConfig(NONFINITE, action=int(Action.ROLLBACK | Action.CUT_LR), count=2, within=9),
@@ -72,8 +69,8 @@ EVERYTHING = Engine(
 LOSSES = Engine(
     EngineConfig(
         detectors=(
-            ("nonfinite", nonfinite.Config()),
-            ("loss_spike", loss_spike.Config(window=8)),  # fewer losses do not show their noise
+            ("nonfinite", NonFiniteConfig()),
+            ("loss_spike", LossSpikeConfig(window=8)),  # fewer losses do not show their noise
         ),
         rules=(RuleConfig(NONFINITE | int(Cause.LOSS_SPIKE), skip=True),),
     )

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 
-from healcore.core.clipping.update_clip import UpdateClipConfig
+from healcore.core.clipping import UpdateClipConfig
 from healcore.core.engine import Engine
 from healcore.torch import attach
 from tests.torch import policies

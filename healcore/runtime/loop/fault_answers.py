@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from healcore.core.verdict import Cause, names
-from healcore.policy.faults import Retry
+from healcore.policy.recovery import Retry
 from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from healcore.core import numerics
-from healcore.core.detectors import loss_spike
+from healcore.core.detectors import LossSpikeConfig
 from healcore.core.recorded import record
 from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
@@ -193,7 +192,7 @@ class Events:
 
 
 class Incidents:
-    """Finds events in a stream of finite values with `core.detectors.loss_spike`.
+    """Finds events in a stream of finite values with `LossSpikeConfig`.
 
     The detector learns the noise of the run, so it finds what windows cannot: a spike soon after
     another, recurring high values, and rises that begin slowly. It takes about 40 us per value, so
@@ -202,7 +201,7 @@ class Incidents:
     """
 
     def __init__(self, sigmas: float, points: int) -> None:
-        least = loss_spike.Config()
+        least = LossSpikeConfig()
         config = least._replace(
             z_threshold=least.z_threshold * sigmas / EVENT_SIGMAS,
             evidence=least.evidence * points / EVENT_POINTS,
@@ -251,7 +250,7 @@ class Incidents:
     def _judged(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The detector's votes, heights in standard deviations and sustained flags, (n,) each."""
         losses = numerics.bounded(values.astype(np.float32), True, xp=np)
-        state = map_leaves(_scalar, loss_spike.init(self._config))
+        state = map_leaves(_scalar, self._config.init())
         votes, heights = np.zeros(len(losses)), np.zeros(len(losses))
         sustained = np.zeros(len(losses), np.bool_)
         # Overflows and divisions by 0 are intended, as in the engine.
@@ -260,7 +259,7 @@ class Incidents:
             for at, loss in enumerate(losses):
                 seen = Observed(loss, None, None, None, None, _NO, None, None, _YES, None, _NO)
                 if update is None:
-                    update = record(partial(loss_spike.update, self._config), state, seen)
+                    update = record(self._config.update, state, seen)
                 state, reading = update(state, seen)
                 # An incident includes its steps that are back at the level.
                 votes[at], sustained[at] = state.votes, reading.sustained or state.lasting > 0

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
@@ -267,8 +266,8 @@ def inactive_parts(
             missing.setdefault("grad_norm", []).append(f"clip {kind}")
     if engine.clips_updates:
         missing["update"] = ["update_clip"]
-    for name, _ in engine.config.detectors:
-        absent = DETECTORS[name].NEEDS - logged
+    for name, detector in engine.config.detectors:
+        absent = detector.NEEDS - logged
         working |= not absent
         for signal in absent:
             missing.setdefault(signal, []).append(name)

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from healcore.core.detectors import nonfinite
+from healcore.core.detectors import NonFiniteConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import protect
@@ -23,7 +23,7 @@ from healcore.jax.flax_nnx import snapshot, update
 
 NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 POLICY = EngineConfig(
-    detectors=(("nonfinite", nonfinite.Config()),),
+    detectors=(("nonfinite", NonFiniteConfig()),),
     rules=(RuleConfig(NONFINITE, skip=True, action=int(Action.ROLLBACK | Action.CUT_LR)),),
     lr=LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=4),
 )

@@ -15,7 +15,7 @@ from healcore.events.log import read
 
 SOFT = Engine(
     EngineConfig(
-        detectors=(("grad_spike", DETECTORS["grad_spike"].Config(window=3)),),
+        detectors=(("grad_spike", DETECTORS["grad_spike"](window=3)),),
         rules=(RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.SOFT_STEP)),),
     )
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from healcore.core.clipping.fixed import FixedConfig
+from healcore.core.clipping import FixedConfig
 from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, attach, engine_state, heal_engine
 from tests.torch import policies

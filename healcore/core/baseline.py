@@ -1,8 +1,13 @@
-"""Distinguishes a true level shift from a spike, for every rule that rejects values.
+"""Baselines that outliers do not spoil, for every rule that rejects or averages values.
 
-A rule that learns only what it accepts rejects every value after a true shift. So a short average
-of the raw values is kept from the first rejection on. Once most values are rejected and they stay
-at one level instead of running away, that level is the new baseline (docs/detectors.md).
+A rule that learns only what it accepts rejects every value after a true level shift. So
+`watch_level` keeps a short average of the raw values from the first rejection on. Once most values
+are rejected and they stay at one level instead of running away, that level is the new baseline
+(docs/detectors.md).
+
+In a plain mean of the first 25 norms (ZClip) one norm of x1000 hides spikes for hundreds of steps.
+So in a warm-up `robust` limits a norm to ten times the mean so far. A norm below a tenth of the
+mean restarts the warm-up: the norms before it were the outliers.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ _RATE = 0.125
 # Variance, in squares of the level, up to which values stay at one level: lognormal(0.3) noise has
 # a standard deviation of 0.31, norms that double at each step (to be rejected) of more than 1.
 _STANDING = 0.25
+_OUTLIER = 10.0  # ratio to the mean of a warm-up
 
 
 class ShiftConfig(NamedTuple):
@@ -47,13 +53,13 @@ class Shift(NamedTuple):
     spread: Any
 
 
-def init(shape: tuple[int, ...] = ()) -> ShiftState:
+def no_rejections(shape: tuple[int, ...] = ()) -> ShiftState:
     """A state without rejections."""
     zero = np.zeros(shape, np.float32)
     return ShiftState(np.zeros(shape, np.int32), zero, zero.copy())
 
 
-def update(
+def watch_level(
     config: ShiftConfig,
     state: ShiftState,
     value: Any,
@@ -89,3 +95,11 @@ def update(
     limit = 2 * config.patience * config.gain
     run = xp.where(escaped, 0, xp.where(run > limit, limit, run))
     return ShiftState(run, level, spread), Shift(escaped, level, spread)
+
+
+def robust(value: Any, mean: Any, count: Any, warm: Any, *, xp: Any) -> tuple[Any, Any]:
+    """The value to learn from a norm, and whether to forget the `count` norms before it."""
+    judged = warm & (count > 0)
+    ceiling = _OUTLIER * mean
+    value = xp.where(judged & (value > ceiling), ceiling, value)
+    return value, judged & (_OUTLIER * value < mean)
