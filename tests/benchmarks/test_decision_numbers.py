@@ -39,12 +39,12 @@ DECIDING = (
     *("core/clipping/recent_max", "core/clipping/fixed", "core/clipping/verdict"),
     *(f"core/engine/{name}" for name in ("budget", "engine", "enforce", "incident", "judge")),
     *(f"core/engine/{name}" for name in ("lr", "rules", "skip_limit")),
-    *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/loop/saves"),
+    *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/loop/saver"),
+    "runtime/loop/recovery",
     *(
         f"runtime/recovery/{name}"
         for name in (
-            *("change", "checkpoint_choice", "engine_states", "ledger", "monitor", "recovery"),
-            "restoring",
+            *("checkpoint_choice", "engine_states", "evidence", "ledger", "monitor", "restoring"),
         )
     ),
     *("runtime/checkpoints/catalog", "runtime/store/retention"),
@@ -55,6 +55,7 @@ ARITHMETIC = {
     "core/engine/lr": {"_MOST"},
     "core/engine/rules": {"_NEVER"},
     "runtime/recovery/ledger": {"_MAX_INCIDENTS"},
+    "runtime/recovery/restoring": {"HEALING_SCHEMA"},
 }
 """Bounds of arithmetic and memory."""
 COUNTS = {

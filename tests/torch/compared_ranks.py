@@ -105,7 +105,7 @@ def run(kind: str, fault: str) -> dict[str, Any]:
         on_rollback=[lambda event: rollbacks.append(dict(event))],
         console=False,
     ) as healer:
-        watched(healer._loop.dominance, seen)  # type: ignore[union-attr]
+        watched(healer._loop.recovery.dominance, seen)  # type: ignore[union-attr]
         for part in healer.batches(list(range(STEPS * parts))):
             step, which = divmod(part, parts)
             if fault == "damage" and step == FAULT and not damaged:

@@ -75,7 +75,7 @@ def run(case: str) -> dict[str, Any]:
     try:
         with healer:
             loop: Any = healer._loop
-            loop.dominance.warn = problems.append
+            loop.recovery.dominance.warn = problems.append
             for step in healer.batches(list(range(STEPS))):
                 if done == FAULT:
                     with torch.no_grad():
