@@ -79,8 +79,8 @@ KINDS: dict[str, EventKind] = {
         ("cause", "problem"),
     ),
     "vote": EventKind(
-        "The processes of the run have exchanged their proposals, and all carry out the most "
-        "severe: report, save, end or stop.",
+        "The processes of the run have exchanged what only some of them knew, and rank 0 reports "
+        "it, or all of them end the run.",
         ("outcome", "why", "of_ranks"),
     ),
     "grow": EventKind(

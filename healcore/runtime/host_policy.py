@@ -25,7 +25,7 @@ class HostPolicy(NamedTuple):
     probation: int
     """Healthy steps after a checkpoint until it is known-good."""
     skip_batches: int
-    """Batches to leave out besides those of the bad window."""
+    """Batches to skip in addition to the batches of the trouble."""
     region: int
     """Incidents that begin fewer steps apart than this count as the same trouble."""
     recoveries: int
@@ -53,7 +53,7 @@ class HostPolicy(NamedTuple):
     ) -> HostPolicy:
         """The host's part of a policy; an Engine gets defaults for keys only policy files have.
 
-        `limit` is at which norm the trainer clips that owns the optimizer.
+        `limit` is the max gradient norm of the trainer that owns the optimizer, or None.
         """
         found = with_limit(resolve(policy, overrides), limit)
         if isinstance(found, Engine):

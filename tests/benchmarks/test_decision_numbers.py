@@ -38,12 +38,12 @@ DECIDING = (
     "core/signals",
     *("core/clipping/recent_max", "core/clipping/fixed"),
     *(f"core/engine/{name}" for name in ("engine", "incident", "judge", "lr", "rules")),
-    *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/loop/saves"),
+    *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/loop/saver"),
+    "runtime/loop/recovery",
     *(
         f"runtime/recovery/{name}"
         for name in (
-            *("change", "checkpoint_choice", "engine_states", "ledger", "monitor", "recovery"),
-            "restoring",
+            *("checkpoint_choice", "engine_states", "evidence", "ledger", "monitor", "restoring"),
         )
     ),
     *("runtime/checkpoints/catalog", "runtime/store/retention"),

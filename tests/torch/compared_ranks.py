@@ -104,7 +104,7 @@ def run(kind: str, fault: str) -> dict[str, Any]:
         on_rollback=[lambda event: rollbacks.append(dict(event))],
         console=False,
     ) as healer:
-        watched(healer._loop.dominance, seen)  # type: ignore[union-attr]
+        watched(healer._loop.recovery.dominance, seen)  # type: ignore[union-attr]
         for part in healer.batches(list(range(STEPS * parts))):
             step, which = divmod(part, parts)
             if fault == "damage" and step == FAULT and not damaged:
@@ -177,7 +177,7 @@ def failing(case: str) -> dict[str, Any]:
     try:
         with healer:
             loop: Any = healer._loop
-            loop.dominance.warn = problems.append
+            loop.recovery.dominance.warn = problems.append
             for step in healer.batches(list(range(FAILING_STEPS))):
                 if done == FAILING_FAULT:
                     with torch.no_grad():

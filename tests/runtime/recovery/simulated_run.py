@@ -186,7 +186,7 @@ class Process:
         self._goes_on = False
 
     def begin(self) -> None:
-        """The same steps as `lifecycle.begin`."""
+        """The same steps as `start.begin`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
         plan = self.journal.state.plan
         if plan is not None:

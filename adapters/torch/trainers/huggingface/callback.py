@@ -141,8 +141,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             return control
         now = control.should_save or control.should_training_stop or control.should_log
         run.after_step(state.global_step, now=now)
-        if run.wants_save:
-            control.should_save, run.wants_save = True, False
+        control.should_save |= run.takes_save()
         return self._checked(control)
 
     def on_epoch_end(self, args: Args, state: State, control: Control, **kwargs: object) -> Control:

@@ -1,4 +1,4 @@
-"""What is said about steps on the console: trouble once, and nothing of a fine step."""
+"""What the monitor logs about steps, and which batches a rollback skips."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from healcore.core.verdict import Action, Cause
 from healcore.events import Log
+from healcore.runtime.data import BatchId
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
@@ -124,3 +125,21 @@ def test_without_a_loss_the_line_has_none(run: Run):
     (line,) = run.steps(1, **NAN, loss=0.0)
     assert "; last finite gradient norm " in line
     assert " loss 0" not in line
+
+
+@pytest.mark.parametrize(("back_to", "skipped"), [(None, [0, 1, 2, 3]), (4, [0, 1, 2, 3, 4, 5])])
+def test_ids_of_an_earlier_loader_are_not_skipped_in_the_current_one(
+    capsys: pytest.CaptureFixture[str], back_to: int | None, skipped: list[int]
+):
+    """Steps 0 to 5 have batches of one loader, and those from 6 on of another one."""
+    monitor = Run(capsys).monitor
+    for index in range(6):
+        monitor.process(StepResult(index, [FINE], (BatchId(0, 100 + index),)))
+    start = 6
+    monitor.begin_loader(start)
+    if back_to is not None:  # the second loader begins again there
+        monitor.on_rollback(back_to)
+        start = back_to
+    for index in range(start, 10):
+        monitor.process(StepResult(index, [FINE], (BatchId(0, index - start),)))
+    assert [each.index for each in monitor.batches_between(0, 9)] == skipped
