@@ -57,7 +57,9 @@ def bench_torch(rounds: int) -> dict[str, Any]:
             observe = healcore.torch.attach(optimizer, "default").observe
         elif name == "Healer default":
             state = {"model": model, "optimizer": optimizer}
-            healer = healcore.Healer("default", state=state, save_every=10**9).__enter__()
+            healer = healcore.Healer(
+                "default", state=state, checkpoints=healcore.Checkpoints(every=10**9)
+            ).__enter__()
             observe, after = healer.observe, healer.after_step
 
         def backward() -> Any:
@@ -200,13 +202,15 @@ def bench_trainer(rounds: int, steps: int) -> list[dict[str, Any]]:
         trainer.remove_callback(transformers.PrinterCallback)
         if name == "HealingCallback":
             trainer.add_callback(healcore.torch.HealingCallback("default"))
-        if name == "heal(trainer)":
-            healcore.torch.heal(trainer, "default", save_every=10**9).train()
+        if name == "heal_trainer":
+            healcore.torch.heal_trainer(
+                trainer, "default", checkpoints=healcore.Checkpoints(every=10**9)
+            ).train()
         else:
             trainer.train()
         return clock.ended - clock.began
 
-    taken: dict[str, list[float]] = {"Trainer": [], "HealingCallback": [], "heal(trainer)": []}
+    taken: dict[str, list[float]] = {"Trainer": [], "HealingCallback": [], "heal_trainer": []}
     names = list(taken)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):

@@ -139,7 +139,9 @@ def bench_torch(
     def driven(model: Any, optimizer: Any) -> Any:
         """A whole Healer around the step, between two saves."""
         state = {"model": model, "optimizer": optimizer}
-        healer = healcore.Healer("default", state=state, save_every=10**9).__enter__()
+        healer = healcore.Healer(
+            "default", state=state, checkpoints=healcore.Checkpoints(every=10**9)
+        ).__enter__()
 
         def step() -> None:
             healer.observe(loss)

@@ -60,7 +60,7 @@ def main() -> None:
     state = (params, tx.init(params))
     passes: list[list[int]] = [[]]
     starts = [0]
-    with healcore.Healer(policy, state=state, save_every=50) as healer:
+    with healcore.Healer(policy, state=state, checkpoints=healcore.Checkpoints(every=50)) as healer:
         for batch in healer.batches(dataset()):
             if healer.rollbacks == len(passes):  # the first batch after a rollback
                 passes.append([])

@@ -59,7 +59,9 @@ def trainer(directory: str) -> Trainer:
 
 def main(directory: str) -> None:
     """Train a small language model, and print how it went."""
-    healed = healcore.torch.heal(trainer(directory), "pretraining", save_every=5)  # <- healcore
+    healed = healcore.torch.heal_trainer(
+        trainer(directory), "pretraining", checkpoints=healcore.Checkpoints(every=5)
+    )  # <- healcore
     healed.train()
     losses = [row["loss"] for row in healed.state.log_history if "loss" in row]
     report = healed.report()  # <- healcore

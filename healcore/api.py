@@ -19,6 +19,7 @@ from healcore.runtime.faults import classify as classify
 from healcore.runtime.faults.retry import retrying as retrying
 from healcore.runtime.healer import Healer as Healer
 from healcore.runtime.healer import HealerError as HealerError
+from healcore.runtime.incidents.hooks import Hooks as Hooks
 from healcore.runtime.incidents.hooks import IncidentContext as IncidentContext
 from healcore.runtime.loop.setup import StoreNotEmpty as StoreNotEmpty
 from healcore.runtime.loop.termination import AlreadyCompleted as AlreadyCompleted
@@ -31,6 +32,8 @@ from healcore.runtime.loop.termination import Terminated as Terminated
 from healcore.runtime.microbatches.splitting import UnsplittableBatch as UnsplittableBatch
 from healcore.runtime.microbatches.window import MicrobatchError as MicrobatchError
 from healcore.runtime.recovery.journal import JournalError as JournalError
+from healcore.runtime.run_options import Checkpoints as Checkpoints
+from healcore.runtime.run_options import Logging as Logging
 from healcore.runtime.store import CheckpointDamaged as CheckpointDamaged
 from healcore.runtime.store import CheckpointStore as CheckpointStore
 from healcore.runtime.store import Keep as Keep

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 import healcore.jax  # <- healcore
-from healcore import Healer, RunStopped  # <- healcore
+from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
 from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
 from healcore.demo.scenario import BlockWeights, Scenario
 
@@ -124,11 +124,11 @@ def train(
                     policy,
                     state=state,
                     store=folder / "checkpoints",
-                    events=folder / "events.jsonl",
+                    logging=Logging(events=folder / "events.jsonl"),
                     loss_fn=lambda state, index: evaluate(
                         state[0], *scenario.training_batch(index)
                     ),
-                    save_every=SAVE_EVERY,
+                    checkpoints=Checkpoints(every=SAVE_EVERY),
                 )
             )
         for index in healer.batches(batches) if healer else batches:  # <- healcore

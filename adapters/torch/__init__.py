@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from healcore.torch.trainers.deepspeed.state import engine_state
     from healcore.torch.trainers.huggingface.callback import HealingCallback
     from healcore.torch.trainers.huggingface.dry_run import DryRun
-    from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
+    from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal_trainer
     from healcore.torch.trainers.lightning.callback import LightningHealingCallback
 
 __all__ = [
@@ -65,8 +65,8 @@ __all__ = [
     "arctic_callbacks",
     "attach",
     "engine_state",
-    "heal",
     "heal_engine",
+    "heal_trainer",
 ]
 
 _ON_FIRST_USE = {
@@ -78,7 +78,7 @@ _ON_FIRST_USE = {
     "DryRun": "healcore.torch.trainers.huggingface.dry_run",
     "HealingReport": "healcore.runtime.healing_report",
     **dict.fromkeys(
-        ("SelfHealingTrainer", "heal"), "healcore.torch.trainers.huggingface.self_healing"
+        ("SelfHealingTrainer", "heal_trainer"), "healcore.torch.trainers.huggingface.self_healing"
     ),
     "LightningHealingCallback": "healcore.torch.trainers.lightning.callback",
 }

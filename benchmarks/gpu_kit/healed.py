@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_kit.device import CUDA, DEVICE, NEEDS_CUDA, finish, regression
-from healcore import Healer
+from healcore import Checkpoints, Healer
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore
 
@@ -27,7 +27,11 @@ def trained(*, harmed: bool) -> tuple[float, int, int]:
     with (
         tempfile.TemporaryDirectory() as folder,
         Healer(
-            "default", state=state, store=Path(folder), loss_fn=loss_fn, save_every=50
+            "default",
+            state=state,
+            store=Path(folder),
+            loss_fn=loss_fn,
+            checkpoints=Checkpoints(every=50),
         ) as healer,
     ):
         for each in healer.batches([batch(number) for number in range(STEPS)]):

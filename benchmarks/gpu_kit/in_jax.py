@@ -93,7 +93,7 @@ def jax_rollback() -> dict[str, Any]:
         "default",
         state=(params, tx.init(params)),
         loss_fn=jax.jit(lambda state, batch: loss_fn(state[0], batch)),
-        save_every=50,
+        checkpoints=healcore.Checkpoints(every=50),
     ) as healer:
         for each in healer.batches([batch(number) for number in range(400)]):
             healer.update(step(healer.state, each))

@@ -240,7 +240,9 @@ class UnknownState(HealcoreError, TypeError):
 def trainer_limit(state: Any) -> float | None:
     """Max gradient norm of the trainer that owns an optimizer of the state, or None."""
     parts = state.values() if isinstance(state, Mapping) else ()
-    limits = [getattr(part, "trainer_limit", None) for part in parts if hasattr(part, "heal")]
+    limits = [
+        getattr(part, "trainer_limit", None) for part in parts if hasattr(part, "attach_with")
+    ]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -270,7 +272,9 @@ def driver_for(
     """
     name = framework_of(state) if framework is None else framework
     if name not in FRAMEWORKS:
-        raise UnknownState(f"framework is one of {', '.join(FRAMEWORKS)} or None, not {name!r}")
+        raise UnknownState(
+            f"driver is one of {', '.join(FRAMEWORKS)}, a driver or None, not {name!r}"
+        )
     if attach and name != "torch":
         raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
     options = {"attach": attach} if attach else {}  # torch only

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -19,7 +19,6 @@ from typing import (
     cast,
 )
 
-from healcore.console import Console
 from healcore.core.errors import HealcoreError
 from healcore.events.log import Log
 from healcore.events.models import Ending
@@ -30,7 +29,7 @@ from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.hooks import EventHook, Hook, Hooks
+from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.saver import CheckpointSaver
@@ -39,7 +38,15 @@ from healcore.runtime.microbatches.window import Microbatch
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.postmortem.postmortem import path_for
 from healcore.runtime.recovery.ledger import IncidentRecord
-from healcore.runtime.store import CheckpointStore, Keep
+from healcore.runtime.run_options import (
+    CHECKPOINTS,
+    LOGGING,
+    NO_HOOKS,
+    Checkpoints,
+    Logging,
+    check_no_field,
+)
+from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.trackers import select
 
@@ -72,6 +79,8 @@ class Healer(Generic[State]):
             for batch in healer.batches(loader):
                 state = healer.update(train_step(healer.state, batch))
 
+    **Main arguments**
+
     Args:
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
             an EngineConfig. In JAX the one that the optimizer was built with.
@@ -80,18 +89,6 @@ class Healer(Generic[State]):
             the step returns, or name -> nnx module and optimizer.
         store: a directory for checkpoints (with a faster tier in host memory), a store, or None:
             host memory only, which is lost with the process.
-        events: the events file, or None for `healcore.events.jsonl` in the store's directory.
-        metrics: a file with one line per step (loss, norm, threshold, decision), about 300 bytes,
-            for `healcore replay`, `report` and `watch`. "auto": next to the events file, thinned in
-            long runs. None: no file.
-        save_every: steps between two checkpoints. None: the policy's `rollback.probation`, with
-            restart points in between. A restart point is for a restart after a kill; no rollback
-            restores it. It is saved after 10 steps or a quarter of the steps done, whichever is
-            more, within 2 % of the time.
-        restart_every: most steps between two restart points, also with `save_every`.
-        lag: steps after which a decision is read on the host; the same on every rank.
-        keep: how many checkpoints of each kind are kept. None: the newest few, and one older
-            known-good checkpoint at each doubling of the distance (`Keep(older=True)`).
         loss_fn: the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
             `loss_fn(state, batch)` if the state is a pytree. Called without gradients, with the
             current weights and with earlier ones: better earlier weights are evidence for a
@@ -99,38 +96,34 @@ class Healer(Generic[State]):
             batches, and the mean decides. Without it, "default" rolls back only if weights are
             not finite. It is tried on the first batch (with several ranks after the first step):
             SignalError if it raises or does not return one number.
-        on_incident: functions that receive an incident and may override what is done.
-        on_saved: functions that receive the event of each save, a mapping: `step`, `why`,
-            `seconds`; see docs/events.md. Called on every rank, between two steps.
-        on_rollback: functions that receive the event of each rollback in the same way: `step`,
-            `checkpoint`, `onset`, `cause`, `lr`, `lr_limit`, `batches`.
-        rerun: before a rollback, repeat the steps once with nothing changed, to distinguish a
-            transient fault from a reproducible one. Only if the data can be rewound.
-        resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
-            completed. True resumes both. False raises StoreNotEmpty if there is a checkpoint. A
-            line names hyperparameters that have changed since the run's start; "auto" then raises
-            StoreNotEmpty for a completed run.
-        nonfinite_ok: patterns of array names (`model.*.mask`) in which NaN and Inf are allowed.
-        ranks: the processes of this run, or None for the framework's.
-        framework: "torch" or "jax", or None to detect it from the state.
-        attach: options of `healcore.torch.attach`.
-        driver: replaces the framework's own driver.
-        trust: pickle objects of the state and of loaders that have no plain form, and unpickle
-            them. A pickle runs the code that its writer put there: only for a directory that nobody
-            else can write to. A store that you construct has its own `trust`.
-        trackers: further places for metrics and events: "wandb", "trackio", "mlflow",
+        checkpoints: when checkpoints are saved and how many stay, see `healcore.Checkpoints`.
+        logging: where events, metrics and lines for people go, see `healcore.Logging`.
+        trackers: where metrics and events go besides the files: "wandb", "trackio", "mlflow",
             "tensorboard" or "stdout", with a project, experiment or directory as "wandb:project";
             a live wandb, trackio or mlflow run or a SummaryWriter, which stays open; or objects
-            with the methods of `healcore.Tracker`. They run in threads. A tracker that fails or
-            hangs is reported and then ignored. See docs/trackers.md.
-        stop_file: a file whose existence ends the run on all ranks at the same step, with the last
-            state saved and exit status 0. Every rank looks for it once a second. No run starts
-            while it exists. None: no such file.
-        console: whether lines are printed to standard error. "auto": only if the program has set
-            up no logging for the logger `healcore`; False: never; True: unless the program's
-            logging prints them to the terminal already.
+            with the methods of `healcore.Tracker`. They run in threads, and one that fails or
+            hangs is reported and left. See docs/trackers.md.
+        hooks: functions that are called at incidents, saves and rollbacks, see `healcore.Hooks`.
+        resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
+            completed; True resumes either; False refuses a store that is not empty. Hyperparameters
+            that differ from those at the run's start are named in a line; "auto" refuses a
+            completed run then.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`. In JAX pass the same ones to the optimizer.
+
+    **Other arguments**
+
+    Args:
+        attach: options of `healcore.torch.attach`.
+        rerun: before a rollback, go back once with nothing changed, to distinguish a transient
+            fault from a reproducible one. Only if the data can be rewound.
+        lag: steps after which a decision is read on the host; the same on every rank.
+        stop_file: a file that ends the run once it is there, on all ranks at the same step, with
+            the last state saved and exit status 0. Looked for once a second, on every rank; it is
+            left there, and while it is no run starts. None: there is none.
+        ranks: the processes of this run, or None for those of the framework.
+        driver: "torch" or "jax", or an object that replaces the framework's own driver. None:
+            detected from the state.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
@@ -145,53 +138,38 @@ class Healer(Generic[State]):
         *,
         state: State,
         store: str | os.PathLike[str] | CheckpointStore | None = None,
-        events: str | os.PathLike[str] | None = None,
-        metrics: str | os.PathLike[str] | None = "auto",
-        save_every: int | None = None,
-        restart_every: int | None = None,
-        lag: int = 1,
-        keep: Keep | None = None,
         loss_fn: Callable[..., SupportsFloat] | None = None,
-        on_incident: Hook | Iterable[Hook] = (),
-        on_saved: EventHook | Iterable[EventHook] = (),
-        on_rollback: EventHook | Iterable[EventHook] = (),
-        rerun: bool = False,
-        resume: bool | Literal["auto"] = "auto",
-        nonfinite_ok: Iterable[str] = (),
-        ranks: Ranks | None = None,
-        framework: Literal["torch", "jax"] | None = None,
-        attach: Mapping[str, Any] | None = None,
-        driver: Driver | None = None,
-        trust: bool = False,
+        checkpoints: Checkpoints = CHECKPOINTS,
+        logging: Logging = LOGGING,
         trackers: object = (),
+        hooks: Hooks = NO_HOOKS,
+        resume: bool | Literal["auto"] = "auto",
+        attach: Mapping[str, Any] | None = None,
+        rerun: bool = False,
+        lag: int = 1,
         stop_file: str | os.PathLike[str] | None = None,
-        console: Console = "auto",
+        ranks: Ranks | None = None,
+        driver: Driver | Literal["torch", "jax"] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
+        check_no_field(overrides)
         check_keywords(Healer.__init__, overrides)
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,
             store=store,
-            events=events,
-            metrics=metrics,
-            save_every=save_every,
-            restart_every=restart_every,
-            lag=lag,
-            keep=keep,
-            hooks=Hooks(on_incident, on_saved=on_saved, on_rollback=on_rollback),
-            rerun=rerun,
-            resume=resume,
-            nonfinite_ok=tuple(nonfinite_ok),
-            ranks=ranks,
-            framework=framework,
-            attach=dict(attach or {}),
-            driver=driver,
             loss_fn=loss_fn,
-            trust=trust,
+            checkpoints=checkpoints,
+            logging=logging,
             trackers=select(trackers),
+            hooks=hooks,
+            resume=resume,
+            attach=dict(attach or {}),
+            rerun=rerun,
+            lag=lag,
             stop_file=stop_file,
-            console=console,
+            ranks=ranks,
+            driver=driver,
         ).checked()
         self._run: Loop[CheckpointSaver] | None = None
         self._ending: Ending | None = None

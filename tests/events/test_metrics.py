@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from healcore import Logging
 from healcore.core.verdict import Cause
 from healcore.events.metrics import Metrics
 from healcore.events.models import MetricsModel
@@ -63,7 +64,7 @@ def test_the_numbers_are_those_of_the_loop(tmp_path):
     losses, norms = [], []
     path = tmp_path / "m.jsonl"
     state = {"model": model, "optimizer": optimizer}
-    with Healer(rules(), state=state, metrics=path) as healer:
+    with Healer(rules(), state=state, logging=Logging(metrics=path)) as healer:
         for number in healer.batches(range(12)):
             generator = torch.Generator().manual_seed(number)
             loss = (model(torch.randn(8, 3, generator=generator)) - 1).square().mean()
@@ -86,7 +87,9 @@ def test_a_missing_signal_is_not_a_zero(tmp_path):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     path = tmp_path / "m.jsonl"
-    with Healer(rules(), state={"model": model, "optimizer": optimizer}, metrics=path) as healer:
+    with Healer(
+        rules(), state={"model": model, "optimizer": optimizer}, logging=Logging(metrics=path)
+    ) as healer:
         for _ in healer.batches(range(4)):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()

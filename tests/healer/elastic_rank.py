@@ -34,6 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from healcore import Checkpoints
 from healcore import policy as policies
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
@@ -227,7 +228,9 @@ def run(
     engine = policies.loads(POLICY)
     with (
         (root / f"trace-{rank}").open("a", buffering=1) as trace,
-        Healer(engine, state=state, store=root / "store", save_every=5) as healer,
+        Healer(
+            engine, state=state, store=root / "store", checkpoints=Checkpoints(every=5)
+        ) as healer,
     ):
         for number in healer.batches(data):
             assert any_world or own.step == healer.step, "a checkpoint is of different steps"

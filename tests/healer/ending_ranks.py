@@ -30,6 +30,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.loop import rank_group
 from healcore.torch.store import gloo
 from tests.healer.elastic_runs import run_ranks
+from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules
 
 WORLD, STEPS, AT = 3, 12, 7
@@ -105,7 +106,7 @@ def train(case: str, root: Path, kind: str) -> None:
     torch.manual_seed(100 + rank)  # of the dropout
     state = {"model": net, "optimizer": optimizer}
     options: dict[str, Any] = {"save_every": REGULAR, "restart_every": RESTART}
-    with Healer(rules(), state=state, store=root / "store", **options) as healer:
+    with Healer(rules(), state=state, store=root / "store", **grouped(options)) as healer:
         first = healer.step
         for number in healer.batches(Loader(case)):
             here = case if number == AT and rank == 1 else ""

@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.runtime.store import Keep
 from tests.healer.training_loops import loop_of, rules
@@ -33,7 +34,9 @@ def main(framework: str, folder: Path, full_at: int) -> None:
     loop = loop_of(framework, policy=policy)
     keep = Keep(good=50, candidates=50)  # nothing is deleted, which would make room
     store = folder / "run"
-    with Healer(policy, state=loop.state, store=store, keep=keep) as healer:
+    with Healer(
+        policy, state=loop.state, store=store, checkpoints=Checkpoints(keep=keep)
+    ) as healer:
         for number in healer.batches(list(range(30))):
             if full_at and number == full_at:
                 fill(folder)

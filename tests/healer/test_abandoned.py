@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.runtime.store import StoreInUse
 from tests.healer.run_directory import events
@@ -21,7 +22,7 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 def enter(loop: Any, folder: Path) -> Healer:
     """As in a notebook that enters by hand and whose next cell fails."""
-    healer = Healer(rules(), state=loop.state, store=folder, save_every=5)
+    healer = Healer(rules(), state=loop.state, store=folder, checkpoints=Checkpoints(every=5))
     healer.__enter__()
     for number in healer.batches(range(12)):
         loop.step(healer, number)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from healcore import Checkpoints, Hooks
 from healcore import policy as policies
 from healcore.core.verdict import Action
 from healcore.jax import store as jax_stores
@@ -17,6 +18,7 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import IncompleteRun, LastStateNotSaved, RunStopped
 from healcore.torch import store as torch_stores
 from tests.healer.run_directory import events, events_of
+from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -95,7 +97,7 @@ def test_two_optimizers_are_one_run(tmp_path):
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
     state = {"a": models[0], "b": models[1], "opt_a": optimizers[0], "opt_b": optimizers[1]}
     faults = Faults(always=[23])
-    with Healer(rules(), state=state, store=tmp_path, save_every=5) as healer:
+    with Healer(rules(), state=state, store=tmp_path, checkpoints=Checkpoints(every=5)) as healer:
         for number in healer.batches(range(40)):
             inputs, targets = map(torch.from_numpy, faults.batch(number))
             for name, model in zip(("opt_a", "opt_b"), models, strict=True):
@@ -135,7 +137,7 @@ def test_used_where_it_cannot_be():
     with pytest.raises(ValueError, match="lag"):
         Healer(rules(), state=loop.state, lag=-1)
     with pytest.raises(ValueError, match="save_every"):
-        Healer(rules(), state=loop.state, save_every=0)
+        Healer(rules(), state=loop.state, checkpoints=Checkpoints(every=0))
     with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
         Healer(rules(), state={}).__enter__()
 
@@ -145,7 +147,9 @@ def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_pa
     replaced = {"rollback": {"probation": 3}, "max_skips": 2}
     policy = policies.load(SKIPS, **replaced)
     loop = loop_of(framework, policy=policy)
-    with Healer(SKIPS, state=loop.state, store=tmp_path, framework=framework, **replaced) as healer:
+    with Healer(
+        SKIPS, state=loop.state, store=tmp_path, driver=framework, **grouped(replaced)
+    ) as healer:
         for number in healer.batches(range(4)):
             loop.step(healer, number)
     (start,) = events(tmp_path, "start")
@@ -227,9 +231,8 @@ def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framew
         rules(),
         state=loop.state,
         store=tmp_path,
-        save_every=5,
-        on_saved=[broken, saved.append],
-        on_rollback=rolled_back.append,
+        checkpoints=Checkpoints(every=5),
+        hooks=Hooks(on_saved=[broken, saved.append], on_rollback=rolled_back.append),
     ) as healer:
         for number in healer.batches(range(40)):
             loop.step(healer, number)
@@ -280,7 +283,7 @@ def test_the_report_of_a_stopped_run_has_its_diagnosis(tmp_path):
 def test_a_hook_has_to_be_a_function(option):
     options: dict[str, Any] = {option: ["print"]}
     with pytest.raises(TypeError, match=f"{option} takes functions"):
-        Healer(state=loop_of("torch").state, **options)
+        Healer(state=loop_of("torch").state, **grouped(options))
 
 
 ROWS = policies.loads(

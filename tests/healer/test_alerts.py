@@ -15,6 +15,7 @@ from healcore.history.incident import IncidentOutcome
 from healcore.history.run import runs_of
 from healcore.tools.watch.live_run import event_line
 from tests.healer.run_directory import events
+from tests.healer.run_options import grouped
 
 POLICY = policies.loads(
     """
@@ -55,7 +56,7 @@ def run(folder: Path, losses: list[float], *, evaluates: bool, **options: Any) -
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
-    with Healer(POLICY, state=state, store=folder, **options) as healer:
+    with Healer(POLICY, state=state, store=folder, **grouped(options)) as healer:
         for _, wanted in zip(healer.batches(list(losses)), losses, strict=False):
             loss = (model(torch.ones(1)) * 0).sum() + wanted
             healer.observe(loss)

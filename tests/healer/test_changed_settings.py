@@ -16,6 +16,7 @@ from healcore.jax import protect
 from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.runtime.loop.termination import AlreadyCompleted
 from tests.healer.run_directory import events
+from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS
 
 ROWS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -39,7 +40,7 @@ def fit(
     state = {"model": model, "optimizer": optimizer}
     if scheduled:
         state["scheduler"] = schedule(optimizer, 5)
-    with Healer(policy, state=state, store=folder, framework="torch", **options) as healer:
+    with Healer(policy, state=state, store=folder, driver="torch", **grouped(options)) as healer:
         for rows in healer.batches(DataLoader(ROWS, batch_size=batch)):  # type: ignore[arg-type]
             loss = model(rows).square().mean()
             healer.observe(loss)

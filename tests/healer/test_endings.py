@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Adam
 
+from healcore import Checkpoints
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop import termination
@@ -159,7 +160,7 @@ def gan(
     g, d = nn.Linear(2, 2), nn.Linear(2, 1)
     of_g, of_d = Adam(g.parameters()), Adam(d.parameters())
     state = {"g": g, "d": d, "of_g": of_g, "of_d": of_d}
-    with Healer("default", state=state, store=store, save_every=10) as healer:
+    with Healer("default", state=state, store=store, checkpoints=Checkpoints(every=10)) as healer:
         for number in healer.batches(range(25)):
             before(number)
             noise = torch.full((1, 2), float(number + 1))
@@ -199,7 +200,7 @@ def test_the_last_state_of_two_networks_that_clear_gradients_late_is_saved(tmp_p
 
 def accumulating_torch_loop(store: Path) -> None:
     loop = loop_of("torch")
-    with Healer(SKIPS, state=loop.state, store=store, save_every=5) as healer:
+    with Healer(SKIPS, state=loop.state, store=store, checkpoints=Checkpoints(every=5)) as healer:
         for number in healer.batches(range(10)):
             loop.model(torch.full((1, 4), float(number))).sum().backward()
             if number % 4 == 3:
@@ -218,7 +219,7 @@ def accumulating_jax_loop(store: Path) -> None:
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"], value=number)
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
 
-    with Healer(SKIPS, state=state, store=store, save_every=5) as healer:
+    with Healer(SKIPS, state=state, store=store, checkpoints=Checkpoints(every=5)) as healer:
         for number in healer.batches(range(10)):
             healer.update(step(healer.state, float(number)))
 

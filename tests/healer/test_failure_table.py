@@ -21,6 +21,7 @@ from healcore.policy.respond import FAULTS, Respond
 from healcore.runtime.faults import FAILURES
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
+from tests.healer.run_options import grouped
 from tests.runtime import test_hang_guard
 from tests.runtime.faults.local_server import serving
 
@@ -52,7 +53,7 @@ class Run:
         state = {"weights": {"w": self.weights}, "optimizer": self.optimizer}
         policy = load("default", retry=QUICK, **self.overrides)
         options: dict[str, Any] = {"store": self.folder, "save_every": 10}
-        with Healer(policy, state=state, **options) as healer:
+        with Healer(policy, state=state, **grouped(options)) as healer:
             for number, batch in enumerate(healer.batches(data)):
                 self.before(healer, number)
                 loss = self.loss_of(batch)

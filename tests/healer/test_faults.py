@@ -15,7 +15,7 @@ import requests
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from healcore import Terminated
+from healcore import Checkpoints, Terminated
 from healcore.policy import load, to_dict
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
@@ -181,7 +181,9 @@ def test_after_the_step_the_checkpoint_is_exact(framework, tmp_path):
     loop = loop_of(framework, policy=policy)
 
     def run():
-        with Healer(policy, state=loop.state, store=tmp_path, save_every=5) as healer:
+        with Healer(
+            policy, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
+        ) as healer:
             for number in healer.batches(range(12)):
                 loop.step(healer, number)
                 if number == 7:
@@ -332,7 +334,9 @@ def test_a_signal_ends_a_wait_and_saves_the_step_that_was_done(tmp_path):
     loop, began = loop_of("torch"), time.monotonic()
 
     def run(url):
-        with Healer(policy, state=loop.state, store=tmp_path, save_every=5) as healer:
+        with Healer(
+            policy, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
+        ) as healer:
             for number in healer.batches(range(12)):
                 loop.step(healer, number)
                 if number == 7:

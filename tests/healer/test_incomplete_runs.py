@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from healcore import IncompleteRun, RunStopped
+from healcore import Checkpoints, IncompleteRun, RunStopped
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
@@ -95,7 +95,9 @@ def test_a_break_before_the_end_of_the_data_is_resumed(framework, tmp_path, capl
     loop = loop_of(framework, policy=rules())
 
     def run(limit: int, **options: Any) -> None:
-        with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
+        with Healer(
+            rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
+        ) as healer:
             for number in healer.batches(range(12), **options):
                 loop.step(healer, number)
                 if number == limit:

@@ -18,6 +18,7 @@ from healcore.jax import HealStateError, protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import RunStopped
 from tests.healer.run_directory import events
+from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS, rules
 from tests.jax.driver.small_runs import batch, in_place, linen, mse, plain
 
@@ -41,7 +42,7 @@ def finite_only(inner: Any, policy: Any) -> Any:
 
 def train(run: Any, policy: Any, numbers: Any, bad: Any = lambda _: False, **options: Any) -> Any:
     """A healed run; which batches are bad is asked at each step."""
-    with Healer(policy, state=run.state, **options) as healer:
+    with Healer(policy, state=run.state, **grouped(options)) as healer:
         for number in healer.batches(list(numbers)):
             healer.update(run.step(healer.state, batch(number, bad=bad(number))))
     return healer
@@ -49,7 +50,7 @@ def train(run: Any, policy: Any, numbers: Any, bad: Any = lambda _: False, **opt
 
 def train_from(mine: Any, run: Any, numbers: Any, bad: int, **options: Any) -> None:
     """A loop with a variable of its own, which a rollback does not change."""
-    with Healer(RULES, state=run.state, save_every=5, **options) as healer:
+    with Healer(RULES, state=run.state, **grouped(options, save_every=5)) as healer:
         for number in healer.batches(list(numbers)):
             mine = run.step(mine, batch(number, bad=number == bad))
             healer.update(mine)

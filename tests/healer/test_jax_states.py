@@ -15,6 +15,7 @@ from healcore.jax.driver import JaxDriver
 from healcore.jax.store import OrbaxStore
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
+from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules
 from tests.jax.driver.small_runs import batch, plain
 
@@ -26,7 +27,7 @@ def healed(loop: Any, tmp_path: Any, policy: Any = RULES, data: Any = range(40),
     """A run with one bad batch under `loop(healer, run, numbers)`, and its final weights."""
     run = plain(policy=policy)
     options = {"store": tmp_path, "save_every": 5, **options}
-    with Healer(policy, state=run.state, **options) as healer:
+    with Healer(policy, state=run.state, **grouped(options)) as healer:
         loop(healer, run, data)
     weights = [np.asarray(leaf) for leaf in jax.tree.leaves(healer.state["params"])]
     return healer, weights
@@ -229,7 +230,7 @@ def test_a_restart_uses_the_older_checkpoint_that_fits(tmp_path):
 
     def train(state: Any, steps: int) -> int:
         options = {"store": tmp_path, "save_every": 5, "resume": True}
-        with Healer(RULES, state=state, **options) as healer:
+        with Healer(RULES, state=state, **grouped(options)) as healer:
             start = healer.step
             for number in healer.batches(range(100), epochs=None):
                 if healer.step >= steps:

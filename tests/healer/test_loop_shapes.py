@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train
@@ -23,7 +24,9 @@ def test_a_bad_batch_now_and_then_does_not_keep_a_run_from_saving(framework, tmp
 def test_an_evaluation_inside_the_loop(framework, tmp_path):
     loop = loop_of(framework, Faults(always=[23]), rules())
     validation, seen = list(range(100, 103)), []
-    with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
+    with Healer(
+        rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
+    ) as healer:
         for number in healer.batches(range(40)):
             loop.step(healer, number)
             if number % 10 == 0:
@@ -36,7 +39,9 @@ def test_an_evaluation_inside_the_loop(framework, tmp_path):
 
 def test_a_loop_that_breaks_off_starts_the_next_epoch_from_its_beginning(tmp_path):
     loop, data = loop_of("torch"), list(range(10))
-    with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
+    with Healer(
+        rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
+    ) as healer:
         for _epoch in range(3):
             for number in healer.batches(data):
                 loop.step(healer, number)
@@ -50,7 +55,9 @@ def test_a_loop_that_breaks_off_starts_the_next_epoch_from_its_beginning(tmp_pat
 def test_a_new_loader_for_every_epoch(tmp_path):
     def run(stop_at):
         loop = loop_of("torch")
-        with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
+        with Healer(
+            rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
+        ) as healer:
             for epoch in range(20):
                 for number in healer.batches([epoch, epoch + 100]):
                     loop.step(healer, number)

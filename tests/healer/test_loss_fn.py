@@ -12,6 +12,7 @@ from torch import nn
 
 from healcore import Healer, SignalError
 from healcore.jax import protect
+from tests.healer.run_options import grouped
 
 DATA = [[float(i), 1.0] for i in range(5)]
 
@@ -23,7 +24,7 @@ def torch_run(loss_fn: Any, **options: Any) -> tuple[nn.Module, list[Any]]:
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     state = {"model": model, "optimizer": optimizer}
     call = None if loss_fn is None else lambda *given: loss_fn(model, *given)
-    with Healer("default", state=state, loss_fn=call, **options) as healer:
+    with Healer("default", state=state, loss_fn=call, **grouped(options)) as healer:
         for batch in healer.batches(DATA):
             seen.append(batch)
             loss = model(torch.tensor([batch, batch])).square().mean()

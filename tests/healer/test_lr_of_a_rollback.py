@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from healcore import Healer
+from healcore import Checkpoints, Healer, Logging
 from healcore.events import read
 from healcore.events.models import record
 from healcore.history import Run
@@ -30,8 +30,8 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     healer = Healer(
         "default",
         state={"model": net, "optimizer": optimizer, "schedule": schedule},
-        events=events_path,
-        save_every=5,
+        logging=Logging(events=events_path),
+        checkpoints=Checkpoints(every=5),
         respond=[
             {"to": ["nonfinite"], "do": ["skip"]},
             {"to": ["nonfinite"], "do": ["rollback", "cut_lr"], "when": {"consecutive": 3}},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from healcore import Checkpoints
 from healcore import policy as policies
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import (
@@ -178,5 +179,10 @@ def test_nonfinite_ok_reaches_a_store_that_was_given(tmp_path):
     from healcore.torch.store import DCPStore
 
     store = DCPStore(tmp_path, nonfinite_ok=["model.a"])
-    Healer(rules(), state=loop_of("torch").state, store=store, nonfinite_ok=["model.b"]).__enter__()
+    Healer(
+        rules(),
+        state=loop_of("torch").state,
+        store=store,
+        checkpoints=Checkpoints(nonfinite_ok=["model.b"]),
+    ).__enter__()
     assert store.nonfinite_ok == ("model.a", "model.b")

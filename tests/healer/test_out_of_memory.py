@@ -18,6 +18,7 @@ from healcore import events
 from healcore.runtime.microbatches.window import MicrobatchError
 from tests import forked_programs
 from tests.events.sample_events import problems
+from tests.healer.run_options import grouped
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has")
 
@@ -52,7 +53,7 @@ def train(
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
-    with healcore.Healer(policy, state=state, **options) as healer:
+    with healcore.Healer(policy, state=state, **grouped(options)) as healer:
         for batch in healer.batches(data):
             for part in healer.microbatches(batch):
                 with part:

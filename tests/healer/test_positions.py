@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from tests.healer.test_faults import with_answers
 from tests.healer.training_loops import Faults, TorchLoop, rules, same
@@ -63,7 +64,9 @@ class Accumulating(TorchLoop):
 def run(loop: Accumulating, data: Any, store: Any, *, raises_at: int | None = None) -> int:
     """Two epochs; the batch of that number, from 0, raises after its forward pass."""
     count = 0
-    with Healer(with_answers(), state=loop.state, store=store, save_every=3) as healer:
+    with Healer(
+        with_answers(), state=loop.state, store=store, checkpoints=Checkpoints(every=3)
+    ) as healer:
         for number in healer.batches(data, epochs=2):
             if count == raises_at:
                 loop.model(torch.zeros(4, 4))  # dropout and batch statistics
@@ -115,7 +118,7 @@ def test_a_batch_that_could_not_be_read_comes_again(tmp_path):
 def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad):
     """The order for the last step before the `break` is read when the loop begins again."""
     loop, data = TorchLoop(Faults(once=[bad])), listed()
-    with Healer(rules(cut=False), state=loop.state, save_every=2) as healer:
+    with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=2)) as healer:
         for epoch in range(2):
             for number in healer.batches(data):
                 loop.step(healer, number)
@@ -133,7 +136,7 @@ def test_a_rollback_at_the_end_of_the_data_with_batches_that_wait_for_a_step(win
     """Their gradients are dropped, and they come again."""
     last = BATCHES // window * window - 1
     loop = Accumulating(window, Faults(once=[last]))
-    with Healer(rules(cut=False), state=loop.state, save_every=1) as healer:
+    with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=1)) as healer:
         seen = 0
         for number in healer.batches(listed()):
             if healer.rollbacks != seen:  # what the loop has collected was of the weights before

@@ -16,6 +16,7 @@ from healcore import Healer
 from healcore import policy as policies
 from healcore.events import read
 from healcore.runtime.checkpoints import restart_points
+from tests.healer.run_options import grouped
 
 STEPS = 60
 NAN_ONLY = policies.loads(
@@ -42,7 +43,7 @@ def run(folder: Path, *, kill_at: int = -1, nan_from: int = STEPS, **options: An
     rows[nan_from:] = math.nan
     steps = []
     state = {"model": model, "optimizer": optimizer}
-    with Healer(NAN_ONLY, state=state, store=folder, **options) as healer:
+    with Healer(NAN_ONLY, state=state, store=folder, **grouped(options)) as healer:
         for batch in healer.batches(list(rows)):
             steps.append(healer.step)
             if healer.step == kill_at:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from healcore import Checkpoints
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.recovery import Recovery
@@ -57,7 +58,7 @@ def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
 
     def go(drawn: list[float], folder: Any, die: bool = False) -> None:
         state = loop_of("torch").state
-        with Healer(rules(), state=state, store=folder, save_every=5) as healer:
+        with Healer(rules(), state=state, store=folder, checkpoints=Checkpoints(every=5)) as healer:
             data = list(range(10))
             for epoch in range(3):
                 for number in healer.batches(data):

@@ -24,6 +24,7 @@ import torch
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
+from tests.healer.run_options import grouped
 
 RULES = """
 schema = 1
@@ -231,7 +232,7 @@ def train(
         Facts at the end: `step`, `rollbacks`, `good`.
     """
     options.setdefault("save_every", 5)
-    with Healer(policy, state=loop.state, store=store, **options) as healer:
+    with Healer(policy, state=loop.state, store=store, **grouped(options)) as healer:
         for number in healer.batches(data, epochs=epochs):
             if before is not None:
                 before(healer, int(number))

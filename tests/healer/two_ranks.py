@@ -39,6 +39,7 @@ from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from healcore.torch.store.gloo import GlooRanks
+from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers
 from tests.healer.training_loops import Faults, rules
 
@@ -179,7 +180,7 @@ def run(scenario: str, root: Path) -> dict[str, Any]:
         options["on_incident"] = HOOKS[scenario][rank]
     stopped, state = None, {"model": net, "optimizer": optimizer}
     try:
-        with Healer(policy, state=state, save_every=5, **options) as healer:
+        with Healer(policy, state=state, **grouped(options, save_every=5)) as healer:
             for number in healer.batches(data):
                 if odd is not None and (rank == 1 or scenario == SHARDED):
                     odd(healer, number)

@@ -92,10 +92,10 @@ def run(fault: str) -> dict[str, Any]:
         state=(params, tx.init(params)),
         loss_fn=loss_fn,
         store=MemoryStore(keep=Keep(good=5, candidates=5)),
-        save_every=SAVE_EVERY,
+        checkpoints=healcore.Checkpoints(every=SAVE_EVERY),
         rollback={"probation": SAVE_EVERY},
-        on_rollback=[lambda event: rollbacks.append(dict(event))],
-        console=False,
+        hooks=healcore.Hooks(on_rollback=[lambda event: rollbacks.append(dict(event))]),
+        logging=healcore.Logging(console=False),
     )
     with healer:
         watched(healer._loop.recovery.dominance, seen)

@@ -100,7 +100,9 @@ def train(hit: bool, fault: str, root: Path | None, loader: Any, outcome: dict[s
     params = everywhere(initial())
     params = {name: each.astype(jnp.float32) for name, each in params.items()}
     state = {"params": params, "opt_state": tx.init(params), "step": everywhere(jnp.zeros((), int))}
-    healer: Any = healcore.Healer(GOES_BACK, state=state, store=root, save_every=REGULAR)
+    healer: Any = healcore.Healer(
+        GOES_BACK, state=state, store=root, checkpoints=healcore.Checkpoints(every=REGULAR)
+    )
     with healer:
         outcome["resumed"] = healer.step
         for number in healer.batches(Rows(loader)):

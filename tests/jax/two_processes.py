@@ -37,6 +37,7 @@ from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.loop.termination import RunStopped, Terminated
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import RankFailed
+from tests.healer.run_options import grouped
 from tests.jax import trained_together
 from tests.jax.processes import join, report
 
@@ -164,7 +165,7 @@ def healed(root: Path, *, until: int, **options: Any) -> dict[str, Any]:
         "save_every": 5,
         **options,
     }
-    healer: Any = healcore.Healer(GOES_BACK, state=state, **options)
+    healer: Any = healcore.Healer(GOES_BACK, state=state, **grouped(options))
     try:
         with healer:
             first = healer.step
@@ -196,7 +197,9 @@ def terminated(root: Path) -> dict[str, Any]:
     params = {name: place(each.astype(np.float32)) for name, each in initial().items()}
     state = {"params": params, "opt_state": tx.init(params), "step": 0}
     status, said = None, False
-    healer: Any = healcore.Healer(GOES_BACK, state=state, store=root, save_every=10**6)
+    healer: Any = healcore.Healer(
+        GOES_BACK, state=state, store=root, checkpoints=healcore.Checkpoints(every=10**6)
+    )
     try:
         with healer:
             for number in healer.batches(list(range(10**6))):

@@ -26,6 +26,7 @@ from healcore import EndRequested, Healer
 from healcore import policy as policies
 from healcore.events import log as event_log
 from healcore.torch import HealingCallback, LightningHealingCallback
+from tests.healer.run_options import grouped
 from tests.healer.training_loops import Faults, JaxLoop
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.lightning import fits
@@ -189,7 +190,9 @@ def healer_torch(folder: Path) -> Iterator[str]:
         model.register_forward_pre_hook(memory)
         state = {"model": model, "optimizer": optimizer}
         loader = torch.utils.data.DataLoader(Unreadable(), batch_size=None)
-        with Healer(POLICY, state=state, store=folder / "store", save_every=5, **options) as healer:
+        with Healer(
+            POLICY, state=state, store=folder / "store", **grouped(options, save_every=5)
+        ) as healer:
             for batch in healer.batches(loader):
                 for part in healer.microbatches(batch):
                     with part:
@@ -225,7 +228,10 @@ def healer_jax(folder: Path) -> Iterator[str]:
                 return super().__getitem__(index)
 
         with Healer(
-            POLICY, state=loop.state, store=folder / "store", save_every=5, **options
+            POLICY,
+            state=loop.state,
+            store=folder / "store",
+            **grouped(options, save_every=5),
         ) as healer:
             for number in healer.batches(Unreadable(read)):
                 for part in healer.microbatches(np.full(16, number)):
@@ -253,8 +259,11 @@ def heal_trainer(folder: Path) -> Iterator[str]:
         trainer = small_runs.trainer(folder, steps=STEPS, scaled={NAN: float("nan")})
         trainer.train_dataset = Rows(trainer.train_dataset)
         trainer.model.layers.register_forward_pre_hook(memory)
-        healed = healcore.torch.heal(
-            trainer, POLICY, store=folder / "store", save_every=5, **options
+        healed = healcore.torch.heal_trainer(
+            trainer,
+            POLICY,
+            store=folder / "store",
+            **grouped(options, save_every=5),
         )
         healed.train()
         return healed
@@ -284,7 +293,7 @@ def lightning_callback(folder: Path) -> Iterator[str]:
         if memory is not None:
             module.net.register_forward_pre_hook(memory)
         options = {"store": folder / "store", "save_every": 5, **options}
-        callback = LightningHealingCallback(POLICY, **options)
+        callback = LightningHealingCallback(POLICY, **grouped(options))
         rows = fits.data(STEPS, small_runs.BATCH, bad=NAN)
         loader = torch.utils.data.DataLoader(Rows(rows), batch_size=small_runs.BATCH)
         fits.trainer(callback, max_epochs=1).fit(module, loader)

@@ -25,6 +25,7 @@ import healcore.jax
 import healcore.torch
 from healcore.core.verdict import Cause
 from healcore.torch import HealingCallback, LightningHealingCallback
+from tests.healer.run_options import grouped
 
 RATE = 0.125
 STEPS = 160
@@ -176,7 +177,7 @@ def huggingface_loop(policy: Path) -> list[Decided]:
 
 
 def lightning_loop(policy: Path, **options: Any) -> list[Decided]:
-    healing, decided = LightningHealingCallback(policy, **options), []
+    healing, decided = LightningHealingCallback(policy, **grouped(options)), []
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:

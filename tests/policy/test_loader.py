@@ -130,12 +130,23 @@ def test_a_run_has_the_fingerprint_and_the_text_of_what_it_does():
 
 
 @pytest.mark.parametrize(
-    ("given", "suggested"), [("stor", "store"), ("event", "events"), ("save_evry", "save_every")]
+    ("given", "suggested"),
+    [("stor", "store"), ("loggin", "logging"), ("checkpoint", "checkpoints")],
 )
 def test_a_misspelt_option_of_the_healer_is_suggested(given, suggested):
     misspelt: Any = {given: 3}
     with pytest.raises(TypeError, match=f"'{given}' is neither .* did you mean '{suggested}'"):
         Healer("default", state={}, **misspelt)
+
+
+@pytest.mark.parametrize(
+    ("given", "group"),
+    [("every", "Checkpoints"), ("events", "Logging"), ("on_saved", "Hooks")],
+)
+def test_an_option_of_a_group_names_its_group(given, group):
+    misplaced: Any = {given: 3}
+    with pytest.raises(TypeError, match=rf"{group.lower()}=healcore.{group}\({given}="):
+        Healer("default", state={}, **misplaced)
 
 
 def test_a_misspelt_key_of_the_policy_is_a_policy_error():

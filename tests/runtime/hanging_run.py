@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from healcore.runtime import hang_guard
 from healcore.runtime.healer import Healer
+from tests.healer.run_options import grouped
 
 HANGS_AT = 5
 LIMIT = 1.0
@@ -84,7 +85,7 @@ def main(how: str, folder: str, rank: int, world: int) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
-    with Healer("default", state=state, store=folder, **options) as healer:
+    with Healer("default", state=state, store=folder, **grouped(options)) as healer:
         for number in healer.batches(range(10)):
             time.sleep(0.05)
             if number == 0 and how == "healthy":

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from healcore import Checkpoints, Hooks, Logging
 from healcore.runtime.dominance import dominance, exchange
 from healcore.runtime.healer import Healer
 from tests.torch.worlds import serve
@@ -99,10 +100,10 @@ def run(kind: str, fault: str) -> dict[str, Any]:
         "default",
         state=state,
         loss_fn=loss_fn,
-        save_every=SAVE_EVERY,
+        checkpoints=Checkpoints(every=SAVE_EVERY),
         rollback={"probation": SAVE_EVERY},
-        on_rollback=[lambda event: rollbacks.append(dict(event))],
-        console=False,
+        hooks=Hooks(on_rollback=[lambda event: rollbacks.append(dict(event))]),
+        logging=Logging(console=False),
     ) as healer:
         watched(healer._loop.recovery.dominance, seen)  # type: ignore[union-attr]
         for part in healer.batches(list(range(STEPS * parts))):
@@ -171,9 +172,12 @@ def failing(case: str) -> dict[str, Any]:
     began = time.monotonic()
     dominance.time = Clock if case == "clock" and rank == 1 else time  # type: ignore[assignment]
     healer = Healer(
-        "default", state={"model": net, "optimizer": optimizer}, loss_fn=loss_fn, save_every=20,
-        console=False,
-    )  # fmt: skip
+        "default",
+        state={"model": net, "optimizer": optimizer},
+        loss_fn=loss_fn,
+        checkpoints=Checkpoints(every=20),
+        logging=Logging(console=False),
+    )
     try:
         with healer:
             loop: Any = healer._loop

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from healcore import Checkpoints
 from healcore.core.clipping import ZClipConfig
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine
@@ -404,7 +405,9 @@ def healer_apart(case: str) -> dict[str, Any]:
     state = {"model": net, "optimizer": optimizer}
     options = {"process_group": None}
     try:
-        with Healer(policies.LOSSES, state=state, attach=options, save_every=5) as healer:
+        with Healer(
+            policies.LOSSES, state=state, attach=options, checkpoints=Checkpoints(every=5)
+        ) as healer:
             for i in healer.batches(range(TAKEN)):
                 loss = net(torch.ones(1, 4)).square().mean()
                 healer.observe(loss * (1e4 if i == ODD and dist.get_rank() == 1 else 1.0))
@@ -493,7 +496,9 @@ def paired(pair: Any, store: Path, steps: int) -> dict[str, Any]:
     net = sharded(small_net(), DeviceMesh.from_group(pair, "cpu"))
     optimizer = AdamW(net.parameters(), lr=1e-2)
     state = {"model": net, "optimizer": optimizer}
-    with Healer(policies.SKIPS, state=state, store=store, save_every=4, resume=True) as healer:
+    with Healer(
+        policies.SKIPS, state=state, store=store, checkpoints=Checkpoints(every=4), resume=True
+    ) as healer:
         first = healer.step
         for i in healer.batches(range(steps)):
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(i + dist.get_rank()))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from healcore import Healer
+from healcore import Checkpoints, Healer, Logging
 from healcore.events import read
 from healcore.torch import attach
 from tests.torch import simulated_device
@@ -115,9 +115,9 @@ def trained(device: torch.device, folder: Path, optimizer: str) -> tuple[float, 
         "default",
         state=state,
         store=folder / device.type,
-        events=events,
+        logging=Logging(events=events),
         loss_fn=run.loss,
-        save_every=SAVE_EVERY,
+        checkpoints=Checkpoints(every=SAVE_EVERY),
         attach={"engine": "host" if device is CPU else "device", "compile": False},
     ) as healer:
         for batch in healer.batches([run.batch(number) for number in range(STEPS)]):

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 
+from healcore import Checkpoints
 from healcore.core.verdict import Cause
 from healcore.runtime.healer import Healer
 from healcore.torch import Healing, SignalError, attach
@@ -97,7 +98,9 @@ def test_a_healed_float64_loop_survives_a_loss_that_float32_cannot_hold():
         return model(torch.ones(1, 2, dtype=torch.float64)).square().mean() * factor
 
     state = {"model": model, "optimizer": optimizer}
-    with Healer("default", state=state, loss_fn=loss_fn, save_every=5) as healer:
+    with Healer(
+        "default", state=state, loss_fn=loss_fn, checkpoints=Checkpoints(every=5)
+    ) as healer:
         for factor in healer.batches(factors):
             loss = loss_fn(factor)
             healer.observe(loss)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
@@ -37,7 +38,9 @@ every_wrapper = pytest.mark.parametrize("made", [fabric, accelerated])
 def test_the_optimizer_inside_a_wrapper_is_healed(made: Any, tmp_path: Any):
     model, optimizer, backward = made()
     state = {"model": model, "optimizer": optimizer}
-    with Healer(policies.SKIPS, state=state, store=tmp_path / "store", save_every=4) as healer:
+    with Healer(
+        policies.SKIPS, state=state, store=tmp_path / "store", checkpoints=Checkpoints(every=4)
+    ) as healer:
         for i in healer.batches(list(range(12))):
             optimizer.zero_grad()
             loss = model(torch.ones(2, 3)).square().mean() * (NAN if i == 6 else 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from healcore import Healer, RunStopped  # <- healcore
+from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
 from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
 from healcore.demo.scenario import Scenario
 from healcore.torch.demo.model import TorchTransformer
@@ -40,9 +40,9 @@ def train(
                     policy,
                     state={"model": model, "optimizer": optimizer},
                     store=folder / "checkpoints",
-                    events=folder / "events.jsonl",
+                    logging=Logging(events=folder / "events.jsonl"),
                     loss_fn=loss_of,
-                    save_every=SAVE_EVERY,
+                    checkpoints=Checkpoints(every=SAVE_EVERY),
                 )
             )
         for index in healer.batches(batches) if healer else batches:  # <- healcore

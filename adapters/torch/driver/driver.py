@@ -319,8 +319,8 @@ class TorchDriver:
         for name, optimizer in optimizers(self._state).items():
             healing = healing_of(optimizer)
             if healing is None:
-                heal = getattr(self._state[name], "heal", None)  # of a trainer's own optimizer
-                made = heal or partial(attach_to, optimizer)
+                attach_with = getattr(self._state[name], "attach_with", None)  # of a trainer
+                made = attach_with or partial(attach_to, optimizer)
                 healing = made(engine, **options)
                 self._own.append(healing)
             elif healing.hooks.on_judged is not None:

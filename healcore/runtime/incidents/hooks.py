@@ -88,11 +88,22 @@ class HookResult(NamedTuple):
 
 
 class Hooks:
-    """The user's hooks, in their order.
+    """Functions that are called at incidents, saves and rollbacks, in their order.
 
-    Each `on_incident` hook sees in `incident.decision.action` what the hooks before it have
-    returned. The last hook to return actions decides. Raises TypeError for a hook that cannot be
-    called, or is a coroutine function.
+        Healer(..., hooks=Hooks(on_incident=look))
+
+    Args:
+        on_incident: one function or several. Each receives an `IncidentContext` and may override
+            what is done, by the `Action` flags that it returns. It sees in
+            `incident.decision.action` what the functions before it have returned; the last one to
+            return actions decides.
+        on_saved: functions that receive the event of each save, a mapping: `step`, `why`,
+            `seconds`; see docs/events.md. Called on every rank, between two steps.
+        on_rollback: functions that receive the event of each rollback in the same way: `step`,
+            `checkpoint`, `onset`, `cause`, `lr`, `lr_limit`, `batches`.
+
+    Raises:
+        TypeError: a hook cannot be called, or is a coroutine function.
     """
 
     def __init__(

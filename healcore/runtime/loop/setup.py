@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore import console
-from healcore.console import Console
 from healcore.core.verdict import Cause
 from healcore.events import Log
 from healcore.events.metrics import Metrics, path_next_to
@@ -46,6 +45,7 @@ from healcore.runtime.recovery.journal import NAME, Journal
 from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
+from healcore.runtime.run_options import Checkpoints, Logging
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError
 from healcore.runtime.store.claim import LOCK, Claim, claim, open_to_others
 from healcore.runtime.store.commit import sweep
@@ -70,43 +70,27 @@ class Options(NamedTuple):
     policy: HostPolicy
     state: Any
     store: Any
-    events: Any
-    metrics: Any
-    save_every: int | None
-    restart_every: int | None
-    lag: int
-    keep: Keep | None
-    hooks: Hooks
-    rerun: bool
-    resume: Any
-    nonfinite_ok: tuple[str, ...]
-    ranks: Ranks | None
-    framework: str | None
-    attach: dict[str, Any]
-    driver: Driver | None
     loss_fn: Callable[..., Any] | None
-    trust: bool
-    trackers: tuple[Selection, ...] = ()
-    stop_file: str | os.PathLike[str] | None = None
-    console: Console = "auto"
+    checkpoints: Checkpoints
+    logging: Logging
+    trackers: tuple[Selection, ...]
+    hooks: Hooks
+    resume: Any
+    attach: dict[str, Any]
+    rerun: bool
+    lag: int
+    stop_file: str | os.PathLike[str] | None
+    ranks: Ranks | None
+    driver: Driver | str | None
 
     def checked(self) -> Options:
         """Returns itself; raises ValueError if a number or a choice is out of range."""
         DelayedReader(self.lag)
-        console.checked(self.console)
-        if self.keep is not None:
-            self.keep.checked()
-        for name in ("save_every", "restart_every"):
-            every = getattr(self, name)
-            if every is not None and (type(every) is not int or every < 1):
-                raise ValueError(f"{name} is a whole number of steps >= 1, or None, not {every!r}")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ValueError(
                 f"loss_fn is a function that gives the loss of a batch, or None, not "
                 f"{type(self.loss_fn).__name__}"
             )
-        if not isinstance(self.trust, bool):
-            raise ValueError(f"trust is True or False, not {self.trust!r}")
         if self.resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {self.resume!r}')
         return self
@@ -116,9 +100,9 @@ def open_run(options: Options) -> Loop[CheckpointSaver]:
     """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
     if any(loop.finalizer.alive for loop in _loops):
         gc.collect()  # runs the finalizers of unreferenced Healers, which may hold the store
-    driver = options.driver or driver_for(
-        options.state, options.policy.engine, options.framework, options.attach
-    )
+    driver = options.driver
+    if driver is None or isinstance(driver, str):
+        driver = driver_for(options.state, options.policy.engine, driver, options.attach)
     own_claim: Claim | None = None
     loop: Loop[CheckpointSaver] | None = None
     try:
@@ -157,8 +141,8 @@ def _shared_options(options: Options) -> dict[str, Any]:
     return {
         "policy": policy.text or policy.fingerprint or policy.name,
         "lag": options.lag,
-        "save_every": options.save_every,
-        "restart_every": options.restart_every,
+        "save_every": options.checkpoints.every,
+        "restart_every": options.checkpoints.restart_every,
         "store": options.store is not None,
     }
 
@@ -254,35 +238,35 @@ def _construct(
     group = RankGroup(ranks, driver, options.lag, options.stop_file)
     # A rank whose reports reach rank 0 needs no events file of its own.
     silent = ranks.rank > 0 and group.votes
-    events = Log(None) if silent else _events(options.events, folder, ranks)
+    events = Log(None) if silent else _events(options.logging.events, folder, ranks)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
     trackers = Trackers(selected, run=events.run)
     log = RunLog(
         events,
-        metrics=_metrics(options.metrics, events, ranks, tracked=len(trackers) > 0),
-        console=options.console,
+        metrics=_metrics(options.logging.metrics, events, ranks, tracked=len(trackers) > 0),
+        console=options.logging.console,
         silent=ranks.rank > 0,
         trackers=trackers,
         hooks=options.hooks,
         on_local=group.report if group.votes else None,
     )
-    every = options.save_every or policy.probation
+    every = options.checkpoints.every or policy.probation
     checkpoints = CheckpointManager(
         store,
         every=every,
         # By default all checkpoints on probation, within a bound, and some older known-good ones.
-        keep=options.keep
+        keep=options.checkpoints.keep
         or Keep(candidates=min(-(-policy.probation // every) + 1, MOST_CANDIDATES), older=True),
         probation=policy.probation,
         region=policy.region,
         verifier=BackgroundVerifier(in_background=ranks.world == 1),
         ranks=ranks,
         log=log,
-        restart_every=options.restart_every,
-        restart_spread=options.save_every is None,
+        restart_every=options.checkpoints.restart_every,
+        restart_spread=options.checkpoints.every is None,
     )
-    ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
-    host = HostState(loaders.position, driver.generators(), trust=options.trust)
+    ledger, loaders = Ledger(), LoaderRegistry(trust=options.checkpoints.trust)
+    host = HostState(loaders.position, driver.generators(), trust=options.checkpoints.trust)
     restorer = Restorer(
         policy=policy,
         driver=driver,
@@ -333,12 +317,12 @@ def _construct(
 
 
 def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
-    given = options.store
+    given, nonfinite_ok = options.store, tuple(options.checkpoints.nonfinite_ok)
     if given is None or isinstance(given, str | os.PathLike):
-        own = driver.store(given, options.nonfinite_ok, trust=options.trust)
+        own = driver.store(given, nonfinite_ok, trust=options.checkpoints.trust)
         return _fitting(own, driver, ranks, options)
-    if options.nonfinite_ok:
-        given.nonfinite_ok = (*given.nonfinite_ok, *options.nonfinite_ok)
+    if nonfinite_ok:
+        given.nonfinite_ok = (*given.nonfinite_ok, *nonfinite_ok)
     return given
 
 
@@ -357,7 +341,7 @@ def _fitting(
             f"{needed} do not fit into half of the free host memory: pass a directory as the store"
         )
     line = f"{needed} do not fit into half of the free host memory: checkpoints go to disk"
-    console.warning(line, options.console)
+    console.warning(line, options.logging.console)
     return store.disk
 
 

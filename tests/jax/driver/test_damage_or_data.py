@@ -15,11 +15,12 @@ import pytest
 from flax import nnx
 from jax.core import Tracer
 
-from healcore import Healer
+from healcore import Healer, Logging
 from healcore.events import read
 from healcore.jax import from_dict, metrics, protect, to_dict
 from healcore.policy import engine_of, load
 from healcore.runtime.recovery.engine_states import limited
+from tests.healer.run_options import grouped
 
 STEPS = 400
 CHANGE = 250
@@ -91,7 +92,9 @@ class Run:
 
     def train(self, folder: Path, *, asks: bool = True, **options: Any) -> Healer:
         options = {"loss_fn": self.loss_fn if asks else None, **options}
-        with Healer("default", state=self.state, events=folder / "e.jsonl", **options) as healer:
+        with Healer(
+            "default", state=self.state, **grouped(options, events=folder / "e.jsonl")
+        ) as healer:
             for batch in healer.batches(self.batches):
                 state = self.edit(healer.step, healer.state)
                 rate, scale = jnp.float32(self.rate), jnp.float32(self.scale)
@@ -270,7 +273,9 @@ def test_every_batch_of_a_dispatch_of_many_steps_is_compared(tmp_path):
     run, waiting = Run(), []
     state = (initial(), tx.init(initial()))
     done = False
-    with Healer("default", state=state, events=tmp_path / "e.jsonl", loss_fn=run.loss_fn) as healer:
+    with Healer(
+        "default", state=state, logging=Logging(events=tmp_path / "e.jsonl"), loss_fn=run.loss_fn
+    ) as healer:
         for batch in healer.batches(run.batches):
             waiting.append(batch)
             if len(waiting) < 8:
@@ -324,7 +329,7 @@ def test_objects_that_are_updated_in_place_keep_their_statistics_and_keys(tmp_pa
 
         state = {"model": model, "optimizer": optimizer}
         options: Any = {"loss_fn": loss_fn} if asks else {}
-        with Healer("default", state=state, **options) as healer:
+        with Healer("default", state=state, **grouped(options)) as healer:
             for batch in healer.batches([data(n, relabelled=n >= 120) for n in range(160)]):
                 train(model, optimizer, batch)
                 healer.update()

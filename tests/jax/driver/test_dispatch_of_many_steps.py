@@ -19,6 +19,7 @@ from healcore import Healer, RunStopped
 from healcore.core.verdict import Action
 from healcore.jax import protect
 from healcore.jax.driver import JaxDriver
+from tests.healer.run_options import grouped
 from tests.jax.driver.small_runs import POLICY
 
 PARAMS = {"w": jnp.full(4, 0.5)}
@@ -57,7 +58,7 @@ def chunks(xs, k):
 def run(xs, k, tmp_path, policy=POLICY, records=32, epochs=1, **options):
     state, many = start(policy, records)
     metrics = tmp_path / f"{k}.metrics.jsonl"
-    healer = Healer(policy, state=state, metrics=metrics, **options)
+    healer = Healer(policy, state=state, **grouped(options, metrics=metrics))
     with healer:
         for batch in healer.batches(chunks(xs, k), epochs=epochs):
             healer.update(many(healer.state, batch))

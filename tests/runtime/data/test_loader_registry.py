@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from healcore import Checkpoints
 from tests.healer.run_directory import events
 from tests.healer.training_loops import Faults, loop_of, rules, train
 
@@ -69,7 +70,9 @@ def test_one_call_per_epoch(tmp_path):
 
     def run(stop_at):
         loop, data = loop_of("torch", Faults()), list(range(10))
-        with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
+        with Healer(
+            rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
+        ) as healer:
             for _epoch in range(4):
                 for number in healer.batches(data):
                     loop.step(healer, number)
@@ -88,7 +91,9 @@ def test_a_rollback_into_the_epoch_before(tmp_path):
 
     loop, data = loop_of("torch", Faults(once=[1])), list(range(20))
     loop.faults.seen[1] = -1  # bad in the second epoch only
-    with Healer(rules(), state=loop.state, store=tmp_path, save_every=5) as healer:
+    with Healer(
+        rules(), state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)
+    ) as healer:
         for _epoch in range(2):
             for number in healer.batches(data):
                 loop.step(healer, number)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.runtime.loop.termination import Interrupted, TerminationWatch
 from tests import forked_programs
@@ -114,7 +115,9 @@ def test_sigterm_in_an_accumulation_goes_on_to_its_end(tmp_path):
     state = {"model": model, "optimizer": optimizer}
 
     def loop():
-        with Healer(SKIPS, state=state, store=tmp_path, save_every=50) as healer:
+        with Healer(
+            SKIPS, state=state, store=tmp_path, checkpoints=Checkpoints(every=50)
+        ) as healer:
             for number in healer.batches(range(40)):
                 loss = model(torch.randn(8, 4)).square().mean()
                 healer.observe(loss)

@@ -35,7 +35,7 @@ def test_it_is_reported_as_what_it_is(tmp_path, healer, caplog):
         return
     events = tmp_path / "run.events.jsonl"
     state = {"model": model, "optimizer": optimizer}
-    with healcore.Healer(SOFT, state=state, events=events) as run:
+    with healcore.Healer(SOFT, state=state, logging=healcore.Logging(events=events)) as run:
         for size in run.batches(sizes):
             _step(model, optimizer, size, run.observe)
     found = read(events).events

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from healcore import Logging
 from healcore.events import read
 from healcore.runtime.healer import Healer
 from healcore.runtime.trackers import delivery
@@ -164,7 +165,9 @@ def test_a_full_queue_drops_metrics_before_events(folder, monkeypatch, capsys):
     monkeypatch.setattr(delivery, "MAX_WAIT", 1)
     slow = Slow()
     loop = loop_of("torch", Faults(once=[30]))
-    with Healer(rules(), state=loop.state, trackers=slow, events=folder / "e.jsonl") as healer:
+    with Healer(
+        rules(), state=loop.state, trackers=slow, logging=Logging(events=folder / "e.jsonl")
+    ) as healer:
         for number in healer.batches(range(40)):
             loop.step(healer, number)
         slow.go.set()

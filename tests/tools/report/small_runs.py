@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from healcore.runtime.healer import Healer
+from tests.healer.run_options import grouped
 
 
 class Loop:
@@ -54,9 +55,7 @@ def train(
             policy,
             state=loop.state,
             store=folder / "checkpoints" if disk else None,
-            events=events,
-            metrics=folder / "run.metrics.jsonl",
-            **options,
+            **grouped(options, events=events, metrics=folder / "run.metrics.jsonl"),
         ) as healer,
     ):
         for number in healer.batches(range(batches)):

@@ -11,6 +11,7 @@ import torch
 
 from healcore import Healer
 from healcore.events import read
+from tests.healer.run_options import grouped
 
 STEPS = 400
 CHANGE = 250
@@ -70,7 +71,7 @@ class Run:
         options = {"loss_fn": self.loss if asks else None, **options}
         with (
             contextlib.suppress(SystemExit),
-            Healer(policy, state=state, events=folder / "e.jsonl", **options) as healer,
+            Healer(policy, state=state, **grouped(options, events=folder / "e.jsonl")) as healer,
         ):
             for place, number in enumerate(healer.batches(range(steps * self.parts))):
                 if at is not None:

@@ -21,9 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from healcore import Logging
 from healcore.runtime.healer import Healer
 from healcore.torch.driver import ddp_gradients
 from tests.healer.memory_limit import limited
+from tests.healer.run_options import grouped
 from tests.torch.driver import out_of_memory_runs as runs
 from tests.torch.four_ranks import Collectives
 from tests.torch.worlds import folder as shared_folder
@@ -95,7 +97,10 @@ def train(
     def around(reduces: bool) -> Any:
         return model.no_sync() if no_sync and not reduces else nullcontext()
 
-    with Healer(state=state, metrics=metrics, events=root / "events.jsonl") as healer:
+    with Healer(
+        state=state,
+        logging=Logging(metrics=metrics, events=root / "events.jsonl"),
+    ) as healer:
         sizes = runs.loop(healer, model, optimizer, data(rank), fail, most, around)
     return {
         "sizes": sizes,
@@ -147,7 +152,7 @@ def loop(
     count = options.pop("count", None)
     state = {"model": model, "optimizer": optimizer}
     try:
-        with Healer(state=state, events=events, **options) as healer:
+        with Healer(state=state, **grouped(options, events=events)) as healer:
             for batch in healer.batches(batches or [rows(BATCH)] * 4):
                 sizes.append([])
                 total = {} if count is None else {"count": count, "total": 4.0}
@@ -226,7 +231,9 @@ def added(root: Path) -> dict[str, Any]:
         torch.manual_seed(0)
         net = DistributedDataParallel(runs.model_with_everything().double(), bucket_cap_mb=1e-5)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with Healer(state={"model": net, "optimizer": optimizer}, events=root / f"{parts}") as h:
+        with Healer(
+            state={"model": net, "optimizer": optimizer}, logging=Logging(events=root / f"{parts}")
+        ) as h:
             for batch in h.batches([rows(BATCH)] * 5):
                 with Collectives() as calls:
                     for part in h.microbatches(batch) if parts else [nullcontext()]:
@@ -286,7 +293,9 @@ def with_a_limit(root: Path, limit: bool) -> dict[str, Any]:
     batches = [torch.randn(1024, 512, generator=random) for _ in range(2)]
     parts: list[int] = []
     with (
-        Healer(state={"model": model, "optimizer": optimizer}, events=root / "events") as healer,
+        Healer(
+            state={"model": model, "optimizer": optimizer}, logging=Logging(events=root / "events")
+        ) as healer,
         limited(40 * 2**20) if limit and dist.get_rank() == 1 else nullcontext(),
     ):
         for batch in healer.batches(batches):

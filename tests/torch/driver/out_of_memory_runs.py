@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore.runtime.healer import Healer
+from tests.healer.run_options import grouped
 
 STEPS, ACCUMULATED, BATCH = 3, 2, 8
 
@@ -64,7 +65,7 @@ def healed(policy: Any = "default", **options: Any) -> Iterator[tuple[Healer[Any
     model = model_with_everything()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    with Healer(policy, state=state, **options) as healer:
+    with Healer(policy, state=state, **grouped(options)) as healer:
         yield healer, model, optimizer
 
 

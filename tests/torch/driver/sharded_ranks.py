@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.torch.driver import TorchDriver
 from tests.torch.driver.small_run import NAN, ROLLS_BACK, roll_back, single_record
@@ -78,7 +79,9 @@ def digests(name: str, store: Path, steps: int) -> str:
     net, optimizer = built(name)
     state = {"model": net, "optimizer": optimizer}
     rank = 0 if name == "tensor parallel" else dist.get_rank()
-    with Healer("default", state=state, store=store, save_every=3, resume=True) as healer:
+    with Healer(
+        "default", state=state, store=store, checkpoints=Checkpoints(every=3), resume=True
+    ) as healer:
         for i in healer.batches(list(range(STEPS))):
             random = torch.Generator().manual_seed(10 * i + rank)
             x = torch.randn(8, 4, generator=random).to(next(net.parameters()).dtype)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from healcore import Healer
+from healcore import Healer, Logging
 from healcore.policy import load
 from healcore.runtime.store.errors import NotThere
+from tests.healer.run_options import grouped
 from tests.torch.driver.compared_run import (
     CHANGE,
     STEPS,
@@ -181,7 +182,7 @@ def test_a_rollback_past_the_start_of_a_loader_begins_it_again(tmp_path):
     run = OneBatchDamages()
     state = {"model": run.model, "optimizer": run.optimizer}
     options: Any = {"events": tmp_path / "e.jsonl", "loss_fn": run.loss}
-    with Healer("default", state=state, **options) as healer:
+    with Healer("default", state=state, **grouped(options)) as healer:
         for loader in (range(120), range(120, 800)):
             for number in healer.batches(loader):
                 loss = run.loss(number)
@@ -231,7 +232,9 @@ def test_a_rate_that_is_too_high_from_the_start_is_limited(tmp_path):
         return (curvature * (weight - target).square()).sum() / 2 + 1.0
 
     state = {"weight": weight, "optimizer": optimizer}
-    with Healer("default", state=state, events=tmp_path / "e.jsonl", loss_fn=loss_fn) as healer:
+    with Healer(
+        "default", state=state, logging=Logging(events=tmp_path / "e.jsonl"), loss_fn=loss_fn
+    ) as healer:
         for number in healer.batches(range(300)):
             loss = healer.loss(number)
             optimizer.zero_grad()

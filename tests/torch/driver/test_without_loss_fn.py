@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from healcore import Healer
+from healcore import Checkpoints, Healer, Logging
 from healcore.policy import load
 from healcore.runtime.host_policy import HostPolicy
 from tests.torch.driver.compared_run import (
@@ -95,7 +95,12 @@ def test_several_optimizers_that_leave_gradients_in_each_other_can_be_saved(tmp_
     makes = torch.optim.Adam(maker.parameters(), lr=1e-3)
     judges = torch.optim.Adam(judge.parameters(), lr=1e-3)
     state = {"maker": maker, "judge": judge, "makes": makes, "judges": judges}
-    with Healer("default", state=state, events=tmp_path / "e.jsonl", save_every=10) as healer:
+    with Healer(
+        "default",
+        state=state,
+        logging=Logging(events=tmp_path / "e.jsonl"),
+        checkpoints=Checkpoints(every=10),
+    ) as healer:
         for _ in healer.batches(range(35)):
             fake = maker(torch.randn(8, 2))
             judges.zero_grad()

@@ -13,8 +13,10 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.torch import attach
+from tests.healer.run_options import grouped
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
 from tests.torch.sync_counter import CountSyncs
@@ -204,7 +206,7 @@ def test_a_rollback_goes_back_to_the_batch_too(accumulate: int):
     loop = Loop(accumulate, stateful=True)
     bad = order[13]
     seen: dict[str, int] = {}
-    with Healer(policies.ROLLS_BACK, state=loop.state, save_every=2) as healer:
+    with Healer(policies.ROLLS_BACK, state=loop.state, checkpoints=Checkpoints(every=2)) as healer:
         for batch in healer.batches(loop.loader):
             if healer.rollbacks and not seen:
                 seen = {"step": healer.step, "scheduler": loop.scheduler.scheduler.last_epoch}
@@ -226,7 +228,7 @@ def test_a_rollback_goes_back_to_the_batch_too(accumulate: int):
 
 def test_a_plain_loader_goes_on_forward_and_that_is_said_once(capfd: pytest.CaptureFixture[str]):
     loop = Loop()
-    with Healer(policies.ROLLS_BACK, state=loop.state, save_every=2) as healer:
+    with Healer(policies.ROLLS_BACK, state=loop.state, checkpoints=Checkpoints(every=2)) as healer:
         for _ in range(2):
             for batch in healer.batches(loop.loader):
                 loop.step(batch, healer.observe, bad=13)
@@ -243,7 +245,10 @@ def dropped(
     """Trains with dropout for two epochs; the weights at the end."""
     loop = Loop(stateful=True, workers=workers)
     with Healer(
-        policies.ROLLS_BACK, state=loop.state, save_every=4, store=store, **options
+        policies.ROLLS_BACK,
+        state=loop.state,
+        store=store,
+        **grouped(options, save_every=4),
     ) as healer:
         for batch in healer.batches(loop.loader, epochs=2):
             step = healer.step

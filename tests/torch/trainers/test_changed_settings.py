@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from healcore.events import read
 from healcore.runtime.loop.setup import StoreNotEmpty
-from healcore.torch import LightningHealingCallback, heal
+from healcore.torch import LightningHealingCallback, heal_trainer
 from tests.torch.trainers.huggingface.small_runs import trainer as hf_trainer
 from tests.torch.trainers.huggingface.small_runs import weights
 from tests.torch.trainers.lightning.fits import Regression, data
@@ -22,7 +22,7 @@ from tests.torch.trainers.lightning.fits import trainer as lightning_trainer
 
 def train_hf(folder: Path, **arguments: Any) -> Any:
     run = hf_trainer(folder, steps=8, **arguments)
-    healed = heal(run, "default")
+    healed = heal_trainer(run, "default")
     healed.train()
     return run
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore
+from tests.healer.run_options import grouped
 from tests.torch.forked_ranks import run_ranks
 from tests.torch.two_ranks import free_port
 
@@ -55,7 +56,7 @@ class Damage:
 
 def transformers_run(folder: Path, world: int) -> dict[str, Any]:
     """Under `heal(trainer)`, with the trainer's own `compute_loss`."""
-    from healcore.torch import heal
+    from healcore.torch import heal_trainer
     from tests.torch.trainers.huggingface import small_runs
 
     damage, rollbacks = Damage(), list[Any]()
@@ -72,7 +73,7 @@ def transformers_run(folder: Path, world: int) -> dict[str, Any]:
         lr_scheduler_type="constant",
         **more,
     )
-    heal(trainer, **options(rollbacks)).train()
+    heal_trainer(trainer, **grouped(options(rollbacks))).train()
     assert trainer.args.world_size == world
     norm = float(small_runs.weights(trainer).norm())
     return {"rollbacks": rollbacks, "steps": trainer.state.global_step, "norm": norm}
@@ -93,7 +94,7 @@ def lightning_run(folder: Path, world: int) -> dict[str, Any]:
 
     torch.manual_seed(0)
     module = fits.Regression()
-    callback = LightningHealingCallback(loss_fn=module.loss, **options(rollbacks))
+    callback = LightningHealingCallback(loss_fn=module.loss, **grouped(options(rollbacks)))
     running = fits.trainer(
         callback,
         Damages(),

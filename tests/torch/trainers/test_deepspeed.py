@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from healcore import Checkpoints
 from healcore.core.clipping import FixedConfig
 from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, attach, engine_state, heal_engine
@@ -136,7 +137,7 @@ def test_a_rollback_restores_every_part(kind: str, tmp_path: Any):
             policies.ROLLS_BACK,
             state=state,
             store=tmp_path / str(bad),
-            save_every=2,
+            checkpoints=Checkpoints(every=2),
             lr={"factor": 0.999},
         ) as healer:
             trace = []

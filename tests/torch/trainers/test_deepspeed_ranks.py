@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.torch import engine_state, heal_engine
 from tests.torch import policies
@@ -74,7 +75,9 @@ def rollback(config: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
         state = engine_state(loop.engine)
         store = folder / str(bad)
         went = seen = None
-        with Healer(policies.ROLLS_BACK, state=state, store=store, save_every=2) as healer:
+        with Healer(
+            policies.ROLLS_BACK, state=state, store=store, checkpoints=Checkpoints(every=2)
+        ) as healer:
             trace = {}
             for i in healer.batches(list(range(20))):
                 if healer.rollbacks and went is None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore.runtime.healer import Healer
-from healcore.torch import LightningHealingCallback, heal
+from healcore.torch import LightningHealingCallback, heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
@@ -60,7 +60,7 @@ def test_a_step_of_a_trainer(at: tuple[int, ...], tmp_path: Path):
         folder = tmp_path / str(own)
         trainer = small_runs.trainer(folder, steps=5, cls=Dropped, gradient_accumulation_steps=2)
         vars(trainer)["judge"] = Failing(own)
-        heal(trainer, store=folder / "store", retry=QUICK).train()
+        heal_trainer(trainer, store=folder / "store", retry=QUICK).train()
         assert trainer.state.global_step == 5
         assert answers(folder / "store") == ["retry"] * len(own)
         found.append((small_runs.weights(trainer), small_runs.logged(trainer, "loss")))
@@ -80,7 +80,7 @@ def test_a_reward_function(tmp_path: Path):
             return judge(**given)
 
         trainer.reward_funcs[0] = reward
-        heal(trainer, store=folder / "store", retry=QUICK).train()
+        heal_trainer(trainer, store=folder / "store", retry=QUICK).train()
         assert answers(folder / "store") == ["retry"] * len(at)
         rows = [
             {name: value for name, value in row.items() if "time" not in name}
@@ -95,11 +95,11 @@ def test_an_error_that_does_not_pass_ends_the_run_with_its_state_saved(tmp_path:
     trainer = small_runs.trainer(tmp_path, steps=8, cls=Dropped)
     vars(trainer)["judge"] = Failing(tuple(range(5, 100)))
     with pytest.raises(ConnectionResetError):
-        heal(trainer, store=tmp_path / "store", retry={**QUICK, "attempts": 3}).train()
+        heal_trainer(trainer, store=tmp_path / "store", retry={**QUICK, "attempts": 3}).train()
     assert answers(tmp_path / "store") == ["retry", "retry", None, "save"]
     again = small_runs.trainer(tmp_path, steps=8, cls=Dropped)
     vars(again)["judge"] = Failing(())
-    heal(again, store=tmp_path / "store").train()
+    heal_trainer(again, store=tmp_path / "store").train()
     assert vars(again)["judge"].calls == 3, "it goes on after step 5"
 
 
@@ -113,7 +113,7 @@ def test_a_read_of_a_trainer(workers: int, tmp_path: Path):
         folder = tmp_path / str(at)
         trainer = small_runs.trainer(folder, steps=8, dataloader_num_workers=workers)
         trainer.train_dataset = small_runs.Reading(trainer.train_dataset, Failing(at))
-        heal(trainer, store=folder / "store", retry=QUICK).train()
+        heal_trainer(trainer, store=folder / "store", retry=QUICK).train()
         assert trainer.state.global_step == 8
         assert set(answers(folder / "store")) == ({"retry"} if at else set())
         found.append(small_runs.weights(trainer))

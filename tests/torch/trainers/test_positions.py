@@ -9,7 +9,8 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from healcore.torch import LightningHealingCallback, heal
+from healcore import Checkpoints
+from healcore.torch import LightningHealingCallback, heal_trainer
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.lightning import fits
 
@@ -38,7 +39,7 @@ def train(folder: Path, accumulated: int, raises_at: int | None = None) -> Raisi
         folder, cls=RaisingTrainer, num_train_epochs=2, gradient_accumulation_steps=accumulated
     )
     made.train_dataset, made.raises_at = small_runs.Rows(7), raises_at
-    heal(made, store=folder / "store", save_every=2).train()
+    heal_trainer(made, store=folder / "store", checkpoints=Checkpoints(every=2)).train()
     return made
 
 
@@ -79,7 +80,7 @@ def fit(
 ) -> tuple[RaisingModule, Any]:
     torch.manual_seed(0)
     module = RaisingModule(raises_at)
-    callback = LightningHealingCallback(store=store, save_every=every)
+    callback = LightningHealingCallback(store=store, checkpoints=Checkpoints(every=every))
     running = fits.trainer(callback, max_epochs=epochs, **options)
     running.fit(module, StatefulDataLoader(fits.data(7), batch_size=8, shuffle=True))
     return module, running

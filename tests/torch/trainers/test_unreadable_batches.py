@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from healcore import Checkpoints
 from healcore.runtime.healer import Healer
-from healcore.torch import LightningHealingCallback, heal
+from healcore.torch import LightningHealingCallback, heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
@@ -57,7 +58,7 @@ def trained(folder: Path, bad: tuple[int, ...], **arguments: Any) -> Any:
     trainer = small_runs.trainer(folder, cls=Recording, **arguments)
     rows = tuple(each * small_runs.BATCH + 1 for each in bad)
     trainer.train_dataset = corrupt(small_runs.Rows(8), rows)
-    heal(trainer, store=folder / "store", save_every=5).train()
+    heal_trainer(trainer, store=folder / "store", checkpoints=Checkpoints(every=5)).train()
     return trainer
 
 
@@ -99,7 +100,7 @@ def test_a_restart_knows_the_skipped_batches(tmp_path: Path):
 def test_trl(tmp_path: Path):
     trainer = tiny.sft(tmp_path, max_steps=20)
     trainer.train_dataset = corrupt(trainer.train_dataset, (7,))
-    heal(trainer, store=tmp_path / "store").train()
+    heal_trainer(trainer, store=tmp_path / "store").train()
     assert trainer.state.global_step == 20
     assert [epoch for epoch, _ in skipped(tmp_path / "store")] == [0, 1]
 
@@ -190,7 +191,7 @@ def test_a_generator_that_has_ended_is_not_answered(tmp_path: Path):
     )
     trainer.train_dataset = Stream()
     with pytest.raises(OSError, match="cut off") as raised:
-        heal(trainer, store=tmp_path / "store").train()
+        heal_trainer(trainer, store=tmp_path / "store").train()
     assert any("as a generator does" in note for note in raised.value.__notes__)
     (fault,) = events(tmp_path / "store", "fault")
     assert fault["answer"] == "save"

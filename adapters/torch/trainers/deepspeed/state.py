@@ -78,7 +78,7 @@ class BasicOptimizer(Optimizer):
         self.per_rank = is_sharded(engine) and engine.dp_world_size > 1
         self.trainer_limit = gradient_clipping(engine)
 
-    def heal(self, core: Engine, **options: Any) -> Healing:
+    def attach_with(self, core: Engine, **options: Any) -> Healing:
         """Heals the engine; the driver calls it instead of `attach`."""
         group = options.pop("process_group", "auto")
         unknown = sorted(name for name, value in options.items() if value is not None)

@@ -46,7 +46,8 @@ LAG = 1
 """Steps after which a step's decision is read on the host: by then it has arrived."""
 
 _ELSEWHERE = (
-    "a callback cannot roll back within train(): healcore.torch.heal(trainer, policy) does, or "
+    "a callback cannot roll back within train(): healcore.torch.heal_trainer(trainer, policy) "
+    "does, or "
     "resume from the last known-good checkpoint"
 )
 

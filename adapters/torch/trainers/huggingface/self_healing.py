@@ -1,23 +1,31 @@
-"""Defines `heal(trainer)`, which rolls back inside a running `Trainer.train()`."""
+"""Defines `heal_trainer(trainer)`, which rolls back inside a running `Trainer.train()`."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from healcore.console import Console
 from healcore.core.engine import Engine
 from healcore.policy import Overrides, Policy, PolicyLike, load
 from healcore.policy.loader import resolve
 from healcore.policy.trainer_limit import keeps_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.incidents.hooks import EventHook, Hook
+from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.recovery.journal import NAME
-from healcore.runtime.store import CheckpointStore, Keep
+from healcore.runtime.run_options import (
+    CHECKPOINTS,
+    LOGGING,
+    NO_HOOKS,
+    Checkpoints,
+    Logging,
+    check_no_field,
+)
+from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers import replaced
@@ -38,32 +46,25 @@ _METHODS = ("_prepare_for_training", "_run_epoch")
 Store = str | os.PathLike[str] | CheckpointStore | None
 
 
-def heal(
+def heal_trainer(
     trainer: Trainer,
     policy: PolicyLike = "default",
     *,
     store: Store | Literal["auto"] = "auto",
-    events: str | os.PathLike[str] | None = None,
-    metrics: str | os.PathLike[str] | None = "auto",
-    save_every: int | None = None,
-    keep: Keep | None = None,
     loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
-    on_incident: Hook | Iterable[Hook] = (),
-    on_saved: EventHook | Iterable[EventHook] = (),
-    on_rollback: EventHook | Iterable[EventHook] = (),
-    rerun: bool = False,
-    resume: bool | Literal["auto"] = "auto",
-    nonfinite_ok: Iterable[str] = (),
-    attach: Mapping[str, Any] | None = None,
-    trust: bool = False,
+    checkpoints: Checkpoints = CHECKPOINTS,
+    logging: Logging = LOGGING,
     trackers: object = (),
+    hooks: Hooks = NO_HOOKS,
+    resume: bool | Literal["auto"] = "auto",
+    attach: Mapping[str, Any] | None = None,
+    rerun: bool = False,
     stop_file: str | os.PathLike[str] | None = None,
-    console: Console = "auto",
     **overrides: Unpack[Overrides],
 ) -> SelfHealingTrainer:
     """Heals a `transformers.Trainer`, or a trainer of TRL, while it trains.
 
-        healed = heal(trainer, "default")
+        healed = heal_trainer(trainer, "default")
         healed.train()
 
     From then on `trainer.train()` is healed too. To train it unhealed, build another Trainer.
@@ -82,27 +83,20 @@ def heal(
         store: a directory for checkpoints, a store, or None: host memory only, which is lost with
             the process. "auto": `_healcore` in the trainer's `output_dir`. Started again with the
             same store, the program continues.
-        events: as for `healcore.Healer`.
-        metrics: as for `healcore.Healer`.
-        save_every: as for `healcore.Healer`. A restart point is saved as often as the trainer saves
-            (`save_steps`), too.
-        keep: as for `healcore.Healer`.
         loss_fn: the loss of one batch, by which the current weights are compared with earlier ones.
             "auto": the trainer's own `compute_loss`, except where the trainer generates what it is
             trained on (GRPO, RLOO). None: weights are not compared.
-        on_incident: as for `healcore.Healer`.
-        on_saved: as for `healcore.Healer`.
-        on_rollback: as for `healcore.Healer`.
-        rerun: as for `healcore.Healer`.
+        checkpoints: as for `healcore.Healer`. A restart point is also saved as often as the
+            trainer saves (`save_steps`).
+        logging: as for `healcore.Healer`.
+        trackers: as for `healcore.Healer`, in addition to the trainer's `report_to`.
+        hooks: as for `healcore.Healer`.
         resume: "auto" and True continue an interrupted run, and do not train one again that has
             completed; with other arguments than that run had, "auto" raises StoreNotEmpty instead.
             False refuses a store that is not empty.
-        nonfinite_ok: as for `healcore.Healer`.
         attach: options of `healcore.torch.attach`.
-        trust: as for `healcore.Healer`.
-        trackers: as for `healcore.Healer`, in addition to the trainer's `report_to`.
+        rerun: as for `healcore.Healer`.
         stop_file: as for `healcore.Healer`.
-        console: as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Returns:
@@ -112,22 +106,16 @@ def heal(
         AttachError: it is no Trainer, or it is set up in a way that cannot be healed.
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
+    check_no_field(overrides)
     options: dict[str, Any] = {
-        "events": events,
-        "metrics": metrics,
-        "save_every": save_every,
-        "keep": keep,
-        "on_incident": on_incident,
-        "on_saved": on_saved,
-        "on_rollback": on_rollback,
-        "rerun": rerun,
-        "resume": resume,
-        "nonfinite_ok": nonfinite_ok,
-        "attach": attach,
-        "trust": trust,
+        "checkpoints": checkpoints,
+        "logging": logging,
         "trackers": trackers,
+        "hooks": hooks,
+        "resume": resume,
+        "attach": attach,
+        "rerun": rerun,
         "stop_file": stop_file,
-        "console": console,
     }
     return SelfHealingTrainer(
         trainer, resolve(policy, overrides), store=store, loss_fn=loss_fn, options=options
@@ -135,7 +123,7 @@ def heal(
 
 
 class SelfHealingTrainer:
-    """A trainer that rolls back by itself. Created by `heal`.
+    """A trainer that rolls back by itself. Created by `heal_trainer`.
 
     `train` of this one trainer object is replaced. While it trains, other methods are replaced too,
     and restored afterwards. Methods of a user's subclass are called as always.
@@ -198,10 +186,10 @@ class SelfHealingTrainer:
         """
         if resume_from_checkpoint not in (None, True, False):
             raise AttachError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} with heal(): only one of the "
-                "two can own the position of the run. Leave it out: the run continues from the "
-                f"store, {self._options['store']}; to begin a new run from those weights, load the "
-                "model from that directory and pass an empty store"
+                f"resume_from_checkpoint={resume_from_checkpoint!r} with heal_trainer(): only one "
+                "of the two can own the position of the run. Leave it out: the run continues from "
+                f"the store, {self._options['store']}; to begin a new run from those weights, load "
+                "the model from that directory and pass an empty store"
             )
         if resume_from_checkpoint:
             self._refuse_other_checkpoints()
@@ -243,9 +231,10 @@ class SelfHealingTrainer:
             policy = policy.config._replace(mode="observe")
         with copy_of(self.trainer, steps) as (trainer, folder):
             metrics = folder / "metrics.jsonl"
-            options = {"metrics": metrics, "attach": self._options["attach"]}
+            logging = Logging(metrics=metrics)
+            options: dict[str, Any] = {"logging": logging, "attach": self._options["attach"]}
             try:
-                heal(trainer, policy, store=None, loss_fn=None, **options).train()
+                heal_trainer(trainer, policy, store=None, loss_fn=None, **options).train()
             except Exception as error:
                 add_hint(error)
                 raise
@@ -261,10 +250,10 @@ class SelfHealingTrainer:
         found = get_last_checkpoint(folder) if folder and os.path.isdir(folder) else None
         if found is not None:
             raise AttachError(
-                f"resume_from_checkpoint=True with heal() continues from the store, {store}, where "
-                f"no run has begun yet, and not from {found}, which the Trainer has saved. Leave "
-                "it out to train from step 0, load the model from that directory to begin with "
-                "its weights, or finish that run without heal()"
+                "resume_from_checkpoint=True with heal_trainer() continues from the store, "
+                f"{store}, where no run has begun yet, and not from {found}, which the Trainer has "
+                "saved. Leave it out to train from step 0, load the model from that directory to "
+                "begin with its weights, or finish that run without heal_trainer()"
             )
 
 
@@ -309,7 +298,10 @@ class _Run:
         state = {name: each for name, each in state.items() if each is not None}
         saves = trainer.args.save_strategy == "steps"
         every = trainer.state.save_steps if saves else None
-        healer = Healer(state=state, restart_every=every, **self._options)
+        checkpoints = self._options["checkpoints"]
+        if every is not None and checkpoints.restart_every is None:
+            checkpoints = replace(checkpoints, restart_every=every)
+        healer = Healer(state=state, **{**self._options, "checkpoints": checkpoints})
         self.healer = stack.enter_context(healer)
         same = progress.max_steps == trainer.state.max_steps
         feed.open(healer, nothing_to_do=healer.had_completed and same)
@@ -355,17 +347,17 @@ class _TrainerEvents(EpochFraction):
 
 
 def _heal_train(trainer: Any, healed: SelfHealingTrainer) -> Callable[..., Any]:
-    """Makes the trainer's own `train` heal, for `heal(trainer); trainer.train()`; returns it."""
+    """Makes the trainer's own `train` heal, for `heal_trainer(trainer)`, and returns it."""
     own = trainer.train
-    if hasattr(own, "__healed__"):  # by an earlier heal(), under another policy
+    if hasattr(own, "__healed__"):  # by an earlier heal_trainer(), under another policy
         own = own.__wrapped__
 
     @functools.wraps(own)
     def train(*args: Any, trial: Any = None, **kwargs: Any) -> Any:
         if trial is not None or len(args) > 1:
             raise AttachError(
-                "hyperparameter_search with heal(): the trials would share one store and one "
-                "history; search with a Trainer that has HealingCallback among its callbacks"
+                "hyperparameter_search with heal_trainer(): the trials would share one store and "
+                "one history; search with a Trainer that has HealingCallback among its callbacks"
             )
         return healed.train(*args, **kwargs)
 
@@ -379,27 +371,27 @@ def _check(trainer: Any) -> None:
 
     if isinstance(trainer, SelfHealingTrainer):
         raise AttachError(
-            "heal takes a trainer that is not healed yet, and this is what heal() has returned: "
+            "heal_trainer takes a trainer that is not healed yet, and this one is healed already: "
             "call its train(), or pass its .trainer to heal it under another policy"
         )
     if not isinstance(trainer, Trainer):
         raise AttachError(
-            f"heal takes a transformers.Trainer or a trainer of TRL, not {type(trainer).__name__}: "
-            "for a loop of your own use healcore.Healer"
+            "heal_trainer takes a transformers.Trainer or a trainer of TRL, not "
+            f"{type(trainer).__name__}: for a loop of your own use healcore.Healer"
         )
     if any(not hasattr(Trainer, name) for name in _METHODS):
         raise AttachError(
-            f"heal needs transformers 5.3 or later, and this is {__version__}: upgrade it, or use "
-            "HealingCallback, which needs less of it and does not go back"
+            f"heal_trainer needs transformers 5.3 or later, and this is {__version__}: upgrade it, "
+            "or use HealingCallback, which needs less of it and does not go back"
         )
     if any(isinstance(each, HealingCallback) for each in trainer.callback_handler.callbacks):
         raise AttachError(
             "one policy heals a trainer, and this one has a HealingCallback among its callbacks, "
-            "which would judge the same steps as heal(): leave the callback out, or write "
+            "which would judge the same steps as heal_trainer(): leave the callback out, or write "
             "trainer.remove_callback(HealingCallback) before"
         )
     if trainer.args.auto_find_batch_size:
         raise AttachError(
             "auto_find_batch_size=True begins the training again when memory runs out, and changes "
-            "the batch size: set it to False; heal() splits the batch and keeps its size"
+            "the batch size: set it to False; heal_trainer() splits the batch and keeps its size"
         )

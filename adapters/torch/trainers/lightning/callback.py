@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.console import Console
 from healcore.core.engine import Engine
 from healcore.extras import require
 from healcore.policy import Overrides, Policy, PolicyLike, load
 from healcore.policy.loader import resolve
 from healcore.policy.trainer_limit import with_limit
 from healcore.runtime.healer import Healer
-from healcore.runtime.incidents.hooks import EventHook, Hook
+from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.runtime.store import CheckpointStore, Keep
+from healcore.runtime.run_options import LOGGING, Checkpoints, Logging, check_no_field
+from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -42,24 +42,16 @@ _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 class FitOptions(Overrides, total=False):
     """Arguments of `healcore.Healer`, and values to replace in the policy."""
 
-    events: str | os.PathLike[str] | None
-    metrics: str | os.PathLike[str] | None
-    save_every: int | None
-    restart_every: int | None
-    lag: int
-    keep: Keep | None
-    on_incident: Hook | Iterable[Hook]
-    on_saved: EventHook | Iterable[EventHook]
-    on_rollback: EventHook | Iterable[EventHook]
-    rerun: bool
-    resume: bool | Literal["auto"]
-    nonfinite_ok: Iterable[str]
-    ranks: Ranks | None
-    attach: Mapping[str, object] | None
-    trust: bool
+    checkpoints: Checkpoints
+    logging: Logging
     trackers: object
+    hooks: Hooks
+    resume: bool | Literal["auto"]
+    attach: Mapping[str, object] | None
+    rerun: bool
+    lag: int
     stop_file: str | os.PathLike[str] | None
-    console: Console
+    ranks: Ranks | None
 
 
 class LightningHealingCallback(Callback):
@@ -86,9 +78,9 @@ class LightningHealingCallback(Callback):
         loss_fn: the loss of one batch on the module's device, `lambda batch: module.loss(batch)`,
             by which the current weights are compared with earlier ones; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
-        **options: further arguments of `healcore.Healer` (`events`, `save_every`, `resume`, ...)
-            and values to replace in the policy. With `in_step_only` only `attach`, `console` and
-            values of the policy.
+        **options: further arguments of `healcore.Healer` (`checkpoints`, `logging`, `resume`, ...)
+            and values to replace in the policy. With `in_step_only` only `attach`, values of
+            the policy, and `console` of `logging`.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
@@ -106,6 +98,7 @@ class LightningHealingCallback(Callback):
         **options: Unpack[FitOptions],
     ) -> None:
         given: dict[str, Any] = dict(options)
+        check_no_field(given)
         overrides = {name: given.pop(name) for name in _OVERRIDES & given.keys()}
         self._policy = resolve(policy, overrides)
         self._in_step_only = in_step_only
@@ -115,10 +108,10 @@ class LightningHealingCallback(Callback):
                 raise ValueError(
                     "in_step_only=True has no checkpoints: leave store and loss_fn out"
                 )
-            if unknown := given.keys() - {"attach", "console"}:
+            if unknown := given.keys() - {"attach", "logging"}:
                 raise TypeError(
                     f"in_step_only=True has no Healer to give {', '.join(sorted(unknown))} to: "
-                    "leave it out; values of the policy, attach={...} and console are taken"
+                    "leave it out; values of the policy, attach={...} and logging are taken"
                 )
         else:
             given |= {"store": store, "loss_fn": loss_fn}
@@ -170,7 +163,8 @@ class LightningHealingCallback(Callback):
         """Attaches, or puts the Healer between Lightning and its dataloaders."""
         options, policy = self._options, self._fit_policy
         if self._in_step_only or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            attach = {"console": options.get("console", "auto"), **(options.get("attach") or {})}
+            logging = options.get("logging", LOGGING)
+            attach = {"console": logging.console, **(options.get("attach") or {})}
             self._run = InStep(trainer, policy, attach, self._engines)
         else:
             self._run = WholeRun(trainer, pl_module, policy, options, self._engines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from healcore.core.engine import StateError
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.run_metrics import METRICS
 from healcore.runtime.loop.setup import StoreNotEmpty
+from healcore.runtime.run_options import CHECKPOINTS
 from healcore.torch.attachment import attach
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
@@ -124,7 +125,11 @@ class WholeRun:
         assert feed.loader is not None
         if self.healer is None:
             ckpt_path = self.trainer.ckpt_path
-            options = {"restart_every": self._saves_every(), **self.options}
+            options = dict(self.options)
+            checkpoints = options.get("checkpoints", CHECKPOINTS)
+            if checkpoints.restart_every is None:
+                checkpoints = replace(checkpoints, restart_every=self._saves_every())
+            options["checkpoints"] = checkpoints
             if ckpt_path is not None:
                 options["resume"] = False
             if options["loss_fn"] is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from healcore.torch import HealingCallback, heal
+from healcore.torch import HealingCallback, heal_trainer
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 
@@ -36,7 +36,7 @@ def test_it_leaves_no_trace(kind: str, tmp_path: Path):
     trainer = getattr(tiny, kind)(folder, max_steps=6, save_strategy="steps", save_steps=1)
     callback = Called()
     trainer.add_callback(callback)
-    healed: Any = heal(trainer)
+    healed: Any = heal_trainer(trainer)
 
     def facts() -> Any:
         return random_states(), repr(trainer.state), trainer.args.to_json_string()
@@ -68,7 +68,7 @@ def test_a_trainer_with_methods_of_its_own(tmp_path: Path):
     trainer.remove_callback(HealingCallback)
     trainer.compute_loss = trainer.compute_loss
     before = tiny.weights(trainer)
-    assert len(heal(trainer).dry_run(steps=2).losses) == 2
+    assert len(heal_trainer(trainer).dry_run(steps=2).losses) == 2
     assert torch.equal(before, tiny.weights(trainer))
     assert trainer.state.global_step == 3
 
@@ -80,7 +80,7 @@ def test_a_trainer_that_has_an_optimizer(tmp_path: Path):
     state = trainer.optimizer.state_dict()
     before = [value["exp_avg"].clone() for value in state["state"].values()]
     weights = tiny.weights(trainer)
-    heal(trainer).dry_run(steps=2)
+    heal_trainer(trainer).dry_run(steps=2)
     after = [value["exp_avg"] for value in trainer.optimizer.state_dict()["state"].values()]
     assert all(map(torch.equal, before, after))
     assert torch.equal(weights, tiny.weights(trainer))
@@ -90,7 +90,7 @@ def test_it_says_what_the_policy_would_do(tmp_path: Path):
     trainer = tiny.plain(tmp_path, max_steps=3)
     with torch.no_grad():
         trainer.model.lm_head.weight[0, 0] = float("nan")
-    found = heal(trainer).dry_run(steps=2)
+    found = heal_trainer(trainer).dry_run(steps=2)
     assert not found.finite
     assert all("NONFINITE_LOSS" in each for each in found.would)
     assert any("a log or a division of 0" in hint for hint in found.hints)
@@ -100,10 +100,10 @@ def test_an_error_in_it_has_a_note_about_what_to_look_at(tmp_path: Path):
     trainer = tiny.plain(tmp_path, max_steps=3)
     trainer.model.lm_head = torch.nn.Linear(7, 4)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
-        heal(trainer).dry_run(steps=1)
+        heal_trainer(trainer).dry_run(steps=1)
     assert "Shapes of tensors do not fit in Linear" in raised.value.__notes__[-1]
 
 
 def test_steps_is_checked(tmp_path: Path):
     with pytest.raises(ValueError, match="whole number >= 1, not 0"):
-        heal(tiny.plain(tmp_path)).dry_run(steps=0)
+        heal_trainer(tiny.plain(tmp_path)).dry_run(steps=0)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from healcore.torch import heal
+from healcore import Checkpoints
+from healcore.torch import heal_trainer
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 AT = 6
@@ -48,10 +49,10 @@ def test_generation_goes_on_after_a_rollback(tmp_path: Path):
     steps, damage = tiny.Steps(), Damage(trainer)
     for each in (damage, steps):
         trainer.add_callback(each)
-    healed: Any = heal(
+    healed: Any = heal_trainer(
         trainer,
         store=tmp_path / "store",
-        save_every=2,
+        checkpoints=Checkpoints(every=2),
         rollback={"probation": 2, "confirm": False},
         respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
     )

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
-from healcore.torch import heal
+from healcore.torch import heal_trainer
+from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface.small_runs import BATCH, Net, Rows, weights
 
 POLICY = {
@@ -68,7 +69,9 @@ def run(folder: Path, *, once: bool, bad: int | None = None, healed: bool = True
         dataloader_pin_memory=False,
     )
     trainer = Seen(model=Net(), args=args, train_dataset=Stream(20, bad, once=once))
-    (heal(trainer, store=folder / "store", **POLICY) if healed else trainer).train()
+    (
+        heal_trainer(trainer, store=folder / "store", **grouped(POLICY)) if healed else trainer
+    ).train()
     return trainer
 
 

@@ -17,7 +17,8 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from healcore.torch import AttachError, heal
+from healcore import Checkpoints
+from healcore.torch import AttachError, heal_trainer
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 
@@ -33,7 +34,7 @@ def test_a_nan_is_noticed_under_the_default_arguments(tmp_path: Path):
     """`logging_nan_inf_filter` shows it nowhere; the weights are finite and the run completes."""
     trainer, steps = tiny.sft(tmp_path, cls=OneNaN), tiny.Steps()
     trainer.add_callback(steps)
-    healed: Any = heal(trainer, store=tmp_path / "store")
+    healed: Any = heal_trainer(trainer, store=tmp_path / "store")
     healed.train()
     assert [i for i, moved in enumerate(steps.moved) if moved == 0] == [20]
     report = healed.report()
@@ -66,12 +67,12 @@ def test_checkpoints_with_nan_are_never_resumed_from(tmp_path: Path):
     """Saved at every step, also while the weights are NaN."""
     trainer = tiny.sft(tmp_path, save_strategy="steps", save_steps=1)
     trainer.add_callback(Poison())
-    healed: Any = heal(trainer, store=tmp_path / "store", save_every=1)
+    healed: Any = heal_trainer(trainer, store=tmp_path / "store", checkpoints=Checkpoints(every=1))
     with pytest.raises(ConnectionResetError):
         healed.train()
     again, steps = tiny.sft(tmp_path, save_strategy="steps", save_steps=1), tiny.Steps()
     again.add_callback(steps)
-    healed: Any = heal(again, store=tmp_path / "store", save_every=1)
+    healed: Any = heal_trainer(again, store=tmp_path / "store", checkpoints=Checkpoints(every=1))
     healed.train()
     assert 1 < steps.steps[0] <= 13
     assert steps.steps[-1] == 40
@@ -87,7 +88,9 @@ class Failing(SFTTrainer):
 
 
 def test_success_does_not_overwrite_the_postmortem(tmp_path: Path):
-    healed: Any = heal(tiny.sft(tmp_path, max_steps=6, cls=Failing), store=tmp_path / "store")
+    healed: Any = heal_trainer(
+        tiny.sft(tmp_path, max_steps=6, cls=Failing), store=tmp_path / "store"
+    )
     with pytest.raises(AttachError, match="before train"):
         healed.report()
     with pytest.raises(KeyError):
@@ -98,7 +101,7 @@ def test_success_does_not_overwrite_the_postmortem(tmp_path: Path):
     assert first.postmortem
     told = first.postmortem.read_text()
     assert "the user's" in json.loads(told)["exception"]
-    healed: Any = heal(tiny.sft(tmp_path, max_steps=6), store=tmp_path / "store")
+    healed: Any = heal_trainer(tiny.sft(tmp_path, max_steps=6), store=tmp_path / "store")
     healed.train()
     second = healed.report()
     assert second.converged

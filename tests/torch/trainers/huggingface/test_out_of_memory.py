@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from healcore.runtime.loop.termination import RunStopped
-from healcore.torch import heal
+from healcore.torch import heal_trainer
 from tests.healer.run_directory import events
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp
             continue
         per_sample = 2 if kind == "dpo" else 1
         seen = limit(trainer, 2 * per_sample)
-        own: Any = heal(trainer, store=tmp_path / "store", clip=None)
+        own: Any = heal_trainer(trainer, store=tmp_path / "store", clip=None)
         own.train()
         assert max(seen[-2 * accumulated :]) <= 2 * per_sample, "the size is remembered"
         assert own.report().counts["shrinks"] == 1
@@ -101,7 +101,7 @@ def test_a_mean_loss_is_weighted_by_tokens(tmp_path: Path):
         trainer.add_callback(callback)
         if healed:
             limit(trainer, 1)
-            heal(trainer, store=tmp_path / "store", clip=None).train()
+            heal_trainer(trainer, store=tmp_path / "store", clip=None).train()
         else:
             trainer.train()
     for a, b in zip(found.seen, expected.seen, strict=True):
@@ -121,7 +121,7 @@ def test_out_of_memory_before_the_first_save(tmp_path: Path):
     trainer = tiny.sft(tmp_path, max_steps=3, save_strategy="no")
     seen = limit(trainer, 2)
     seen.append(0)  # from the very first forward pass on
-    heal(trainer, store=tmp_path / "store").train()
+    heal_trainer(trainer, store=tmp_path / "store").train()
     assert trainer.state.global_step == 3
     alone = tiny.sft(tmp_path, max_steps=3)
     limit(alone, 2)
@@ -145,7 +145,7 @@ def test_out_of_memory_before_the_first_save(tmp_path: Path):
 def test_every_kind_of_out_of_memory_gets_the_same_answer(fail: Any, tmp_path: Path):
     trainer = tiny.sft(tmp_path, max_steps=3)
     limit(trainer, 2, fail=fail)
-    heal(trainer, store=tmp_path / "store").train()
+    heal_trainer(trainer, store=tmp_path / "store").train()
     assert trainer.state.global_step == 3
     (found,) = events(tmp_path / "store", "fault")
     assert (found["cause"], found["answer"]) == (["OOM"], "shrink_microbatch")
@@ -162,7 +162,7 @@ def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     model.register_forward_pre_hook(forward, with_kwargs=True)
-    heal(trainer, store=tmp_path / "store").train()
+    heal_trainer(trainer, store=tmp_path / "store").train()
     assert on[-1] is True
     assert not model.is_gradient_checkpointing, "as before, after the training"
     assert trainer.state.global_step == 3
@@ -171,7 +171,7 @@ def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):
 def test_one_sample_that_does_not_fit_stops_in_words(tmp_path: Path):
     trainer = tiny.sft(tmp_path, max_steps=3)
     limit(trainer, 0)
-    healed: Any = heal(trainer, store=tmp_path / "store")
+    healed: Any = heal_trainer(trainer, store=tmp_path / "store")
     with pytest.raises(RunStopped, match="a single sample does not fit into memory"):
         healed.train()
     report = healed.report()
@@ -185,7 +185,7 @@ def test_a_trainer_that_generates_its_batches_is_not_split(tmp_path: Path):
     trainer = tiny.grpo(tmp_path, max_steps=3)
     limit(trainer, 1, until=100)
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        heal(trainer, store=tmp_path / "store").train()
+        heal_trainer(trainer, store=tmp_path / "store").train()
     assert "makes its batches itself" in "".join(raised.value.__notes__)
 
 
@@ -198,7 +198,7 @@ def test_a_window_that_is_done_again_is_counted_once(tmp_path: Path):
 
     made.add_callback(small_runs.calling("on_step_end", count))
     limit(made, 2)
-    heal(made, store=tmp_path / "store").train()
+    heal_trainer(made, store=tmp_path / "store").train()
     assert entries == [6, 6]
 
 
@@ -221,7 +221,7 @@ def test_a_batch_that_cannot_be_split_is_trained_on_whole(tmp_path: Path):
 
     made = small_runs.trainer(tmp_path, steps=4, cls=Odd)
     made.data_collator = collate
-    healed = heal(made, store=tmp_path / "store")
+    healed = heal_trainer(made, store=tmp_path / "store")
     healed.train()
     assert made.state.global_step == 4
     assert healed.report().counts["shrinks"] == 1

@@ -16,10 +16,12 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from healcore import Checkpoints
 from healcore.runtime.loop.termination import RunStopped
-from healcore.torch import AttachError, HealingCallback, heal
+from healcore.torch import AttachError, HealingCallback, heal_trainer
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
+from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 DIVERGES = {
@@ -53,7 +55,7 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     trainer.add_callback(steps)
     trainer.add_callback(scales)
     trainer.add_callback(TensorBoardCallback(SummaryWriter(str(tmp_path / "tensorboard"))))
-    healed: Any = heal(trainer, "pretraining", store=tmp_path / "store", **OFTEN)
+    healed: Any = heal_trainer(trainer, "pretraining", store=tmp_path / "store", **grouped(OFTEN))
     scales.healed = healed
     healed.train()
     # The steps go back, and on to the end that was planned.
@@ -91,7 +93,7 @@ def test_a_healthy_run_is_bit_identical(kind: str, tmp_path: Path):
     alone = getattr(tiny, kind)(tmp_path, **arguments)
     alone.train()
     trainer = getattr(tiny, kind)(tmp_path, **arguments)
-    healed: Any = heal(trainer, store=tmp_path / "store", clip=None, **OFTEN)
+    healed: Any = heal_trainer(trainer, store=tmp_path / "store", clip=None, **grouped(OFTEN))
     healed.train()
     assert torch.equal(tiny.weights(trainer), tiny.weights(alone))
     assert trainer.state.epoch == alone.state.epoch
@@ -113,7 +115,7 @@ def test_a_healthy_run_keeps_the_trainers_clip(kind: str, tmp_path: Path):
     alone = getattr(tiny, kind)(tmp_path)
     alone.train()
     trainer = getattr(tiny, kind)(tmp_path)
-    heal(trainer, store=tmp_path / "store").train()
+    heal_trainer(trainer, store=tmp_path / "store").train()
     assert torch.allclose(tiny.weights(trainer), tiny.weights(alone), atol=1e-5)
 
 
@@ -133,7 +135,9 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
     trainer = tiny.plain(tmp_path / "out", **arguments)
     steps = tiny.Steps()
     trainer.add_callback(steps)
-    healed: Any = heal(trainer, "pretraining", store=tmp_path / "store", clip=None, **OFTEN)
+    healed: Any = heal_trainer(
+        trainer, "pretraining", store=tmp_path / "store", clip=None, **grouped(OFTEN)
+    )
     healed.train()
     assert steps.returns
     assert trainer.state.global_step == trainer.state.max_steps == 24
@@ -156,8 +160,8 @@ def test_batches_left_out_are_made_up_for(tmp_path: Path):
     trainer.add_callback(steps)
     rules = [{"to": ["nonfinite"], "do": ["skip"]}]
     rules += [{"to": ["nonfinite"], "when": {"consecutive": 3}, "do": ["rollback"]}]
-    healed: Any = heal(
-        trainer, store=tmp_path / "store", respond=rules, save_every=5,
+    healed: Any = heal_trainer(
+        trainer, store=tmp_path / "store", respond=rules, checkpoints=Checkpoints(every=5),
         rollback={"probation": 5, "confirm": False},
     )  # fmt: skip
     healed.train()
@@ -187,7 +191,7 @@ def test_with_budgets_spent_it_stops_with_a_diagnosis(tmp_path: Path):
     arguments = {**DIVERGES, "learning_rate": 3000.0, "max_steps": 80}
     trainer = tiny.sft(tmp_path, **arguments)
     rules = [{"to": ["instability", "nonfinite", "loss_spike"], "do": ["rollback"]}]
-    healed: Any = heal(
+    healed: Any = heal_trainer(
         trainer, "pretraining", store=tmp_path / "store", respond=rules, budget={"recoveries": 1},
     )  # fmt: skip
     with pytest.raises(RunStopped, match="the budget of recoveries is exhausted") as stopped:
@@ -204,7 +208,7 @@ def test_the_trainer_is_as_before(tmp_path: Path):
     before = dict(vars(trainer))
     callbacks = list(trainer.callback_handler.callbacks)
     with pytest.raises(KeyError, match="the user's"):
-        heal(trainer, store=tmp_path / "store").train()
+        heal_trainer(trainer, store=tmp_path / "store").train()
     assert trainer.training_step is own
     assert trainer.args.max_grad_norm == 1.0
     assert trainer.callback_handler.callbacks == callbacks
@@ -233,7 +237,7 @@ def run(folder, kill_at):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == kill_at: os.kill(os.getpid(), 9)
     for each in (steps, Kill()): trainer.add_callback(each)
-    heal(trainer, store=folder / "store", save_every=5).train()
+    heal_trainer(trainer, store=folder / "store", save_every=5).train()
     logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
     return tiny.weights(trainer), steps.steps, logged
 
@@ -267,11 +271,11 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
 
 def test_one_trainer_has_one_policy(tmp_path: Path):
     both = tiny.plain(tmp_path, max_steps=1)
-    healed: Any = heal(both)
+    healed: Any = heal_trainer(both)
     with pytest.raises(AttachError, match=r"call its train\(\), or pass its \.trainer"):
-        heal(healed)
+        heal_trainer(healed)
     both.add_callback(HealingCallback("default"))
-    for action in (lambda: heal(both), healed.train):
+    for action in (lambda: heal_trainer(both), healed.train):
         with pytest.raises(AttachError, match=r"remove_callback\(HealingCallback\)"):
             action()
     both.remove_callback(HealingCallback)
@@ -285,8 +289,8 @@ def test_one_trainer_has_one_policy(tmp_path: Path):
 def test_the_trainer_itself_is_healed(tmp_path: Path):
     """`heal(trainer)` without a use of what it returns; the policy that was given last holds."""
     trainer = tiny.plain(tmp_path, max_steps=3)
-    heal(trainer, "zclip")
-    healed = heal(trainer, "default")
+    heal_trainer(trainer, "zclip")
+    healed = heal_trainer(trainer, "default")
     trainer.train()
     assert healed.healer is not None
     assert healed.healer.step == 3
@@ -299,20 +303,20 @@ def test_a_trainer_without_the_methods_is_refused_in_words(tmp_path: Path, monke
     trainer = tiny.plain(tmp_path)
     monkeypatch.delattr(Trainer, "_prepare_for_training")  # transformers 5.0 to 5.2
     with pytest.raises(AttachError, match=r"5\.3 or later"):
-        heal(trainer)
+        heal_trainer(trainer)
 
 
 def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     with pytest.raises(AttachError, match=r"takes a transformers\.Trainer"):
-        heal(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+        heal_trainer(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(AttachError, match="auto_find_batch_size"):
-        heal(tiny.plain(tmp_path, auto_find_batch_size=True))
-    healed: Any = heal(tiny.plain(tmp_path))
+        heal_trainer(tiny.plain(tmp_path, auto_find_batch_size=True))
+    healed: Any = heal_trainer(tiny.plain(tmp_path))
     with pytest.raises(AttachError, match="only one of the two can own"):
         healed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
-    (tmp_path / "checkpoint-10").mkdir()  # of a run without heal()
+    (tmp_path / "checkpoint-10").mkdir()  # of a run without heal_trainer()
     with pytest.raises(AttachError, match=r"no run has begun yet, and not from .*checkpoint-10"):
         healed.train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="save_every"):
-        heal(tiny.plain(tmp_path), save_every=0)
+        heal_trainer(tiny.plain(tmp_path), checkpoints=Checkpoints(every=0))
     assert not (tmp_path / "_healcore").exists()

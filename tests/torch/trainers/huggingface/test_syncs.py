@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 from transformers import TrainerCallback
 
-from healcore.torch import HealingCallback, heal
+from healcore import Checkpoints
+from healcore.torch import HealingCallback, heal_trainer
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 from tests.torch.trainers.huggingface.small_runs import trainer
@@ -60,8 +61,12 @@ def test_heal_adds_no_sync_to_a_step(tmp_path: Path):
         steps = CountSteps()
         trainer.add_callback(steps)
         if healed:
-            own: Any = heal(
-                trainer, "fixed-clip", store=None, save_every=1000, attach={"engine": "device"}
+            own: Any = heal_trainer(
+                trainer,
+                "fixed-clip",
+                store=None,
+                checkpoints=Checkpoints(every=1000),
+                attach={"engine": "device"},
             )
             own.train()
             (healing,) = own.healer.driver.healings.values()

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore.torch import LightningHealingCallback
+from tests.healer.run_options import grouped
 from tests.torch.trainers.lightning.fits import Regression, data, trainer
 
 # Without clipping: ZClip may clip a healthy step, which is a decision and not an accident.
@@ -144,7 +145,7 @@ def test_the_trainers_clip_stays_as_it_was(in_step_only: bool):
 def test_the_same_bits(case: str, kind: str):
     module, loaders, options = CASES[case]
     plain, running = fit(module, loaders, **options)
-    callback = LightningHealingCallback(**KINDS[kind])
+    callback = LightningHealingCallback(**grouped(KINDS[kind]))
     healed, healing = fit(module, loaders, callback, **options)
     assert healed.seen == plain.seen
     assert all(map(torch.equal, plain.parameters(), healed.parameters()))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from healcore.core.verdict import Cause
 from healcore.torch import AttachError, HealingCallback, LightningHealingCallback
+from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.trainers.huggingface import tiny_trainers
 from tests.torch.trainers.lightning.fits import Regression, data, trainer
@@ -207,7 +208,7 @@ def test_what_cannot_be_taken_over_is_refused(options: Any, clip: Any, words: st
 )
 def test_a_wrong_option_is_refused_at_construction(options: Any, error: Any):
     with pytest.raises(error):
-        LightningHealingCallback(**options)
+        LightningHealingCallback(**grouped(options))
 
 
 def test_fast_dev_run_leaves_nothing_behind(tmp_path: Any):

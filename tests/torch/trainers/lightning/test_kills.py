@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from healcore import Checkpoints
 from healcore.torch import LightningHealingCallback
 from tests.torch.trainers.lightning.fits import Regression, Seen, data, trainer
 
@@ -45,7 +46,9 @@ def program(folder: Path, number: int | None, loader: Any) -> None:
     """The program that is started twice: a fit with checkpoints every third step."""
     torch.manual_seed(0)
     module = Killed(number, folder / "killed")
-    callback = LightningHealingCallback(store=folder / "store", save_every=3, clip=None)
+    callback = LightningHealingCallback(
+        store=folder / "store", checkpoints=Checkpoints(every=3), clip=None
+    )
     running = trainer(callback, Epochs(), max_epochs=3, val_check_interval=4)
     rows = loader(data(), batch_size=8, shuffle=True)
     running.fit(module, rows, DataLoader(data(2), 8))

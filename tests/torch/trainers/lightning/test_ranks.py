@@ -17,6 +17,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from healcore import Checkpoints
 from healcore.torch import LightningHealingCallback
 from tests.torch.trainers.lightning.fits import Regression, data, trainer
 from tests.torch.two_ranks import ROOT
@@ -61,7 +62,10 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     module = OneRankFails(rate=4.0, warmup=150)
     callback = LightningHealingCallback(
-        store=folder / "store", save_every=5, clip=None, rollback={"probation": 5}
+        store=folder / "store",
+        checkpoints=Checkpoints(every=5),
+        clip=None,
+        rollback={"probation": 5},
     )
     running = trainer(callback, max_epochs=20, devices=2, strategy="ddp")
     running.fit(module, StatefulDataLoader(data(16), batch_size=8, shuffle=True))

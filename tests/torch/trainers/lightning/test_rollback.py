@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from healcore import RunStopped
+from healcore import Checkpoints, RunStopped
 from healcore.policy import load
 from healcore.torch import LightningHealingCallback
+from tests.healer.run_options import grouped
 from tests.torch.trainers.lightning.fits import Displacement, Regression, data, trainer
 
 STEPS = 200
@@ -33,7 +34,7 @@ def diverges(loader: Any = StatefulDataLoader, *callbacks: Any, **options: Any):
     torch.manual_seed(0)
     module = Regression(rate=4.0, warmup=150)
     often: Any = {"save_every": 5, "rollback": {"probation": 5}}
-    callback = LightningHealingCallback("pretraining", clip=None, **often)
+    callback = LightningHealingCallback("pretraining", clip=None, **grouped(often))
     running = trainer(callback, *callbacks, **options)
     running.fit(module, loader(data(BATCHES), batch_size=8, shuffle=True))
     assert callback.healer is not None
@@ -104,7 +105,9 @@ def test_trouble_in_the_last_steps_is_read_before_the_fit_ends():
     torch.manual_seed(0)
     module = Regression()
     rules = [{"to": ["nonfinite"], "do": ["skip", "rollback"]}]
-    callback = LightningHealingCallback(save_every=2, respond=rules, rollback=BACK)
+    callback = LightningHealingCallback(
+        checkpoints=Checkpoints(every=2), respond=rules, rollback=BACK
+    )
     rows = data(10, bad=9)
     running = trainer(callback, max_epochs=1)
     running.fit(module, StatefulDataLoader(rows, batch_size=8))
@@ -121,7 +124,9 @@ def test_validation_at_the_end_of_an_epoch_whose_last_batch_is_left_out():
     checks: list[int] = []
     module.on_validation_epoch_end = lambda: checks.append(module.trainer.global_step)  # type: ignore[method-assign]
     rules = [{"to": ["nonfinite"], "do": ["skip", "rollback"]}]
-    callback = LightningHealingCallback(save_every=2, respond=rules, rollback=BACK)
+    callback = LightningHealingCallback(
+        checkpoints=Checkpoints(every=2), respond=rules, rollback=BACK
+    )
     running = trainer(callback, max_epochs=2, num_sanity_val_steps=0)
     loader = StatefulDataLoader(data(10, bad=9), batch_size=8)
     running.fit(module, loader, DataLoader(data(1), 8))
