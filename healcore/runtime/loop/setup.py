@@ -312,7 +312,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         journal=journal,
         ledger=ledger,
         loaders=loaders,
-        host=HostState(loaders.position, driver.generators(), trust=options.trust),
+        host=HostState(loaders.position, driver.generators()),
         ranks=ranks,
         log=log,
     )

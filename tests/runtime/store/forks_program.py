@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.runtime.rollback.simulated_run import Listed
+from tests.runtime.recovery.simulated_run import Listed
 from torch.utils.data import DataLoader
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier

@@ -99,7 +99,7 @@ def test_save_does_not_wait_for_digests_and_checks(case, tmp_path, monkeypatch):
     state = case.state(1)
     store.save(1, state)
     case.spoil(state)
-    assert store._behind.busy
+    assert store.queue.busy
     gate.set()
     store.verify(1)
 

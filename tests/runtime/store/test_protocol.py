@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.runtime.rollback.simulated_run import Listed
 
 from healcore.runtime.store import (
     CheckpointStore,
@@ -15,6 +14,7 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
+from tests.runtime.recovery.simulated_run import Listed
 from tests.runtime.store.store_cases import ALL, DISKS, Cursor, StoreCase, over, same_states
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}

