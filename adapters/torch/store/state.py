@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from healcore.runtime.plain import pickled_text
+from healcore.runtime.json_codec import pickled_text
 from healcore.runtime.store import structure
 from healcore.runtime.store.errors import (
     StateMismatch,

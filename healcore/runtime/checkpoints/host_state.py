@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.runtime import plain
+from healcore.runtime import json_codec
 from healcore.runtime.driver import Generators
 from healcore.runtime.store.errors import StoreError
 
@@ -125,7 +125,7 @@ class HostState:
         return None if self._generators is None else self._generators.state_dict()
 
     def _coded(self, name: str, state: Any) -> str:
-        return plain.dumps(state, (ITEM, name))
+        return json_codec.dumps(state, (ITEM, name))
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
         """The content of a checkpoint's item, checked, or None without an item. Sets nothing.
@@ -135,7 +135,7 @@ class HostState:
         if state is None:
             return None
         try:
-            generators = {name: plain.loads(state[name], (ITEM, name)) for name in _GENERATORS}
+            generators = {name: json_codec.loads(state[name], (ITEM, name)) for name in _GENERATORS}
             parts = HostParts(**generators, data=dict(state[_DATA]))
             _try_out(parts)
         except StoreError:

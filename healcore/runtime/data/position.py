@@ -1,7 +1,7 @@
 """A position in the data, as Python values that any checkpoint can hold.
 
 A JAX run may read from a torch loader, and its store knows no torch tensors. So
-`healcore.runtime.plain` writes the loader's own state as text.
+`healcore.runtime.json_codec` writes the loader's own state as text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime import plain
+from healcore.runtime import json_codec
 
 _VERSION = 2
 _STATE_PATH = ("the loader's state",)
@@ -56,7 +56,7 @@ def encode(
         position: to encode.
         left_out: ids of batches that are left out; those ahead are saved.
         division: `loader_adapters.division` of the loader.
-        trust: as for `plain.dumps`.
+        trust: as for `json_codec.dumps`.
     """
     state = position.state
     return {
@@ -106,12 +106,12 @@ def ahead(left_out: Iterable[BatchId], batch: BatchId) -> list[list[int]]:
 
 def state_to_text(state: Any, *, trust: bool = False) -> str:
     """A loader's state as text, which is also a copy: loaders return live objects."""
-    return plain.dumps(state, _STATE_PATH, trust=trust)
+    return json_codec.dumps(state, _STATE_PATH, trust=trust)
 
 
 def state_from_text(text: str, *, trust: bool = False) -> Any:
     """A new copy of the state."""
-    return plain.loads(text, _STATE_PATH, trust=trust)
+    return json_codec.loads(text, _STATE_PATH, trust=trust)
 
 
 def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:

@@ -18,7 +18,7 @@ from healcore.core.verdict import Cause, names
 from healcore.runtime.events import read
 from healcore.runtime.events.models import Ending, RollbackOutcome
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.known_errors import is_broken_connection
+from healcore.runtime.faults.classify import is_broken_connection
 from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.loop import start_of_ranks
 from healcore.runtime.loop.loop import Loop

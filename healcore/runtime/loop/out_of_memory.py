@@ -15,7 +15,7 @@ from healcore.runtime.loop.joint_redo import NOT_TRIED, JointRedo, Overrun
 from healcore.runtime.loop.run_facts import stop
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes, Resize
 from healcore.runtime.microbatches.splitting import BatchSize, UnsplittableBatch
-from healcore.runtime.microbatches.window import AccumulationWindow, Failure, Together
+from healcore.runtime.microbatches.window import AccumulationWindow, DistributedWindow, Failure
 from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.recovery.restoring import Restorer
@@ -136,7 +136,7 @@ class OutOfMemory:
         self.shrink(overrun, failure.error)
         return True
 
-    def _together(self) -> Together | None:
+    def _together(self) -> DistributedWindow | None:
         """Called at the first window of several ranks: how all do windows again, if they can."""
         if self._not_answered():
             return None
@@ -146,7 +146,7 @@ class OutOfMemory:
             return None
         self._alone_why = ""
         redo = JointRedo(self, self.ranks, found)
-        return Together(found, redo.after_part)
+        return DistributedWindow(found, redo.after_part)
 
     def _not_answered(self) -> str:
         """Why the policy does not permit a redo; "": it does."""

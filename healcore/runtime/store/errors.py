@@ -7,15 +7,12 @@ from dataclasses import dataclass
 
 from healcore.core.errors import HealcoreError
 
-_exception = dataclass(eq=False, repr=False)
-"""Makes the arguments of an exception its attributes."""
-
 
 class StoreError(HealcoreError, RuntimeError):
     """Base class of all errors of checkpoint stores."""
 
 
-@_exception
+@dataclass(eq=False, repr=False)
 class CheckpointDamaged(StoreError):
     """The bytes of a checkpoint are not the bytes that were saved. Use an older checkpoint."""
 
@@ -35,7 +32,7 @@ class CheckpointDamaged(StoreError):
         )
 
 
-@_exception
+@dataclass(eq=False, repr=False)
 class NotThere(StoreError):
     """The store has no complete checkpoint of that step."""
 
@@ -53,7 +50,7 @@ class NoGoodCheckpoint(StoreError):
     """There is no checkpoint to roll back to."""
 
 
-@_exception
+@dataclass(eq=False, repr=False)
 class LastGoodKept(StoreError):
     """The last known-good checkpoint cannot be deleted."""
 
@@ -66,7 +63,7 @@ class LastGoodKept(StoreError):
         )
 
 
-@_exception
+@dataclass(eq=False, repr=False)
 class NotFinite(StoreError):
     """A checkpoint with non-finite arrays cannot be marked known-good."""
 
@@ -83,7 +80,7 @@ class NotFinite(StoreError):
         )
 
 
-@_exception
+@dataclass(eq=False, repr=False)
 class SaveFailed(StoreError):
     """A checkpoint could not be copied or written. Earlier checkpoints are unchanged."""
 
@@ -98,7 +95,7 @@ class SaveFailed(StoreError):
         return f"step {self.step} was not saved, {self.doing}: {what}{hint}"
 
 
-@_exception
+@dataclass(eq=False, repr=False)
 class StateMismatch(StoreError):
     """The checkpoint holds another state than the live state that it is restored into."""
 

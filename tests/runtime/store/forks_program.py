@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.runtime.recovery.simulated_run import Listed
 from torch.utils.data import DataLoader
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.events import Log
 from healcore.runtime.store import Saved, Status
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore
+from tests.runtime.recovery.simulated_run import Listed
 
 gate, writing = threading.Event(), threading.Event()
 
