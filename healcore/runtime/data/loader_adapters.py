@@ -149,8 +149,8 @@ class _AccelerateLoader(LoaderAdapter):
 
     def resume(self, state: Any) -> Iterator[Any]:
         self._loader.iteration = state["iteration"] + state["ended"]
-        # Drops the epoch that Accelerate has begun to take its state: it would become the next epoch
-        # without drawing random numbers.
+        # Drops the epoch that Accelerate has begun to take its state: it would become the next
+        # epoch without drawing random numbers.
         self._loader.load_state_dict({})
         if state["loader"] is not None and not state["ended"]:
             self._loader.load_state_dict(state["loader"])

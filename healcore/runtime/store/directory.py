@@ -158,9 +158,21 @@ class DirectoryStore(Tier):
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies every file, then reads."""
-        found = self._checked(step)
+        found, copier = self._checked(step), self.copier
+
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], Flat]:
+            with _only_written_by_healcore(found):
+                saved, healing = self._small_files(found)
+                some = protocol.wanted(saved, like)
+                live = copier.checked(step, saved, some) if some else Flat({}, {}, {})
+                return saved, healing, some, live
+
+        # On all ranks or on no rank: the others would wait for a rank that raised.
+        saved, healing, some, live = ranks.on_each(self.processes, check)
+        entries = {name: saved[name] for name in some}
         with _only_written_by_healcore(found):
-            return self._read(found, like)
+            arrays = self._read_arrays(found, entries, some, live)
+            return Restored(copier.assemble(entries, arrays, some, live), healing)
 
     def problems(self) -> list[str]:
         """Directories that are no checkpoint, unknown files, damaged status files."""
@@ -239,43 +251,18 @@ class DirectoryStore(Tier):
             checking = pool.submit(copy.nonfinite)
             written = self._write_arrays(arrays, folder / manifest.DATA)
             bad = checking.result()
+        # Each rank writes its per-rank entries, and rank 0 also writes the shared entries.
+        entries = copy.snapshot.flat.entries
+        own = {name: entry for name, entry in entries.items() if entry.get("per_rank")}
+        if own:
+            files.write_new(folder / _own(self.processes.rank), structure.dumps(own))
+        if self.processes.rank == 0:
+            shared = {name: entry for name, entry in entries.items() if name not in own}
+            files.write_new(folder / manifest.STATE, structure.dumps(shared))
         digests = {f"{manifest.DATA}/{name}": found for name, found in written.items()}
-        digests |= self._write_structure(copy.snapshot.flat.entries, folder)
         return Written(digests, len(arrays), bad)
 
-    def _write_structure(
-        self, entries: Mapping[str, Mapping[str, Any]], folder: Path
-    ) -> dict[str, Digest]:
-        """Each rank writes its per-rank entries, and rank 0 also writes the shared entries."""
-        parts = {_own(self.processes.rank): {k: v for k, v in entries.items() if v.get("per_rank")}}
-        if self.processes.rank == 0:
-            parts[manifest.STATE] = {k: v for k, v in entries.items() if not v.get("per_rank")}
-        digests = {}
-        for name, part in parts.items():
-            if part or name == manifest.STATE:
-                data = structure.dumps(part)
-                files.write_new(folder / name, data)
-                digests[name] = inspection.digest_of(data)
-        return digests
-
     # -- restoring ------------------------------------------------------------------------------
-
-    def _read(self, found: Found, like: Mapping[str, Any]) -> Restored:
-        """The state in fresh memory, from verified files. On every rank."""
-        step, copier = found.manifest.step, self.copier
-
-        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], Flat]:
-            with _only_written_by_healcore(found):
-                saved, healing = self._small_files(found)
-                some = protocol.wanted(saved, like)
-                live = copier.checked(step, saved, some) if some else Flat({}, {}, {})
-                return saved, healing, some, live
-
-        # On all ranks or on no rank: the others would wait for a rank that raised.
-        saved, healing, like, live = ranks.on_each(self.processes, check)
-        entries = {name: saved[name] for name in like}
-        arrays = self._read_arrays(found, entries, like, live)
-        return Restored(copier.assemble(entries, arrays, like, live), healing)
 
     def _small_files(self, found: Found) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """The structure of the state and the healing state, from the bytes that are digested."""
