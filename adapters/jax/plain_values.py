@@ -1,4 +1,4 @@
-"""JAX's own values as JSON, for `healcore.runtime.plain`."""
+"""JAX's own values as JSON, for `healcore.runtime.json_codec`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's own values as JSON, for `healcore.runtime.plain` and for the structure of a checkpoint.
+"""torch's own values as JSON, for `healcore.runtime.json_codec` and for checkpoints.
 
 Names from a file are looked up in tables, never with `getattr`.
 """

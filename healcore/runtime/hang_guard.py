@@ -1,7 +1,7 @@
-"""Notices a step that never returns: writes the Python stacks of all threads, of every rank.
+"""Reports a step that never returns, with the Python stacks of all threads and ranks.
 
-A thread looks once a second how long the current step has lasted. What a library does about its own
-waits (the time-outs of NCCL and gloo) is left to it. `docs/hang.md` describes what counts.
+A thread measures the time of the current step once a second. Time-outs of libraries (NCCL, gloo)
+are independent. `docs/hang.md` describes which time counts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 EXIT_STATUS = 62
-"""Of a process that the guard has ended. No shell, torchrun or sysexits.h uses it."""
+"""Exit status of a process that the guard has ended. No shell, torchrun or sysexits.h uses it."""
 _GROWTH = 3.0
-"""A step may take this many times the longest so far."""
+"""A step may take this many times the longest step so far."""
 _LATE_S = 1.0
-"""Seconds by which a look may be late, at most; more is time in which the process slept."""
+"""Seconds by which a measurement may be late; the rest is time in which the process slept."""
 _OTHERS_S = 5.0
-"""Seconds for which rank 0 waits for the stacks of the others."""
+"""Seconds for which rank 0 waits for the stacks of the other ranks."""
 _REPORT_S = 30.0
-"""Seconds that the report may take before the process is ended without it: a dead disk holds it."""
+"""Seconds to wait for the report before the process is ended: a failed disk can block it."""
 _MOST_SHOWN = 8
 _DEBUGGERS = (
     f"{os.sep}bdb.py",
@@ -42,14 +42,14 @@ _DEBUGGERS = (
 
 
 class HangGuard:
-    """The guard of this process. Before `start` it does nothing.
+    """The guard of this process. It does nothing before `start`.
 
-    Time counts from `watch` or `resume` to `pause`, and from 0 again with each `watch`.
+    The time from `watch` or `resume` to `pause` counts. `watch` starts again from 0.
     """
 
     def __init__(self) -> None:
         self._began = self._longest = 0.0
-        """Time of `watch`, or 0 while no time counts; the longest so far, in seconds."""
+        """Time of `watch`, or 0 while no time counts; and the longest step so far, in seconds."""
         self._has_stepped = self._between_steps = False
         self._step = 0
         self._training = threading.get_ident()
@@ -65,16 +65,7 @@ class HangGuard:
         log: RunLog,
         notes: RankNotes,
     ) -> None:
-        """Starts the thread.
-
-        Args:
-            rule: of the policy.
-            ends: whether the policy ends a process that hangs.
-            observes: whether the policy only observes.
-            ranks: of the run.
-            log: of this rank.
-            notes: of the run.
-        """
+        """Starts the thread; `ends` is whether the policy ends a process that hangs."""
         self._rule, self._ends, self._observes = rule, ends and not observes, observes
         self._rank, self._world, self._log, self._notes = ranks.rank, ranks.world, log, notes
         self._between_steps = rule.between_steps
@@ -84,43 +75,43 @@ class HangGuard:
         """Ends the thread, without waiting for it."""
         self._closed.set()
 
-    # -- the thread that trains -----------------------------------------------------------------
+    # -- called by the training thread ----------------------------------------------------------
 
     def watch(self) -> None:
-        """From now on the time counts, from 0."""
+        """Starts to count the time from 0."""
         now = time.monotonic()
         if self._began and now - self._began > self._longest:
             self._longest = now - self._began
         self._began = now
 
     def resume(self) -> None:
-        """From now on the time counts, if it does not already."""
+        """Starts to count the time, unless it is counted already."""
         if not self._began:
             self._began = time.monotonic()
 
     def pause(self) -> None:
-        """From now on the time does not count, unless the policy counts what follows a step."""
+        """Stops counting, unless the policy counts the time between steps."""
         self.watch()
         if not self._between_steps:
             self._began = 0.0
 
     def on_step(self) -> None:
-        """Called by the driver when an optimizer has stepped: what follows may take any time."""
+        """Called by the driver when an optimizer has stepped."""
         self._has_stepped = True
         self.pause()
 
     def stepped(self, step: int) -> None:
-        """The run has done so many optimizer steps."""
+        """Sets the number of optimizer steps of the run."""
         self._step, self._has_stepped = step, True
 
-    # -- the thread that looks ------------------------------------------------------------------
+    # -- the guard's thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         look_s = min(max(self._rule.timeout_s / 20, 0.02), 1.0)
         looked, since, waited, last_alarm = time.monotonic(), 0.0, 0.0, 0.0
         while not self._closed.wait(look_s):
             now = time.monotonic()
-            # A job that is suspended (Ctrl-Z, a paused container) suspends this thread too.
+            # Suspending the job (Ctrl-Z, a paused container) suspends this thread too.
             passed, looked = min(now - looked, look_s + _LATE_S), now
             if self._began != since:
                 since, waited, last_alarm = self._began, 0.0, 0.0
@@ -146,7 +137,7 @@ class HangGuard:
         report: Callable[[], None] = lambda: self._notes.leave(note)  # noqa: E731
         if self._rank == 0:
             report = lambda: self._report(note, waited, ends=ends)  # noqa: E731
-        # In a thread of its own: a disk that is dead would hold it for ever.
+        # In another thread, because a failed disk can block for ever.
         writer = threading.Thread(target=report, name="healcore-hang-report", daemon=True)
         writer.start()
         writer.join(_REPORT_S)
@@ -156,7 +147,7 @@ class HangGuard:
             os._exit(EXIT_STATUS)
 
     def _wait_for_report(self, note: RankNote) -> None:
-        """Lets the others know that rank 0 has reported, or waits for it, but not for ever."""
+        """Tells the other ranks that rank 0 has reported, or waits for the report of rank 0."""
         if not self._rank:
             self._notes.leave(note)
             return
@@ -167,7 +158,7 @@ class HangGuard:
             time.sleep(0.1)
 
     def _stacks(self) -> str:
-        """The stacks of all threads, the one that trains first."""
+        """The stacks of all threads, the training thread first."""
         known = {each.ident: each.name for each in threading.enumerate()}
         frames = sys._current_frames()
         frames.pop(threading.get_ident(), None)
@@ -177,7 +168,7 @@ class HangGuard:
         )
 
     def _report(self, mine: RankNote, waited: float, *, ends: bool) -> None:
-        """Writes the event and, if the process is ended, the postmortem. On rank 0."""
+        """Writes the event, and the postmortem if the process ends. On rank 0."""
         until = time.monotonic() + _OTHERS_S
         found = [mine, *self._notes.found(hangs=True)]
         while len(found) < self._world and time.monotonic() < until:

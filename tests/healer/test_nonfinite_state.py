@@ -17,6 +17,7 @@ from healcore.runtime.loop.termination import (
 )
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import RULES, SKIPS, Faults, loop_of, rules, train
+from tests.runtime.store.store_cases import damage_in_memory
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
@@ -141,8 +142,7 @@ def test_damage_in_memory_is_reported_although_the_disk_has_repaired_it(tmp_path
             healer.store.wait()
             for saved in healer.store.memory.steps():
                 if saved.step:
-                    slot = healer.store.memory._slot(saved.step)
-                    next(iter(slot.snapshot.blocks())).raw[0] ^= 1
+                    damage_in_memory(healer.store.memory, saved.step)
 
     loop = loop_of("torch", Faults(always=[23]))
     facts = train(loop, rules(), range(40), store=tmp_path, before=flip)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from healcore.jax import store as jax_stores
-from healcore.runtime.checkpoints import manager, wait_limit
+from healcore.runtime.checkpoints import manager, restart_points
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.loop.saver import CheckpointSaver
@@ -249,7 +249,7 @@ def test_waiting_time_does_not_come_back_with_a_success(monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: now["s"], sleep=passes)
     monkeypatch.setattr(manager, "time", clock)
-    monkeypatch.setattr(wait_limit, "time", clock)
+    monkeypatch.setattr(restart_points, "time", clock)
     store, events = Behind(clock, 3.0), []
     checkpoints = CheckpointManager(
         store,

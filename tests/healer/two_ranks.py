@@ -86,7 +86,8 @@ def rots(healer: Healer, number: int) -> None:
         assert isinstance(memory, SnapshotStore)
         for saved in memory.steps():
             if saved.step >= 15:
-                next(iter(memory._slot(saved.step).snapshot.blocks())).raw[0] ^= 1
+                with memory.reading(saved.step) as copy:
+                    next(iter(copy.snapshot.blocks())).raw[0] ^= 1
 
 
 def loses_a_shard(healer: Healer, number: int) -> None:

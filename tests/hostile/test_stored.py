@@ -51,7 +51,7 @@ def test_a_manifest_that_lists_nothing(reader, folder):
     changed(folder, files={})
     outcome = reader.probe("checkpoint", folder)
     assert outcome.status == 2
-    assert "no file" in outcome.messages()
+    assert "files" in outcome.messages()
 
 
 ARRAY = {"name": "model.w", "dtype": "float32", "shape": [8], "kind": "torch"}

@@ -15,7 +15,7 @@ import healcore
 
 # Raised and caught within healcore; nobody outside ever sees one.
 INTERNAL = {
-    "StepSkipped", "BadPickle", "ChecksumError", "BadManifest", "NotRecordable", "NotProvided",
+    "StepSkipped", "BadPickle", "ChecksumError", "NotRecordable", "NotProvided",
     "CannotShrink", "EpochChanged",
 }  # fmt: skip
 HOMES = ("healcore", "healcore.jax", "healcore.torch", "healcore.policy")

@@ -3,7 +3,7 @@
     store = TieredStore(MemoryStore(), OrbaxStore("checkpoints"))
     store.save(step, {"params": params, "opt_state": opt_state})
 
-and to go back: `store.restore(step, {"params": params, "opt_state": opt_state}).state`.
+and to restore: `store.restore(step, {"params": params, "opt_state": opt_state}).state`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Keep", "MemoryStore", "OrbaxStore", "TieredStore"]
 
 
 class MemoryStore(memory.SnapshotStore):
-    """Snapshots of a JAX state in host memory, pinned where the state is on an accelerator.
+    """Copies of a JAX state in host memory, pinned where the state is on an accelerator.
 
     Args:
-        keep: how many snapshots of each kind stay; during a save there is one more.
+        keep: how many copies of each kind stay; during a save there is one more.
         nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are allowed.
     """
 

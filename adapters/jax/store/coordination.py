@@ -12,22 +12,21 @@ from healcore.runtime.store.errors import StoreError
 from healcore.runtime.store.ranks import RankFailed
 
 _TIMEOUT_S = 1800.0
-"""Seconds for which an exchange waits: rank 0 may be writing a large checkpoint. The same as a
-group of torch has by default. A process that has died is noticed earlier, by JAX's heartbeats."""
+"""Seconds for which an exchange waits, as for a group of torch by default: rank 0 may be writing a
+large checkpoint. JAX's heartbeats notice an ended process earlier."""
 
 _numbers = itertools.count()
 
 
 class CoordinatedRanks:
-    """Exchanges over the key-value store of JAX's coordination service: no devices take part.
+    """Exchanges over the key-value store of JAX's coordination service, without devices.
 
-    `multihost_utils.process_allgather` is a collective of the devices. A store exchanges from a
-    background thread, and there it would come between the collectives of the training, in another
-    order in each process. JAX has no public function for its key-value store; Orbax uses the same
-    client for its barriers.
+    `multihost_utils.process_allgather` is a collective of the devices. From the store's background
+    thread it would mix with the collectives of the training, in another order in each process. JAX
+    has no public function for its key-value store; Orbax uses the same client for its barriers.
 
-    Each object has keys of its own, numbered in the order in which they are made: every process
-    makes them at the same places in the program.
+    The objects have separate keys, numbered in the order of construction: every process makes them
+    at the same places in the program.
 
     Args:
         timeout_s: seconds for which an exchange waits for the other processes.
@@ -49,9 +48,9 @@ class CoordinatedRanks:
         """Every rank's item, on every rank.
 
         Raises:
-            RankFailed: a process has not come in time, to this exchange or to an earlier one.
+            RankFailed: a process was too late, for this exchange or for an earlier one.
         """
-        if self._apart is not None:  # the others may be at that exchange still, or beyond it
+        if self._apart is not None:  # other processes may still be at that exchange
             raise self._apart
         number, self._exchanges = self._exchanges, self._exchanges + 1
         keys = [self._key(number, rank) for rank in range(self.world)]
@@ -59,7 +58,7 @@ class CoordinatedRanks:
         self._client.key_value_set_bytes(keys[self.rank], pickle.dumps(item))
         items = [pickle.loads(self._read(rank, key)) for rank, key in enumerate(keys)]
         if number:
-            # Every process has come to this exchange, and so has read all keys of the one before.
+            # All processes are at this exchange, so they have read the keys of the one before.
             self._client.key_value_delete(last)
         return items
 

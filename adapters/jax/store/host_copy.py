@@ -1,16 +1,17 @@
-"""Copies of a JAX state in host memory."""
+"""Copies of a JAX state in host memory, and the JSON structure of a state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from healcore.jax.store.state import flatten
-from healcore.runtime.store.copies import Copier
+from healcore.runtime.store import structure
+from healcore.runtime.store.copies import Copier, Snapshot
+from healcore.runtime.store.errors import UnsavableState
 from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks, rounded
 from healcore.runtime.store.inspection import mapped
 from healcore.runtime.store.structure import Flat
@@ -18,7 +19,7 @@ from healcore.runtime.store.structure import Flat
 _PINNED = "pinned_host"
 
 Index = tuple[tuple[int, int], ...]
-"""Where a part is in its array: (start, stop) per axis."""
+"""Place of a part in its array: (start, stop) per axis."""
 
 
 class HostArray(NamedTuple):
@@ -49,28 +50,27 @@ class HostArray(NamedTuple):
         return as_array(self.shape, self.sharding, self.parts.__getitem__)
 
 
-@dataclass
-class JaxSnapshot:
-    """A JAX state in host memory."""
-
-    flat: Flat
-    entries: dict[str, HostArray]
-    arena: Arena
+class JaxSnapshot(Snapshot):
+    """A JAX state in host memory. Leaves are `HostArray`s."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory held."""
-        pinned = [each.pinned for each in self.entries.values() if each.pinned is not None]
-        return self.arena.nbytes + sum(data.nbytes for array in pinned for _, data in parts(array))
+        return self.arena.nbytes + sum(
+            data.nbytes for array in self._pinned for _, data in parts(array)
+        )
+
+    @property
+    def _pinned(self) -> list[jax.Array]:
+        return [each.pinned for each in self.flat.leaves.values() if each.pinned is not None]
 
     def settle(self) -> None:
         """Waits for copies off an accelerator."""
-        pinned = [each.pinned for each in self.entries.values() if each.pinned is not None]
-        jax.block_until_ready(pinned)
+        jax.block_until_ready(self._pinned)
 
     def blocks(self) -> Iterator[Block]:
         """The bytes of every part of every array."""
-        for each in self.entries.values():
+        for each in self.flat.leaves.values():
             for index, data in each.data().items():
                 yield _block(each, index, data)
 
@@ -79,9 +79,8 @@ class JaxCopier(Copier):
     """Copies JAX states to host memory.
 
     Arrays on a CPU are copied into one block of memory before `take` returns, because their own
-    memory may be donated to the next step. The runtime copies arrays on an accelerator to pinned
-    host memory: it knows about donation, and the host does not wait. `pinned` does that on a CPU
-    too, for tests.
+    memory may be donated to the next step. JAX copies arrays on an accelerator to pinned host
+    memory asynchronously, and handles donation. `pinned` does this on a CPU too, for tests.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -89,12 +88,17 @@ class JaxCopier(Copier):
         self._pinned = pinned
 
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """The structure of a state and its arrays; of a live one also shapes."""
-        return flatten(state, shapes=live)
+        """The structure of a state and its arrays; a live state may hold ShapeDtypeStructs."""
+        flattening = _Flattening(shapes=live)
+        entries = {
+            name: flattening.entry(name, value)
+            for name, value in structure.checked_names(state).items()
+        }
+        return Flat(entries, flattening.leaves, flattening.treedefs)
 
     def take(self, state: Mapping[str, Any], recycled: JaxSnapshot | None = None) -> JaxSnapshot:
         """A snapshot."""
-        flat = flatten(state)
+        flat = self.flatten(state)
         sent = self._sent(flat)
         rest = {
             name: [(index, np.asarray(data)) for index, data in parts(leaf)]
@@ -102,26 +106,28 @@ class JaxCopier(Copier):
             if name not in sent
         }
         need = sum(rounded(data.nbytes) for each in rest.values() for _, data in each)
-        arena = _arena(need, recycled)
-        entries, work = {}, []
+        arena = Arena.reusing(recycled.arena if recycled is not None else None, need)
+        leaves, work = {}, []
         for name, leaf in flat.leaves.items():
             copies = {}
             for index, data in rest.get(name, ()):
                 copies[index] = arena.deal(data.nbytes).view(data.dtype).reshape(data.shape)
                 work.append((copies[index], data))
-            entries[name] = _entry(name, leaf, copies, sent.get(name))
+            sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+            shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+            leaves[name] = HostArray(name, shape, dtype, sharding, copies, sent.get(name))
         mapped(lambda pair: np.copyto(*pair), work, need)
-        return JaxSnapshot(flat._replace(leaves={}), entries, arena)
+        return JaxSnapshot(flat._replace(leaves=leaves), arena)
 
     def arrays(self, snapshot: JaxSnapshot) -> dict[str, Any]:
         """The arrays in the snapshot's own memory."""
-        return {name: entry.array() for name, entry in snapshot.entries.items()}
+        return {name: leaf.array() for name, leaf in snapshot.flat.leaves.items()}
 
     def copies(
         self, snapshot: JaxSnapshot, names: set[str], live: Flat, copy: CopyBlocks
     ) -> dict[str, Any]:
         """Arrays in fresh memory, sharded as the live ones are."""
-        needed = [entry for name, entry in snapshot.entries.items() if name in names]
+        needed = [leaf for name, leaf in snapshot.flat.leaves.items() if name in names]
         saved = [(entry, *part) for entry in needed for part in entry.data().items()]
         copies = copy([_block(*each) for each in saved])
         fresh: dict[str, dict[Index, np.ndarray]] = {entry.name: {} for entry in needed}
@@ -135,7 +141,7 @@ class JaxCopier(Copier):
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
     ) -> Any:
-        """An array, wherever it is; a random key is made of its data."""
+        """An array, or a random key made of its data."""
         array = arrays[content["name"]]
         if content["kind"] == "key":
             return jax.random.wrap_key_data(array, impl=content["impl"])
@@ -154,15 +160,70 @@ class JaxCopier(Copier):
         return dict(zip(away, jax.device_put(list(away.values()), places), strict=True))
 
 
-def _entry(
-    name: str, leaf: Any, known: dict[Index, np.ndarray], pinned: jax.Array | None
-) -> HostArray:
-    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
-    return HostArray(name, tuple(leaf.shape), np.dtype(leaf.dtype), sharding, known, pinned)
+class _Flattening:
+    """Collects the arrays while trees are encoded; with `shapes` ShapeDtypeStructs too."""
+
+    def __init__(self, shapes: bool) -> None:
+        self.leaves: dict[str, Any] = {}
+        self.treedefs: dict[str, Any] = {}
+        self._names = structure.Names()
+        self._arrays = (jax.Array, jax.ShapeDtypeStruct) if shapes else (jax.Array,)
+
+    def entry(self, name: str, value: Any) -> dict[str, Any]:
+        if hasattr(value, "state_dict"):
+            node = structure.encode(value.state_dict(), (name,), self._special)
+            if not getattr(value, "per_rank", False):
+                return {"tree": node}
+            if any(structure.arrays_of(node)):
+                raise UnsavableState(
+                    f'state["{name}"] is saved by each process for itself and holds an array: '
+                    "Orbax writes such an array from one process only; make it a list of numbers"
+                )
+            return {"tree": node, "per_rank": True}
+        paths, self.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
+        leaves = []
+        for path, leaf in paths:
+            place = (name, *_parts(path))
+            node = structure.encode(leaf, place, self._special)
+            leaves.append([jax.tree_util.keystr(path), node])
+        return {"leaves": leaves}
+
+    def _special(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
+        extra = {}
+        if isinstance(value, self._arrays):
+            kind = "jax"
+            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                if isinstance(value, jax.ShapeDtypeStruct):
+                    raise UnsavableState(
+                        f"{structure.place(path)} is the shape of a random key: pass a key"
+                    )
+                kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
+                value = jax.random.key_data(value)
+        elif (
+            type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic)
+        ) and not value.dtype.hasobject:
+            kind = "scalar" if isinstance(value, np.generic) else "numpy"
+            if value.dtype.names is not None or value.dtype.kind in "SUMm":
+                return None
+            value = np.asarray(value, value.dtype.newbyteorder("="))
+        else:
+            return None
+        name = self._names.at(path)
+        self.leaves[name] = value
+        shape, dtype = list(value.shape), np.dtype(value.dtype).name
+        return {"array": {"name": name, "kind": kind, "dtype": dtype, "shape": shape, **extra}}
+
+
+def _parts(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The readable part of each step into a pytree."""
+    return tuple(
+        next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key)
+        for key in path
+    )
 
 
 def _placed(entry: HostArray, fresh: dict[Index, np.ndarray], live: Any) -> Any:
-    """An array of the parts in `fresh`, placed as the live one is; without one, as it was saved."""
+    """An array of the parts in `fresh`, placed as the live array is, else as it was saved."""
     target = entry.sharding if live is None else getattr(live, "sharding", None)
     if (live is None and target is None) or isinstance(live, (np.ndarray, np.generic)):
         return _whole(entry, fresh)
@@ -176,8 +237,8 @@ def _placed(entry: HostArray, fresh: dict[Index, np.ndarray], live: Any) -> Any:
     if wanted <= fresh.keys():
         if isinstance(live, jax.Array) and not live.committed:
             return jax.device_put(next(iter(fresh.values())))
-        # Replicas on a CPU share memory. A donation does not overwrite it: it is NumPy's, and XLA
-        # never writes to memory that it does not own.
+        # Replicas on a CPU share memory. A donation does not overwrite it: XLA never writes to
+        # memory that belongs to NumPy.
         return as_array(entry.shape, target, fresh.__getitem__)
     return jax.device_put(_whole(entry, fresh), target)
 
@@ -198,19 +259,11 @@ def _whole(entry: HostArray, fresh: dict[Index, np.ndarray]) -> np.ndarray:
     return result
 
 
-def _arena(nbytes: int, recycled: JaxSnapshot | None) -> Arena:
-    old = recycled.arena if recycled is not None else None
-    return old if old is not None and old.reused(nbytes) else Arena(nbytes)
-
-
-def _raw(data: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-
-
 def _block(entry: HostArray, index: Index, data: np.ndarray) -> Block:
     whole = tuple((0, size) for size in entry.shape)
     place = "" if index == whole else "[" + ", ".join(f"{a}:{b}" for a, b in index) + "]"
-    return Block(entry.name, entry.dtype.name, _raw(data), place)
+    raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return Block(entry.name, entry.dtype.name, raw, place)
 
 
 def _on_cpu(array: jax.Array) -> bool:
@@ -218,7 +271,7 @@ def _on_cpu(array: jax.Array) -> bool:
 
 
 def parts(array: Any) -> Iterator[tuple[Index, Any]]:
-    """The distinct parts that this process has: one of several replicas. NumPy's are whole."""
+    """The distinct parts that this process has. A NumPy array is one part."""
     if not isinstance(array, jax.Array):
         yield tuple((0, size) for size in array.shape), array
         return
@@ -237,8 +290,8 @@ def as_array(
 ) -> jax.Array:
     """An array of global `shape` from host memory; `part` is called once for each device.
 
-    XLA on a CPU uses well-aligned memory as it is, so `part` must return memory that nobody writes
-    to as long as the array lives.
+    XLA on a CPU uses aligned memory without a copy, so `part` must return memory that nobody writes
+    to while the array lives.
     """
     local = sharding.addressable_devices_indices_map(shape)
     pieces = [
@@ -250,5 +303,5 @@ def as_array(
 
 
 def index_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-    """The index of a part, as (start, stop) per axis."""
+    """The index of a part as (start, stop) per axis."""
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))

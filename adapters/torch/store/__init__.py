@@ -3,12 +3,14 @@
     store = TieredStore(MemoryStore(), DCPStore("checkpoints"))
     store.save(step, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
 
-and to go back: `apply(state, store.restore(step, state).state)`.
+and to restore: `apply(state, store.restore(step, state).state)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+
+import torch.distributed as dist
 
 from healcore.runtime.store import memory
 from healcore.runtime.store.retention import Keep
@@ -22,12 +24,12 @@ __all__ = ["DCPStore", "Keep", "MemoryStore", "TieredStore", "apply"]
 
 
 class MemoryStore(memory.SnapshotStore):
-    """Snapshots of a torch state in host memory, pinned where the state is on CUDA.
+    """Copies of a torch state in host memory, pinned where the state is on CUDA.
 
     Args:
-        keep: how many snapshots of each kind stay; during a save there is one more.
+        keep: how many copies of each kind stay; during a save there is one more.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
-        trust: take objects that have no plain form, too. In a `TieredStore` the disk's counts.
+        trust: save objects without a plain form too. In a `TieredStore` the disk's `trust` counts.
     """
 
     def __init__(
@@ -37,9 +39,5 @@ class MemoryStore(memory.SnapshotStore):
         nonfinite_ok: Collection[str] = (),
         trust: bool = False,
     ) -> None:
-        rank = 0
-        if initialized():
-            import torch.distributed as dist
-
-            rank = dist.get_rank()
+        rank = dist.get_rank() if initialized() else 0
         super().__init__(TorchCopier(rank, trust=trust), keep, nonfinite_ok=nonfinite_ok)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest, ranks, structure
 from healcore.runtime.store.directory import DirectoryStore
-from healcore.runtime.store.errors import CheckpointDamaged, pickled
+from healcore.runtime.store.errors import pickled
 from healcore.runtime.store.host_memory import aligned
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.manifest import Found
@@ -41,22 +41,21 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 class DCPStore(DirectoryStore):
     """Checkpoints on disk, whose arrays torch.distributed.checkpoint writes and reads.
 
-    Every rank saves and restores its own part of a DTensor. Other tensors are taken to be the same
-    everywhere, and one rank saves them. Moments that a fresh optimizer does not have yet are
-    sharded as its parameters are. Checkpoints of another number of ranks can be restored, except
-    for what was saved per rank.
+    Every rank saves and restores its own part of a DTensor. Other tensors must be the same on all
+    ranks; one rank saves them. Moments that a fresh optimizer does not have yet are sharded as its
+    parameters are. Another number of ranks can restore all values except per-rank values.
 
-    Between two saves it keeps the host memory of one copy of the state, for the next.
+    Between two saves it keeps the host memory of one copy of the state.
 
     Args:
         root: directory of this run's checkpoints and of nothing else, the same for all ranks;
             created if necessary.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
-        process_group: a gloo group for the store alone; by default a new one, if the program has
+        process_group: a gloo group for the store alone; by default a new group, if the program has
             several ranks. Every rank makes the store.
-        trust: pickle objects that have no plain form, and read what was pickled, DCP's own index
-            included. That runs whatever code the writer of the directory put there: only for a
-            directory that nobody else can write to.
+        trust: pickle objects that have no plain form, and read pickles, including DCP's own index.
+            Reading runs any code that the writer of the directory put there: only for a directory
+            that nobody else can write to.
 
     Raises:
         StoreError: the directory cannot be used.
@@ -80,11 +79,11 @@ class DCPStore(DirectoryStore):
 
     @property
     def _group(self) -> Any:
-        """The group for DCP: that of the ranks, which `GlooRanks.renew` may replace."""
+        """The group for DCP, or None for one process."""
         return self.processes.group if isinstance(self.processes, GlooRanks) else None
 
     def _write_arrays(self, arrays: dict[str, Tensor], folder: Path) -> dict[str, Digest]:
-        # All ranks have the same names, and so agree on whether there is anything to write.
+        # All ranks have the same names, so all ranks return here or none.
         if not arrays:
             return {}
         writer = DigestingWriter(folder)
@@ -96,7 +95,7 @@ class DCPStore(DirectoryStore):
                 no_dist=self._group is None,
             )
         except CheckpointException as error:
-            # Every rank gets the errors of all of them, in one without any error number.
+            # Every rank gets the errors of all ranks in one error, which has no error number.
             raise next(iter(error.failures.values()))[0] from error
         return writer.digests
 
@@ -129,16 +128,15 @@ class DCPStore(DirectoryStore):
                 failure = next(iter(error.failures.values()))[0]
                 lines = str(failure).splitlines() or [""]
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
-                step, folder = found.manifest.step, str(found.folder)
-                raise CheckpointDamaged(step, folder, manifest.DATA, why, malformed=True) from error
+                raise found.damaged(manifest.DATA, why, malformed=True) from error
         return targets
 
     def _reader(
         self, found: Found, entries: Mapping[str, Any], nodes: Mapping[str, Any]
     ) -> FileSystemReader:
-        """DCP's own reader, with the index as it was parsed here: DCP would unpickle the file.
+        """DCP's own reader, with an index that was parsed without pickle.
 
-        If one rank refuses the index, all raise: the others would wait for it in `load`.
+        If one rank refuses the index, all ranks raise.
         """
         data = found.folder / manifest.DATA
         if self.trust:
@@ -159,7 +157,7 @@ class DCPStore(DirectoryStore):
 def _moments_of_dtensors(
     entries: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The DTensor parameters whose sharding saved moments take, by the name of the moment's array.
+    """Array name of a saved moment -> the DTensor parameter that gives its sharding.
 
     A fresh optimizer has no moments to restore into. Read as plain tensors, the moments of DTensors
     (FSDP2, tensor parallel) would be whole on every rank, and the first step would fail.
@@ -180,24 +178,27 @@ def _moments_of_dtensors(
 
 
 def _items(node: Any) -> list[Any]:
-    """Pairs of a key, as it is coded, and a node, of a dictionary."""
+    """Pairs of an encoded key and a node of a dictionary's node."""
     return node.get("dict", []) if isinstance(node, dict) else []
 
 
 def _stored(node: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape that an array has in DCP's files: what torch has no dtype for is bytes."""
+    """Dtype and shape in DCP's files. NumPy arrays are stored as bytes."""
     shape = tuple(node["shape"])
-    if node["kind"] == "tensor":
-        return node["dtype"], shape
-    return "uint8", (np.dtype(node["dtype"]).itemsize * math.prod(shape),)
+    return (node["dtype"], shape) if node["kind"] == "tensor" else ("uint8", (_nbytes(node),))
+
+
+def _nbytes(node: Mapping[str, Any]) -> int:
+    tensor = node["kind"] == "tensor"
+    dtype = DTYPES[node["dtype"]] if tensor else np.dtype(node["dtype"])
+    return dtype.itemsize * math.prod(node["shape"])
 
 
 def _target(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
     """Fresh memory to read an array into; a DTensor if `sharded` has its local part and spec."""
     shape = node["shape"]
     if node["kind"] != "tensor":
-        size = np.dtype(node["dtype"]).itemsize * int(np.prod(shape, dtype=np.int64))
-        return torch.from_numpy(aligned(size))
+        return torch.from_numpy(aligned(_nbytes(node)))
     dtype = DTYPES[node["dtype"]]
     part, spec = sharded.get(node["name"], (None, None))
     if part is not None and spec is not None and list(spec.shape) == shape:
@@ -207,5 +208,4 @@ def _target(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, Any]]) 
             spec = copy.copy(spec)
             spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
         return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)
-    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-    return torch.from_numpy(aligned(size)).view(dtype).reshape(shape)
+    return torch.from_numpy(aligned(_nbytes(node))).view(dtype).reshape(shape)

@@ -1,7 +1,6 @@
-"""DCP's own writer and reader, made safe: digests of what is written, a checked index to read.
+"""DCP's own writer with digests, and its reader with a checked index.
 
-DCP pickles its index. Here it is parsed without pickle, and checked to be what a checkpoint holds,
-before DCP gets it.
+DCP pickles its index. Here the index is parsed without pickle and checked before DCP gets it.
 """
 
 from __future__ import annotations
@@ -46,25 +45,24 @@ _LARGE = 1 << 20
 
 
 class DigestingWriter(FileSystemWriter):
-    """A FileSystemWriter that knows the digests of the files it wrote.
+    """A FileSystemWriter that computes digests while it writes.
 
-    They are of the bytes as they were passed to the system, and no byte is read again for them. The
-    next `verify` notices what the disk changes afterwards.
+    No byte is read again for a digest. The next `verify` notices what the disk has changed.
     """
 
     def __init__(self, path: Path, threads: int = 1) -> None:
-        # Not sync_files: it syncs before Python's buffer is flushed. _DigestingFiles syncs later.
+        # Not sync_files: it syncs before Python's buffer is flushed. _DigestingFiles syncs.
         super().__init__(path, sync_files=False, thread_count=threads)
         self.fs = self._files = _DigestingFiles()
 
     @property
     def digests(self) -> dict[str, Digest]:
-        """File name -> digest, of the files of this rank."""
+        """File name -> digest, for the files of this rank."""
         return {Path(path).name: found for path, found in self._files.digests.items()}
 
 
 class _DigestingFiles(FileSystem):
-    """Local files, with the digests of those that were written."""
+    """Local files, with the digests of the files that were written."""
 
     def __init__(self) -> None:
         self.digests: dict[str, Digest] = {}
@@ -81,15 +79,15 @@ class _DigestingFiles(FileSystem):
             ThreadPoolExecutor(1) as pool,
             open(path, "xb", buffering=_BUFFER, opener=files.create) as file,
         ):
-            through = _Through(file, pool)
+            stream = _DigestingStream(file, pool)
             try:
-                yield through
+                yield stream
             except Exception as error:
-                # torch hides the system's error ("unexpected pos"): raise that one instead.
-                raise through.error or error from error
+                # torch hides the system's error behind its own ("unexpected pos").
+                raise stream.error or error from error
             file.flush()
             os.fsync(file.fileno())
-        self.digests[os.fspath(path)] = Digest(through.size, through.digest.hexdigest())
+        self.digests[os.fspath(path)] = Digest(stream.size, stream.digest.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -97,7 +95,7 @@ class _DigestingFiles(FileSystem):
             self.digests[os.fspath(new_path)] = self.digests.pop(os.fspath(path))
 
 
-class _Through(io.RawIOBase):
+class _DigestingStream(io.RawIOBase):
     """Counts and digests bytes on their way to a file."""
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
@@ -142,7 +140,7 @@ class _Through(io.RawIOBase):
 
 
 class CheckedReader(FileSystemReader):
-    """DCP's reader, with an index that was checked before."""
+    """DCP's reader with an index that is already read and checked."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -159,8 +157,13 @@ def checked(
 ) -> Metadata:
     """The part of an index that DCP needs for some tensors, made of DCP's own classes.
 
-    `listed` has the verified files of the manifest, `wanted` the dtype and shape that each tensor
-    must have. Raises Untrusted if the index differs from that, or is not what DCP writes.
+    Args:
+        data: directory of DCP's files.
+        listed: the verified files of the manifest.
+        wanted: name -> dtype and shape that a tensor must have.
+
+    Raises:
+        Untrusted: the index has other tensors, or is not as DCP writes it.
     """
     try:
         entries = dcp_index.read(data / INDEX, only_dcp=True)

@@ -14,19 +14,20 @@ import torch.distributed as dist
 from healcore.runtime.store.errors import StoreError
 
 SHORTEST = timedelta(minutes=10)
-"""Ranks write their parts of a checkpoint at different speeds, and wait for the slowest."""
+"""Ranks write their parts of a checkpoint at different speeds and wait for the slowest rank."""
 
 
 class GlooRanks:
-    """Exchanges over a gloo group of its own.
+    """Exchanges over a gloo group, from any thread.
 
-    Saving exchanges from a background thread, and would interfere with the training in its group.
-    Without a `group` (gloo, used by nothing else) a new one is made, of `members` (ranks of the
-    default group) or of all ranks, which is why each of these makes its store at the same place in
-    the program. Other ranks than `members` need not know of it.
+    The group is separate, because saves exchange in a background thread, at the same time as the
+    training. The time-out is that of the default group, at least `SHORTEST`.
 
-    Its exchanges wait for a rank as long as the training does: the time-out of the default group,
-    at least `SHORTEST`.
+    Args:
+        group: a gloo group that nothing else uses; None for a new group. Then all of its ranks make
+            this object at the same place in the program.
+        members: ranks (of the default group) of the new group; empty for all ranks. Other ranks
+            need not make this object.
     """
 
     def __init__(self, group: Any | None = None, *, members: Sequence[int] = ()) -> None:
@@ -57,10 +58,9 @@ class GlooRanks:
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, on every rank."""
         group, items = self.group, [None] * self.world
-        # In another thread than the main one: Python calls handlers of signals there, and one that
-        # raises would leave the exchange after the first of its two collectives. The next exchange
-        # would meet the second one on the other ranks, at which gloo aborts the process. The pool
-        # has one thread, so the next exchange waits for this one.
+        # Not in the main thread: a signal handler that raises there would leave the exchange after
+        # the first of its two collectives. The next exchange would meet the second collective of
+        # the other ranks, and gloo would abort the process. The pool's one thread keeps the order.
         if threading.current_thread() is threading.main_thread():
             self._pool.submit(dist.all_gather_object, items, item, group).result()
         else:
@@ -72,7 +72,7 @@ class GlooRanks:
 
         Args:
             values: as many on every rank.
-            seconds: to wait for the others; None: the group's time-out.
+            seconds: to wait for the others, or None for the group's time-out.
 
         Raises:
             RuntimeError: a rank has left, or did not come in time.
@@ -88,10 +88,10 @@ class GlooRanks:
 
 
 def _new_group(members: Sequence[int], timeout: timedelta | None) -> Any:
-    """A new gloo group of `members`, of which the other ranks need not know.
+    """A new gloo group of `members`, made by these ranks only.
 
-    torch (2.13) derives its name from the number of groups that a process has, and ranks with
-    different numbers would never meet. So those with fewer make some of themselves alone first.
+    torch (2.13) derives a group's name from the number of groups in the process, and ranks with
+    different numbers would never meet. Ranks with fewer groups make groups of themselves first.
     """
     world: Any = dist.distributed_c10d._world
     store: Any = dist.distributed_c10d._get_default_store()
@@ -108,7 +108,7 @@ def _new_group(members: Sequence[int], timeout: timedelta | None) -> Any:
 
 
 def _time_out() -> timedelta | None:
-    """Of the default group, which `new_group` does not ask; None: torch's own default."""
+    """The time-out of the default group, at least `SHORTEST`; None for torch's own default."""
     group: Any = dist.group.WORLD
     try:
         backends = [group._get_backend(device) for device in group._device_types]
@@ -118,7 +118,7 @@ def _time_out() -> timedelta | None:
 
 
 def restart_obstacle(environment: Mapping[str, str]) -> str:
-    """Why restarts by torchrun may fail, by the variables that it sets; "": there is no reason.
+    """Why restarts by torchrun may fail, by the variables that it sets, or an empty string.
 
     All restarts share one store then, and gloo reads addresses of killed ranks from it
     (https://github.com/pytorch/pytorch/issues/167288; torch 2.13).
@@ -134,5 +134,5 @@ def restart_obstacle(environment: Mapping[str, str]) -> str:
 
 
 def initialized() -> bool:
-    """Whether this program is one of several ranks."""
+    """Whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -5,57 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from healcore.runtime.store.copies import Copier
+from healcore.runtime.store.copies import Copier, Snapshot
 from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks, rounded
 from healcore.runtime.store.inspection import mapped
 from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import value_of
-from healcore.torch.store.state import Leaf, device_in, flatten, subclass, typed, unpickled
-
-
-class HostTensor(NamedTuple):
-    """One array in host memory."""
-
-    name: str
-    dtype: str
-    raw: np.ndarray
-    """uint8 (n,): its bytes, in memory order."""
-    local: Tensor
-    """The same memory as the tensor that was copied: shape, strides, dtype."""
-    spec: Any
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor, a DTensor where it was one."""
-        return self.local if self.spec is None else _dtensor(self.local, self.spec)
-
-    @property
-    def block(self) -> Block:
-        """The bytes as a block."""
-        return Block(self.name, self.dtype, self.raw)
+from healcore.torch.store.state import Leaf, flatten, subclass, typed, unpickled
 
 
 @dataclass
-class TorchSnapshot:
+class TorchSnapshot(Snapshot):
     """A torch state in host memory."""
 
-    flat: Flat
-    entries: list[HostTensor]
-    arena: Arena
     pinned: bool = False
     events: list[Any] = field(default_factory=list)
-    """One for each accelerator that is still copying."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory held."""
-        return self.arena.nbytes
+    """One event for each accelerator that is still copying."""
 
     def settle(self) -> None:
         """Waits for copies off an accelerator."""
@@ -65,13 +35,14 @@ class TorchSnapshot:
 
     def blocks(self) -> Iterator[Block]:
         """The bytes of every array."""
-        return (each.block for each in self.entries)
+        return map(_block, self.flat.leaves.values())
 
 
 class TorchCopier(Copier):
     """Copies torch states to host memory: pinned where CUDA is, without blocking the host.
 
-    `rank` is for what is saved per rank. `trust` pickles what has no plain form, and reads pickles.
+    `rank` names the values that are saved per rank. `trust` pickles values without a plain form,
+    and reads pickles.
     """
 
     def __init__(self, rank: int = 0, *, trust: bool = False) -> None:
@@ -88,19 +59,21 @@ class TorchCopier(Copier):
     ) -> TorchSnapshot:
         """A snapshot. On CUDA the copies are queued behind the work of the current stream."""
         flat = self.flatten(state)
-        leaves = list(flat.leaves.values())
+        leaves: list[Leaf] = list(flat.leaves.values())
         pinned = any(leaf.tensor.is_cuda for leaf in leaves)
-        arena = _arena(sum(rounded(leaf.tensor.nbytes) for leaf in leaves), pinned, recycled)
-        entries = _places(leaves, arena, recycled)
+        old = recycled if recycled is not None and recycled.pinned == pinned else None
+        need = sum(rounded(leaf.tensor.nbytes) for leaf in leaves)
+        arena = Arena.reusing(old.arena if old else None, need, _pinned if pinned else None)
+        copies = _places(leaves, arena, old)
         on_host = []
-        for leaf, entry in zip(leaves, entries, strict=True):
+        for leaf, copy in zip(leaves, copies, strict=True):
             if leaf.tensor.device.type == "cpu":
-                on_host.append((leaf, entry))
+                on_host.append((leaf.tensor, copy))
             else:
-                _fill(leaf, entry)
-        nbytes = sum(leaf.tensor.nbytes for leaf, _ in on_host)
-        mapped(lambda pair: _fill(*pair), on_host, nbytes)
-        snapshot = TorchSnapshot(flat._replace(leaves={}), entries, arena, pinned)
+                _fill(leaf.tensor, copy)
+        mapped(lambda pair: _fill(*pair), on_host, sum(tensor.nbytes for tensor, _ in on_host))
+        flat = flat._replace(leaves={copy.name: copy for copy in copies})
+        snapshot = TorchSnapshot(flat, arena, pinned)
         for device in {leaf.tensor.device for leaf in leaves if leaf.tensor.is_cuda}:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
@@ -109,19 +82,22 @@ class TorchCopier(Copier):
 
     def arrays(self, snapshot: TorchSnapshot) -> dict[str, Tensor]:
         """The tensors in the snapshot's own memory."""
-        return {each.name: each.tensor for each in snapshot.entries}
+        return {
+            leaf.name: leaf.tensor if leaf.spec is None else _dtensor(leaf.tensor, leaf.spec)
+            for leaf in snapshot.flat.leaves.values()
+        }
 
     def copies(
         self, snapshot: TorchSnapshot, names: set[str], live: Flat, copy: CopyBlocks
     ) -> dict[str, Tensor]:
         """Tensors in fresh host memory; DTensors on the device of the live ones."""
-        saved = [each for each in snapshot.entries if each.name in names]
+        saved: list[Leaf] = [leaf for name, leaf in snapshot.flat.leaves.items() if name in names]
         arrays = {}
-        for each, raw in zip(saved, copy([each.block for each in saved]), strict=True):
-            fresh = view(raw, each.local)
-            if each.spec is not None:
-                fresh = _dtensor(fresh.to(device_in(live, each.name)), each.spec)
-            arrays[each.name] = fresh
+        for leaf, raw in zip(saved, copy([_block(leaf) for leaf in saved]), strict=True):
+            fresh = view(raw, leaf.tensor)
+            if leaf.spec is not None:
+                fresh = _dtensor(fresh.to(_device_in(live, leaf.name)), leaf.spec)
+            arrays[leaf.name] = fresh
         return arrays
 
     def fetch(
@@ -134,10 +110,10 @@ class TorchCopier(Copier):
             return value_of(content)
         if tag == "subclass":
             inner = functools.partial(self.fetch, name, arrays=arrays, live=live)
-            return subclass(name, content, inner, self.trust)
+            return subclass(name, content, inner)
         tensor = arrays[content["name"]]
         if content["kind"] == "tensor":
-            device = None if live is None else device_in(live, content["name"])
+            device = None if live is None else _device_in(live, content["name"])
             return typed(tensor if device is None else tensor.to(device), content, name)
         array = tensor.numpy().view(np.dtype(content["dtype"])).reshape(content["shape"])
         return array[()] if content["kind"] == "scalar" else array
@@ -148,48 +124,56 @@ def view(raw: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(raw).view(like.dtype).as_strided(like.shape, like.stride())
 
 
-def _arena(nbytes: int, pinned: bool, recycled: TorchSnapshot | None) -> Arena:
-    old = recycled.arena if recycled is not None and recycled.pinned == pinned else None
-    if old is not None and old.reused(nbytes):
-        return old
-    return Arena(nbytes, _pinned if pinned else None)
+def _device_in(live: Flat, name: str) -> torch.device | None:
+    """The device of an array of the live state, or None if it is not there."""
+    leaf = live.leaves.get(name)
+    return None if leaf is None else leaf.tensor.device
 
 
 def _pinned(nbytes: int) -> np.ndarray:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-def _places(leaves: list[Leaf], arena: Arena, recycled: TorchSnapshot | None) -> list[HostTensor]:
-    """Memory for the copies; the recycled one if the state is laid out as before."""
-    old = recycled.entries if recycled is not None and recycled.arena is arena else []
-    if len(old) == len(leaves) and all(map(_same_layout, leaves, old)):
-        return [entry._replace(spec=leaf.spec) for leaf, entry in zip(leaves, old, strict=True)]
-    return [_place(leaf, arena) for leaf in leaves]
+def _places(leaves: list[Leaf], arena: Arena, recycled: TorchSnapshot | None) -> list[Leaf]:
+    """Memory for the copies; the recycled memory if the state is laid out as before."""
+    same_arena = recycled is not None and recycled.arena is arena
+    old: list[Leaf] = list(recycled.flat.leaves.values()) if recycled and same_arena else []
+    if [_layout(leaf) for leaf in old] == [_layout(leaf) for leaf in leaves]:
+        return [copy._replace(spec=leaf.spec) for leaf, copy in zip(leaves, old, strict=True)]
+    # A slice of a larger tensor becomes dense; any other layout stays.
+    return [
+        leaf._replace(
+            tensor=view(
+                arena.deal(leaf.tensor.nbytes), torch.empty_like(leaf.tensor, device="meta")
+            )
+        )
+        for leaf in leaves
+    ]
 
 
-def _same_layout(leaf: Leaf, entry: HostTensor) -> bool:
-    a, b = leaf.tensor, entry.local
-    return (leaf.name, leaf.dtype) == (entry.name, entry.dtype) and (
-        (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-    )
+def _layout(leaf: Leaf) -> tuple[Any, ...]:
+    tensor = leaf.tensor
+    return leaf.name, leaf.dtype, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _place(leaf: Leaf, arena: Arena) -> HostTensor:
-    """Memory for one copy. A slice of something larger becomes dense; another layout stays."""
-    raw = arena.deal(leaf.tensor.nbytes)
-    local = view(raw, torch.empty_like(leaf.tensor, device="meta"))
-    return HostTensor(leaf.name, leaf.dtype, raw, local, leaf.spec)
-
-
-def _fill(leaf: Leaf, entry: HostTensor) -> None:
-    source = leaf.tensor
-    if source.device.type == "cpu" and source.stride() == entry.local.stride() and len(entry.raw):
+def _fill(source: Tensor, copy: Leaf) -> None:
+    same_stride = source.stride() == copy.tensor.stride()
+    if source.device.type == "cpu" and same_stride and source.numel():
         # Not copy_: its threads wait for each other after every tensor, which takes ten times as
-        # long as the copy when somebody else (a data loader) is using their cores.
-        flat = source.as_strided((source.numel(),), (1,), source.storage_offset())
-        np.copyto(entry.raw, flat.view(torch.uint8).numpy())
+        # long as the copy while a data loader uses their cores.
+        np.copyto(_raw(copy.tensor), _raw(source))
     else:
-        entry.local.copy_(source, non_blocking=source.is_cuda)
+        copy.tensor.copy_(source, non_blocking=source.is_cuda)
+
+
+def _raw(tensor: Tensor) -> np.ndarray:
+    """The bytes of a dense tensor on the host in memory order, uint8 (n,)."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8).numpy()
+
+
+def _block(leaf: Leaf) -> Block:
+    return Block(leaf.name, leaf.dtype, _raw(leaf.tensor))
 
 
 def _dtensor(local: Tensor, spec: Any) -> Tensor:

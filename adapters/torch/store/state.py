@@ -1,4 +1,4 @@
-"""A torch state as JSON structure and named arrays, back again, and into the live objects."""
+"""Converts a torch state to JSON and named arrays, and loads a restored state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from healcore.runtime.plain import pickled_text
+from healcore.runtime.json_codec import pickled_text
 from healcore.runtime.store import structure
 from healcore.runtime.store.errors import (
     StateMismatch,
@@ -29,25 +29,23 @@ HOW = "the store (or to the Healer that makes it)"
 
 
 class Leaf(NamedTuple):
-    """One array of a state, where it is now."""
+    """One array of a state."""
 
     name: str
     tensor: Tensor
     """A plain tensor on any device: a DTensor's local part, a NumPy array's bytes."""
     dtype: str
-    """As in the finite check: "bfloat16"."""
+    """Name as in the finite check: "bfloat16"."""
     spec: Any = None
-    """The DTensorSpec, if it is the local part of a DTensor."""
+    """The DTensorSpec if the tensor is the local part of a DTensor."""
 
 
 def flatten(state: Mapping[str, Any], rank: int = 0, *, trust: bool = False) -> Flat:
-    """Takes the arrays out of a state. Copies nothing.
+    """Takes the arrays out of a state, without copies; UnsavableState for an unsavable value.
 
-    An object with `state_dict` is saved as that. With ``per_rank = True`` (the state of a random
-    generator, a data loader's position) its arrays are named by rank, because writers assume that
-    arrays of the same name are the same on every rank.
-
-    Raises UnsavableState for what cannot be saved. With `trust` what has no plain form is pickled.
+    Arrays of an object with ``per_rank = True`` (the state of a random generator, a data loader's
+    position) are named by rank, because writers assume that arrays of one name are the same on
+    every rank. `trust` pickles values without a plain form.
     """
     flattening = _Flattening(rank, trust)
     entries = {
@@ -57,12 +55,6 @@ def flatten(state: Mapping[str, Any], rank: int = 0, *, trust: bool = False) -> 
     for name, identity in identities(state).items():
         entries[name]["identity"] = identity
     return Flat(entries, flattening.leaves, {})
-
-
-def device_in(live: Flat, name: str) -> torch.device | None:
-    """The device of an array of the live state; None if it is not there."""
-    leaf = live.leaves.get(name)
-    return None if leaf is None else leaf.tensor.device
 
 
 class _Flattening:
@@ -81,7 +73,7 @@ class _Flattening:
         per_rank = bool(getattr(value, "per_rank", False))
         tree = value.state_dict() if stateful else value
         path = (f"rank{self._rank}", name) if per_rank else (name,)
-        # Tensors that share memory are saved once if `load_state_dict` will copy from them.
+        # Tensors that share memory are saved once if `load_state_dict` copies from them.
         self._known.clear()
         self._ties = stateful
         node = structure.encode(tree, path, self._special)
@@ -93,7 +85,7 @@ class _Flattening:
             if _is_made_of_others(plain):
                 return {"subclass": self._subclass(path, plain)}
             kind = _type_of(value)
-            if "class" in kind:  # its file must hold a plain tensor
+            if "class" in kind:  # the file must hold a plain tensor
                 plain = plain.as_subclass(Tensor)
             return {"array": self._tensor(path, plain) | kind}
         is_array = type(value) is np.ndarray or isinstance(value, np.generic)
@@ -101,15 +93,16 @@ class _Flattening:
             return {"array": self._numpy(path, np.asarray(value), isinstance(value, np.generic))}
         if (node := node_of(value)) is not None:
             return {"torch": node}
-        # Schedulers and loaders keep whatever they like in their state: a partial, a path.
-        return {"pickle": self._pickled(path, value)}
+        # Schedulers and loaders may keep any object in their state: a partial, a path.
+        if not self._trust:
+            raise no_plain_form(structure.place(path), value, HOW)
+        return {"pickle": pickled_text(path, value)}
 
     def _subclass(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-        """A tensor made of others, such as torchao's moments of 8 bits: its parts, by name.
+        """The parts of a tensor that is made of others, such as torchao's moments of 8 bits.
 
-        It is taken apart as by torch.compile, and has no memory of its own. The program that reads
-        it must have its class. What the class keeps in addition to the parts (block sizes, dtypes)
-        has to have a plain form.
+        The tensor is taken apart as by torch.compile. The program that reads it must have its
+        class. The context of the class (block sizes, dtypes) must have a plain form.
         """
         if "<locals>" in type(value).__qualname__:
             raise UnsavableState(
@@ -124,11 +117,6 @@ class _Flattening:
             "stride": list(value.stride()),
             "parts": [[name, self._special((*path, name), getattr(value, name))] for name in names],
         }
-
-    def _pickled(self, path: tuple[Any, ...], value: Any) -> str:
-        if not self._trust:
-            raise no_plain_form(structure.place(path), value, HOW)
-        return pickled_text(path, value)
 
     def _tensor(self, path: tuple[Any, ...], value: Tensor) -> dict[str, Any]:
         spec = getattr(value, "_spec", None) if hasattr(value, "to_local") else None
@@ -161,7 +149,7 @@ class _Flattening:
     def _numpy(self, path: tuple[Any, ...], value: np.ndarray, scalar: bool) -> dict[str, Any]:
         """A NumPy array as bytes, because NumPy has dtypes that torch lacks."""
         name = self._names.at(path)
-        # Copied where it is read-only: torch warns about memory that it may not write.
+        # Copies read-only arrays: torch warns about memory that it may not write.
         raw = np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
         self.leaves[name] = Leaf(name, torch.from_numpy(raw), value.dtype.name)
         return {
@@ -173,7 +161,7 @@ class _Flattening:
 
 
 def _type_of(tensor: Tensor) -> dict[str, Any]:
-    """What a node has about the class of a tensor; empty for a plain tensor and a DTensor."""
+    """The class of a tensor for its node; empty for a plain tensor and a DTensor."""
     if type(tensor) is nn.Parameter:
         return {"parameter": tensor.requires_grad}
     if type(tensor) is Tensor or hasattr(tensor, "to_local"):
@@ -182,7 +170,7 @@ def _type_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def typed(tensor: Tensor, node: Mapping[str, Any], name: str) -> Tensor:
-    """A restored tensor with the class that its node has."""
+    """A restored tensor with the class in its node."""
     if "parameter" in node:
         return nn.Parameter(tensor, requires_grad=bool(node["parameter"]))
     if "class" in node:
@@ -218,20 +206,17 @@ def unpickled(name: str, content: str, trust: bool) -> Any:
     return pickle.loads(base64.b64decode(content))
 
 
-def subclass(name: str, content: Any, fetch: structure.Fetch, trust: bool) -> Any:
-    """A tensor made of others. Its class is looked up among this program's own, not imported."""
-    if "made" in content:  # by a healcore that did not write plain values yet
-        kind, context = unpickled(name, content["made"], trust)
-    else:
-        context = structure.decode(content["context"], fetch)
-        kind = tensor_class(content["class"], name, made_of_others=True)
+def subclass(name: str, content: Any, fetch: structure.Fetch) -> Any:
+    """A tensor made of others. Its class must be defined in this program; imports nothing."""
+    context = structure.decode(content["context"], fetch)
+    kind = tensor_class(content["class"], name, made_of_others=True)
     parts = {part: structure.decode(node, fetch) for part, node in content["parts"]}
     shape, stride = torch.Size(content["shape"]), tuple(content["stride"])
     return kind.__tensor_unflatten__(parts, context, shape, stride)
 
 
 def tensor_class(name: str, place: str, *, made_of_others: bool) -> Any:
-    """The newest class of tensors of this name among this program's own; it is not imported."""
+    """The newest class of tensors of this name in this program; imports nothing."""
     found = [
         kind
         for kind in structure.subclasses(Tensor)
@@ -241,7 +226,7 @@ def tensor_class(name: str, place: str, *, made_of_others: bool) -> Any:
     if not found:
         raise StoreError(
             f"{structure.place((place,))} holds a {name:.200}, which is no class of tensors in "
-            "this program: import the package that it is of, then restore"
+            "this program: import the package that defines it, then restore"
         )
     return found[-1]
 
@@ -249,16 +234,15 @@ def tensor_class(name: str, place: str, *, made_of_others: bool) -> Any:
 def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
     """Loads every restored name into the live object of that name.
 
-    Objects get their `load_state_dict` called. Tensors, alone or in dictionaries and lists, are
-    overwritten in place, so that all references see it; other values are replaced. Whatever can be
-    checked is checked before anything is changed.
+    Calls `load_state_dict` of objects that have it. Overwrites tensors, alone or in dictionaries
+    and lists, in place; replaces other values. Checks as much as possible before the first change.
 
     Args:
         live: the objects that were saved.
         restored: `Restored.state`.
 
     Raises:
-        StateMismatch: it does not fit; nothing has been changed.
+        StateMismatch: the state does not fit; nothing was changed.
     """
     wrong = [f'there is no live "{name}"' for name in restored if name not in live]
     for name, state in restored.items():

@@ -1,7 +1,7 @@
-"""Verifies checkpoints in the background, marks them as known-good and deletes surplus ones.
+"""Verifies checkpoints in the background and marks them as known-good.
 
-The training loop decides by its steps what is submitted, and in which order. Jobs run in that
-order, so the contents of a store depend on the steps and not on the speed of a disk.
+The training loop submits jobs by its steps, and jobs run in that order. So the contents of a store
+depend on the steps and not on the speed of a disk.
 """
 
 from __future__ import annotations
@@ -11,12 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from healcore.events import fork_safety
-from healcore.runtime.store import (
-    CheckpointDamaged,
-    CheckpointStore,
-    NotFinite,
-    NotThere,
-)
+from healcore.runtime.store import CheckpointDamaged, CheckpointStore, NotFinite, NotThere
 from healcore.runtime.store.background import Background
 
 
@@ -25,14 +20,14 @@ class VerifyResult(NamedTuple):
 
     step: int
     error: Exception | None
-    """What was wrong; None if the checkpoint is known-good now."""
+    """The problem, or None if the checkpoint is known-good now."""
 
 
 class BackgroundVerifier:
-    """Verifies one checkpoint after another in each tier, outside of the caller's thread.
+    """Verifies one checkpoint after another in each tier.
 
-    The jobs of a tier run in the tier's queue. Jobs of a tier without a queue run in a thread of
-    this object, or with `in_background=False` in the caller's.
+    Jobs run in the tier's queue. Jobs of a tier without a queue run in a thread of this object, or
+    in the caller's thread if not `in_background`.
     """
 
     def __init__(self, *, in_background: bool = True) -> None:
@@ -49,10 +44,13 @@ class BackgroundVerifier:
         then: Callable[[CheckpointStore], None] = lambda tier: None,
         nearest_only: bool = False,
     ) -> None:
-        """Queues a checkpoint to be verified and marked as known-good, in every tier that has it.
+        """Queues a checkpoint to be verified and marked as known-good, in every tier.
 
-        `then` is called with each of these tiers afterwards, also if it is damaged or not finite
-        there. `nearest_only`: no other tier has it.
+        Args:
+            store: which has the tiers.
+            step: of the checkpoint.
+            then: called with each tier that has the checkpoint, even a damaged one.
+            nearest_only: whether only the first tier has the checkpoint.
         """
         tiers = store.tiers
 
@@ -79,7 +77,7 @@ class BackgroundVerifier:
     def submit(
         self, store: CheckpointStore, step: int, action: Callable[[CheckpointStore], None]
     ) -> None:
-        """Queues an action on the farthest tier, after all jobs so far; `step` is for errors."""
+        """Queues an action on the last tier; `step` is for errors."""
         self._submit(store.tiers[-1], step, action)
 
     def results(self) -> list[VerifyResult]:
@@ -92,7 +90,7 @@ class BackgroundVerifier:
             queue.join()
 
     def discard(self) -> None:
-        """Waits for all jobs and drops their results: the list of checkpoints has changed."""
+        """Waits for all jobs and drops their results."""
         self.wait()
         self._results.clear()
 

@@ -1,7 +1,7 @@
-"""What a run knows about its checkpoints, without asking the disk.
+"""The run's own list of its checkpoints.
 
-A store's own listing depends on the speed of its disk. What is verified next, what may be deleted
-and what counts as quarantined has to depend on the steps alone.
+A store's listing depends on the speed of its disk. Verification, deletion and quarantine must
+depend on the steps alone, so they use this list.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Catalog:
         self._surplus.clear()
 
     def add(self, step: int) -> None:
-        """Adds a checkpoint that is being saved. The background finds out whether it is finite."""
+        """Adds a checkpoint that is being saved, as a finite candidate."""
         self._saves[step] = Saved(step, "candidate", True, 0, 0.0, True, None)
         self._surplus.discard(step)
 
@@ -43,7 +43,7 @@ class Catalog:
         self._saves.pop(step, None)
 
     def mark_nonfinite(self, step: int) -> None:
-        """Excludes a checkpoint with NaN or Inf from ever being known-good."""
+        """Marks a checkpoint that holds NaN or Inf."""
         if step in self._saves:
             self._saves[step] = self._saves[step]._replace(status="candidate", finite=False)
 
@@ -68,12 +68,12 @@ class Catalog:
         return sorted(s.step for s in saves if s.status == "candidate" and s.finite)
 
     def newest_finite_before(self, step: int) -> int:
-        """Step of the newest checkpoint before `step` that is not known to be bad; 0 if none."""
+        """Step of the newest finite checkpoint before `step`, or 0."""
         finite = [s.step for s in self._saves.values() if s.finite and s.step < step]
         return max(finite, default=0)
 
     def probation_passed(self, ledger: Ledger, before: int | None = None) -> list[int]:
-        """Steps of the checkpoints whose probation is over now, or was over by step `before`."""
+        """Steps of checkpoints whose probation is over now, or was over before a step."""
         now = ledger.next_step if before is None else min(before, ledger.next_step)
         saves = [self._saves[step] for step in self.on_probation]
         return probation_passed(
@@ -81,7 +81,7 @@ class Catalog:
         )
 
     def mark_good(self, steps: Sequence[int], ledger: Ledger) -> list[int]:
-        """Treats checkpoints as known-good; returns the steps to delete once these are verified."""
+        """Marks checkpoints known-good; returns the steps to delete once they are verified."""
         for step in steps:
             self._saves[step] = self._saves[step]._replace(status="good")
         for step in self._superfluous(ledger):
@@ -90,10 +90,10 @@ class Catalog:
         return sorted(self._surplus)
 
     def _superfluous(self, ledger: Ledger) -> list[int]:
-        """Checkpoints that need not be kept.
+        """Steps of checkpoints that need not be kept.
 
-        Within the region of the last rollback its target and the next older known-good one stay, so
-        that a second rollback there does not go to one that has become known-good since.
+        Within the region of the last rollback, its target and the next older known-good checkpoint
+        stay: a second rollback there must not use a checkpoint that became known-good later.
         """
         saves, stay = list(self._saves.values()), set(self.protected)
         last = ledger.same_trouble(ledger.next_step, self._region)[-1:]
@@ -107,10 +107,10 @@ class Catalog:
 def probation_passed(
     saves: Sequence[Saved], *, unhealthy: Iterable[int], now: int, probation: int
 ) -> list[int]:
-    """Candidates that `probation` healthy steps have followed, of `now` steps recorded.
+    """Steps of candidates that at least `probation` healthy steps have followed by step `now`.
 
-    Unhealthy steps are not counted and do not restart the count. Otherwise no checkpoint would
-    become known-good in a run where a bad batch is skipped now and then.
+    Unhealthy steps are not counted, but do not restart the count: otherwise no checkpoint would
+    become known-good in a run that skips a bad batch now and then.
     """
     bad = sorted(unhealthy)
 
@@ -126,16 +126,16 @@ def probation_passed(
 
 class _AbandonedBranch(NamedTuple):
     target: int
-    """Step of the checkpoint that the run went back to."""
+    """Step of the checkpoint that the run rolled back to."""
     before: float
-    """Wall-clock seconds. Checkpoints saved later belong to the branch that continues."""
+    """Wall-clock seconds. Checkpoints saved later belong to the current branch."""
 
 
 class PendingQuarantine:
     """Checkpoints to quarantine as soon as the disk can be written again.
 
-    A rollback quarantines what was saved after the onset. If the disk cannot be written at that
-    moment, those checkpoints would count as usable later.
+    A rollback quarantines the checkpoints after the onset. If the disk cannot be written at that
+    moment, they would count as usable later.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -146,18 +146,18 @@ class PendingQuarantine:
         return bool(self._branches)
 
     def add(self, target: int) -> None:
-        """Adds every checkpoint after `target` that was saved until now. Collective."""
+        """Adds every checkpoint after `target` that exists now. Collective."""
         self._branches.append(_AbandonedBranch(target, agreed(self._ranks, time.time())))
 
     def applied(self, saves: Sequence[Saved]) -> list[Saved]:
-        """A listing as if everything pending were quarantined on disk."""
+        """A listing in which the pending checkpoints are quarantined."""
         return [
             saved._replace(status="quarantined") if self._includes(saved) else saved
             for saved in saves
         ]
 
     def write(self, tier: CheckpointStore) -> list[int]:
-        """Quarantines on disk and returns the steps; does nothing while the disk cannot be used."""
+        """Quarantines on disk and returns the steps, or an empty list while the disk fails."""
         branches = list(self._branches)
         try:
             saves = tier.steps()

@@ -1,12 +1,11 @@
-"""What every checkpoint holds besides the user's state: random generators and loader positions.
+"""The item that a Healer adds to every checkpoint: random states and loader positions.
 
-They are an item of their own, per rank, and optional: checkpoints of other programs restore without
-it. All values are plain, so that reading runs no code, whichever program wrote the directory.
+The item is per rank and optional: checkpoints of other programs restore without it. All values are
+plain, so that reading them runs no code.
 """
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,22 +13,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.runtime import plain
-from healcore.runtime.data import position as positions
+from healcore.runtime import json_codec
 from healcore.runtime.driver import Generators
-from healcore.runtime.store.errors import StoreError, pickled
+from healcore.runtime.store.errors import StoreError
 
 ITEM = "healcore"
-"""Its name among the saved items."""
+"""Name of the item in a checkpoint."""
 
 _GENERATORS = ("python", "numpy", "framework")
 _DATA = "data"
 _WATCHED = 3
-"""Steps of a process after which all generators are looked at, besides at each save."""
+"""Number of first steps after which all generators are compared; later only saves do that."""
 
 
 class HostParts(NamedTuple):
-    """The content of a saved `HostState`. Random states are None where they are not to be set."""
+    """The content of a saved `HostState`. A random state is None if it is not to be set."""
 
     python: Any
     numpy: Any
@@ -39,13 +37,11 @@ class HostParts(NamedTuple):
 
 
 class HostState:
-    """Saved like any object with `state_dict`; read back by the Healer in parts.
+    """Random states and loader positions, saved like any object with `state_dict`.
 
-    `position` returns the loaders' positions. `trust` reads the pickles of earlier versions too.
-
-    An exception within a step comes after batches were read for it and random numbers drawn. So
-    that the state can still be saved as it was after the step before, `after_step` remembers the
-    random states; `before_batches` then makes the next `state_dict` return those.
+    An exception within a step comes after batches were read and random numbers were drawn. To save
+    the state as it was after the previous step, `after_step` keeps the random states, and
+    `before_batches` makes `state_dict` return them.
     """
 
     per_rank = True
@@ -55,19 +51,17 @@ class HostState:
         self,
         position: Callable[[], dict[str, Any]],
         generators: Generators | None,
-        *,
-        trust: bool = False,
     ) -> None:
+        """Takes a function that returns the loaders' positions, and the framework's generators."""
         self._position = position
         self._generators = generators
-        self._trust = trust
         self._steps = 0
-        self._looked_at: dict[str, str] = {}
-        """All random states when they were last compared, as text."""
+        self._last_compared: dict[str, str] = {}
+        """All random states at the last comparison, as text."""
         self._drawn = {"framework"}
-        """Generators that the loop draws from: remembered after each step. To copy the others takes
-        100 µs, and most loops never draw from them."""
-        self._remembered: dict[str, Any] = {}
+        """Generators that the loop draws from, which are copied after each step. Copying the others
+        takes 100 µs, and most loops never draw from them."""
+        self._after_step: dict[str, Any] = {}
         self._earlier: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,16 +73,16 @@ class HostState:
         return {**self._compared(), _DATA: data}
 
     def after_step(self) -> None:
-        """Remembers the random states between two steps."""
+        """Keeps the random states between two steps."""
         self._steps += 1
         if self._steps == 1:
-            self._looked_at.clear()  # what was drawn before the loop does not count
+            self._last_compared.clear()  # numbers drawn before the loop do not count
         if self._steps <= _WATCHED:
             self._compared()
-        self._remembered = self.drawn()
+        self._after_step = self.drawn()
 
     def drawn(self) -> dict[str, Any]:
-        """The present states of the generators that the loop draws from, for `set_generators`."""
+        """Present states of the generators that the loop draws from, for `set_generators`."""
         return {name: self._now(name) for name in self._drawn}
 
     @contextmanager
@@ -96,15 +90,15 @@ class HostState:
         """Within the block `state_dict` returns the state of the last `after_step`.
 
         Args:
-            data: the loaders' positions at that moment.
+            data: the loaders' positions after that step.
 
         Raises:
-            StoreError: a random state of that moment is not known.
+            StoreError: a random state after that step is not known.
         """
-        states = {name: self._coded(name, state) for name, state in self._remembered.items()}
+        states = {name: self._coded(name, state) for name, state in self._after_step.items()}
         for name in set(_GENERATORS) - set(states):
             states[name] = self._coded(name, self._now(name))
-            if states[name] != self._looked_at.get(name):
+            if states[name] != self._last_compared.get(name):
                 raise StoreError(
                     f"the random state of {name} after the last step is not known: numbers were "
                     "drawn from it for the first time"
@@ -116,9 +110,9 @@ class HostState:
             self._earlier = None
 
     def _compared(self) -> dict[str, str]:
-        """All random states now; those that have changed are remembered from now on."""
+        """All random states now, as text; finds out which generators the loop draws from."""
         now = {name: self._coded(name, self._now(name)) for name in _GENERATORS}
-        before, self._looked_at = self._looked_at, now
+        before, self._last_compared = self._last_compared, now
         changed = {name for name, state in now.items() if before.get(name, state) != state}
         self._drawn = {"framework"} | changed
         return dict(now)
@@ -131,33 +125,28 @@ class HostState:
         return None if self._generators is None else self._generators.state_dict()
 
     def _coded(self, name: str, state: Any) -> str:
-        return plain.dumps(state, (ITEM, name))
+        return json_codec.dumps(state, (ITEM, name))
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
-        """The content of a checkpoint's item, checked; nothing is set. None if it has none.
+        """The content of a checkpoint's item, checked, or None without an item. Sets nothing.
 
-        Untrusted if it is pickled without `trust`, StoreError if healcore cannot have written it.
+        Raises StoreError if healcore cannot have written the content.
         """
         if state is None:
             return None
         try:
-            data = state[_DATA]
-            if not isinstance(data, Mapping):
-                data = self._unpickled(_DATA, data)
-            generators = {name: self._generator(state, name) for name in _GENERATORS}
-            parts = HostParts(**generators, data=dict(data))
-            if not self._trust and any(map(positions.is_pickled, parts.data.values())):
-                raise pickled(f"a loader's state in state['{ITEM}']['{_DATA}']", plain.HOW)
+            generators = {name: json_codec.loads(state[name], (ITEM, name)) for name in _GENERATORS}
+            parts = HostParts(**generators, data=dict(state[_DATA]))
             _try_out(parts)
         except StoreError:
             raise
-        except Exception as error:  # crafted or damaged: anything at all
+        except Exception as error:  # crafted or damaged values may raise anything
             problem = f"{type(error).__name__}: {str(error)[:200]}"
             raise StoreError(f"state['{ITEM}'] is not what healcore writes: {problem}") from error
         return parts
 
     def put_back(self, parts: HostParts) -> None:
-        """Sets the generators; call it after the loaders were moved, which draws from them."""
+        """Sets the generators. Call it after moving the loaders, which draws random numbers."""
         self._steps = 0
         self.set_generators({name: getattr(parts, name) for name in _GENERATORS})
 
@@ -173,38 +162,11 @@ class HostState:
             elif self._generators is not None:
                 self._generators.load_state_dict(state)
 
-    def _generator(self, state: Mapping[str, Any], name: str) -> Any:
-        found = state[name]
-        if isinstance(found, str):
-            return plain.loads(found, (ITEM, name))
-        return self._unpickled(name, found)
-
-    def _unpickled(self, name: str, data: Any) -> Any:
-        if not self._trust:
-            raise pickled(f"state['{ITEM}']['{name}']", plain.HOW)
-        return pickle.loads(data)
-
-
-def pickled_parts(entry: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the pickled parts in a checkpoint, by the item's entry in `state.json`."""
-    for key, node in entry.get("tree", {}).get("dict", ()):
-        if key in (*_GENERATORS, _DATA) and isinstance(node, dict) and "bytes" in node:
-            yield f"state['{ITEM}']['{key}']"
-        elif key == _DATA and isinstance(node, dict):
-            for number, place in node.get("dict", ()):
-                if isinstance(place, dict) and _holds_pickle(dict(place.get("dict", ()))):
-                    yield f"the state of loader {number} in state['{ITEM}']['{_DATA}']"
-
-
-def _holds_pickle(position: Mapping[str, Any]) -> bool:
-    state = position.get("state")
-    return isinstance(state, dict) or (isinstance(state, str) and '{"pickle":' in state)
-
 
 def _try_out(parts: HostParts) -> None:
-    """Sets unused generators: a state that these refuse would later fail with only some set.
+    """Sets unused generators, so that an invalid state fails before any generator is set.
 
-    NumPy checks everything but the position in the Mersenne Twister's numbers, and reads there.
+    NumPy checks everything except the position in the Mersenne Twister's numbers, where it reads.
     """
     random.Random().setstate(parts.python)
     numpy = parts.numpy

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when to save, which are known-good by now, which may be deleted."""
+"""Saves, verifies, quarantines and deletes the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.catalog import Catalog, PendingQuarantine
-from healcore.runtime.checkpoints.restart_points import RestartPoints
-from healcore.runtime.checkpoints.wait_limit import WaitLimit
+from healcore.runtime.checkpoints.restart_points import RestartPoints, WaitLimit
 from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
@@ -30,20 +29,28 @@ from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
 
 MAX_WAIT = 2.0
-"""Seconds that a run waits for a disk slower than its saves, over all saves, ..."""
+"""Seconds that all saves of a run may wait for a slow disk."""
 _WAIT_SHARE = 0.01
-"""... plus this share of its run time."""
+"""Share of the run time that saves may wait in addition."""
 
 _OPTIONAL_SAVES = frozenset({"regular", "ordered"})
-"""Reasons of the saves that may be left out while the disk is busy."""
+"""Reasons of the saves that are skipped while the disk is busy."""
 
 
 class CheckpointManager:
     """Saves, verifies, quarantines and deletes the checkpoints of one run.
 
-    `every` is the number of steps between two saves, `probation` of the healthy steps until a
-    checkpoint is known-good. Onsets fewer than `region` steps apart belong to the same trouble.
-    `restart_every` and `restart_spread` are those of `RestartPoints`.
+    Args:
+        store: where the checkpoints are.
+        every: steps between two saves.
+        keep: how many checkpoints stay.
+        probation: healthy steps until a checkpoint is known-good.
+        region: onsets fewer steps apart belong to the same trouble.
+        verifier: of the background.
+        ranks: the processes of the run.
+        log: of the run.
+        restart_every: `every` of `RestartPoints`.
+        restart_spread: `spread` of `RestartPoints`.
     """
 
     def __init__(
@@ -73,7 +80,7 @@ class CheckpointManager:
         self._saved_once = False
         self._deleted: deque[set[int]] = deque()
         self._in_memory_only: set[int] = set()
-        """Steps of the checkpoints that a busy or failing disk did not get."""
+        """Steps of checkpoints that were not written because the disk was busy or failed."""
         self._logged_good: set[int] = set()
         self._nonfinite: dict[int, tuple[str, ...]] = {}
         self._pending_quarantine = PendingQuarantine(ranks)
@@ -82,22 +89,22 @@ class CheckpointManager:
         self.good: int | None = None
         """Step of the newest known-good checkpoint."""
         self.damaged: list[int] = []
-        """Steps of checkpoints that were found damaged on disk, ..."""
+        """Steps of checkpoints that were found damaged on disk."""
         self.damaged_in_memory: list[int] = []
-        """... and in host memory."""
+        """Steps of checkpoints that were found damaged in host memory."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
-        """Step and arrays of every checkpoint with NaN or Inf outside of `nonfinite_ok`."""
+        """Step and array names of every checkpoint with NaN or Inf that is not allowed."""
         self._damaged_paths: set[str] = set()
         self.failures = 0
         self.unsaved: set[int] = set()
-        """Steps of the failed saves that were not saved later."""
+        """Steps whose save failed and that were not saved later."""
         self.last_failure = ""
-        """The problem of the last failed save."""
+        """Problem of the last failed save."""
 
     # -- the checkpoints in the store -----------------------------------------------------------
 
     def listed(self) -> list[Saved]:
-        """The checkpoints; those of an abandoned branch count as quarantined."""
+        """The checkpoints; checkpoints of an abandoned branch count as quarantined."""
         return self._pending_quarantine.applied(self.store.steps())
 
     def reload(self) -> None:
@@ -119,20 +126,22 @@ class CheckpointManager:
     # -- saving ---------------------------------------------------------------------------------
 
     def due(self, step: int, taken: int = 1) -> bool:
-        """Whether to save after `step` steps, the last `taken` of which came in one dispatch."""
+        """Whether to save after `step` steps, of which one dispatch did the last `taken`."""
         return step // self.every != (step - taken) // self.every
 
     def save(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any], why: str
     ) -> None:
-        """Saves. A failed save is reported and training continues; known-good checkpoints stay.
+        """Saves. If the save fails, reports it; training continues.
 
         While a slow disk is still writing the previous checkpoint, a regular save goes to memory
-        only, or is left out if there is no memory tier. `poll` reports errors of the background.
-        Only the first save raises UnsavableState; later ones report it, and the run goes on.
+        only, or is skipped without a memory tier. `poll` reports errors of the background.
+
+        Raises:
+            UnsavableState: the first save found a value that cannot be saved.
         """
         late = why in _OPTIONAL_SAVES and any(
-            self._ranks.gather(self._wait_limit.exceeded(self.store))
+            self._ranks.gather(self._wait_limit.wait_until_deadline(self.store))
         )
         store = self.store.memory if late else self.store
         if late:
@@ -195,7 +204,7 @@ class CheckpointManager:
     def poll(self, ledger: Ledger) -> None:
         """Reports results of the background and queues the next checkpoints to be verified.
 
-        Called once per step. What it queues depends on the steps alone; it waits for no disk.
+        Called once per step. The queue depends on the steps alone. Does not wait for the disk.
         """
         for failure in self.store.failures():
             self._save_failed(failure.step, failure)
@@ -203,7 +212,7 @@ class CheckpointManager:
         if ledger.open:
             return
         self._verify(self._probation_passed(ledger), ledger)
-        # A rollback asks where its trouble began; that is after the newest known-good checkpoint.
+        # A rollback needs the steps since the newest known-good checkpoint.
         ledger.forget(min([self.good or 0, *self.catalog.on_probation]))
 
     def verify_due(self, ledger: Ledger, *, before: int) -> None:
@@ -215,7 +224,7 @@ class CheckpointManager:
         self._wait_for_results()
 
     def finish(self, ledger: Ledger, step: int) -> None:
-        """The last `poll` of a run; waits for what it has queued."""
+        """The last `poll` of a run; waits for the queue."""
         self.poll(ledger)
         self.restart_points.delete_older(step)
         self._wait_for_results()
@@ -225,10 +234,10 @@ class CheckpointManager:
         self._read_results()
 
     def _probation_passed(self, ledger: Ledger) -> list[int]:
-        """Checkpoints whose probation is over, the same on every rank.
+        """Steps of checkpoints whose probation is over, the same on every rank.
 
         Ranks notice a failed write at different steps. So they exchange their lists every few
-        steps, at the same step on every rank and even if a list is empty.
+        steps, even if a list is empty.
         """
         if self._ranks.world == 1:
             return self.catalog.probation_passed(ledger)
@@ -255,10 +264,10 @@ class CheckpointManager:
             self._in_memory_only.discard(step)
 
     def _deletion(self, surplus: Sequence[int], new: set[int]) -> Callable[[CheckpointStore], None]:
-        """Makes the job that deletes `surplus` in a tier. What a tier has to keep stays surplus.
+        """Makes the job that deletes the `surplus` checkpoints of a tier.
 
-        It keeps one known-good checkpoint of `surplus` for each of `new` that is not known-good:
-        damaged, not finite, or not verified yet.
+        The tier keeps one known-good checkpoint of `surplus` for each checkpoint of `new` that is
+        not known-good (damaged, not finite, or not verified yet).
         """
 
         def delete(tier: CheckpointStore) -> None:
@@ -269,7 +278,7 @@ class CheckpointManager:
             for step in agreed(tier.processes, there):
                 with suppress(NotThere, LastGoodKept):
                     tier.delete(step)
-            if tier is self.store.tiers[-1]:  # memory above a disk frees its own
+            if tier is self.store.tiers[-1]:
                 self._deleted.append({*surplus} - {saved.step for saved in tier.steps()})
 
         return delete
@@ -299,9 +308,9 @@ class CheckpointManager:
     # -- NaN and Inf ----------------------------------------------------------------------------
 
     def nonfinite_checkpoints(self) -> dict[int, tuple[str, ...]]:
-        """Unexpected NaN or Inf since the last rollback or start: step -> array names. Collective.
+        """Step -> names of arrays with unexpected NaN or Inf, since the last rollback or start.
 
-        Checkpoints in memory are checked at once, those only on disk when they are written.
+        Collective. Copies in memory are checked at once, other checkpoints when they are written.
         """
         for step, names in self.store.nonfinite_found():
             self._log_nonfinite(step, names)
@@ -312,7 +321,7 @@ class CheckpointManager:
         return united
 
     def _log_nonfinite(self, step: int, names: Sequence[str]) -> None:
-        """Reports a checkpoint with NaN: otherwise it is noticed only when it is needed."""
+        """Reports a checkpoint with NaN or Inf."""
         self.catalog.mark_nonfinite(step)
         if step in self._nonfinite:
             return
@@ -328,7 +337,7 @@ class CheckpointManager:
         self.nonfinite.append((step, tuple(names)))
 
     def allow_nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
-        """Allows NaN and Inf where the first state has some (masks of -inf); returns the names."""
+        """Allows NaN and Inf in the arrays of a first state that hold them; returns the names."""
         found = self._ranks.gather(self.store.nonfinite_in(state))
         names = sorted({name for of_rank in found for name in of_rank})
         self.allow_nonfinite(names)
@@ -341,7 +350,7 @@ class CheckpointManager:
     # -- quarantine and errors ------------------------------------------------------------------
 
     def quarantine(self, steps: list[int], *, now: int) -> None:
-        """Quarantines the checkpoints that exist; `retry_quarantine` handles disk errors."""
+        """Quarantines the checkpoints of `steps`; `retry_quarantine` handles disk errors."""
         self._verifier.wait()
         saves = self.listed()
         todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]
@@ -356,7 +365,7 @@ class CheckpointManager:
         self._report_store_errors(now)
 
     def retry_quarantine(self, target: int) -> None:
-        """After a rollback to `target`: retries later what could not be quarantined on disk."""
+        """Retries later to quarantine on disk, if that failed in a rollback to `target`."""
         self._report_store_errors(target)
         failed, self._disk_failed = any(self._ranks.gather(self._disk_failed)), False
         if failed:
@@ -376,7 +385,7 @@ class CheckpointManager:
                 self._log.problem(now, f"{error}; the run continues with what is in memory")
 
     def log_damage(self, error: CheckpointDamaged) -> None:
-        """Reports once that a checkpoint's bytes are not those that were saved."""
+        """Reports a damaged checkpoint, once."""
         if error.path in self._damaged_paths:
             return
         if error.path != WHERE:  # a directory's name is never used again

@@ -1,9 +1,9 @@
-"""The newest state on disk between two checkpoints, for the start after a kill.
+"""Restart points: saves between two checkpoints, for the start after a kill.
 
-Regular checkpoints are as far apart as the policy's probation: a rollback needs distance from the
-trouble. A process that is killed between two of them would lose all steps since the last one, and a
-short run everything. No rollback goes to a restart point, so that saving them changes no decision;
-each is deleted once a newer checkpoint is on disk.
+Regular checkpoints are as far apart as the policy's probation, because a rollback needs distance
+from the trouble. Without restart points a killed process would lose all steps since the last
+checkpoint. No rollback uses a restart point, so they change no decision. Each is deleted once a
+newer checkpoint is on disk.
 """
 
 from __future__ import annotations
@@ -14,27 +14,58 @@ from contextlib import suppress
 from typing import Any
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
-from healcore.runtime.checkpoints.wait_limit import WaitLimit
 from healcore.runtime.store import CheckpointStore, LastGoodKept, NotThere
 from healcore.runtime.store.ranks import Ranks, agreed
 
 _LEAST = 10
-"""Steps between two restart points, at least, ..."""
+"""Least number of steps between two restart points."""
 _SHARE = 4
-"""... and this part of the steps done: a kill costs at most a quarter of them."""
+"""The distance is also at least 1 / `_SHARE` of the steps done: a kill costs a quarter of them."""
 _SECONDS, _TIME_SHARE = 1.0, 0.02
-"""What they may cost the run: that many seconds, and this share of its time."""
+"""Time that restart points may cost: seconds, and a share of the run's time."""
+
+
+class WaitLimit:
+    """Time that all saves together may cost: `seconds`, and a share of the run's time.
+
+    The time is not refunded when the disk keeps up: otherwise every other save would wait as long
+    as the first.
+    """
+
+    def __init__(self, seconds: float, share: float) -> None:
+        self._seconds = seconds
+        self._share = share
+        self._began = time.monotonic()
+        self._used = 0.0
+
+    def wait_until_deadline(self, store: CheckpointStore) -> bool:
+        """Waits for the previous save. Returns True if it is not written when the time is up."""
+        began = time.monotonic()
+        left = self._seconds + self._share * (began - self._began) - self._used
+        while (busy := store.busy) and time.monotonic() < began + left:
+            time.sleep(0.001)
+        self._used += time.monotonic() - began
+        return busy
+
+    def spend(self, seconds: float) -> None:
+        """Adds the time that a save itself has taken."""
+        self._used += seconds
+
+    @property
+    def used_up(self) -> bool:
+        """Whether no time is left."""
+        return self._used > self._seconds + self._share * (time.monotonic() - self._began)
 
 
 class RestartPoints:
-    """The restart points of one run.
+    """The restart points of one run. A store in memory only has none.
 
     Args:
-        store: of the run. One in memory only has none: it ends with the process.
-        every: steps between two, where a trainer saves that often; None: see `spread`.
+        store: of the run.
+        every: steps between two restart points, or None.
         spread: whether the distance follows from the steps done.
-        verifier: which deletes in the background.
-        ranks: the processes of this run.
+        verifier: deletes in the background.
+        ranks: the processes of the run.
     """
 
     def __init__(
@@ -55,7 +86,7 @@ class RestartPoints:
         self._steps: set[int] = set()
 
     def due(self, step: int, newest: int) -> bool:
-        """Whether one is due at a step; `newest` is the step of the last save of any kind."""
+        """Whether to save at a step; `newest` is the step of the last save of any kind."""
         if self._store.disk is None:
             return False
         if self._every is not None and step // self._every > newest // self._every:
@@ -63,8 +94,8 @@ class RestartPoints:
         return self._spread and step - newest >= max(_LEAST, step // _SHARE)
 
     def save(self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any]) -> bool:
-        """Saves one; False if it was left out because it would cost too much time. Collective."""
-        late = self._limit.used_up or self._limit.exceeded(self._store)
+        """Saves; returns False if that would cost too much time. Collective."""
+        late = self._limit.used_up or self._limit.wait_until_deadline(self._store)
         if any(self._ranks.gather(late)):
             return False
         began = time.monotonic()
@@ -75,15 +106,15 @@ class RestartPoints:
         return True
 
     def keep(self, step: int) -> None:
-        """Takes note that a regular checkpoint of this step is saved."""
+        """Records that the save of this step is a regular checkpoint."""
         self._steps.discard(step)
 
     def clear(self) -> None:
-        """Forgets them: the run has gone back, or starts, and its listing has those that count."""
+        """Forgets all restart points, at a start and after a rollback."""
         self._steps.clear()
 
     def delete_older(self, step: int) -> None:
-        """Deletes those that a newer checkpoint on disk has replaced, in the background."""
+        """Deletes restart points older than a checkpoint on disk, in the background."""
         steps = frozenset(self._steps)
         if not steps:
             return

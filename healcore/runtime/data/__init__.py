@@ -1,4 +1,4 @@
-"""Keeps the position of a run in its data, for any loader: rewind, skip batches, resume."""
+"""The position of a run in its data, for any loader: rewind, skip batches, resume."""
 
 from healcore.runtime.data.cursor import Cursor, UnusableLoader
 from healcore.runtime.data.epoch_reader import EmptyLoader

@@ -1,4 +1,4 @@
-"""Defines the data cursor, which yields batches with lasting ids and rewinds if the loader can."""
+"""The data cursor, which yields batches with lasting ids and rewinds if the loader can."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Batch = TypeVar("Batch", covariant=True)
 
 
 _KEPT = 4
-"""Positions that `position_before` can count from: two of each epoch, and those of checkpoints."""
+"""Number of positions that `position_before` can start from."""
 
 
 class UnusableLoader(DataError, TypeError):
-    """An object that is no loader, or a loader that cannot do what is asked."""
+    """The object is no loader, or the loader cannot do what is asked."""
 
 
 class Indexed(Protocol[Batch]):
@@ -34,19 +34,17 @@ Loader = Iterable[Batch] | Indexed[Batch]
 
 
 class Cursor:
-    """Goes through a loader, epoch after epoch.
-
-    Nothing is read ahead: the loader is always right after the batch that was returned last.
+    """Reads a loader, epoch after epoch. Nothing is read ahead.
 
     Beginning an epoch may draw random numbers (torch loaders do), and `position`, `rewind` and
-    `next` may begin one. So take the position first and the random state after it, and restore them
-    in that order too.
+    `next` may begin an epoch. So take the position before the random state, and restore them in
+    that order.
 
     Args:
         loader: anything that can be iterated over.
-        epochs: how many; None: no end. A loader that is an iterator has one.
+        epochs: number of epochs, or None for no end. An iterator has one epoch.
         trust: also pickle the state of a loader that has no plain form, and read pickles back.
-            Reading a pickle runs whatever code its writer put there.
+            Reading a pickle runs any code that its writer put there.
 
     Raises:
         UnusableLoader: the loader cannot be iterated over, or not that often.
@@ -65,21 +63,21 @@ class Cursor:
         self._skipped: list[BatchId] = []
         self._refused: str | None = None
         self._kept: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_KEPT)
-        """Positions that were taken, oldest first, each with the id of the batch after it. From the
-        first call of `position` on, that of each epoch too, unless a position is only an index."""
+        """The last positions, oldest first, each with the id of the next batch. After the first
+        call of `position` also those of each epoch, unless a position is only an index."""
         self.unreadable: BatchId | None = None
-        """The batch whose reading raised, if the last `next` did for that reason."""
+        """The batch whose reading made the last `next` raise, or None."""
         self._until: int | None = 0
         self.extend(epochs)
 
     def extend(self, epochs: int | None = 1) -> None:
         """Allows further epochs, for programs that call `next` within their own `for epoch` loop.
 
-        After a rewind into an earlier epoch `next` finishes that one first. After a resume in a
-        later one it ends at once until the outer loop has come as far.
+        After a rewind into an earlier epoch, `next` finishes that epoch first. After a resume in a
+        later epoch, `next` ends at once until the outer loop has reached that epoch.
 
         Args:
-            epochs: how many; None: no end.
+            epochs: number of epochs, or None for no end.
 
         Raises:
             UnusableLoader, DataError: as for a new cursor.
@@ -110,13 +108,13 @@ class Cursor:
     def next(self, *, after: Exception | None = None) -> tuple[Any, BatchId]:
         """The next batch that is not left out, and its id.
 
-        Exceptions of the loader pass through, with the batch's id as a note. That batch counts as
-        read, and the next call continues after it if the loader does. For a batch that is left out
-        nothing is raised, unless the loader ends there: the exception of a generator is its end,
-        and it would pass for the end of the epoch.
+        Exceptions of the loader propagate, with the batch's id as a note. The batch counts as read,
+        and the next call continues after it if the loader can. An exception at a batch that is left
+        out is ignored, unless the loader ends there, as a generator does: that is not the end of
+        the epoch.
 
         Args:
-            after: what the last call raised; raised again if the loader has ended with it.
+            after: the exception of the last call; raised again if the loader has ended with it.
 
         Raises:
             StopIteration: there are no more epochs.
@@ -156,16 +154,16 @@ class Cursor:
 
     @property
     def at_end(self) -> bool:
-        """Whether no batch is to come; False also if the loader has no length."""
+        """Whether all batches are read. False if the loader has no length."""
         if self._until is None or self._reader.epoch != self._until - 1:
             return False
         length = self._reader.length
         return length is not None and self.is_last(length)
 
     def left_at(self) -> str:
-        """Where the cursor is before the last batch, for a sentence; "" at the end or without one.
+        """The place before the last batch as part of a sentence.
 
-        There is no end without a number of epochs or without a length of the loader.
+        Empty at the end, without a number of epochs, and without a length of the loader.
         """
         (epoch, index), length = self._reader.next_id, self._reader.length
         if length is None or self._until is None or epoch >= self._until or self.at_end:
@@ -173,9 +171,9 @@ class Cursor:
         return f"a `break` in epoch {epoch}, before batch {index} of {length},"
 
     def is_last(self, length: int) -> bool:
-        """Whether no batch of this epoch, which has `length` batches, is to come.
+        """Whether the epoch, which has `length` batches, is exhausted.
 
-        Those that are left out do not come. Call it between a batch and the next one.
+        Batches that are left out do not count. Call it between two batches.
         """
         epoch, index = self._reader.next_id
         return all(BatchId(epoch, i) in self._left_out for i in range(index, length))
@@ -187,8 +185,8 @@ class Cursor:
     def position(self) -> dict[str, Any]:
         """The position right after the last batch, for `rewind` and `fast_forward`.
 
-        A copy, of Python values that any checkpoint can hold. If the loader's state cannot be
-        taken, the cursor cannot rewind from then on.
+        It consists of Python values that any checkpoint can hold. If the loader's state cannot be
+        taken, the cursor cannot rewind any more.
         """
         try:
             found = self._encoded()
@@ -200,10 +198,10 @@ class Cursor:
         return found
 
     def position_before(self, batch: BatchId) -> dict[str, Any] | None:
-        """The position before a batch that was read already; None: there is no way back to it.
+        """The position before a batch that was read already, or None if it cannot be reached.
 
-        Where the loader's state of that moment was not taken, it is an earlier state of the same
-        epoch, with the number of batches to read again and drop.
+        If the loader's state before the batch is unknown, the position has an earlier state of the
+        same epoch and the number of batches to read again and drop.
         """
         reader = self._reader
         if batch == reader.next_id:
@@ -223,13 +221,13 @@ class Cursor:
     def rewind(self, position: Mapping[str, Any]) -> bool:
         """Moves to a position, backwards or forwards, also into another epoch.
 
-        Batches keep their ids, and those left out since stay left out.
+        Batches keep their ids. Batches that were left out meanwhile stay left out.
 
         Args:
-            position: from `position`, of this process or an earlier one; it can be used again.
+            position: from `position`, of this process or of an earlier process.
 
         Returns:
-            False if that cannot be done: `why_not` has the reason, and the cursor has not moved.
+            False if the cursor could not move; `why_not` has the reason.
 
         Raises:
             DataError: the loader failed on the position and could not return to where it was.
@@ -268,10 +266,10 @@ class Cursor:
         return True
 
     def reread(self) -> bool:
-        """Moves back to before the batch whose reading raised, so that `next` reads it again.
+        """Moves back to before the unreadable batch, so that `next` reads it again.
 
         Returns:
-            False if the loader has no way back to it; then it has not moved.
+            False if the cursor could not move.
         """
         batch = self.unreadable
         position = None if batch is None or not self.can_rewind else self.position_before(batch)
@@ -284,10 +282,10 @@ class Cursor:
             position: as in `rewind`. Earlier epochs are not read again.
 
         Returns:
-            What was done, as a sentence.
+            A sentence about what was done.
 
         Raises:
-            DataError: it is no position, or one of another number of ranks with other batches.
+            DataError: it is no position, or another number of ranks has other batches.
         """
         self._check_division(position)
         target, left_out = positions.decode(position, trust=self._trust)
@@ -321,14 +319,14 @@ class Cursor:
         return self._left_out
 
     def leave_out(self, ids: Iterable[BatchId]) -> None:
-        """Leaves batches out when the cursor comes to them; `skipped` lists those.
+        """Leaves batches out when the cursor reaches them; `skipped` lists them.
 
         Args:
-            ids: batch ids, or pairs. Those after the end of an epoch belong to no batch: a range
-                over the end of an epoch does not continue in the next one.
+            ids: batch ids, or pairs. Ids after the end of an epoch have no effect on the next
+                epoch.
 
         Raises:
-            DataError: one of them is no batch id.
+            DataError: a value is no batch id.
         """
         self._left_out |= positions.checked_ids(ids)
 
@@ -338,7 +336,7 @@ class Cursor:
         return skipped
 
     def _drop(self) -> None:
-        """Reads a batch for nothing. One that raises is one that the run has left out before."""
+        """Reads and discards a batch. A batch that raises was left out before."""
         try:
             self._reader.read()
         except (StopIteration, DataError):

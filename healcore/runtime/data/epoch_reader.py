@@ -1,9 +1,10 @@
-"""Reads one loader epoch after epoch, and moves it to other positions."""
+"""Reads a loader epoch after epoch, and moves it to other positions."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from healcore.runtime.data.loader_adapters import (
@@ -25,15 +26,14 @@ from healcore.runtime.data.position import (
 _MAX_FIRST_STATES = 100
 
 
+@dataclass(eq=False, repr=False)
 class EmptyLoader(DataError):
-    """A whole epoch without a batch."""
+    """The loader gave no batch in a whole epoch."""
 
-    def __init__(self, epoch: int, loader: str) -> None:
-        super().__init__(epoch, loader)
-        self.epoch = epoch
-        self.loader = loader
+    epoch: int
+    loader: str
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         if self.epoch == 0:
             hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
         else:
@@ -45,7 +45,10 @@ class EmptyLoader(DataError):
 
 
 class EpochReader:
-    """Knows which batch is next. An epoch begins when its first batch or its state is needed."""
+    """A loader and the id of its next batch.
+
+    An epoch begins when its first batch or its state is needed.
+    """
 
     def __init__(self, loader: Any, *, trust: bool = False) -> None:
         self.trust = trust
@@ -56,7 +59,7 @@ class EpochReader:
         self.epoch = 0
         self.index = 0
         self.ended: BatchId | None = None
-        """The end of the last epoch that was read to its end."""
+        """The id after the last batch of the last epoch that was read completely."""
         self.requested_epoch = 0
         """The epoch that the user's loop asked for last."""
         self._loader = loader
@@ -68,7 +71,7 @@ class EpochReader:
 
     @functools.cached_property
     def adapter(self) -> LoaderAdapter:
-        """Found when needed, because that may begin an epoch."""
+        """Made when needed, because that may begin an epoch."""
         return adapter_for(self._loader)
 
     @functools.cached_property
@@ -82,7 +85,7 @@ class EpochReader:
         return BatchId(self.epoch, self.index)
 
     def begin(self) -> Iterator[Any]:
-        """The batches of the epoch, which begins now if it has not yet."""
+        """The batches of the epoch, which begins now at the latest."""
         if self._batches is None:
             self._sampler_epochs.begin(self.epoch, by_user=self.epoch == self.requested_epoch)
             self._between = self._resumed = False
@@ -94,9 +97,9 @@ class EpochReader:
         return self._batches
 
     def read(self) -> Any:
-        """Reads the next batch; raises StopIteration after an epoch, EmptyLoader if it had none.
+        """Reads the next batch; StopIteration after an epoch, EmptyLoader if it had no batch.
 
-        A batch that raises is counted too: torch loaders continue after it.
+        A batch that raises counts as read: torch loaders continue after it.
         """
         which, batches = self.next_id, self.begin()
         try:
@@ -115,14 +118,14 @@ class EpochReader:
 
     @property
     def length(self) -> int | None:
-        """Batches of an epoch, as the loader says, or None."""
+        """Number of batches in an epoch, or None if the loader has no length."""
         try:
             return len(self._loader)
         except TypeError:
             return None
 
     def should_have(self, index: int) -> bool:
-        """Whether an epoch has a batch of this index, by the loader's length; True without one."""
+        """Whether an epoch has a batch of this index. True if the loader has no length."""
         return self.length is None or index < self.length
 
     def position(self) -> Position:
@@ -130,7 +133,7 @@ class EpochReader:
         if self.adapter.why_not is not None:
             state = None
         elif self._between:
-            # Beginning the next epoch for its state would read ahead, perhaps behind the last one.
+            # Beginning the next epoch for its state would read ahead.
             state = self.adapter.state_between()
         else:
             self.begin()
@@ -144,7 +147,7 @@ class EpochReader:
         return Position(self.adapter.kind, *batch, self.adapter.state_at(batch.index), number)
 
     def restore(self, target: Position) -> None:
-        """Moves the loader to the state of a position, which may be some batches before it.
+        """Moves the loader to the state of a position, `target.behind` batches before it.
 
         If the loader raises, its position is unknown afterwards.
         """
@@ -173,16 +176,16 @@ class EpochReader:
             self._batches, self._between = None, False
 
     def disable_rewind(self, error: Exception) -> None:
-        """Lets the loader only go forward from now on, because its state could not be taken."""
+        """Prevents rewinds from now on, because the loader's state could not be taken."""
         why = f"the state of {self.name} cannot be taken: {type(error).__name__}: {error}"
         self.adapter = LoaderAdapter(self._loader, why_not=why)
         self._first_states.clear()
 
     def _save_first_state(self) -> None:
-        """Keeps the order for an epoch that is begun again after a rewind.
+        """Keeps the state at the beginning of an epoch, for a rewind to it.
 
-        What the loader shuffles by (a count of its epochs, say) need not be in its iterator's
-        state, and has changed since.
+        The loader may shuffle by something that is not in its iterator's state, such as a count of
+        its epochs.
         """
         if self.adapter.complete:
             return
@@ -208,11 +211,11 @@ class EpochReader:
 
 
 class _SamplerEpochs:
-    """Calls `set_epoch` on samplers, and remembers the numbers: cursor epoch -> number.
+    """Calls `set_epoch` on samplers and keeps the numbers: cursor epoch -> number.
 
-    DistributedSampler and others give the same order in every epoch until `set_epoch` is called
-    with the next number; a rewind has to call it with the earlier one. A loop with `for epoch in
-    ...` outside usually calls it itself; its number is read, not overwritten.
+    DistributedSampler and others need `set_epoch` with the next number for a new order, and with
+    the earlier number after a rewind. A loop with `for epoch in ...` outside usually calls it; then
+    the number is read, not overwritten.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -222,7 +225,7 @@ class _SamplerEpochs:
         self._numbers: dict[int, int] = {}
 
     def begin(self, epoch: int, *, by_user: bool) -> None:
-        """Sets the epoch's number; reads it if the user's loop asked for the epoch (`by_user`)."""
+        """Sets the epoch's number, or reads it if the user's loop began the epoch (`by_user`)."""
         if not self._samplers:
             return
         if epoch in self._numbers:
@@ -236,7 +239,7 @@ class _SamplerEpochs:
         self._numbers[epoch] = epoch if number is None else number
 
     def number(self, epoch: int) -> int | None:
-        """The number of an epoch, or the one that it gets if the cursor begins it."""
+        """The number of an epoch that has begun, or that the cursor would begin."""
         before = self._numbers.get(epoch - 1)
         return self._numbers.get(epoch, None if before is None else before + 1)
 

@@ -1,4 +1,4 @@
-"""Takes and restores the state of any loader; classes of torch are recognized by name."""
+"""Takes and restores the state of any loader. Classes of torch are recognized by name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _UNRECORDED_IN_NODES = (*_UNRECORDED, "StatefulDistributedSampler")
 
 
 class LoaderAdapter:
-    """How a loader's state is taken and put back; this class is for loaders without a state.
+    """Takes and restores a loader's state. This base class is for loaders without a state.
 
     Attributes:
-        kind: saved in positions: a state is given back only to the kind it came from.
-        complete: the state determines later epochs too.
-        by_index: `state_at` is the state before any batch of an epoch.
-        why_not: why the loader cannot be rewound; None if it can.
+        kind: saved in positions, because a state fits only loaders of its kind.
+        complete: whether the state determines later epochs too.
+        by_index: whether `state_at` gives the state before any batch of an epoch.
+        why_not: why the loader cannot be rewound, or None.
     """
 
     kind = "forward"
@@ -47,30 +47,29 @@ class LoaderAdapter:
         return None
 
     def state_between(self) -> Any:
-        """The state after an epoch, which leads into the next; None: `start` is enough."""
+        """The state between two epochs, or None if `start` is enough."""
         return None
 
     def state_at(self, index: int) -> Any:
-        """The state before a batch; only if `by_index`."""
+        """The state before a batch, if `by_index`."""
         return None
 
     def advanced(self, state: Any, count: int) -> Any:
-        """The state that many batches later; None: to come there, the batches have to be read."""
+        """The state `count` batches later, or None if the batches have to be read."""
         return None
 
     def resume(self, state: Any) -> Iterator[Any]:
-        """The rest of the epoch that the state is of, or the next epoch."""
+        """The rest of the epoch of the state, or the next epoch."""
         raise NotImplementedError(self.why_not)
 
 
 class _StatefulLoader(LoaderAdapter):
     """`state_dict` and `load_state_dict` on the loader: torchdata's StatefulDataLoader and Loader.
 
-    A loaded state holds for the next `iter`; one from the end of an epoch leads into the next one.
-
-    The samplers' generators are saved too. A StatefulDataLoader draws the order and the workers'
-    seeds from one generator, and its state records only where the shuffling began: after
-    `load_state_dict` alone the next epoch has another order.
+    A loaded state applies to the next `iter`. The samplers' generators are saved too: a
+    StatefulDataLoader draws the order and the workers' seeds from one generator, and its state
+    records only where the shuffling began. After `load_state_dict` alone the next epoch would have
+    another order.
     """
 
     kind = "loader"
@@ -123,16 +122,16 @@ class _StatefulLoader(LoaderAdapter):
 class _AccelerateLoader(LoaderAdapter):
     """Accelerate's DataLoaderShard around torchdata's StatefulDataLoader.
 
-    It reads one batch ahead, so its state after the last batch of an epoch is already that of the
-    next one. It also seeds its sampler by `iteration`, the epoch, which its state lacks. It draws
-    random numbers when it reads the first batch: an epoch that had begun when its state was taken
-    begins in `resume` already, before the random states are restored.
+    It reads one batch ahead, so its state after the last batch of an epoch is the state of the next
+    epoch. It seeds its sampler by `iteration`, the epoch, which its state lacks. It draws random
+    numbers when it reads the first batch: `resume` reads the first batch of an epoch that had
+    begun, before the random states are restored.
     """
 
     kind = "accelerate"
     by_index = False
     _unread: Any = None
-    """The state as long as no batch was read since `start` or `resume`, otherwise None."""
+    """The state until the first batch after `start` or `resume` is read, then None."""
 
     def start(self) -> Iterator[Any]:
         return self._begin({**self.state_between(), "begun": True})
@@ -150,15 +149,15 @@ class _AccelerateLoader(LoaderAdapter):
 
     def resume(self, state: Any) -> Iterator[Any]:
         self._loader.iteration = state["iteration"] + state["ended"]
-        # Accelerate has begun an epoch to take its state. That epoch would be the next one, and no
-        # random numbers would be drawn for it: this drops it.
+        # Drops the epoch that Accelerate has begun to take its state: it would become the next
+        # epoch without drawing random numbers.
         self._loader.load_state_dict({})
         if state["loader"] is not None and not state["ended"]:
             self._loader.load_state_dict(state["loader"])
         return self._begin(state)
 
     def _begin(self, state: Any) -> Iterator[Any]:
-        """Begins the epoch or its rest, now if it had begun when the state was taken."""
+        """Begins the epoch or its rest; reads a batch if the epoch had begun."""
         self._unread = state
         if state["ended"]:
             return iter(())
@@ -192,7 +191,7 @@ class _StatefulIterator(LoaderAdapter):
         return getattr(self._current, self._get)()
 
     def resume(self, state: Any) -> Iterator[Any]:
-        # On the existing iterator: making a new one could change what the loader shuffles by.
+        # On the existing iterator: a new iterator could change how the loader shuffles.
         current = self._current if self._first is None else self.start()
         getattr(current, self._set)(state)
         return current
@@ -228,7 +227,7 @@ class _IndexedSequence(LoaderAdapter):
             return self._loader[self._next - 1]
         except Exception:  # an unreadable item counts as read
             raise
-        except BaseException:  # Ctrl-C within the read: nobody has received the item
+        except BaseException:  # Ctrl-C: nobody has received the item
             self._next -= 1
             raise
 
@@ -252,10 +251,10 @@ class _ByIndex:
 
 
 class Unreadable:
-    """Stands for a batch whose reading raised, until the `EpochReader` raises the error.
+    """Represents a batch whose reading raised, until the `EpochReader` raises the error.
 
-    Trainers read in generators, and a generator that raises is finished. They pass this object on
-    as a batch, so the batches after it can still be read.
+    Trainers read in generators, and a generator that raises is finished. This object passes through
+    the generator as a batch, so the next batches can still be read.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -266,7 +265,7 @@ class Unreadable:
 
 
 class Marking:
-    """Iterates over batches, with an `Unreadable` in the place of a batch that cannot be read."""
+    """Iterates over batches; yields an `Unreadable` for a batch that cannot be read."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -284,7 +283,7 @@ class Marking:
 
 
 def iterate(loader: Any) -> Iterator[Any]:
-    """The batches of one epoch; after one that cannot be read comes the next."""
+    """The batches of one epoch; continues after a batch that cannot be read."""
     if not hasattr(loader, "__iter__"):
         return _ByIndex(loader)
     if _is(loader, "accelerate.data_loader", "DataLoaderShard", "SkipDataLoader"):
@@ -293,7 +292,7 @@ def iterate(loader: Any) -> Iterator[Any]:
 
 
 def _accelerate_epoch(loader: Any) -> Iterator[Any]:
-    """An epoch of Accelerate's loader, which reads another loader in a generator, a batch ahead."""
+    """An epoch of Accelerate's loader, which reads another loader in a generator."""
     batches, inner = iter(loader), loader.base_dataloader
     inner.__iter__ = lambda: Marking(type(inner).__iter__(inner))
     try:
@@ -306,10 +305,10 @@ def _accelerate_epoch(loader: Any) -> Iterator[Any]:
 
 
 def adapter_for(loader: Any) -> LoaderAdapter:
-    """The adapter for a loader. Begins an epoch where only its iterator shows what it can do.
+    """The adapter for a loader. Begins an epoch if the loader's iterator must be examined.
 
-    A loader around another one, which has methods for a state whatever that one can do, says with
-    an attribute `why_not` that it cannot be rewound.
+    A wrapper of another loader can have an attribute `why_not`, the reason why it cannot be
+    rewound.
     """
     if isinstance(why_not := getattr(loader, "why_not", None), str):
         return LoaderAdapter(loader, why_not=why_not)
@@ -329,16 +328,16 @@ def adapter_for(loader: Any) -> LoaderAdapter:
 
 
 def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
-    """A torch loader's sampler, batch sampler and the latter's sampler; None where missing."""
+    """A torch loader's sampler, batch sampler and the batch sampler's sampler, or None."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 
 
 def division(loader: Any) -> list[Any] | None:
-    """What has to be the same for batch i to be of the same global batch at any number of ranks.
+    """The number that must not change with the number of ranks, so that batch i has the same rows.
 
-    A list, or a loader in order: every rank reads the same batches, and takes its rows of them.
-    With a DistributedSampler: batch size times ranks. None: a loader of which it is not known.
+    The number of batches for a list or a loader in order, where every rank reads the same batches.
+    Batch size times ranks with a DistributedSampler. None if unknown.
     """
     if isinstance(loader, Sequence):
         return ["batches", len(loader)]
@@ -354,7 +353,7 @@ def division(loader: Any) -> list[Any] | None:
 
 
 def class_name(thing: Any) -> str:
-    """The class of an object, with the module."""
+    """Name of an object's class with its module."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}".removeprefix("builtins.")
 
 
@@ -391,7 +390,7 @@ def why_no_state(loader: Any) -> str:
 
 
 def _unrecorded_order(loader: Any) -> str | None:
-    """Why a loader with a state cannot be rewound after all: its state lacks the order."""
+    """Why a loader's state lacks the order of its batches, or None."""
     if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
         return (
             f"{class_name(loader)} with in_order=False has no order to come back to: in_order=True"
@@ -410,7 +409,7 @@ def _unrecorded_order(loader: Any) -> str | None:
 
 
 def _not_of_accelerate(loader: Any) -> str | None:
-    """Why a loader that Accelerate has prepared cannot be rewound."""
+    """Why a loader that Accelerate has prepared cannot be rewound, or None."""
     name, options = class_name(loader), ["use_stateful_dataloader=True"]
     if _is(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
         return f"{name} reads for all ranks on one of them: use dispatch_batches=False"

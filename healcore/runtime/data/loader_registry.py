@@ -1,8 +1,7 @@
-"""Keeps a cursor for each loader of a run; their positions are saved and restored together.
+"""The cursors of all loaders of a run; their positions are saved and restored together.
 
-A loop calls `batches` once, or once per epoch, or with one loader after another. Cursors are kept
-by loader and numbered in the order of their first use: a program that is started again finds each
-of its loaders where it was.
+A loop calls `batches` once, or once per epoch, or with one loader after another. Loaders are
+numbered in the order of their first use, so that a restarted program finds each of them again.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from healcore.runtime.store.errors import Untrusted
 _MAX_LOADERS = 8
 """Loaders whose position is kept; a loop may make a new one for every epoch."""
 _COUNT = "count"
-"""Key next to the positions: how many loaders there have been."""
+"""Key next to the positions: number of loaders so far."""
 
 
 class RewindResult(NamedTuple):
-    """What a rollback did to the data."""
+    """The change of the data by a rollback."""
 
     rewound: bool
     why_not: str | None
@@ -35,19 +34,19 @@ class _Entry:
         self.loader = loader
         self.cursor = cursor
         self.start = cursor.position()
-        """The position for a checkpoint from before the first use."""
+        """The position for checkpoints from before the first use."""
         self.in_loop = False
-        """A loop has read from it and may be left by `break`: the rest of the epoch is dropped."""
+        """Whether a loop is reading. After a `break` the rest of the epoch is dropped."""
         self.exhausted = False
-        """It had been used up before the restart."""
+        """Whether all epochs were read before the restart."""
 
 
 class LoaderRegistry:
     """All loaders of a run; `trust` as in `Cursor`.
 
     Attributes:
-        notices: what a person should know about the data; the Healer logs and clears them.
-        current: number of the loader that steps were last taken with, or of the first one.
+        notices: sentences for the log; the Healer clears them.
+        current: number of the loader of the last step, or of the first loader.
     """
 
     def __init__(self, *, trust: bool = False) -> None:
@@ -63,7 +62,7 @@ class LoaderRegistry:
         self._noticed: set[str | None] = set()
 
     def has_saved(self, loader: Any) -> bool:
-        """Whether a position of an earlier process waits for this loader's `begin`."""
+        """Whether there is a position of an earlier process for this loader."""
         number = self._number(loader)
         return str(self._count if number is None else number) in self._resume
 
@@ -73,8 +72,8 @@ class LoaderRegistry:
     def begin(self, loader: Any, epochs: int | None) -> int:
         """Begins to iterate over a loader for `epochs` more epochs; returns the loader's number.
 
-        After a restart the loader is where the run was, without the epochs that were finished.
-        After a `break` it begins the next epoch, as any loader does.
+        After a restart the loader continues at its saved position. After a `break` it begins the
+        next epoch, as any loader does.
         """
         number = self._number(loader)
         if number is None:
@@ -122,11 +121,11 @@ class LoaderRegistry:
         return {number: batch for number, batch in found.items() if batch is not None}
 
     def reread(self, number: int) -> bool:
-        """Moves a loader to before its unreadable batch; see `Cursor.reread`."""
+        """See `Cursor.reread`."""
         return self._entries[number].cursor.reread()
 
     def replaced(self, number: int) -> BatchId:
-        """The id of the unreadable batch for which the loop gets another one: it counts as read."""
+        """Returns the id of the unreadable batch, which counts as read from now on."""
         cursor = self._entries[number].cursor
         batch, cursor.unreadable = cursor.unreadable, None
         assert batch is not None
@@ -138,9 +137,9 @@ class LoaderRegistry:
         self._entries[number].cursor.leave_out([batch])
 
     def stepped(self, number: int, last: BatchId | None) -> None:
-        """Makes this loader the one that rollbacks rewind, because a step used its batches.
+        """Makes this loader, whose batches a step used, the loader that rollbacks rewind.
 
-        Others, such as those of an evaluation inside the loop, are not rewound.
+        Other loaders, such as those of an evaluation inside the loop, are not rewound.
         """
         if number in self._entries:
             self.current, self._last = number, last
@@ -156,20 +155,17 @@ class LoaderRegistry:
         return entry is not None and entry.cursor.at_end
 
     def left_at(self) -> str:
-        """Where a `break` has left the loop before its last batch, for a sentence, or ""."""
+        """The place where a `break` has left the loop, as part of a sentence, or empty."""
         entry = None if self.current is None else self._entries[self.current]
         return entry.cursor.left_at() if entry is not None and entry.in_loop else ""
 
     @property
     def left_out_count(self) -> int:
-        """Number of batches, of all loaders, that are left out."""
+        """Number of batches of all loaders that are left out."""
         return sum(map(len, self._left_out.values()))
 
     def is_last(self, length: int) -> bool:
-        """Whether all batches of an epoch of the loader in use are read or left out.
-
-        The loader in use is the one that `begin` was called with last.
-        """
+        """See `Cursor.is_last`, for the loader of the last call of `begin`."""
         entry = next(reversed(self._entries.values()), None)
         return entry is not None and entry.cursor.is_last(length)
 
@@ -179,11 +175,11 @@ class LoaderRegistry:
         return self.current is not None and self._entries[self.current].cursor.can_rewind
 
     def skipped(self, number: int) -> list[BatchId]:
-        """Ids left out since the last call."""
+        """Ids of the batches that were left out since the last call."""
         return self._entries[number].cursor.skipped()
 
     def position(self) -> dict[str, Any]:
-        """The positions of all loaders, to be saved with the step of their last batch."""
+        """The positions of all loaders, for a checkpoint."""
         positions = {
             str(number): each.cursor.position()
             for number, each in self._entries.items()
@@ -192,7 +188,7 @@ class LoaderRegistry:
         return {**positions, _COUNT: self._count}
 
     def position_before(self, batches: Mapping[int, BatchId]) -> dict[str, Any] | None:
-        """As `position`, but before these batches, by loader; None: there is no way back to one."""
+        """The positions before some batches, by number of the loader, or None if unreachable."""
         before = {
             str(number): self._entries[number].cursor.position_before(batch)
             for number, batch in batches.items()
@@ -201,7 +197,7 @@ class LoaderRegistry:
         return None if None in before.values() else {**self.position(), **before}
 
     def forward_positions(self) -> dict[str, Any]:
-        """The positions of loaders that cannot be rewound, which a rollback keeps. JSON-safe."""
+        """The positions of loaders that cannot be rewound, JSON-safe. A rollback keeps them."""
         return {
             str(number): each.cursor.position()
             for number, each in self._entries.items()
@@ -209,9 +205,9 @@ class LoaderRegistry:
         }
 
     def left_out(self, bad: Iterable[BatchId] = (), more: int = 0) -> dict[str, list[list[int]]]:
-        """All ids left out by rollbacks so far, by number of the loader. JSON-safe.
+        """All ids left out by rollbacks, by number of the loader, JSON-safe.
 
-        `bad` adds another bad window in the current loader, and `more` that many batches after it.
+        Adds the `bad` batches of the current loader and `more` batches after them.
         """
         found = {number: set(ids) for number, ids in self._left_out.items()}
         if self.current is not None:
@@ -219,7 +215,7 @@ class LoaderRegistry:
         return {str(number): [list(i) for i in sorted(ids)] for number, ids in found.items()}
 
     def check(self, position: Mapping[str, Any]) -> None:
-        """Raises for positions of an earlier process that `resume` and `begin` could not use.
+        """Checks positions of an earlier process before `resume`.
 
         Raises:
             DataError: a position cannot be decoded, or the number of loaders is no whole number.
@@ -241,7 +237,7 @@ class LoaderRegistry:
     def resume(
         self, position: Mapping[str, Any], left_out: Mapping[str, Iterable[Iterable[int]]] = {}
     ) -> None:
-        """Takes positions of an earlier process, which hold from the loaders' `begin` on."""
+        """Takes positions of an earlier process, for later calls of `begin`."""
         self._resume = dict(position)
         self._resume_count = int(self._resume.pop(_COUNT, 0))
         self._left_out = {int(n): {BatchId(*each) for each in ids} for n, ids in left_out.items()}
@@ -249,15 +245,15 @@ class LoaderRegistry:
     def rewind(
         self, position: dict[str, Any] | None, bad: Iterable[BatchId], more: int
     ) -> RewindResult:
-        """Rewinds the current loader and leaves out the bad window and `more` batches after it.
+        """Rewinds the current loader and leaves out the `bad` batches and `more` after them.
 
-        A loader that cannot be rewound continues forward, which also passes the bad window.
-        `position` is None if the checkpoint has none.
+        A loader that cannot be rewound continues forward, which also passes the bad batches.
+        `position` is None if the checkpoint has no positions.
         """
         if self.current is None:
             return RewindResult(False, "the loop takes its batches from elsewhere", ())
         entry = self._entries[self.current]
-        # All of them: a deeper rollback comes to earlier bad windows again.
+        # With earlier bad batches: a deeper rollback reads them again.
         left_out = self._left_out.setdefault(self.current, set())
         left_out.update(self._window(bad, more))
         why = None

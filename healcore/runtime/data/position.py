@@ -1,50 +1,46 @@
-"""Defines a position in the data as a value that a checkpoint can hold.
+"""A position in the data, as Python values that any checkpoint can hold.
 
-Python values only, whatever framework the loader is of: a JAX run may read from a torch loader, and
-its store knows no torch tensors. `healcore.runtime.plain` writes the loader's own state as text.
+A JAX run may read from a torch loader, and its store knows no torch tensors. So
+`healcore.runtime.json_codec` writes the loader's own state as text.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime import plain
-from healcore.runtime.store.errors import pickled
+from healcore.runtime import json_codec
 
 _VERSION = 2
-_PICKLED_VERSION = 1
-"""Positions of this version hold the loader's state as a pickle."""
 _STATE_PATH = ("the loader's state",)
 
 
 class DataError(HealcoreError, RuntimeError):
-    """The data cursor refuses or fails. Exceptions of the loader pass through unchanged."""
+    """The data cursor cannot do what is asked. Exceptions of the loader are not changed."""
 
 
 class BatchId(NamedTuple):
-    """Identifies a batch for the whole run (both numbers from 0); a rewind does not change it."""
+    """Identifies a batch in the whole run, with numbers from 0. A rewind does not change it."""
 
     epoch: int
     index: int
-    """Its number in the epoch; batches that are left out count too."""
+    """Number in the epoch; batches that are left out count too."""
 
 
 class Position(NamedTuple):
-    """A decoded position; `epoch` and `index` are of the next batch."""
+    """A decoded position; `epoch` and `index` are those of the next batch."""
 
     kind: str
     """`LoaderAdapter.kind` of the adapter that the state is from."""
     epoch: int
     index: int
     state: Any
-    """The adapter's state; None: the epoch has not begun, or the adapter has no state."""
+    """The adapter's state, or None if the epoch has not begun or the adapter has no state."""
     sampler_epoch: int | None
-    """The number that `set_epoch` was called with for this epoch; None: unknown."""
+    """The number that `set_epoch` was called with for this epoch, or None if unknown."""
     behind: int = 0
-    """How many batches before `index` the state is; they are read again and dropped."""
+    """Number of batches between the state and `index`; they are read again and dropped."""
 
 
 def encode(
@@ -54,10 +50,13 @@ def encode(
     division: list[Any] | None = None,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """A position as a copy of dictionaries, lists, numbers and strings, for a checkpoint.
+    """A position as dictionaries, lists, numbers and strings, for a checkpoint.
 
-    Ids of `left_out` that are still ahead are saved too. `division` is that of the loader (see
-    `loader_adapters`), `trust` as in `plain.dumps`.
+    Args:
+        position: to encode.
+        left_out: ids of batches that are left out; those ahead are saved.
+        division: `loader_adapters.division` of the loader.
+        trust: as for `json_codec.dumps`.
     """
     state = position.state
     return {
@@ -74,16 +73,16 @@ def encode(
 
 
 def of_other_ranks(value: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """A position of a run with that many ranks for one with another number.
+    """A position of a run with `ranks` ranks, for a run with another number of ranks.
 
-    The loader's state is of its part of the data then, and is not used: the epoch begins again, and
-    the batches before are read and dropped.
+    The loader's state belongs to one rank's part of the data and is not used: the epoch begins
+    again, and the batches before the position are read and dropped.
     """
     return {**value, "state": None, "behind": value["index"], "ranks": ranks}
 
 
 def check_division(value: Mapping[str, Any], division: list[Any] | None, loader: str) -> None:
-    """Raises DataError if a position of another number of ranks means other data for a loader."""
+    """Raises DataError if a position of another number of ranks would select other data."""
     ranks, before = value.get("ranks"), value.get("division")
     if ranks is None or (before is not None and before == division):
         return
@@ -101,38 +100,29 @@ def check_division(value: Mapping[str, Any], division: list[Any] | None, loader:
 
 
 def ahead(left_out: Iterable[BatchId], batch: BatchId) -> list[list[int]]:
-    """The ids from a batch on, as a position holds them."""
+    """The ids of `left_out` from a batch on, as a position holds them."""
     return [list(each) for each in sorted(each for each in left_out if each >= batch)]
 
 
 def state_to_text(state: Any, *, trust: bool = False) -> str:
-    """A loader's state as text: a copy, because loaders return live objects."""
-    return plain.dumps(state, _STATE_PATH, trust=trust)
+    """A loader's state as text, which is also a copy: loaders return live objects."""
+    return json_codec.dumps(state, _STATE_PATH, trust=trust)
 
 
 def state_from_text(text: str, *, trust: bool = False) -> Any:
-    """Makes a new copy of the state."""
-    return plain.loads(text, _STATE_PATH, trust=trust)
-
-
-def is_pickled(value: Any) -> bool:
-    """Whether an encoded position is of version 1, with a pickle as the loader's state."""
-    return isinstance(value, Mapping) and isinstance(value.get("state"), (bytes, bytearray))
+    """A new copy of the state."""
+    return json_codec.loads(text, _STATE_PATH, trust=trust)
 
 
 def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:
-    """Decodes a position (a new state each time) and the batches left out, or raises DataError."""
-    if not isinstance(value, Mapping) or value.get("version") not in (_VERSION, _PICKLED_VERSION):
+    """A decoded position, with a new state, and the batches left out; DataError if unreadable."""
+    if not isinstance(value, Mapping) or value.get("version") != _VERSION:
         raise DataError(
             f"a position is what Cursor.position() of version {_VERSION} gave, not {value!r:.80}"
         )
     try:
         state = value["state"]
-        if is_pickled(value):
-            if not trust:
-                raise DataError(str(pickled("the loader's state", plain.HOW)))
-            state = pickle.loads(state)
-        elif state is not None:
+        if state is not None:
             state = state_from_text(state, trust=trust)
         number = value["told_epoch"]
         number = None if number is None else int(number)
@@ -151,7 +141,7 @@ def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[Batc
 
 
 def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
-    """Batch ids, also from JSON's pairs; DataError unless each is two whole numbers >= 0."""
+    """Batch ids, also from pairs of JSON; DataError unless each is two whole numbers >= 0."""
     checked = set()
     for given in ids:
         pair = tuple(given) if isinstance(given, (tuple, list)) else ()

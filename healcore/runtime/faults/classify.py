@@ -1,27 +1,157 @@
-"""Classifies an exception: by its type, by the codes in it, then by what it was raised from."""
+"""Classifies an exception: by its type, by the codes in it, then by what it was raised from.
+
+Types are named, not imported, because healcore imports neither a framework nor an HTTP client. A
+message is read only where the type says that a code is at a fixed place. Prose is never searched.
+"""
 
 from __future__ import annotations
 
+import errno
+import re
+import time
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+
 from healcore.core.verdict import Cause
-from healcore.runtime.faults import http_status, known_errors
 from healcore.runtime.faults.failures import Fault
 
 _MOST = 100
-"""Exceptions of one error that are looked at; a library that retries can chain thousands."""
+"""Exceptions of one error that are read at most; a library that retries can chain thousands."""
 
 _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, AssertionError)
-"""Raised while another error is handled they are errors of the handler, not that error renamed."""
+"""Errors of a handler: raised while another error is handled, they do not stand for that error."""
 
 _WORST_FIRST = (Cause.OOM, Cause.HANG, Cause.DATA, Cause.UNKNOWN, Cause.NETWORK)
-"""Of several errors at once the first of these decides: a transient one only if all are."""
+"""The first of these causes decides in an ExceptionGroup."""
+
+
+class _Kind(NamedTuple):
+    cause: Cause
+    transient: bool = False
+
+
+_OOM, _DATA, _HANG = _Kind(Cause.OOM), _Kind(Cause.DATA), _Kind(Cause.HANG)
+_TRANSIENT, _PERMANENT = _Kind(Cause.NETWORK, transient=True), _Kind(Cause.NETWORK)
+
+_CERTIFICATE = "ssl.SSLCertVerificationError"
+
+_TYPES: dict[str, _Kind] = {
+    "builtins.MemoryError": _OOM,  # NumPy's too
+    "torch.OutOfMemoryError": _OOM,
+    "torch.cuda.OutOfMemoryError": _OOM,  # before torch 2.5
+    # A peer has ended: a repeated call of this rank alone cannot succeed.
+    "torch.distributed.DistNetworkError": _PERMANENT,
+    # TimeoutError is also the class of sockets, asyncio and concurrent.futures.
+    "builtins.ConnectionError": _TRANSIENT,
+    "builtins.TimeoutError": _TRANSIENT,
+    "socket.gaierror": _TRANSIENT,
+    _CERTIFICATE: _PERMANENT,
+    "ssl.SSLError": _TRANSIENT,
+    "http.client.IncompleteRead": _TRANSIENT,
+    "http.client.BadStatusLine": _TRANSIENT,
+    "requests.exceptions.ConnectionError": _TRANSIENT,
+    "requests.exceptions.Timeout": _TRANSIENT,
+    "requests.exceptions.ChunkedEncodingError": _TRANSIENT,
+    "requests.exceptions.InvalidJSONError": _PERMANENT,
+    "urllib3.exceptions.TimeoutError": _TRANSIENT,
+    "urllib3.exceptions.ProtocolError": _TRANSIENT,
+    "urllib3.exceptions.NewConnectionError": _TRANSIENT,
+    "urllib3.exceptions.SSLError": _TRANSIENT,
+    "aiohttp.client_exceptions.ClientConnectorCertificateError": _PERMANENT,
+    "aiohttp.client_exceptions.ClientConnectionError": _TRANSIENT,
+    "aiohttp.client_exceptions.ClientPayloadError": _TRANSIENT,
+    "huggingface_hub.errors.OfflineModeIsEnabled": _PERMANENT,
+    # Reading data.
+    "healcore.runtime.data.position.DataError": _DATA,
+    "builtins.EOFError": _DATA,
+    "builtins.UnicodeDecodeError": _DATA,
+    "json.decoder.JSONDecodeError": _DATA,
+    "zlib.error": _DATA,
+    "gzip.BadGzipFile": _DATA,
+    "lzma.LZMAError": _DATA,
+    "_lzma.LZMAError": _DATA,
+    "zipfile.BadZipFile": _DATA,
+    "tarfile.ReadError": _DATA,
+    "PIL.UnidentifiedImageError": _DATA,
+    "pyarrow.lib.ArrowInvalid": _DATA,
+    "datasets.exceptions.DatasetsError": _DATA,
+}
+_CLIENTS: set[str] = {
+    "requests.exceptions.RequestException",
+    "urllib.error.URLError",
+    "urllib3.exceptions.HTTPError",
+    "http.client.HTTPException",
+    "aiohttp.client_exceptions.ClientError",
+}
+"""Base classes of the errors of a network client, such as a wrong URL or too many redirects."""
+
+for _httpx in ("httpx", "httpx2"):  # huggingface_hub 2 has httpx2
+    _TYPES |= {
+        f"{_httpx}.UnsupportedProtocol": _PERMANENT,
+        f"{_httpx}.LocalProtocolError": _PERMANENT,
+        f"{_httpx}.TransportError": _TRANSIENT,
+    }
+    _CLIENTS |= {f"{_httpx}.HTTPError", f"{_httpx}.InvalidURL"}
+
+_ERRNO: dict[int, _Kind] = {
+    getattr(errno, name): kind
+    for kind, names in (
+        (_OOM, "ENOMEM"),
+        (_DATA, "EIO ESTALE EBADMSG"),
+        (_TRANSIENT, "ECONNRESET ECONNREFUSED ECONNABORTED ETIMEDOUT"),
+        (_TRANSIENT, "ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH"),
+    )
+    for name in names.split()
+}
+
+_XLA: dict[str, _Kind] = {
+    "RESOURCE_EXHAUSTED": _OOM,
+    "DEADLINE_EXCEEDED": _HANG,
+    "UNAVAILABLE": _PERMANENT,  # another process of the run is gone
+    "DATA_LOSS": _DATA,
+}
+"""absl status codes, at the beginning of the message of an XLA error."""
+
+_XLA_ON_HOST = re.compile(r"INTERNAL: (Error dispatching computation: )+Out of memory allocating")
+"""An allocation on a CPU that failed after the call had returned (JAX 0.10)."""
+
+_GRPC_TRANSIENT = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED"})
+"""Every other gRPC code is permanent: wrong credentials, wrong arguments."""
+
+_TORCH: tuple[tuple[re.Pattern[str], str, _Kind], ...] = tuple(
+    (re.compile(pattern), sign, kind)
+    for pattern, sign, kind in (
+        (r"\[enforce fail at \S*alloc_cpu\.cpp:\d+\].*\bError code 12\b", "ENOMEM", _OOM),
+        (r"(CUDA|HIP) error: out of memory", "cudaErrorMemoryAllocation", _OOM),
+        (r"(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED", _OOM),
+        (r"cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", _OOM),
+        (r"MPS backend out of memory", "MPS backend out of memory", _OOM),
+        (r"\[\S*gloo/\S+:\d+\] Timed out waiting \d+ms for \w+ operation", "gloo timeout", _HANG),
+        (r"(wait|Wait) timeout after \d+ms", "store timeout", _HANG),
+        (r"\[[^\]]*\] Watchdog caught collective operation timeout: ", "NCCL timeout", _HANG),
+        (r"DataLoader timed out after \d+(\.\d+)? seconds", "DataLoader timeout", _DATA),
+    )
+)
+"""Beginnings of the messages of torch's RuntimeErrors, which have no type of their own."""
+
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Parts of the messages of gloo and the system."""
+
+_HTTP_TRANSIENT = frozenset({408, 425, 429})
+_HTTP_PERMANENT = frozenset({501, 505})
+"""Statuses 5xx that a server never recovers from; all other 5xx are transient."""
+
+# draft-ietf-httpapi-ratelimit-headers, as the Hugging Face Hub sends it: "api";r=0;t=55
+_RATELIMIT = re.compile(r"r=(?P<left>\d{1,9})\s*;\s*t=(?P<seconds>\d{1,9})")
 
 
 def classify(error: BaseException) -> Fault:
-    """Which fault an exception is.
+    """Classifies an exception.
 
     The type decides first, then codes: HTTP status, errno, the status codes of XLA and gRPC, and
-    torch's fixed beginnings of a message. If they say nothing, the error that it was raised from
-    is looked at. Of an ExceptionGroup the worst member decides. Prose is never searched.
+    torch's fixed beginnings of a message. If nothing is known about the exception, the exception
+    that it was raised from is classified. In an ExceptionGroup the worst member decides.
 
     Args:
         error: any exception.
@@ -33,7 +163,7 @@ def classify(error: BaseException) -> Fault:
 
 
 def _classify(error: BaseException, seen: set[int]) -> Fault | None:
-    """The fault, or None if nothing is known. `seen`: ids of the errors that were looked at."""
+    """The fault, or None if unknown. `seen` has the ids of the errors that were read."""
     found = fallback = None
     certificate = False
     at: BaseException | None = error
@@ -41,10 +171,10 @@ def _classify(error: BaseException, seen: set[int]) -> Fault | None:
         if not isinstance(at, Exception | BaseExceptionGroup):
             break  # KeyboardInterrupt, SystemExit
         seen.add(id(at))
-        certificate = certificate or known_errors.is_certificate(at)
+        certificate = certificate or _is_certificate(at)
         if found is None:
             found = _worst(at, seen) if isinstance(at, BaseExceptionGroup) else _own_fault(at)
-            fallback = fallback or known_errors.client_fault_of(at)
+            fallback = fallback or _client_fault(at)
         at = _raised_from(at)
     found = found or fallback
     if found is not None and found.transient and certificate:
@@ -54,10 +184,10 @@ def _classify(error: BaseException, seen: set[int]) -> Fault | None:
 
 
 def _own_fault(error: BaseException) -> Fault | None:
-    """The fault by what the error itself says."""
+    """The fault by the error's own type and codes."""
     try:
-        return http_status.fault_of(error) or known_errors.fault_of(error)
-    except Exception:  # its attributes and its text run the code of its library
+        return _http_fault(error) or _known_fault(error)
+    except Exception:  # attributes and text run code of the error's library
         return None
 
 
@@ -67,7 +197,7 @@ def _worst(group: BaseExceptionGroup[BaseException], seen: set[int]) -> Fault | 
 
 
 def _unknown(error: BaseException) -> Fault:
-    return Fault(Cause.UNKNOWN, known_errors.name_of(type(error)).removeprefix("builtins."))
+    return Fault(Cause.UNKNOWN, _name(type(error)).removeprefix("builtins."))
 
 
 def _raised_from(error: BaseException) -> BaseException | None:
@@ -79,3 +209,119 @@ def _raised_from(error: BaseException) -> BaseException | None:
     if error.__suppress_context__ or isinstance(error, _BUGS):
         return None
     return error.__context__
+
+
+def _http_fault(error: BaseException) -> Fault | None:
+    """The fault of an exception with an HTTP error status, or None.
+
+    Clients keep the status in different places: requests, httpx and huggingface_hub (and the SDKs
+    above them) in `response.status_code`, urllib in `code`, aiohttp in `status`.
+    """
+    response = getattr(error, "response", None)
+    status, headers = getattr(response, "status_code", None), getattr(response, "headers", None)
+    if status is None:  # an integer `code` alone is no HTTP status: SystemExit has one
+        headers = getattr(error, "headers", None)
+        if headers is None or not hasattr(headers, "get"):
+            return None
+        status = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(status, bool) or not isinstance(status, int) or not 400 <= status <= 599:
+        return None
+    transient = status in _HTTP_TRANSIENT or (status >= 500 and status not in _HTTP_PERMANENT)
+    wait = _retry_after(headers) if transient else None
+    return Fault(Cause.NETWORK, f"HTTP {int(status)}", transient, wait)
+
+
+def _retry_after(headers: Any) -> float | None:
+    """Seconds by `Retry-After` (a number or a date, RFC 9110) or by an exhausted `RateLimit`."""
+    text = str(headers.get("Retry-After") or "").strip()
+    if re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        return float(text)
+    if text:
+        try:
+            return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+        except (ValueError, TypeError, OverflowError):
+            return None
+    limit = _RATELIMIT.search(str(headers.get("RateLimit") or ""))
+    return float(limit["seconds"]) if limit and limit["left"] == "0" else None
+
+
+def _torch(error: BaseException) -> Fault | None:
+    text = str(error)[:2000]
+    for pattern, sign, kind in _TORCH:
+        if pattern.match(text):
+            return _fault(kind, sign)
+    return None
+
+
+def _nccl(error: BaseException) -> Fault | None:
+    """The fault by NCCL's name of the error, at the beginning of a line of the message."""
+    code = re.search(r"^nccl(Remote|System)Error: ", str(error)[:2000], re.MULTILINE)
+    return None if code is None else _fault(_PERMANENT, f"nccl{code[1]}Error")
+
+
+def _xla(error: BaseException) -> Fault | None:
+    if _XLA_ON_HOST.match(str(error)[:1000]):
+        return _fault(_OOM, "XLA out of memory")
+    code = re.match(r"([A-Z_]+): ", str(error)[:100])
+    kind = _XLA.get(code[1]) if code else None
+    return None if code is None or kind is None else _fault(kind, f"XLA {code[1]}")
+
+
+def _grpc(error: Any) -> Fault:
+    name = str(getattr(error.code(), "name", "UNKNOWN"))
+    return _fault(_TRANSIENT if name in _GRPC_TRANSIENT else _PERMANENT, f"gRPC {name}")
+
+
+def _errno(error: Any) -> Fault | None:
+    kind = _ERRNO.get(error.errno)
+    return None if kind is None else _fault(kind, f"errno {errno.errorcode[error.errno]}")
+
+
+_BY_CODE: dict[str, Callable[[Any], Fault | None]] = {
+    "jax.errors.JaxRuntimeError": _xla,
+    "jaxlib.xla_extension.XlaRuntimeError": _xla,  # JAX before 0.6
+    "jaxlib._jax.XlaRuntimeError": _xla,
+    "torch.distributed.DistBackendError": _nccl,
+    "builtins.RuntimeError": _torch,
+    "grpc.RpcError": _grpc,
+    "builtins.OSError": _errno,
+}
+
+
+def _known_fault(error: BaseException) -> Fault | None:
+    """The fault by the nearest base class that is known."""
+    for cls in type(error).__mro__:
+        name = _name(cls)
+        if (kind := _TYPES.get(name)) is not None:
+            return _fault(kind, name.removeprefix("builtins."))
+        by_code = _BY_CODE.get(name)
+        if by_code is not None and (found := by_code(error)) is not None:
+            return found
+    return None
+
+
+def _client_fault(error: BaseException) -> Fault | None:
+    """The fault of a network client's error about which nothing else is known."""
+    name = next((name for name in map(_name, type(error).__mro__) if name in _CLIENTS), None)
+    return None if name is None else Fault(Cause.NETWORK, name)
+
+
+def is_broken_connection(error: BaseException | None) -> bool:
+    """Whether gloo raised the error because the connection to another rank is broken."""
+    if not isinstance(error, RuntimeError | ValueError):  # a ValueError in JAX
+        return False
+    return any(each in str(error) for each in _BROKEN)
+
+
+def _is_certificate(error: BaseException) -> bool:
+    """Whether the server's certificate was rejected, which is permanent."""
+    return any(_name(cls) == _CERTIFICATE for cls in type(error).__mro__)
+
+
+def _name(cls: type) -> str:
+    """Name of a class with its module, as in the tables."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _fault(kind: _Kind, sign: str) -> Fault:
+    return Fault(kind.cause, sign, kind.transient)

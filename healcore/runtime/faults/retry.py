@@ -1,4 +1,4 @@
-"""Repeats a call that has failed in the network, without repeating anything else of the run."""
+"""Repeats a call that has failed in the network."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LONGEST_S = 3600.0
-"""A server that asks to wait longer than an hour is not waited for."""
+"""Longest wait that a server may ask for."""
 
 own_random = SystemRandom().random
-"""Draws for the waits; a run's own random state stays as it is."""
+"""Random numbers for the waits, which do not change the run's random state."""
 
 
 class Attempt(NamedTuple):
@@ -35,12 +35,12 @@ class Attempt(NamedTuple):
     call: str
     """Name of the function."""
     number: int
-    """Counts from 1."""
+    """Number of the attempt, from 1."""
     error: Exception | None = None
-    """None: it has succeeded."""
+    """The exception, or None after a success."""
     fault: Fault | None = None
     wait_s: float | None = None
-    """Seconds until the next attempt; None: there is none."""
+    """Seconds until the next attempt, or None for the last attempt."""
 
     def __str__(self) -> str:
         if self.error is None:
@@ -58,26 +58,26 @@ def retrying(
     sleep: Callable[[float], None] = time.sleep,
     random: Callable[[], float] = own_random,
 ) -> Callable[P, T]:
-    """A function that makes a call, and makes it again after a failure in the network that passes.
+    """A function that makes a call, and repeats it after a transient failure in the network.
 
         upload = healcore.retrying(api.upload_file)
         upload(path_or_fileobj="model.safetensors", ...)
 
-    Repeated are timeouts, connections that are refused or lost, and the HTTP statuses 408, 425,
-    429 and 5xx except 501 and 505: what `classify` calls transient. Everything else is raised at
-    once, and so is the last error after `[retry] attempts`. The call has to be one that may be made
-    twice: a request whose answer is lost may have been carried out.
+    Transient failures by `classify` are timeouts, connections that are refused or lost, and the
+    HTTP statuses 408, 425, 429 and 5xx except 501 and 505. All other exceptions propagate at once,
+    and so does the last exception after `[retry] attempts`. The call must be idempotent: it may
+    already have run.
 
     Args:
         call: what to call; not a coroutine function and not a generator.
-        policy: its rule for `network` and its `[retry]`. Without such a rule, or if it only
-            observes, nothing is repeated.
+        policy: its rule for `network` and its `[retry]` apply. Without such a rule, or if the
+            policy only observes, nothing is repeated.
         sleep: waits the given seconds.
         random: a number from 0 to 1, for the random part of a wait.
 
     Raises:
-        TypeError: `call` is a coroutine function or a generator, which fails only later.
-        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        TypeError: `call` is a coroutine or generator function, whose call cannot fail.
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
     host = HostPolicy.of(policy)
     retry = host.retry if "retry" in host.answers(Cause.NETWORK) else None
@@ -97,14 +97,14 @@ def repeated(
     sleep: Callable[[float], None],
     random: Callable[[], float] = own_random,
 ) -> Callable[P, T]:
-    """A function that makes a call again after a failure in the network that passes.
+    """A function that makes a call, and repeats it after a transient failure in the network.
 
     Args:
         call: as for `retrying`.
-        retry: when to make the call again; None: never.
-        report: receives each attempt that has failed in the network, and the one that succeeds
-            after that.
-        sleep: waits; what it raises ends the call.
+        retry: when to repeat the call, or None for never.
+        report: receives each attempt that fails in the network, and the attempt that succeeds after
+            a failure.
+        sleep: waits; its exceptions end the call.
         random: as for `retrying`.
     """
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
@@ -119,19 +119,6 @@ def repeated(
 
     @functools.wraps(call)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        failed: list[Exception] = []
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            if classify(error).cause is not Cause.NETWORK:
-                raise
-            failed.append(error)
-
-        def next_attempt() -> T:
-            if failed:  # the first attempt, which was made without the cost of what follows
-                raise failed.pop()
-            return call(*args, **kwargs)
-
         def before_sleep(state: tenacity.RetryCallState) -> None:
             number, wait_s = state.attempt_number, state.upcoming_sleep
             report(Attempt(_name(call), number, _error(state), _fault(state), wait_s))
@@ -145,13 +132,14 @@ def repeated(
             reraise=True,
         )
         try:
-            result = loop(next_attempt)
+            result = loop(functools.partial(call, *args, **kwargs))
         except Exception as error:
             fault = classify(error)
             if fault.cause is Cause.NETWORK:
                 report(Attempt(_name(call), loop.statistics["attempt_number"], error, fault))
             raise
-        report(Attempt(_name(call), loop.statistics["attempt_number"]))
+        if loop.statistics["attempt_number"] > 1:
+            report(Attempt(_name(call), loop.statistics["attempt_number"]))
         return result
 
     return again
@@ -160,8 +148,8 @@ def repeated(
 def delay(retry: Retry, attempt: int, fault: Fault, random: float) -> float:
     """Seconds to wait after an attempt, which counts from 1.
 
-    Exponential, at most `max_delay_s`, less the random part. A server that asks for more time gets
-    it, even beyond `max_delay_s`: a request before that would be refused again.
+    Exponential, at most `max_delay_s`, less the random part. If the server asks for a longer wait,
+    the wait is as long, even beyond `max_delay_s`.
     """
     try:
         wait = min(retry.base_delay_s * retry.factor ** (attempt - 1), retry.max_delay_s)
@@ -171,7 +159,7 @@ def delay(retry: Retry, attempt: int, fault: Fault, random: float) -> float:
 
 
 def is_retried(fault: Fault) -> bool:
-    """Whether a call that failed with this fault may succeed the next time, soon enough."""
+    """Whether a call that failed with this fault is repeated."""
     return fault.transient and (fault.retry_after_s or 0.0) <= _LONGEST_S
 
 

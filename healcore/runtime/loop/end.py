@@ -19,7 +19,7 @@ from healcore.console import counted
 from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.known_errors import is_broken_connection
+from healcore.runtime.faults.classify import is_broken_connection
 from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.loop import Loop

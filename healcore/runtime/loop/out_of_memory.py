@@ -16,9 +16,9 @@ from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes, R
 from healcore.runtime.microbatches.splitting import BatchSize, UnsplittableBatch
 from healcore.runtime.microbatches.window import (
     AccumulationWindow,
+    DistributedWindow,
     Failure,
     Synchronization,
-    Together,
     released,
 )
 from healcore.runtime.run_log import RunLog
@@ -208,7 +208,7 @@ class OutOfMemory:
 
     # -- several ranks --------------------------------------------------------------------------
 
-    def _together(self) -> Together | None:
+    def _together(self) -> DistributedWindow | None:
         """How the ranks redo windows together, or None. Called at the first window."""
         if self._policy_obstacle():
             return None
@@ -223,7 +223,7 @@ class OutOfMemory:
                 return self._decide(sync, None, None, growing)
             return self._redo_together(sync, failure)
 
-        return Together(sync, redo)
+        return DistributedWindow(sync, redo)
 
     def _redo_together(self, sync: Synchronization, failure: Failure) -> bool:
         """Whether all ranks redo the window.

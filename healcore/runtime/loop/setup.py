@@ -266,7 +266,7 @@ def _construct(
         restart_spread=options.checkpoints.every is None,
     )
     ledger, loaders = Ledger(), LoaderRegistry(trust=options.checkpoints.trust)
-    host = HostState(loaders.position, driver.generators(), trust=options.checkpoints.trust)
+    host = HostState(loaders.position, driver.generators())
     restorer = Restorer(
         policy=policy,
         driver=driver,

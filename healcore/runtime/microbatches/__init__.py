@@ -1,1 +1,1 @@
-"""Batches in parts that fit into memory."""
+"""Splits batches into parts that fit into memory."""

@@ -1,8 +1,8 @@
-"""The size of a micro-batch that fits into memory, learnt from those that did not.
+"""Learns the size of a micro-batch that fits into memory.
 
-One limit for each kind of batch (names and numbers of axes of its arrays), in array elements of a
-part: a batch of short sequences is split less than one of long sequences. A batch is split into a
-power of two of parts, so that a compiled step sees few shapes.
+There is one limit for each kind of batch (names and numbers of axes of its arrays), in array
+elements of a part: a batch of short sequences is split less than a batch of long sequences. The
+number of parts is a power of two, so that a compiled step sees few shapes.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from healcore.core.errors import HealcoreError
 from healcore.runtime.microbatches.splitting import BatchSize
 
 _MOST_FAILED = 3
-"""Growths that were undone, after which a limit stays."""
+"""Number of undone growths after which a limit stays."""
 
 
 class CannotShrink(HealcoreError, RuntimeError):
-    """A part did not fit into memory, and there is no smaller one; the message says why."""
+    """A part did not fit into memory and cannot be smaller."""
 
 
 @dataclass
 class _Limit:
     elements: int
-    """The most array elements of one part."""
+    """Largest number of array elements in one part."""
     changed: int
     """Step of the last change."""
     growths: int = 0
-    """Growths that no shrink has undone."""
+    """Number of growths that no shrink has undone."""
     failed: int = 0
-    """Growths that a shrink has undone."""
+    """Number of growths that a shrink has undone."""
 
 
 @dataclass
 class _Sizes:
-    """What `MicrobatchSizes` saves."""
+    """The saved form of `MicrobatchSizes`."""
 
     used: int
     limits: dict[str, _Limit]
@@ -53,40 +53,41 @@ class Resize(NamedTuple):
     """A change of the number of samples in a part."""
 
     samples: int
-    """Of the batch."""
+    """Samples in the batch."""
     before: int
-    """Samples in its largest part until now."""
+    """Samples in its largest part before the change."""
     after: int
+    """Samples in its largest part after the change."""
 
 
 class MicrobatchSizes:
-    """Into how many parts a batch is split; plain numbers, for any framework and trainer.
+    """Decides into how many parts a batch is split, for any framework and trainer.
 
     Args:
-        shrinks: halvings in the whole run (`budget.shrinks` of a policy). One that undoes a growth
-            does not count.
-        grow_after: steps without a change until twice the size is tried; doubled by each try
-            that failed, and never again after three.
+        shrinks: halvings in the whole run (`budget.shrinks` of a policy). A halving that undoes a
+            growth does not count.
+        grow_after: steps without a change until twice the size is tried. Each failed try doubles
+            it, and three failed tries end the growth.
     """
 
     def __init__(self, *, shrinks: int, grow_after: int) -> None:
         self.shrinks = shrinks
         self.used = 0
-        """Shrinks so far."""
+        """Number of shrinks so far."""
         self._grow_after = grow_after
         self._limits: dict[str, _Limit] = {}
 
     @property
     def limited(self) -> bool:
-        """Whether any batch has to be measured; False until something did not fit."""
+        """Whether any batch has to be measured: something did not fit."""
         return bool(self._limits)
 
     def parts(self, size: BatchSize, most: int | None = None) -> int:
-        """Into how many parts a batch is split: 1, 2, 4, ..., at most one for each sample.
+        """Number of parts of a batch: 1, 2, 4, ..., at most one for each sample.
 
         Args:
             size: `splitting.measure` of the batch.
-            most: samples in a part, at most; None: only what has been learnt counts.
+            most: largest number of samples in a part, or None for the learnt limit only.
         """
         limit = self._limits.get(size.kind)
         parts = 1
@@ -99,15 +100,15 @@ class MicrobatchSizes:
         return parts
 
     def shrink(self, size: BatchSize, parts: int, step: int) -> Resize:
-        """Halves the size, after one of that many parts did not fit; then do the window again.
+        """Halves the size after a part did not fit.
 
         Args:
             size: of the batch whose part did not fit.
-            parts: into how many it was split.
+            parts: number of parts of that batch.
             step: optimizer steps done.
 
         Raises:
-            CannotShrink: a part was one sample, or all shrinks are used. Nothing has changed then.
+            CannotShrink: a part was one sample, or all shrinks are used. Nothing has changed.
         """
         largest = -(-size.samples // parts)
         limit = self._limits.get(size.kind, _Limit(0, step))
@@ -128,16 +129,16 @@ class MicrobatchSizes:
         return Resize(size.samples, largest, half)
 
     def may_grow(self, size: BatchSize, step: int) -> bool:
-        """Whether it is time to try twice the size, and this batch is split."""
+        """Whether it is time to try twice the size for a batch that is split."""
         limit = self._limits.get(size.kind)
         if limit is None or limit.failed >= _MOST_FAILED or self.parts(size) == 1:
             return False
         return step - limit.changed >= self._grow_after * 2**limit.failed
 
     def grow(self, size: BatchSize, step: int) -> Resize | None:
-        """Doubles the size if it `may_grow`. None: it may not.
+        """Doubles the size if it `may_grow`, else returns None.
 
-        Call it before the first part of a batch, where trouble may be risked.
+        Call it before the first part of a batch.
         """
         if not self.may_grow(size, step):
             return None
@@ -154,11 +155,11 @@ class MicrobatchSizes:
         return asdict(_Sizes(self.used, self._limits))
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Goes on from `to_dict` of an earlier process; ValueError for anything else."""
+        """Restores the result of `to_dict`; ValueError for any other value."""
         saved = _SIZES.validate_json(json.dumps(data), strict=True)
         self.used, self._limits = saved.used, saved.limits
 
 
 def _elements(size: BatchSize, samples: int) -> int:
-    """Array elements of that many samples of the batch, rounded up."""
+    """Array elements of some samples of the batch, rounded up."""
     return -(-size.elements * samples // size.samples)

@@ -1,14 +1,14 @@
-"""Splits a batch along its samples, without knowing the framework of its arrays.
+"""Splits a batch along its samples, for arrays of any framework.
 
 A batch is an array or a structure of arrays: dictionaries, tuples, dataclasses and lists. Arrays
 are split along their first axis, by slicing: torch and NumPy give views. A list, and a tuple within
 the batch, is either a structure or holds one entry for each sample:
 
-- entries that are all dictionaries, tuples or dataclasses, or have no array in them: samples.
-- arrays: a structure if their first axes agree (torch's default collate makes lists of tuples),
-  else samples; in a batch with other arrays whichever fits those.
+- The entries are samples if all are dictionaries, tuples or dataclasses, or hold no array.
+- Arrays are a structure if their first axes agree (torch's default collate makes lists of tuples),
+  else samples. In a batch with other arrays the choice fits these.
 
-All else goes whole into each part: numbers, texts, arrays of one row, lists of another length.
+All other values go whole into each part: numbers, texts, arrays of one row, other lists.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class UnsplittableBatch(HealcoreError, ValueError):
 
 
 class BatchSize(NamedTuple):
-    """How large a batch is."""
+    """The size of a batch."""
 
     samples: int
     elements: int
-    """Of the arrays that are split; a sample without arrays counts as one."""
+    """Elements of the arrays that are split; a sample without arrays counts as one element."""
     kind: str
-    """Names and numbers of axes of what is split: batches of one kind differ only in size."""
+    """Names and numbers of axes of the split arrays. Batches of one kind differ only in size."""
 
 
 def measure(batch: Any) -> BatchSize:
     """Counts samples and array elements. Reads shapes only.
 
     Raises:
-        UnsplittableBatch: nothing in it has samples, or arrays disagree on their number.
+        UnsplittableBatch: the batch has no samples, or its arrays disagree on their number.
     """
     leaves: list[_Leaf] = []
 
@@ -63,10 +63,10 @@ def split(batch: Any, parts: int) -> list[Any]:
 
     Args:
         batch: see the module.
-        parts: how many. 1 gives the batch itself, whatever it is.
+        parts: number of parts. 1 returns the batch itself.
 
     Raises:
-        UnsplittableBatch: as `measure`.
+        UnsplittableBatch: as for `measure`.
         ValueError: `parts` is below 1 or above the number of samples.
     """
     if parts == 1:
@@ -82,14 +82,14 @@ def split(batch: Any, parts: int) -> list[Any]:
 
 
 class _Leaf(NamedTuple):
-    """What may be divided."""
+    """An array or a list that may be divided."""
 
     path: str
     value: Any
     rows: int | None
-    """Length of the array's first axis, or of those of the arrays in a list."""
+    """Length of the first axis of the array, or of the arrays in a list."""
     entries: int | None
-    """Length of the list, if that may be the number of samples."""
+    """Length of a list that may hold samples."""
 
 
 def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
@@ -111,7 +111,7 @@ def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
         entries = {name: child(name, each) for name, each in node.items()}
         if not isinstance(node, MutableMapping):
             return type(node)(entries)  # type: ignore[call-arg]
-        changed = copy.copy(node)  # keeps what a subclass has besides
+        changed = copy.copy(node)  # keeps attributes of a subclass
         for name, each in entries.items():
             changed[name] = each
         return changed
@@ -124,7 +124,7 @@ def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
 
 
 def _of_list(path: str, node: Any) -> _Leaf | None:
-    """A list, or a tuple within the batch, as a leaf; None: a structure of other leaves."""
+    """A list, or a tuple within the batch, as a leaf, or None for a structure of leaves."""
     if not node:
         return None
     if all(map(_is_array, node)):
@@ -175,7 +175,7 @@ def _cut(batch: Any, part: slice, samples: int) -> Any:
 
 
 def _common(lengths: Iterable[int]) -> int | None:
-    """The length that all have; one row serves all samples, and does not count beside others."""
+    """The common length, or None. Length 1 fits any other length: one row serves all samples."""
     found = set(lengths)
     found = found - {1} or found
     return found.pop() if len(found) == 1 else None
@@ -206,7 +206,7 @@ def _holds_array(node: Any) -> bool:
 
 
 def _elements(node: Any) -> int:
-    """Of an array, or of the samples of a list."""
+    """Number of elements of an array, or of the samples of a list."""
     if _is_array(node):
         return math.prod(node.shape)
     return sum(sum(math.prod(array.shape) for array in _arrays(each)) or 1 for each in node)

@@ -1,8 +1,8 @@
-"""The parts of the batches since the last optimizer step, which are done again if one fails.
+"""Repeats the batches since the last optimizer step in smaller parts when memory runs out.
 
 `for part in window.parts(batch):` with `with part:` around the forward and the backward pass. The
-context manager catches what the body raises, which a generator does not see; the generator then
-begins again with smaller parts, those of earlier batches of the same accumulation too.
+context manager catches the exception of the body, which a generator does not see. The generator
+then begins again, with the first batch of the accumulation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Count = Callable[[Any], Any] | str | None
 
 
 class MicrobatchError(HealcoreError, RuntimeError):
-    """The loop over the parts of a batch is not written as it has to be."""
+    """The loop over the parts of a batch is written in a wrong way."""
 
 
 class Microbatch(Generic[Batch]):
@@ -33,10 +33,9 @@ class Microbatch(Generic[Batch]):
     Attributes:
         batch: its samples, in the structure of the whole batch.
         weight: its share of the batch's samples, or tokens: the factor on a mean loss.
-        first: whether it begins a sum of gradients; again True where the window is done again.
-        last: whether no further part of the batches so far follows.
-        failed: whether it ran out of memory, or on several ranks another rank's part; the window is
-            done again.
+        first: whether it begins a sum of gradients, also when the window is repeated.
+        last: whether it is the last part of the batches so far.
+        failed: whether it ran out of memory, here or on another rank; the window is repeated.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Microbatch(Generic[Batch]):
 
 
 class Gradients(Protocol):
-    """What a framework does about the gradients of a window; part of its driver."""
+    """The gradients of a window; part of a framework's driver."""
 
     def accumulating(self) -> bool:
         """Whether there are gradients that no optimizer step has used."""
@@ -87,24 +86,24 @@ class Gradients(Protocol):
         ...
 
     def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
-        """Makes everything as at `begin_window`, and frees what the failed part holds.
+        """Restores the state of `begin_window` and frees the memory of the failed part.
 
         Args:
             held: values of variables that the loop still has.
-            clear_cache: also return unused memory of the framework's allocator.
+            clear_cache: whether to return unused memory of the framework's allocator.
         """
         ...
 
     def between_ranks(self, ranks: Ranks) -> Synchronization | str:
-        """How several ranks do a window again together; or why they cannot."""
+        """How several ranks repeat a window together, or a sentence why they cannot."""
         ...
 
 
 class Synchronization(Protocol):
-    """Keeps several ranks in step although a part may fail on any of them.
+    """Synchronizes several ranks although a part may fail on any of them.
 
-    No rank may wait for another one within a part: what the framework exchanges there is done
-    before it or after it, or is completed by a rank that has failed.
+    No rank may wait for another rank within a part. Exchanges of the framework happen before or
+    after a part, or a failed rank completes them.
     """
 
     def begin_window(self) -> None:
@@ -112,35 +111,35 @@ class Synchronization(Protocol):
         ...
 
     def begin_batch(self) -> None:
-        """Exchanges what a forward pass would exchange. Called before a batch's first part."""
+        """Does the exchanges of a forward pass. Called before a batch's first part."""
         ...
 
     def begin_part(self, *, last: bool) -> None:
-        """Called where a part is entered; `last`: of its batch."""
+        """Called when a part is entered; `last` is whether it is the last of its batch."""
         ...
 
     def end_part(self) -> None:
-        """Called where a part is left."""
+        """Called when a part is left."""
         ...
 
     def complete(self) -> bool:
-        """Does what the others wait for in their parts, after a failure. False: it could not."""
+        """Completes the exchanges of the other ranks after a failure. Returns whether it could."""
         ...
 
     def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
-        """Whether any rank has failed, and whether any wants larger parts.
+        """Whether any rank has failed, and whether any rank wants larger parts.
 
-        Every rank calls it once for each batch. None: this rank has failed, and the others do not
-        come.
+        Every rank calls it once for each batch. None if this rank has failed and the other ranks do
+        not answer.
         """
         ...
 
     def reduce(self) -> None:
-        """Reduces the batch's gradients over the ranks, if no part has done that."""
+        """Reduces the batch's gradients over the ranks, unless a part has done so."""
         ...
 
     def restart(self) -> None:
-        """Makes everything as at `begin_window`."""
+        """Restores the state of `begin_window`."""
         ...
 
 
@@ -161,18 +160,18 @@ class Failure(NamedTuple):
     size: Callable[[], BatchSize]
     """Measures its batch."""
     parts: int
-    """Into how many parts its batch was split."""
+    """Number of parts of its batch."""
     redoable: bool
-    """Whether all gradients are of this window's parts."""
+    """Whether all gradients come from this window's parts."""
 
 
-class Together(NamedTuple):
-    """What a window of several ranks has besides."""
+class DistributedWindow(NamedTuple):
+    """Multi-rank part of an accumulation window."""
 
     ranks: Synchronization
     on_last: Callable[[Failure | None, BatchSize | None], bool]
-    """Called with a part that raised, or the batch's last one, and the size that may be doubled;
-    whether all ranks do the window again."""
+    """Called after a failed part and after the last part of a batch, with the failure or None and
+    the size that may be doubled. Returns whether all ranks repeat the window."""
 
 
 class AccumulationWindow:
@@ -181,13 +180,13 @@ class AccumulationWindow:
     Args:
         gradients: of the framework.
         sizes: of the parts.
-        on_failure: called with a part that raised; whether to do the window again, with what
-            `sizes` has then. What it raises ends the loop.
-        may_grow: called before a window; the step that it is at, or None: nothing is risked now.
+        on_failure: called with a part that raised. Returns whether to repeat the window with the
+            new `sizes`. Its exceptions end the loop.
+        may_grow: called before a window. Returns the step, or None if the size must not grow now.
         on_growth: called with a larger size that is tried.
-        on_redo: called before the batches since the last step come again in smaller parts.
+        on_redo: called before the batches since the last step are repeated.
         clear_cache: see `Gradients.redo_window`.
-        together: called before the first window; None: this rank decides alone.
+        together: called before the first window. Returns None if this rank decides alone.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class AccumulationWindow:
         on_growth: Callable[[Resize], None],
         on_redo: Callable[[], object] = lambda: None,
         clear_cache: bool = True,
-        together: Callable[[], Together | None] = lambda: None,
+        together: Callable[[], DistributedWindow | None] = lambda: None,
     ) -> None:
         self._gradients = gradients
         self.sizes = sizes
@@ -210,14 +209,14 @@ class AccumulationWindow:
         self._on_redo = on_redo
         self._clear_cache = clear_cache
         self._find_together = together
-        self._together: Together | None = None
+        self._together: DistributedWindow | None = None
         self._begun = False
         self._growing: BatchSize | None = None
         self._entries: list[_Entry] = []
         self._only_ours = True
         self._held: list[Any] = []
         self.part: Microbatch[Any] | None = None
-        """The part that the loop is at."""
+        """The current part."""
 
     def parts(
         self,
@@ -239,7 +238,7 @@ class AccumulationWindow:
                     self.part = part
                     if part.weight or self._together is None:
                         yield part
-                    else:  # nothing in the batch counts, and the other ranks have one that does
+                    else:  # no token of the batch counts, but the other ranks have such tokens
                         with part:
                             self._together.ranks.complete()
                     if not part.entered:
@@ -264,12 +263,12 @@ class AccumulationWindow:
     # -- within ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begins a new window, unless the last one is still waiting for its optimizer step."""
+        """Begins a new window, unless the last window is waiting for its optimizer step."""
         accumulating = self._gradients.accumulating()
         if accumulating and self._entries and not self._gradients.has_stepped():
             return
         self._entries.clear()
-        # Gradients from elsewhere (another loss, another optimizer) could not be made again.
+        # Gradients of another loss or optimizer could not be computed again.
         self._only_ours = not accumulating
         self._gradients.begin_window()
         if not self._begun:
@@ -282,7 +281,7 @@ class AccumulationWindow:
             number = self._number_of_parts(entry)
             pieces = split(entry.batch, number)
             weights = _weights(pieces, entry)
-            # A mean over nothing is NaN, and so is 0 times it.
+            # A mean over no tokens is NaN, and so is 0 times that mean.
             pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
             if self._together is not None:
                 self._together.ranks.begin_batch()
@@ -329,7 +328,7 @@ class AccumulationWindow:
             self._together.ranks.begin_part(last=last)
 
     def _left(self, entry: _Entry, parts: int, last: bool, error: BaseException | None) -> bool:
-        """Whether to do the window again, after one of so many parts of a batch."""
+        """Whether to repeat the window, after one of the `parts` of a batch."""
         together = self._together
         if together is not None:
             together.ranks.end_part()
@@ -352,7 +351,7 @@ def released(error: BaseException) -> list[Any]:
     """Clears the variables of the functions that an exception has ended.
 
     Returns:
-        The values of the variables of functions that still run, which cannot be cleared.
+        The values of variables of functions that still run; these cannot be cleared.
     """
     held: list[Any] = []
     pending, seen = [error], set[int]()

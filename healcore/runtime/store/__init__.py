@@ -1,6 +1,6 @@
-"""Checkpoints that can be trusted: the protocol, and what all stores share.
+"""Verified checkpoints: the protocol and the parts that all stores share.
 
-The stores themselves come from the adapters: `healcore.torch.store`, `healcore.jax.store`.
+The stores come from the adapters: `healcore.torch.store`, `healcore.jax.store`.
 """
 
 from __future__ import annotations

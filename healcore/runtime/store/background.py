@@ -1,4 +1,4 @@
-"""Jobs in the background of the training loop, one after another, and their errors."""
+"""A queue of jobs in the background of the training loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from healcore.runtime.store.errors import SaveFailed
 
 
 class Background:
-    """A single worker thread, which does jobs in the order in which they were submitted.
+    """One worker thread, which does jobs in the order in which they were submitted.
 
-    Their results depend on that order and not on how long one takes. The error of a job is kept as
-    a SaveFailed and reported once; its future holds none. A program that ends waits for the jobs
-    under way, and logs failures not reported by then. A forked child has no jobs: they are its
-    parent's.
+    The error of a job is kept as a SaveFailed and reported once; its future holds no error. A
+    program that ends waits for all jobs and logs failures that were not reported. In a forked child
+    the queue is empty: the jobs are its parent's.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,7 +32,7 @@ class Background:
         fork_safety.watch(self)
 
     def submit(self, step: int, doing: str, job: Callable[[], None]) -> Future[None]:
-        """Puts a job at the end of the queue; `step` and `doing` ("while …") are for its error."""
+        """Queues a job; `step` and `doing` ("while …") are for its error."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
             _before_the_end(self._finish)
@@ -53,42 +52,34 @@ class Background:
         return self._jobs[-1]
 
     def join(self) -> None:
-        """Waits for all jobs so far; their errors stay to be reported."""
+        """Waits for all jobs so far; raises no errors."""
         if threading.get_ident() == self._worker:
             return  # a job would wait for itself
         for job in tuple(self._jobs):
             job.result()
 
     @property
-    def waiting(self) -> int:
-        """Jobs that are not done."""
-        return sum(not job.done() for job in tuple(self._jobs))
-
-    @property
     def busy(self) -> bool:
         """Whether any job is not done."""
-        return self.waiting > 0
+        return not all(job.done() for job in tuple(self._jobs))
 
     def pending(self, job: Future[None] | None) -> bool:
-        """Whether a job is in this queue and not done. Jobs of a fork's parent are not in it."""
+        """Whether a job is in this queue and not done."""
         return job is not None and job in self._jobs and not job.done()
 
     def wait(self) -> None:
-        """Waits, and raises the oldest failure that was not reported yet."""
+        """Waits for all jobs, then raises the oldest failure that was not reported."""
         self.join()
         if self._failures:
             failure = self._failures.pop(0)
             raise failure from failure.error
 
     def failures(self) -> list[SaveFailed]:
-        """The failures so far, without waiting. Each is reported once."""
-        found = []
-        while self._failures:
-            found.append(self._failures.pop(0))
-        return found
+        """The failures that were not reported yet, without waiting."""
+        return [self._failures.pop(0) for _ in range(len(self._failures))]
 
     def forked(self) -> None:
-        """In a child: the thread is the parent's alone."""
+        """In a child the thread does not exist."""
         self._pool, self._worker = None, 0
         self._jobs, self._failures = deque(), []
 
@@ -99,10 +90,10 @@ class Background:
 
 
 def _before_the_end(method: Callable[[], None]) -> None:
-    """Calls a bound method when the program ends and threads can still be started.
+    """Calls a bound method when the program ends, while threads can still be started.
 
-    At `atexit` the interpreter starts no more threads, and the frameworks' writers need some. The
-    earlier hook is private; where it is missing, an unfinished save is dropped whole.
+    At `atexit` the interpreter starts no more threads, but the frameworks' writers need threads.
+    The earlier hook is private; where it is missing, an unfinished save is lost.
     """
     register: Any = getattr(threading, "_register_atexit", None)
     if register is not None:
@@ -113,7 +104,7 @@ def _before_the_end(method: Callable[[], None]) -> None:
             if alive is not None:
                 alive()
 
-        # Refused while the interpreter ends: then a job of another store started this one, and
+        # The interpreter raises while it ends: then a job of another store started this queue, and
         # that store waits for it.
         with contextlib.suppress(RuntimeError):
             register(finish)

@@ -1,4 +1,4 @@
-"""Small JSON files that contain their own digest (xxh3, 128 bits): every flipped bit is noticed."""
+"""Small JSON files that contain their own digest (xxh3, 128 bits), which detects a flipped bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import xxhash
 from healcore import regular_file
 
 _MOST = 1 << 26
-"""Bytes: a manifest of half a million files."""
+"""Bytes; a manifest of half a million files is as large."""
 
 
 class ChecksumError(ValueError):
@@ -20,7 +20,7 @@ class ChecksumError(ValueError):
 
 
 def dumps(content: Mapping[str, Any]) -> bytes:
-    """Canonical JSON with a digest of the rest in it; no non-finite numbers."""
+    """Canonical JSON with a digest of the content; ValueError for NaN and Inf."""
     body = json.loads(_canonical(content))
     return _canonical({**body, "digest": _digest(body)}) + b"\n"
 
@@ -28,8 +28,8 @@ def dumps(content: Mapping[str, Any]) -> bytes:
 def loads(data: bytes) -> dict[str, Any]:
     """The content that `dumps` was given; ChecksumError if a bit has changed.
 
-    The bytes must be canonical too: that catches a flip that JSON would not notice, in white space
-    or in the case of an exponent.
+    The bytes must be canonical, because JSON ignores a flip in white space or in the case of an
+    exponent.
     """
     try:
         content = json.loads(data)

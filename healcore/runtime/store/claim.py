@@ -1,13 +1,13 @@
-"""Whether a directory belongs to this run alone: no second run, and no other user who can write.
+"""Reserves a directory for one run, and warns if other users can write in it.
 
-Two runs in one directory would prune and quarantine each other's checkpoints. `healcore.lock` in
+Two runs in one directory would delete and quarantine each other's checkpoints. `healcore.lock` in
 the root names the process that runs there, and is locked (`flock`) as long as the run lasts. The
-kernel releases the lock however the process ends, and sees the processes of other containers. The
-name alone is not enough, because containers may share a host name and have process numbers of their
-own. Without locks in the file system it has to be, and a warning reports that.
+kernel releases the lock when the process ends in any way, and the lock works between containers.
+The name is not enough, because containers may share a host name and have the same process numbers.
+In a file system without locks only the name counts, and a warning reports that.
 
-Whoever else can write there can change what this run restores. Digests are next to the files and do
-not detect that; owners and modes do.
+Other users who can write there can change what this run restores. Digests do not detect that,
+because they are next to the files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import secrets
 import stat
 import time
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,22 @@ except ImportError:  # Windows
 
 LOCK = "healcore.lock"
 _SAFELY = files.NO_LINK | files.NO_WAITING
-"""Flags to open it with, in case a link or a pipe has just taken its place."""
+"""Flags to open the lock file with, in case a link or a pipe has just replaced it."""
 _ATTEMPTS = 100
 _PAUSE_S = 0.01
-"""Between two attempts. The holder may only be looking, or about to write its name."""
+"""Seconds between two attempts. The holder may be about to write its name."""
 
 _claims: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
 """The claims of this process, by token."""
 
 
+@dataclass(eq=False, repr=False)
 class StoreInUse(StoreError):
-    """Another run is at work in the directory.
+    """Another run uses the directory."""
 
-    Attributes:
-        root: the directory.
-        process: of the other run; None if its name cannot be read.
-    """
-
-    def __init__(self, root: Path, process: Process | None) -> None:
-        super().__init__(root, process)
-        self.root = root
-        self.process = process
+    root: Path
+    process: Process | None
+    """The process of the other run, or None if its name cannot be read."""
 
     def _message(self) -> str:
         if self.process is None:
@@ -80,10 +76,11 @@ class StoreInUse(StoreError):
 
 
 class Claim:
-    """The right to work in a directory, until it is released or forgotten, or the process ends.
+    """Reserves a directory until `release`, garbage collection or the end of the process.
 
-    `warning` is why another run may be there too; None if the directory is certainly this run's.
-    `locked` is whether the file system has locked it.
+    Attributes:
+        warning: why another run may use the directory too, or None.
+        locked: whether the file system has locked the file.
     """
 
     def __init__(
@@ -98,24 +95,24 @@ class Claim:
         fork_safety.watch(self)
 
     def release(self) -> None:
-        """Releases it. A second call does nothing, nor does a call in a forked child."""
+        """Releases the directory. Later calls and calls in a forked child do nothing."""
         self._end()
 
     def forked(self) -> None:
-        """In a child: one that outlives its parent must not keep the directory locked."""
+        """In a child, which must not keep the directory locked after its parent has ended."""
         if self._end.detach() is not None and self._handle is not None:
             os.close(self._handle)
 
 
 def claim(root: str | os.PathLike[str]) -> Claim:
-    """Takes a store's directory for the run of this process. With several ranks, on rank 0 only.
+    """Reserves a store's directory for this process. With several ranks, on rank 0 only.
 
-    The claim has a `warning` if a run that cannot be seen from here may be at work there: the file
-    system has no locks, or takes no lock file.
+    The claim has a `warning` if another run may use the directory without being noticed: the file
+    system has no locks, or `healcore.lock` cannot be written.
 
     Raises:
-        StoreInUse: another run is at work there.
-        StoreError: `healcore.lock` is there, and is no file.
+        StoreInUse: another run uses the directory.
+        StoreError: `healcore.lock` exists but is not a regular file.
     """
     root, token = Path(root).absolute(), secrets.token_hex(8)
     handle = None
@@ -126,7 +123,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         content = {"schema": 1, "token": token, **current_process()._asdict()}
         os.pwrite(handle, checksummed_json.dumps(content), 0)
     except OSError as error:
-        # An open handle is locked nevertheless: the file is another user's and keeps that name.
+        # An open handle is locked all the same: the file belongs to another user.
         why = f"{root / LOCK} cannot be written ({error.strerror or error})"
         return Claim(
             root, token, handle, f"{why}: a second run in this directory would not be noticed"
@@ -139,7 +136,7 @@ def claim(root: str | os.PathLike[str]) -> Claim:
 
 
 def held_by_another(root: Path) -> bool:
-    """Whether another process certainly has the directory: its work there is not abandoned."""
+    """Whether another process has locked the directory."""
     lock = root / LOCK
     try:
         if fcntl is None or not stat.S_ISREG(lock.lstat().st_mode):
@@ -162,7 +159,7 @@ def _unlock(lock: Path, token: str, handle: int | None, pid: int) -> None:
     if os.getpid() != pid:
         return
     _claims.pop(token, None)
-    with contextlib.suppress(OSError):  # a disk that has gone: nobody else starts there either
+    with contextlib.suppress(OSError):  # the disk has gone
         if _read(lock).get("token") == token:
             lock.unlink()
     if handle is not None:
@@ -170,7 +167,10 @@ def _unlock(lock: Path, token: str, handle: int | None, pid: int) -> None:
 
 
 def _locked(root: Path) -> tuple[int, str | None]:
-    """The lock file, open; why it could not be locked, or None. StoreInUse if another has it."""
+    """Handle of the lock file, and why it could not be locked, or None.
+
+    Raises StoreInUse if another process has locked it.
+    """
     lock, holder = root / LOCK, None
     for attempt in range(_ATTEMPTS):
         handle = _opened(lock)
@@ -185,7 +185,7 @@ def _locked(root: Path) -> tuple[int, str | None]:
         except BlockingIOError:
             holder = _holder(_read(lock))
             if attempt == 0 and holder == current_process():
-                gc.collect()  # an abandoned Healer, a notebook's cell that failed
+                gc.collect()  # an abandoned Healer, such as one in a notebook cell that failed
             elif holder is not None and holder.gone() is False:
                 break
             time.sleep(_PAUSE_S)
@@ -196,7 +196,7 @@ def _locked(root: Path) -> tuple[int, str | None]:
 
 
 def _opened(lock: Path) -> int:
-    """The lock file, created if necessary; StoreError if it is no file: a pipe would hang."""
+    """Handle of the lock file, created if necessary; StoreError if it is no regular file."""
     try:
         mode = lock.lstat().st_mode
     except FileNotFoundError:
@@ -207,14 +207,14 @@ def _opened(lock: Path) -> int:
             "remove it, or pass another directory"
         )
     try:
-        # For writing, even to look: a network disk locks no other file.
+        # For writing: network disks lock only writable files.
         return os.open(lock, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
-    except PermissionError:
-        return os.open(lock, os.O_RDONLY | _SAFELY)  # another user's
+    except PermissionError:  # the file belongs to another user
+        return os.open(lock, os.O_RDONLY | _SAFELY)
 
 
 def _flock(handle: int) -> str | None:
-    """Locks it and returns None, or why that cannot be done; BlockingIOError if another has it."""
+    """Locks the file; returns None, or why the system cannot lock it."""
     if fcntl is None:
         return "this system has no flock"
     try:
@@ -227,7 +227,7 @@ def _flock(handle: int) -> str | None:
 
 
 def _read(lock: Path) -> dict[str, Any]:
-    """The content, or an empty dictionary if the file is missing or torn."""
+    """The content, or an empty dictionary if the file is missing or damaged."""
     try:
         return checksummed_json.read(lock)
     except (OSError, ChecksumError):
@@ -240,13 +240,13 @@ def _holder(found: dict[str, Any]) -> Process | None:
         holder = TypeAdapter(Process).validate_python(fields, strict=True)
     except ValidationError:
         return None
-    return holder if holder.pid > 0 else None  # other numbers stand for groups of processes
+    return holder if holder.pid > 0 else None  # other numbers name groups of processes
 
 
 def _unless_free(root: Path, no_locks: str | None) -> str | None:
-    """A warning if the process that the file names may still be there; StoreInUse if it is there.
+    """A warning if the process that the file names may be alive; StoreInUse if it is alive.
 
-    The lock does not exclude that on a disk without locks, or with an older healcore.
+    The lock does not exclude this on a disk without locks.
     """
     lock, found = root / LOCK, _read(root / LOCK)
     holder = _holder(found)
@@ -256,7 +256,7 @@ def _unless_free(root: Path, no_locks: str | None) -> str | None:
         )
         if gone is False:
             raise StoreInUse(root, holder)
-        # Same boot: a live process, even in another container, would still have the lock.
+        # Same boot: a living process, even in another container, would hold the lock.
         seen = no_locks is None and holder.boot == current_process().boot
         if gone is None and not seen:
             return (
@@ -273,10 +273,10 @@ def _unless_free(root: Path, no_locks: str | None) -> str | None:
 
 
 def open_to_others(root: Path) -> str | None:
-    """A warning if another user can write in a directory; None if only this user and root can.
+    """A warning if other users can write in a directory, or None.
 
-    Checks owners and modes of the directory and of its entries, not deeper. Access lists, and who
-    can write to the directories above, are not checked.
+    Checks owners and modes of the directory and of its entries, not deeper. Access lists and the
+    directories above are not checked.
     """
     if not hasattr(os, "geteuid"):
         return None

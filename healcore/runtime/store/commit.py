@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -18,26 +18,26 @@ from healcore.runtime.store.errors import SaveFailed
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, united
 
+_UNTOUCHED = "what was saved before is untouched"
+_READ_ONLY = "point the store at a directory that can be written"
 _HINTS = {
-    errno.ENOSPC: "free some space, or keep fewer checkpoints; what was saved before is untouched",
-    errno.EDQUOT: "the quota is used up; what was saved before is untouched",
+    errno.ENOSPC: f"free some space, or keep fewer checkpoints; {_UNTOUCHED}",
+    errno.EDQUOT: f"the quota is used up; {_UNTOUCHED}",
     errno.EFBIG: "the limit on file sizes is too small for it",
-    errno.EROFS: "point the store at a directory that can be written",
-    errno.EACCES: "point the store at a directory that can be written",
+    errno.EROFS: _READ_ONLY,
+    errno.EACCES: _READ_ONLY,
     errno.ENOENT: "the store's directory has gone: has somebody deleted it?",
 }
 
 _SAFE_AGE_S = 3600.0
 """Seconds without a change after which no process works on a file any more."""
-_QUARANTINED_KEPT = 2
-"""How many quarantined saves stay after their step was saved again."""
 
 
 class Written(NamedTuple):
     """What one rank wrote."""
 
     digests: Mapping[str, Digest]
-    """Of files on disk that were digested while they were written. All others are read again."""
+    """Digests that were computed during the write, of files on disk. Other files are read again."""
     arrays: int
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not."""
@@ -51,7 +51,7 @@ def commit(
     write: Callable[[Path], Written],
     join: Callable[[Path], None],
 ) -> tuple[str, ...]:
-    """Writes a checkpoint, whole or not at all; every rank calls this.
+    """Writes a checkpoint, whole or not at all; every rank calls it.
 
     `write` puts state and data below the directory that it is given. Afterwards rank 0 calls `join`
     with the directory. Returns the names of the arrays with NaN or Inf, allowed or not. If one rank
@@ -74,26 +74,14 @@ def commit(
 
 
 def clear_superseded(root: Path) -> None:
-    """Removes saves whose step was saved again.
-
-    The last known-good one stays until there is another, and so do the newest few quarantined ones:
-    a run that rolled back saves the same steps again before a person had time to look at them.
-    """
+    """Removes saves whose step was saved again; the last known-good save stays."""
     found = manifest.complete(root)
     counting = [manifest.newest(saves) for saves in found.values()]
     good = any(manifest.read_status(each.folder) == "good" for each in counting)
-    quarantined = []
     for save in (each for saves in found.values() for each in saves):
-        status = manifest.read_status(save.folder)
-        if save in counting or (status == "good" and not good):
-            continue
-        if status == "quarantined":
-            quarantined.append(save)
-        else:
+        last_good = not good and manifest.read_status(save.folder) == "good"
+        if save not in counting and not last_good:
             remove(root, save.folder)
-    quarantined.sort(key=lambda save: save.manifest.created)
-    for save in quarantined[:-_QUARANTINED_KEPT]:
-        remove(root, save.folder)
 
 
 def remove(root: Path, folder: Path) -> None:
@@ -109,7 +97,7 @@ def remove(root: Path, folder: Path) -> None:
 
 
 def sweep(root: Path, *, sole_since: float | None = None) -> list[str]:
-    """Removes the stale files of killed processes, healcore's own names only; returns the names.
+    """Removes the stale temporary files of killed processes; returns their names.
 
     Processes of other machines and containers cannot be seen. Their files are removed only by a run
     that has locked the directory, and only if nothing in them has changed for an hour.
@@ -117,7 +105,7 @@ def sweep(root: Path, *, sole_since: float | None = None) -> list[str]:
     Args:
         root: the store's directory.
         sole_since: when the run has locked the directory, in seconds by the clock of its disk, or
-            None if the directory may be another run's too.
+            None if the directory may be in use by another run.
     """
 
     def stale(path: Path) -> bool:
@@ -127,29 +115,21 @@ def sweep(root: Path, *, sole_since: float | None = None) -> list[str]:
             return False
         return _last_change(path) < sole_since - _SAFE_AGE_S
 
+    folders = [root, *(each for each in _listed(root) if manifest.step_of(each) is not None)]
     return [
         path.relative_to(root).as_posix()
-        for path in _temporaries(root)
-        if stale(path) and files.discard(path)
+        for folder in folders
+        for path in _listed(folder)
+        if files.is_temporary(path.name) and stale(path) and files.discard(path)
     ]
 
 
 def _last_change(path: Path) -> float:
     """The newest time of a change in a file or directory, or infinity if it cannot be read."""
     try:
-        below = [Path(at, name) for at, _, names in os.walk(path) for name in names]
-        folders = [Path(at) for at, _, _ in os.walk(path)]
-        return max(each.lstat().st_mtime for each in (path, *folders, *below))
+        return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
     except OSError:
         return math.inf
-
-
-def _temporaries(root: Path) -> Iterator[Path]:
-    for path in _listed(root):
-        if files.is_temporary(path.name):
-            yield path
-        elif manifest.step_of(path) is not None:
-            yield from (inner for inner in _listed(path) if files.is_temporary(inner.name))
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, which stores check, digest, write and restore from."""
+"""Copies of a state in host memory: stores check, digest and write them, and restore from them."""
 
 from __future__ import annotations
 
@@ -9,50 +9,56 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from healcore.runtime.store import inspection, protocol
 from healcore.runtime.store.errors import SaveFailed, StateMismatch, StoreError
 from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks
 from healcore.runtime.store.inspection import Inspection
-from healcore.runtime.store.protocol import Status, wanted
+from healcore.runtime.store.protocol import Status
 from healcore.runtime.store.structure import Flat, decode, described, is_stateful, nodes_of
 
 
-class Snapshot(Protocol):
-    """A copy that nothing else changes."""
+@dataclass
+class Snapshot(ABC):
+    """The arrays of a state in host memory."""
 
     flat: Flat
-    """Structure of the state, without its leaves."""
+    """The state, whose leaves are in host memory."""
     arena: Arena
-    """Memory of its arrays."""
-    nbytes: int
+    """Memory of the leaves."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory held."""
+        return self.arena.nbytes
+
+    @abstractmethod
     def settle(self) -> None:
         """Waits until the copy is complete; copies off an accelerator are asynchronous."""
-        ...
 
+    @abstractmethod
     def blocks(self) -> Iterator[Block]:
-        """Its arrays, in a fixed order. Only after `settle`."""
-        ...
+        """The bytes of the arrays, in a fixed order. Only after `settle`."""
 
 
 @dataclass
 class StateCopy:
-    """A state as it was after one step."""
+    """A copy of a state as it was after one step, with its status in memory."""
 
     step: int
     snapshot: Snapshot
     healing: bytes | None
     created: float
     inspecting: Future[None] | None = None
-    """The job that inspects it, if it is for memory."""
+    """The job that inspects the copy, if the copy is for memory."""
     found: Inspection | None = None
     """None until the copy is complete and inspected. Only then it enters the ring in memory."""
     status: Status = "candidate"
     holders: int = 0
-    """Readers that still use its memory."""
+    """Number of readers that use the memory."""
     dropped: bool = False
+    """Whether the copy is not in the ring."""
 
     @property
     def digests(self) -> dict[str, str]:
@@ -86,7 +92,7 @@ class StateCopy:
 
 
 class Copier(ABC):
-    """Copies a framework's states to host memory and back; subclasses know its leaves.
+    """Copies a framework's states to host memory and back; subclasses know the framework's arrays.
 
     The memory of a copy that is not needed any more is used again for the next copy.
     """
@@ -100,13 +106,13 @@ class Copier(ABC):
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
         """The structure of a state and its arrays, uncopied; UnsavableState if it cannot be saved.
 
-        A `live` state is only compared with a saved one: shapes may replace its arrays, and it may
-        hold values that cannot be saved.
+        A `live` state is only compared with a saved state: shapes may replace its arrays, and it
+        may hold values that cannot be saved.
         """
 
     @abstractmethod
     def take(self, state: Mapping[str, Any], recycled: Any | None = None) -> Any:
-        """A snapshot of the state as it is now; uses the memory of `recycled` again, if it fits."""
+        """A snapshot of the present state; uses the memory of `recycled` again, if it fits."""
 
     @abstractmethod
     def arrays(self, snapshot: Any) -> dict[str, Any]:
@@ -124,7 +130,7 @@ class Copier(ABC):
     ) -> Any:
         """The value of a node, see `structure.Fetch`; arrays of `arrays` become part of it.
 
-        `live` is the state on whose devices it belongs; None where `load_state_dict` moves it.
+        `live` gives the devices, or is None where `load_state_dict` moves the value.
         """
 
     # -- copies ---------------------------------------------------------------------------------
@@ -144,12 +150,12 @@ class Copier(ABC):
         return StateCopy(step, snapshot, kept, time.time())
 
     def release(self, copy: StateCopy) -> None:
-        """Keeps the memory of a copy that nobody needs any more for the next copy."""
+        """Keeps the memory of a copy for the next copy."""
         self._spare.append(copy.snapshot)
 
     @property
     def spare_bytes(self) -> int:
-        """Host memory kept for the next copy."""
+        """Bytes of host memory kept for the next copy."""
         return sum(snapshot.nbytes for snapshot in tuple(self._spare))
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -159,7 +165,7 @@ class Copier(ABC):
             snapshot.settle()
             return inspection.nonfinite(snapshot.blocks())
         finally:
-            self._spare.append(snapshot)  # the first save goes into it
+            self._spare.append(snapshot)  # for the first save
 
     def _reusing(self, state: Mapping[str, Any]) -> Any:
         spare = self._spare.popleft() if self._spare else None
@@ -177,8 +183,8 @@ class Copier(ABC):
     ) -> Flat:
         """The live state flattened; StateMismatch if the saved entries do not fit it.
 
-        Trees must have the same arrays. Of objects with `state_dict` the names and identities are
-        checked: a fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
+        Trees must have the same arrays. For objects with `state_dict` only names and identities are
+        compared: a fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
         """
         flat = self.flatten(like, live=True)
         wrong = [f'there is no "{name}" in it' for name in like if name not in saved]
@@ -203,9 +209,9 @@ class Copier(ABC):
         like: Mapping[str, Any],
         live: Flat,
     ) -> dict[str, Any]:
-        """A state from its saved entries and from `arrays`, which become part of it.
+        """A state made of its saved entries and `arrays`.
 
-        `live` is `like` flattened: it gives PyTreeDefs and devices.
+        `live` is `like` flattened, which gives PyTreeDefs and devices.
         """
         state = {}
         for name, value in like.items():
@@ -223,9 +229,9 @@ class Copier(ABC):
         return state
 
     def give(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:
-        """The state in fresh memory, placed as `like` is; StateMismatch if it is another state."""
+        """The state in fresh memory, placed as `like` is; StateMismatch if it does not fit."""
         saved = snapshot.flat.entries
-        like = wanted(saved, like)
+        like = protocol.wanted(saved, like)
         if not like:
             return {}
         live = self.checked(None, saved, like)

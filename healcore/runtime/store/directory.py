@@ -1,18 +1,18 @@
-"""What all stores on disk share: one directory per checkpoint, complete only with its manifest.
+"""Base of the stores on disk: one directory per checkpoint, complete only with its manifest.
 
     root/
       step-0000000120.5f3a9c21/        a fresh directory for every save
-        data/                          what the framework's own writer wrote
+        data/                          files of the framework's own writer
         state.json                     structure of the state, Python values
-        state-rank-00001.json          the same of what is saved per rank, if there is any
+        state-rank-00001.json          the same for values that are saved per rank, if any
         healing.json                   the healing state, if there is one
         manifest.json                  written last: size and digest of all of the above
         status.json                    candidate, good or quarantined; may change
       .tmp-healcore-<pid>-…/           work in progress: a save, or a checkpoint being deleted
 
-A save happens in a temporary directory that gets its final name when everything in it is on disk. A
-deletion is the reverse: the directory loses its name first, in one atomic step, and is emptied
-then. The name is the journal: the next start finishes what a crash has left.
+A save is written to a temporary directory, which gets its final name when everything in it is on
+disk. A deletion is the reverse: the directory loses its name first, in one atomic step, and is
+emptied then. The next start finishes what a crash has left.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from healcore import regular_file
 from healcore.runtime.store import (
@@ -42,20 +40,15 @@ from healcore.runtime.store.background import Background
 from healcore.runtime.store.claim import held_by_another
 from healcore.runtime.store.commit import Written
 from healcore.runtime.store.copies import Copier, StateCopy
-from healcore.runtime.store.errors import (
-    CheckpointDamaged,
-    NotThere,
-    StoreError,
-)
+from healcore.runtime.store.errors import CheckpointDamaged, NotThere, StoreError
 from healcore.runtime.store.inspection import Digest
-from healcore.runtime.store.manifest import Found, Wrong
-from healcore.runtime.store.protocol import Restored, Saved, Status
+from healcore.runtime.store.manifest import Found
+from healcore.runtime.store.protocol import Restored, Saved, Status, Tier
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.structure import Flat
-from healcore.runtime.store.tier import Tier
 
 _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
-"""What a structure raises that is not damaged, and that no store can have written."""
+"""Errors that a structure raises which has the right digest and was not written by a store."""
 
 
 class DirectoryStore(Tier):
@@ -63,14 +56,16 @@ class DirectoryStore(Tier):
 
     Args:
         root: directory of this run's checkpoints and of nothing else; created if necessary.
+        copier: takes the copies.
+        nonfinite_ok: patterns of array names where NaN and Inf are allowed.
         ranks: the processes that save together, into a directory that all of them see. They call
             every method together, except `steps` and `problems`.
     """
 
     format: str
-    """What `data` contains, for the manifest."""
+    """Format of the files in `data`, for the manifest."""
     root: Path
-    """Directory of the checkpoints, absolute: the program may change its working directory."""
+    """Absolute, because the program may change its working directory."""
 
     def __init__(
         self,
@@ -83,10 +78,10 @@ class DirectoryStore(Tier):
         super().__init__(self.format, copier, nonfinite_ok)
         self.root = Path(root).absolute()
         self.processes = ranks or Alone()
-        # Several ranks exchange while they write and while they verify: in one order, hence in one
-        # thread. A rank alone verifies in a second thread: the next save need not wait for that.
+        # Several ranks exchange while they write and verify, so they do both in one thread. A rank
+        # alone verifies in a second thread, so that the next save need not wait.
         alone = self.processes.world == 1
-        self.queue = Background(f"healcore-{self.format}-verify") if alone else self._behind
+        self.queue = Background(f"healcore-{self.format}-verify") if alone else self._saves
         self._written: Future[None] | None = None
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -96,22 +91,22 @@ class DirectoryStore(Tier):
                 f"{self.root} cannot be used for checkpoints: {error.strerror}; "
                 "pass a directory that can be made and written"
             ) from error
-        # A process in another container looks as if it had gone, even while it is alive.
+        # A living process in another container cannot be told from a process that has ended.
         sweeps = self.processes.rank == 0 and not held_by_another(self.root)
         self.swept = commit.sweep(self.root) if sweeps else []
-        """Stale files of killed processes, removed just now."""
+        """Stale files of killed processes that were removed just now."""
 
     # -- the framework's part -------------------------------------------------------------------
 
     @abstractmethod
     def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
-        """Writes arrays below `folder`, which is new. In the background, on every rank.
+        """Writes arrays below the new `folder`. In the background, on every rank.
 
-        Returns path below `folder` -> digest, of files that are on disk and need not be read again.
+        Returns path below `folder` -> digest, of the files that need not be read for a digest.
         """
 
     def _complete_arrays(self, folder: Path) -> None:
-        """Completes what all ranks have written below `folder`. In the background, on rank 0."""
+        """Completes the files that all ranks have written. In the background, on rank 0."""
 
     @abstractmethod
     def _read_arrays(
@@ -134,12 +129,9 @@ class DirectoryStore(Tier):
     def write(
         self, step: int, take: Callable[[], StateCopy], release: Callable[[StateCopy], None]
     ) -> None:
-        """Takes a copy once the previous one is written, and writes it in the background.
+        """Takes a copy once the previous copy is written, and writes it in the background.
 
-        Args:
-            step: of the copy.
-            take: makes the copy.
-            release: called with the copy when it is not needed any more.
+        `release` is called with the copy when it is not needed any more.
         """
         if self._written is not None and self.busy:
             self._written.result()  # one copy at a time
@@ -148,16 +140,16 @@ class DirectoryStore(Tier):
         except Exception as error:
             if self.processes.world > 1:  # the others have a copy, and wait for this rank's
                 failure = error
-                self._written = self._behind.submit(
+                self._written = self._saves.submit(
                     step, "while copying the state", lambda: self._raise_on_all(failure)
                 )
             raise
-        self._written = self._behind.submit(
+        self._written = self._saves.submit(
             step, "while writing", lambda: self._commit(copy, release)
         )
 
     def steps(self) -> list[Saved]:
-        """The complete checkpoints, ascending; not the one under way."""
+        """The complete checkpoints, ascending, without a save in progress."""
         return [self._listed(found) for found in manifest.counting(self.root).values()]
 
     def verify(self, step: int) -> Saved:
@@ -166,24 +158,32 @@ class DirectoryStore(Tier):
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies every file, then reads."""
-        found = self._checked(step)
+        found, copier = self._checked(step), self.copier
+
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], Flat]:
+            with _only_written_by_healcore(found):
+                saved, healing = self._small_files(found)
+                some = protocol.wanted(saved, like)
+                live = copier.checked(step, saved, some) if some else Flat({}, {}, {})
+                return saved, healing, some, live
+
+        # On all ranks or on no rank: the others would wait for a rank that raised.
+        saved, healing, some, live = ranks.on_each(self.processes, check)
+        entries = {name: saved[name] for name in some}
         with _only_written_by_healcore(found):
-            return self._read(found, like)
+            arrays = self._read_arrays(found, entries, some, live)
+            return Restored(copier.assemble(entries, arrays, some, live), healing)
 
     def problems(self) -> list[str]:
-        """Directories that are no checkpoint, files that belong to none, damaged status files."""
+        """Directories that are no checkpoint, unknown files, damaged status files."""
         return manifest.problems(self.root)
 
     def damaged(self) -> list[CheckpointDamaged]:
-        """Checkpoints that `steps` does not list any more, and why. The content is not read.
+        """Checkpoints that are too damaged for `steps` to list. Their content is not read.
 
-        A crash leaves none: a save gets its name when it is complete, and loses it first.
+        A crash leaves no such directory: a save gets its name last, and loses its name first.
         """
-        return [
-            CheckpointDamaged(step, str(folder), wrong.file, wrong.difference)
-            for folder, wrong in manifest.incomplete(self.root)
-            if (step := manifest.step_of(folder)) is not None
-        ]
+        return manifest.incomplete(self.root)
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf on any rank; saves nothing."""
@@ -192,13 +192,13 @@ class DirectoryStore(Tier):
 
     @property
     def busy(self) -> bool:
-        """Whether a save is still being written, so that the next would wait for it."""
-        return self._behind.pending(self._written)
+        """Whether a save is still being written, so that the next save would wait."""
+        return self._saves.pending(self._written)
 
     def drop(self, step: int) -> None:
-        """`delete`, even if the save that counts is the last known-good one.
+        """`delete`, even of the last known-good checkpoint.
 
-        A known-good save of the step that a newer one has superseded stays if it is the last.
+        A known-good save of the step that a newer save has superseded stays if it is the last.
         """
         self._find(step)
 
@@ -218,7 +218,7 @@ class DirectoryStore(Tier):
         """Writes a copy. In the background, on every rank."""
         try:
             ranks.on_each(self.processes, copy.settle)
-            # Every rank has a clock of its own, and the manifest has that of rank 0.
+            # The manifest has the time of rank 0.
             copy.created = ranks.agreed(self.processes, copy.created)
             bad = commit.commit(
                 self.root,
@@ -235,7 +235,7 @@ class DirectoryStore(Tier):
             release(copy)
 
     def _raise_on_all(self, failure: Exception) -> None:
-        """Makes the save fail on the other ranks because this one could not copy its state."""
+        """Makes the save fail on the other ranks because this rank could not copy its state."""
 
         def fail() -> None:
             raise failure
@@ -251,57 +251,29 @@ class DirectoryStore(Tier):
             checking = pool.submit(copy.nonfinite)
             written = self._write_arrays(arrays, folder / manifest.DATA)
             bad = checking.result()
-        digests = {f"{manifest.DATA}/{name}": found for name, found in written.items()}
-        digests |= self._write_structure(copy.snapshot.flat.entries, folder)
-        return Written(digests, len(arrays), bad)
-
-    def _write_structure(
-        self, entries: Mapping[str, Mapping[str, Any]], folder: Path
-    ) -> dict[str, Digest]:
-        """Rank 0 writes what is the same on every rank; every rank writes what is its own."""
-        parts = {_own(self.processes.rank): {k: v for k, v in entries.items() if v.get("per_rank")}}
+        # Each rank writes its per-rank entries, and rank 0 also writes the shared entries.
+        entries = copy.snapshot.flat.entries
+        own = {name: entry for name, entry in entries.items() if entry.get("per_rank")}
+        if own:
+            files.write_new(folder / _own(self.processes.rank), structure.dumps(own))
         if self.processes.rank == 0:
-            parts[manifest.STATE] = {k: v for k, v in entries.items() if not v.get("per_rank")}
-        digests = {}
-        for name, part in parts.items():
-            if part or name == manifest.STATE:
-                data = structure.dumps(part)
-                files.write_new(folder / name, data)
-                digests[name] = Digest(len(data), xxhash.xxh3_128_hexdigest(data))
-        return digests
+            shared = {name: entry for name, entry in entries.items() if name not in own}
+            files.write_new(folder / manifest.STATE, structure.dumps(shared))
+        digests = {f"{manifest.DATA}/{name}": found for name, found in written.items()}
+        return Written(digests, len(arrays), bad)
 
     # -- restoring ------------------------------------------------------------------------------
 
-    def _read(self, found: Found, like: Mapping[str, Any]) -> Restored:
-        """The state in fresh memory, from verified files. On every rank."""
-        step, copier = found.manifest.step, self.copier
-
-        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], Flat]:
-            with _only_written_by_healcore(found):
-                saved, healing = self._small_files(found)
-                some = protocol.wanted(saved, like)
-                live = copier.checked(step, saved, some) if some else Flat({}, {}, {})
-                return saved, healing, some, live
-
-        # On all ranks or on none: the others would wait for a rank that raised.
-        saved, healing, like, live = ranks.on_each(self.processes, check)
-        entries = {name: saved[name] for name in like}
-        arrays = self._read_arrays(found, entries, like, live)
-        return Restored(copier.assemble(entries, arrays, like, live), healing)
-
     def _small_files(self, found: Found) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """The structure of the state and the healing state, each from one read.
-
-        The digest is of the bytes that are parsed.
-        """
+        """The structure of the state and the healing state, from the bytes that are digested."""
 
         def content(name: str) -> dict[str, Any]:
             try:
                 data = regular_file.read(found.folder / name)
             except OSError as error:
-                raise _damaged(found, Wrong(name, f"cannot be read ({error.strerror})")) from error
-            if Digest(len(data), xxhash.xxh3_128_hexdigest(data)) != found.manifest.files[name]:
-                raise _damaged(found, Wrong(name, manifest.DIFFERS))
+                raise found.damaged(name, f"cannot be read ({error.strerror})") from error
+            if inspection.digest_of(data) != found.manifest.files[name]:
+                raise found.damaged(name, manifest.DIFFERS)
             return {**json.loads(data)}
 
         own = _own(self.processes.rank)
@@ -310,7 +282,7 @@ class DirectoryStore(Tier):
         return saved, content(manifest.HEALING) if found.manifest.healing else None
 
     def _listed(self, found: Found) -> Saved:
-        return manifest.saved(found.folder, found.manifest, self.nonfinite_ok)
+        return manifest.saved(found, self.nonfinite_ok)
 
     def _saved(self, step: int) -> tuple[Found, Saved]:
         found = self._find(step)
@@ -318,7 +290,7 @@ class DirectoryStore(Tier):
 
     def _set_status(self, found: Found, status: Status) -> None:
         def action() -> None:
-            # Also before: a crash may have left two saves of this step, and only one counts.
+            # Before it too: a crash may have left two saves of this step.
             commit.clear_superseded(self.root)
             manifest.write_status(found.folder, status)
             commit.clear_superseded(self.root)
@@ -328,7 +300,7 @@ class DirectoryStore(Tier):
     def _find(self, step: int) -> Found:
         """The checkpoint that counts for a step, the same on every rank.
 
-        CheckpointDamaged if its directory holds no complete one, NotThere if there is no directory.
+        Raises CheckpointDamaged if its directory is incomplete, NotThere if there is no directory.
         """
         step = protocol.checked_step(step)
         self.join()
@@ -350,9 +322,9 @@ class DirectoryStore(Tier):
 
         def check() -> None:
             mine = sorted(found.manifest.files)[self.processes.rank :: self.processes.world]
-            wrong = manifest.first_difference(found, mine)
-            if wrong is not None:
-                raise _damaged(found, wrong)
+            resized = manifest.missing_or_resized(found.folder, found.manifest)
+            for error in [resized] if resized else manifest.differences(found, mine):
+                raise error
 
         ranks.on_each(self.processes, check)
         return found
@@ -365,10 +337,6 @@ class DirectoryStore(Tier):
             raise StoreError(f"{what} in {self.root}: {error.strerror or error}") from error
 
 
-def _damaged(found: Found, wrong: Wrong) -> CheckpointDamaged:
-    return CheckpointDamaged(found.manifest.step, str(found.folder), wrong.file, wrong.difference)
-
-
 @contextmanager
 def _only_written_by_healcore(found: Found) -> Iterator[None]:
     """Raises CheckpointDamaged for content with the right digests that no store has written."""
@@ -377,16 +345,10 @@ def _only_written_by_healcore(found: Found) -> Iterator[None]:
     except StoreError:
         raise
     except _CRAFTED as error:
-        why = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CheckpointDamaged(
-            found.manifest.step,
-            str(found.folder),
-            manifest.STATE,
-            f"holds a state that healcore does not write ({why})",
-            malformed=True,
-        ) from error
+        why = f"holds a state that healcore does not write ({type(error).__name__}: {error!s:.200})"
+        raise found.damaged(manifest.STATE, why, malformed=True) from error
 
 
 def _own(rank: int) -> str:
-    """The file of what is saved per rank."""
+    """The file of a rank's per-rank entries."""
     return f"state-rank-{rank:05d}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from healcore.core.errors import HealcoreError
 
@@ -11,26 +12,18 @@ class StoreError(HealcoreError, RuntimeError):
     """Base class of all errors of checkpoint stores."""
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointDamaged(StoreError):
-    """A checkpoint whose bytes are not those that were saved. Use an older one.
+    """The bytes of a checkpoint are not the bytes that were saved. Use an older checkpoint."""
 
-    Attributes:
-        step: the checkpoint's step.
-        path: its directory, or "memory".
-        file: the file (or array) that differs, relative to `path`.
-        difference: what differs.
-        malformed: the digests are right, but this version of healcore cannot read the content.
-    """
-
-    def __init__(
-        self, step: int, path: str, file: str, difference: str, malformed: bool = False
-    ) -> None:
-        super().__init__(step, path, file, difference, malformed)
-        self.step = step
-        self.path = path
-        self.file = file
-        self.difference = difference
-        self.malformed = malformed
+    step: int
+    path: str
+    """Directory of the checkpoint, or "memory"."""
+    file: str
+    """The file (or array) that differs, relative to `path`."""
+    difference: str
+    malformed: bool = False
+    """The digests are right, but this version of healcore cannot read the content."""
 
     def _message(self) -> str:
         return (
@@ -39,14 +32,13 @@ class CheckpointDamaged(StoreError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class NotThere(StoreError):
-    """No complete checkpoint of that step in the store."""
+    """The store has no complete checkpoint of that step."""
 
-    def __init__(self, step: int, there: Sequence[int], where: str) -> None:
-        super().__init__(step, tuple(there), where)
-        self.step = step
-        self.there = tuple(there)
-        self.where = where
+    step: int
+    there: Sequence[int]
+    where: str
 
     def _message(self) -> str:
         newest = ", ".join(str(step) for step in self.there[-5:]) or "none"
@@ -55,15 +47,14 @@ class NotThere(StoreError):
 
 
 class NoGoodCheckpoint(StoreError):
-    """There is no checkpoint to go back to."""
+    """There is no checkpoint to roll back to."""
 
 
+@dataclass(eq=False, repr=False)
 class LastGoodKept(StoreError):
-    """Refused: the last known-good checkpoint would have been deleted."""
+    """The last known-good checkpoint cannot be deleted."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(step)
-        self.step = step
+    step: int
 
     def _message(self) -> str:
         return (
@@ -72,13 +63,12 @@ class LastGoodKept(StoreError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class NotFinite(StoreError):
-    """Refused: a checkpoint with non-finite arrays is never known-good."""
+    """A checkpoint with non-finite arrays cannot be marked known-good."""
 
-    def __init__(self, step: int, names: Sequence[str]) -> None:
-        super().__init__(step, tuple(names))
-        self.step = step
-        self.names = tuple(names)
+    step: int
+    names: Sequence[str]
 
     def _message(self) -> str:
         shown = ", ".join(self.names[:5]) or "its arrays"
@@ -90,15 +80,14 @@ class NotFinite(StoreError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class SaveFailed(StoreError):
-    """A checkpoint that could not be taken or written; what was there before still is."""
+    """A checkpoint could not be copied or written. Earlier checkpoints are unchanged."""
 
-    def __init__(self, step: int, doing: str, error: BaseException, hint: str = "") -> None:
-        super().__init__(step, doing, error, hint)
-        self.step = step
-        self.doing = doing
-        self.error = error
-        self.hint = hint
+    step: int
+    doing: str
+    error: BaseException
+    hint: str = ""
 
     def _message(self) -> str:
         what = f"{type(self.error).__name__}: {self.error}"
@@ -106,14 +95,13 @@ class SaveFailed(StoreError):
         return f"step {self.step} was not saved, {self.doing}: {what}{hint}"
 
 
+@dataclass(eq=False, repr=False)
 class StateMismatch(StoreError):
-    """The checkpoint holds another state than the one it is to be restored into."""
+    """The checkpoint holds another state than the live state that it is restored into."""
 
-    def __init__(self, step: int | None, differences: Sequence[str], where: str = "") -> None:
-        super().__init__(step, tuple(differences), where)
-        self.step = step
-        self.differences = tuple(differences)
-        self.where = where
+    step: int | None
+    differences: Sequence[str]
+    where: str = ""
 
     def _message(self) -> str:
         shown = "; ".join(self.differences[:3])
@@ -126,11 +114,11 @@ class StateMismatch(StoreError):
 
 
 class UnsavableState(StoreError, TypeError):
-    """A value in the state that a checkpoint cannot hold."""
+    """The state holds a value that a checkpoint cannot hold."""
 
 
 class Untrusted(StoreError):
-    """Something in a checkpoint that is read with `trust=True` only: it could run code."""
+    """The checkpoint holds something that could run code. Only `trust=True` reads it."""
 
 
 def pickled(what: str, how: str) -> Untrusted:
@@ -138,8 +126,7 @@ def pickled(what: str, how: str) -> Untrusted:
     return Untrusted(
         f"{what} is a pickled object, and reading one runs whatever code its writer put there: it "
         "was not read, and nothing was restored. If nobody but you could write to this directory, "
-        f"pass trust=True to {how} once and save again: random states, positions and everything "
-        "else with a plain form are written as plain values then, and need no trust any more"
+        f"pass trust=True to {how}"
     )
 
 

@@ -1,12 +1,11 @@
 """Writes files in a run directory: a crash leaves them whole.
 
-Others may be able to write to the directory, and a write through a link changes somebody else's
-file, so writing always makes a new file.
-Its bytes go to disk first, then its name, then the directory that holds the name: without the last
-step a power cut can take the name back.
+Writing always makes a new file, because a write through a link would change another file. The bytes
+go to disk first, then the name, then the directory that holds the name: without the last step a
+power cut can take the name back.
 
 Work in progress is named after its process, `.tmp-healcore-<pid>-<place>-<random>`, so that the
-next start can remove what a killed process left.
+next start can remove the files of a killed process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _in_use: set[str] = set()
 
 def create(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:
     """Opens a new file, never an existing one or through a link. Also an `opener` for `open`."""
-    del flags  # of open(): "x" means the same
+    del flags
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
     return os.open(path, exclusive | _CLOSED_IN_CHILDREN, 0o666)
 
@@ -61,7 +60,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Gives a directory its final name, durably. `new` must not exist."""
+    """Renames a directory, durably. `new` must not exist."""
     old.rename(new)
     sync_directory(new.parent)
     if old.parent != new.parent:
@@ -90,7 +89,7 @@ def discard(path: Path) -> bool:
 
 
 def below(folder: Path) -> list[str]:
-    """Every file below a folder, as sorted relative paths with forward slashes."""
+    """Every file below a folder as sorted relative paths with forward slashes."""
     return sorted(
         (Path(at) / name).relative_to(folder).as_posix()
         for at, _, names in os.walk(folder)
@@ -116,16 +115,15 @@ def is_temporary(name: str) -> bool:
 
 
 def is_of_this_place(name: str) -> bool:
-    """Whether a temporary name is of a process of this machine or container."""
+    """Whether a temporary name belongs to this machine or container."""
     return f"-{place()}-" in name
 
 
 def is_abandoned(name: str) -> bool:
-    """Whether the process of a temporary name is gone, as far as that can be known from here.
+    """Whether the process of a temporary name has certainly ended.
 
-    Processes of another machine or container cannot be seen: their names are never abandoned. In a
-    container every run may have the same process number, so a name with our number that is not in
-    use is from before a restart.
+    Processes of another machine or container cannot be seen. In a container every run may have the
+    same process number, so an unused name with our number is from before a restart.
     """
     found = _TEMPORARY.fullmatch(name)
     if found is None or not is_of_this_place(name):
@@ -138,5 +136,5 @@ def is_abandoned(name: str) -> bool:
 
 @functools.cache
 def place() -> str:
-    """Eight hex digits that stand for this machine or container."""
+    """Eight hex digits that identify this machine or container."""
     return xxhash.xxh32_hexdigest(process.machine().encode())

@@ -1,12 +1,13 @@
 """Host memory for copies of a state.
 
-A copy lies in an `Arena`, one block of memory for the whole state, because a fresh allocation per
-array costs more than the copy itself, for the first touch of every page (measured: 1.2 GB/s with
-torch's allocator, 6 with NumPy's, 9 into memory used before).
+All arrays of a copy are in one `Arena`. Fresh memory for each array would cost more than the copy,
+for the first touch of every page (measured: 1.2 GB/s with torch's allocator, 6 with NumPy's, 9 into
+memory used before).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,24 +16,24 @@ from typing import NamedTuple
 import numpy as np
 
 ALIGNMENT = 64
-"""Bytes. A cache line, and what XLA asks for to use memory as it is."""
+"""Bytes: a cache line, and the alignment that XLA needs to use memory without a copy."""
 
 _HUGE = 2 << 20
 """Bytes of a huge page."""
 _SHARED = 16 << 20
 _SHARE_OF_FREE = 0.5
-"""Of the free memory. The rest is for data loaders, the page cache and the next allocation."""
+"""The rest of the free memory is for data loaders, the page cache and the next allocation."""
 
 
 class Block(NamedTuple):
-    """The bytes of one array, or of one part of it."""
+    """The bytes of one array, or of one part of an array."""
 
     name: str
     dtype: str
     raw: np.ndarray
     """uint8 (n,), contiguous."""
     part: str = ""
-    """Which part; empty for the whole array."""
+    """Name of the part; empty for the whole array."""
 
     @property
     def key(self) -> str:
@@ -45,7 +46,7 @@ CopyBlocks = Callable[[Sequence[Block]], list[np.ndarray]]
 
 
 class Arena:
-    """One block of host memory, given out in pieces that are rounded up to `ALIGNMENT`."""
+    """One block of host memory, divided into pieces whose sizes are rounded up to `ALIGNMENT`."""
 
     def __init__(self, nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
         self._memory = aligned(nbytes, allocate)
@@ -63,16 +64,19 @@ class Arena:
         assert self._next <= self.nbytes, "the arena was planned too small"
         return self._memory[start : start + nbytes]
 
-    def reused(self, nbytes: int) -> bool:
-        """Starts from the beginning again if the size suits `nbytes`; returns whether it does."""
-        if not nbytes <= self.nbytes <= 2 * nbytes:
-            return False
-        self._next = 0
-        return True
+    @classmethod
+    def reusing(
+        cls, old: Arena | None, nbytes: int, allocate: Callable[[int], np.ndarray] | None = None
+    ) -> Arena:
+        """The old arena if its size fits, to be divided anew; else a new arena."""
+        if old is None or not nbytes <= old.nbytes <= 2 * nbytes:
+            return cls(nbytes, allocate)
+        old._next = 0
+        return old
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes that a piece takes up in an arena."""
+    """Bytes that a piece uses in an arena."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -88,9 +92,9 @@ def empty(nbytes: int) -> np.ndarray:
 def fresh(sizes: Sequence[int]) -> list[np.ndarray]:
     """Fresh aligned memory for arrays that outlive the store, uint8 (n,) each.
 
-    Neighbours share blocks large enough for huge pages: touched 4 KB at a time, memory takes
-    several times as long as the copy into it (measured: 120 against 14 ms for 256 MB). A block
-    lives as long as one of its arrays, so larger blocks would keep more memory for one survivor.
+    Neighbours share blocks large enough for huge pages: with pages of 4 KB the first touch takes
+    several times as long as the copy (measured: 120 against 14 ms for 256 MB). A block lives as
+    long as one of its arrays, so a larger block would keep more memory for one survivor.
     """
     pieces: list[np.ndarray] = []
     while len(pieces) < len(sizes):
@@ -106,38 +110,35 @@ def fresh(sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 def aligned(nbytes: int, allocate: Callable[[int], np.ndarray] | None = None) -> np.ndarray:
-    """Fresh aligned memory of its own, uint8."""
+    """Fresh aligned memory, uint8 (nbytes,)."""
     whole = (allocate or empty)(nbytes + ALIGNMENT)
     start = -whole.ctypes.data % ALIGNMENT
     return whole[start : start + nbytes]
 
 
 def fits(copies: int, nbytes: int, processes: int = 1) -> bool:
-    """Whether so many copies in each process fit into half of the free memory; True if unknown."""
-    free = free_memory()
-    return free is None or copies * nbytes * processes <= _SHARE_OF_FREE * free
-
-
-def free_memory() -> int | None:
-    """Bytes left in machine and container (cgroup v2), the smaller; None if not reported."""
-    found = [bytes_ for bytes_ in (_of_machine(), _of_container()) if bytes_ is not None]
-    return min(found, default=None)
+    """Whether the copies of all processes fit into half of the free memory; True if unknown."""
+    # The smaller of the free memory of the machine and of the container.
+    free = [found for found in (_of_machine(), _of_container()) if found is not None]
+    return copies * nbytes * processes <= _SHARE_OF_FREE * min(free, default=math.inf)
 
 
 def _of_machine() -> int | None:
+    """Free bytes of the machine, or None if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass
-    try:  # not Linux: all there is, which is too much, and better than nothing
+    try:  # not Linux: all memory, which is more than the free memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return None
 
 
 def _of_container() -> int | None:
+    """Free bytes of the container (cgroup v2), or None without a limit."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = (root / "memory.max").read_text().strip()

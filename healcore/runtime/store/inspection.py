@@ -1,9 +1,9 @@
 """Checks of bytes: digests of files and arrays, and whether every number is finite.
 
-Digests are xxh3, 128 bits; they detect damage, not malice. xxh3 is the only one that costs nothing
-next to a copy (measured here: 15 to 22 GB/s on one core; crc32 7, sha256 2). Every call in the
-loops releases the interpreter's lock. Arrays are read in pieces that stay in a core's cache, so
-that reading a piece a second time costs no memory bandwidth.
+Digests are xxh3, 128 bits; they detect damage, not malice. Only xxh3 is fast next to a copy
+(measured: 15 to 22 GB/s on one core; crc32 7, sha256 2). Each call in the loops releases the GIL.
+Arrays are read in pieces that stay in a core's cache, so a second read of a piece costs no memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
+from pydantic import Field
 
 from healcore import regular_file
 from healcore.runtime.store.host_memory import Block, fresh
 
-_BUFFER = 1 << 18
 _PIECE = 1 << 17
 CHUNK = 1 << 18
-"""Bytes of a finite check: few enough to stay in a core's own cache."""
+"""Bytes of one read or finite check: few enough to stay in a core's own cache."""
 _WORTH_THREADS = 8 << 20
 """Bytes from which on several items are read at the same time."""
 
@@ -35,12 +35,17 @@ B = TypeVar("B")
 class Digest(NamedTuple):
     """The size and digest of a file."""
 
-    bytes: int
-    xxh3_128: str
+    bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
+    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+def digest_of(data: bytes) -> Digest:
+    """The digest of a file with this content."""
+    return Digest(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 class Inspection(NamedTuple):
-    """The result of reading a snapshot."""
+    """The result of reading the arrays of a copy."""
 
     digests: dict[str, str]
     """Key of a block -> xxh3, hexadecimal."""
@@ -52,9 +57,9 @@ class Inspection(NamedTuple):
 
 
 def file_digest(path: Path, *, sync: bool = False) -> Digest:
-    """The digest of a file as it can be read now; `sync` also waits until it is on disk."""
+    """The digest of a file's present content; `sync` also waits until it is on disk."""
     state, size = xxhash.xxh3_128(), 0
-    buffer = bytearray(_BUFFER)
+    buffer = bytearray(CHUNK)
     view = memoryview(buffer)
     with open(path, "rb", buffering=0, opener=regular_file.opener) as file:
         while count := file.readinto(buffer):
@@ -74,7 +79,7 @@ def mapped(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]
     left = iter(range(len(items)))
 
     def work() -> None:
-        # Not one task for each item: submitting it would take as long as a small item does.
+        # Not one task for each item: submitting a task takes as long as a small item.
         for at in left:
             results[at] = action(items[at])
 
@@ -87,7 +92,7 @@ def mapped(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]
 
 
 def threads() -> int:
-    """How many threads to read with: more than a few make neither disk nor memory faster."""
+    """Number of threads to read with; more than four make neither disk nor memory faster."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(4, cores or 1))
 
@@ -96,7 +101,7 @@ def threads() -> int:
 
 
 def inspect(blocks: Iterable[Block]) -> Inspection:
-    """Digests of all arrays, and those with NaN or Inf, in one pass."""
+    """Digests of all arrays and the names of arrays with NaN or Inf, in one pass."""
     digests, bad = {}, []
     for block in blocks:
         state, finite_so_far = xxhash.xxh3_128(), True
@@ -146,7 +151,7 @@ def checked_copies(
 
 
 def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
-    """Of the names of non-finite arrays, those that no pattern (`model.*.mask`) allows."""
+    """The names of non-finite arrays that no pattern (`model.*.mask`) allows."""
     return tuple(
         name
         for name in names
@@ -156,9 +161,9 @@ def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str
 
 # -- numbers ----------------------------------------------------------------------------------
 #
-# A number with sign, exponent and fraction is NaN or Inf exactly if its exponent is all ones: the
-# bits without the sign, read as an integer, are then at least the pattern of infinity. That needs
-# neither NumPy's nor a framework's bfloat16, raises no warnings and allocates nothing.
+# A number is NaN or Inf exactly if all bits of its exponent are ones: read as an integer, the bits
+# without the sign are then at least the pattern of infinity. This needs no bfloat16 of NumPy or a
+# framework, raises no warnings and allocates nothing.
 
 
 class _Layout(NamedTuple):
@@ -189,9 +194,9 @@ _LAYOUTS = {
     "float8_e4m3fn": _Layout(np.uint8, np.int8, 0x7F),  # no Inf, one NaN
     "float8_e8m0fnu": _Layout(np.uint8, None, 0xFF),  # no sign, no Inf, one NaN
 }
-# In these NaN has the bits of minus zero.
+# In these formats NaN has the bits of minus zero.
 _NAN_IS_MINUS_ZERO = {"float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"}
-# Everything else (integers, bool, 4-bit and 6-bit floats) has no NaN and no Inf.
+# All other formats (integers, bool, 4-bit and 6-bit floats) have no NaN and no Inf.
 
 
 def finite(raw: np.ndarray, dtype: str) -> bool:
@@ -206,9 +211,8 @@ def finite_chunk(raw: np.ndarray, dtype: str) -> bool:
     layout = _LAYOUTS.get(dtype)
     if layout is None or not len(raw):
         return True
-    # Two maxima: the signed one is of the positive numbers, the unsigned one of the negative ones.
-    # One maximum over the bits without the sign would need memory of its own, and allocating that
-    # for every piece takes longer than the check.
+    # Two maxima, the signed one for positive numbers and the unsigned one for negative numbers: one
+    # maximum over the bits without the sign would need fresh memory, which takes longer.
     bits = raw.view(layout.unsigned)
     if layout.signed is None:
         return bool(bits.max() < layout.infinity)

@@ -1,7 +1,7 @@
-"""A ring of snapshots in host memory: rollback within milliseconds, as long as the process lives.
+"""A ring of copies in host memory, for a rollback within milliseconds.
 
-Taking a snapshot costs one copy of the state. The copy goes into spare memory and enters the ring
-when it is complete and inspected, so a failure during the copy loses nothing.
+Saving costs one copy of the state. The copy goes into spare memory and enters the ring when it is
+complete and inspected, so a failure during the copy loses nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from healcore.runtime.store.background import Background
 from healcore.runtime.store.copies import Copier, StateCopy
 from healcore.runtime.store.errors import CheckpointDamaged, NotThere, StoreError
 from healcore.runtime.store.host_memory import Block
-from healcore.runtime.store.protocol import Restored, Saved, Status
+from healcore.runtime.store.protocol import Restored, Saved, Status, Tier
 from healcore.runtime.store.retention import Keep
-from healcore.runtime.store.tier import Tier
 
 SMALL = Keep(good=1, candidates=2, quarantined=0)
-"""Three snapshots: one known-good, the next to be, and the newest."""
+"""One known-good copy, the next known-good one, and the newest."""
 WHERE = "memory"
 
 
 class SnapshotStore(Tier):
-    """Snapshots in host memory: as many as `keep` allows, and one more during a save."""
+    """Copies in host memory: as many as `keep` allows, and one more during a save."""
 
     durable = False
 
@@ -39,10 +38,7 @@ class SnapshotStore(Tier):
     ) -> None:
         super().__init__(WHERE, copier, nonfinite_ok)
         self.keep = keep.checked()
-        self._slots: dict[int, StateCopy] = {}
-        self._superseded: StateCopy | None = None
-        """The last known-good one while a newer save of its step is not verified. It takes a good
-        one's place: there is no other."""
+        self._ring: dict[int, StateCopy] = {}
         self._lock = RLock()
         self._problems: list[str] = []
         fork_safety.watch(self)
@@ -54,7 +50,7 @@ class SnapshotStore(Tier):
     @property
     def queue(self) -> Background:
         """Checkpoints are verified after the saves before them."""
-        return self._behind
+        return self._saves
 
     # -- the protocol ---------------------------------------------------------------------------
 
@@ -65,39 +61,38 @@ class SnapshotStore(Tier):
         self.release(self.hold(step, state, healing))
 
     def steps(self) -> list[Saved]:
-        """The snapshots in the ring, ascending by step."""
+        """The copies in the ring, ascending by step."""
         self.join()
         return self._listed()
 
     def verify(self, step: int) -> Saved:
         """Recomputes the digest of every array."""
-        with self._reading(step) as slot:
-            name = inspection.first_changed(slot.snapshot.blocks(), slot.digests)
+        with self.reading(step) as copy:
+            name = inspection.first_changed(copy.snapshot.blocks(), copy.digests)
             if name is not None:
                 raise _changed(step, name)
-            return self._as_saved(slot)
+            return self._as_saved(copy)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
-        """Copies the snapshot, verifying every digest during the copy."""
-        with self._reading(step) as slot:
+        """Copies the arrays, verifying every digest during the copy."""
+        with self.reading(step) as copy:
 
-            def copy(blocks: Sequence[Block]) -> list[np.ndarray]:
+            def verified(blocks: Sequence[Block]) -> list[np.ndarray]:
                 return inspection.checked_copies(
-                    blocks, slot.digests, lambda name: _changed(step, name)
+                    blocks, copy.digests, lambda name: _changed(step, name)
                 )
 
-            return Restored(self.copier.give(slot.snapshot, like, copy), slot.healing_state)
+            return Restored(self.copier.give(copy.snapshot, like, verified), copy.healing_state)
 
     def drop(self, step: int) -> None:
-        """`delete`, even of the last known-good one."""
+        """`delete`, even of the last known-good checkpoint."""
         self.join()
         with self._lock:
-            self._slot(step)
-            self._remove(self._slots.pop(step))
-            self._resolve_superseded()
+            self._find(step)
+            self._remove(self._ring.pop(step))
 
     def take_out(self, step: int, *, copied: bool = False) -> None:
-        """Drops a damaged snapshot if another tier has a copy, else quarantines it."""
+        """Drops a damaged copy if another tier has the checkpoint, else quarantines it."""
         if not copied:
             super().take_out(step)
         else:
@@ -105,7 +100,7 @@ class SnapshotStore(Tier):
                 self.drop(step)
 
     def problems(self) -> list[str]:
-        """Snapshots that were dropped as soon as they were taken, since the last call."""
+        """Copies that were dropped as soon as they were taken, since the last call."""
         self.join()
         found, self._problems = self._problems, []
         return found
@@ -122,15 +117,14 @@ class SnapshotStore(Tier):
         size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
         return f"at most {most} copies of the state in host memory{size}"
 
-    # -- beyond it ------------------------------------------------------------------------------
+    # -- beyond the protocol --------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Host memory held now, the spare included."""
+        """Bytes of host memory held now, including the memory kept for the next copy."""
         self.join()
         with self._lock:
-            slots = [*self._slots.values(), self._superseded]
-            held = sum(slot.snapshot.nbytes for slot in slots if slot is not None)
+            held = sum(copy.snapshot.nbytes for copy in self._ring.values())
             return held + self.copier.spare_bytes
 
     def hold(
@@ -142,10 +136,10 @@ class SnapshotStore(Tier):
         in_ring: bool = True,
     ) -> StateCopy:
         """`save`; the copy stays readable, in or out of the ring, until `release`."""
-        self.join()  # a snapshot that leaves the ring lends its memory
+        self.join()  # a copy that leaves the ring lends its memory
         copy = self.copier.copy(step, state, healing)
         copy.holders, copy.dropped = 2, not in_ring  # held by `_admit` and by the caller
-        copy.inspecting = self._behind.submit(
+        copy.inspecting = self._saves.submit(
             copy.step, "while copying the state", lambda: self._admit(copy)
         )
         return copy
@@ -156,6 +150,18 @@ class SnapshotStore(Tier):
             copy.holders -= 1
             if copy.dropped and not copy.holders:
                 self.copier.release(copy)
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[StateCopy]:
+        """The copy of a step. Its memory does not change until the end of the block."""
+        self.join()
+        with self._lock:
+            copy = self._find(step)
+            copy.holders += 1
+        try:
+            yield copy
+        finally:
+            self.release(copy)
 
     # -- within ---------------------------------------------------------------------------------
 
@@ -172,8 +178,8 @@ class SnapshotStore(Tier):
                 if copy.dropped:
                     names = ", ".join(bad[:3])
                     self._problems.append(
-                        f"the snapshot of step {copy.step} has NaN or Inf in {names} and was not "
-                        "kept"
+                        f"the copy of step {copy.step} in memory has NaN or Inf in {names} and "
+                        "was not kept"
                     )
         except BaseException:
             copy.dropped = True
@@ -184,88 +190,55 @@ class SnapshotStore(Tier):
     def _enter(self, copy: StateCopy) -> None:
         """Puts a copy into the ring, which may push others out, or the copy itself."""
         with self._lock:
-            replaced = self._slots.pop(copy.step, None)
-            self._slots[copy.step] = copy
-            if replaced is not None and replaced.status == "good" and not self._has_good():
-                self._superseded = replaced
-            elif replaced is not None:
+            replaced = self._ring.pop(copy.step, None)
+            if replaced is not None:
                 self._remove(replaced)
+            self._ring[copy.step] = copy
             self._thin()
 
-    def _as_saved(self, slot: StateCopy) -> Saved:
-        bad = inspection.disallowed(slot.found.nonfinite if slot.found else (), self.nonfinite_ok)
+    def _as_saved(self, copy: StateCopy) -> Saved:
+        bad = inspection.disallowed(copy.found.nonfinite if copy.found else (), self.nonfinite_ok)
         return Saved(
-            step=slot.step,
-            status=slot.status,
+            step=copy.step,
+            status=copy.status,
             finite=not bad,
-            bytes=slot.snapshot.nbytes,
-            created=slot.created,
-            healing=slot.healing is not None,
+            bytes=copy.snapshot.nbytes,
+            created=copy.created,
+            healing=copy.healing is not None,
             path=None,
             nonfinite=bad,
         )
 
     def _listed(self) -> list[Saved]:
         with self._lock:
-            return [self._as_saved(self._slots[step]) for step in sorted(self._slots)]
+            return [self._as_saved(self._ring[step]) for step in sorted(self._ring)]
 
-    def _slot(self, step: int) -> StateCopy:
+    def _find(self, step: int) -> StateCopy:
         with self._lock:
-            if step not in self._slots:
-                raise NotThere(step, sorted(self._slots), WHERE)
-            return self._slots[step]
+            if step not in self._ring:
+                raise NotThere(step, sorted(self._ring), WHERE)
+            return self._ring[step]
 
     def _saved(self, step: int) -> tuple[int, Saved]:
         self.join()
-        return step, self._as_saved(self._slot(step))
+        return step, self._as_saved(self._find(step))
 
     def _set_status(self, found: int, status: Status) -> None:
         with self._lock:
-            self._slot(found).status = status
-            self._thin()  # a newly good snapshot may push older ones out
+            self._find(found).status = status
+            self._thin()  # a newly good copy may push older copies out
 
-    @contextmanager
-    def _reading(self, step: int) -> Iterator[StateCopy]:
-        """The snapshot of a step. Its memory stays as it is until the end of the block."""
-        self.join()
+    def _remove(self, copy: StateCopy) -> None:
+        """Records that a copy has left the ring; its memory is free once nobody reads it."""
         with self._lock:
-            slot = self._slot(step)
-            slot.holders += 1
-        try:
-            yield slot
-        finally:
-            self.release(slot)
-
-    def _remove(self, slot: StateCopy) -> None:
-        """Takes note that a copy is not in the ring; its memory is free once nobody reads it."""
-        with self._lock:
-            slot.dropped = True
-            if not slot.holders:
-                self.copier.release(slot)
+            copy.dropped = True
+            if not copy.holders:
+                self.copier.release(copy)
 
     def _thin(self) -> None:
         for step in retention.superfluous(self._listed(), self.keep):
             if step not in self.protected:
-                self._remove(self._slots.pop(step))
-        self._resolve_superseded()
-
-    def _resolve_superseded(self) -> None:
-        """Puts the superseded save back if the newer one is bad; drops it once one is good."""
-        old = self._superseded
-        if old is None:
-            return
-        newer = self._slots.get(old.step)
-        if self._has_good():
-            self._superseded = None
-            self._remove(old)
-        elif newer is None or newer.status == "quarantined":
-            self._superseded = None
-            self._slots[old.step] = old
-            if newer is not None:
-                self._remove(newer)
-
-    def _has_good(self) -> bool:
-        return any(slot.status == "good" for slot in self._slots.values())
+                self._remove(self._ring.pop(step))
 
 
 def _changed(step: int, name: str) -> CheckpointDamaged:

@@ -1,22 +1,30 @@
-"""What every checkpoint store can do."""
+"""The protocol of checkpoint stores, and the rules that the stores in one place share."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from healcore.runtime.store.background import Background
-from healcore.runtime.store.errors import CheckpointDamaged, SaveFailed, StoreError
+from healcore.runtime.store.errors import (
+    CheckpointDamaged,
+    LastGoodKept,
+    NotFinite,
+    SaveFailed,
+    StoreError,
+)
 from healcore.runtime.store.ranks import Alone, Ranks
 
+if TYPE_CHECKING:
+    from healcore.runtime.store.copies import Copier
+
 Status = Literal["candidate", "good", "quarantined"]
-"""`candidate`: complete, still on probation. `good`: known-good. `quarantined`: newer than the one
-that a run rolled back to, or found damaged; kept for a person to look at, never restored
-automatically."""
+"""`candidate`: complete, still on probation. `good`: known-good. `quarantined`: newer than the
+checkpoint that a run rolled back to, or found damaged; never restored automatically."""
 
 STATUSES: tuple[str, ...] = get_args(Status)
 
@@ -30,7 +38,7 @@ class Saved(NamedTuple):
     """Every array in it is finite, except those in `nonfinite_ok`."""
     bytes: int
     created: float
-    """Wall-clock seconds since 1970. For people: clocks jump, order by `step`."""
+    """Wall-clock seconds since 1970. Clocks jump: order checkpoints by `step`."""
     healing: bool
     """Whether it holds the healing state."""
     path: str | None
@@ -40,23 +48,23 @@ class Saved(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What `restore` returns: fresh memory, nothing shared with the store."""
+    """What `restore` returns, in fresh memory."""
 
     state: dict[str, Any]
     """The names of `like`. A tree where a tree was saved; for an object with `state_dict`, what its
     `load_state_dict` takes."""
     healing: dict[str, Any] | None
-    """The healing state, None in a checkpoint without one."""
+    """The healing state, or None in a checkpoint without one."""
 
 
 class CheckpointStore(ABC):
     """Checkpoints of one run, by step.
 
-    A store of your own subclasses this and defines the abstract methods. Every other member has the
-    default of a store that is one place which outlives the process.
+    A store of your own subclasses this class and defines the abstract methods. The defaults of all
+    other members fit a store that is one place and outlives the process.
 
-    `verify`, `mark`, `delete` and `steps` may be called from a second thread, at the same time as
-    the others from the one that trains.
+    A second thread may call `verify`, `mark`, `delete` and `steps` while the thread that trains
+    calls the other methods.
     """
 
     root: Path | None = None
@@ -66,11 +74,11 @@ class CheckpointStore(ABC):
     nonfinite_ok: tuple[str, ...] = ()
     """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
     protected: frozenset[int] = frozenset()
-    """Steps that a store keeps which deletes checkpoints by itself."""
+    """Steps that the store never deletes by itself."""
     processes: Ranks = Alone()
-    """The ranks that save together; to exchange over while nothing is being written."""
+    """The ranks that save together. Exchange over them only while nothing is being written."""
     queue: Background | None = None
-    """Queue in which its checkpoints are verified, in order with its saves. None: any other."""
+    """Queue in which the checkpoints are verified, in order with the saves; None for any queue."""
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -78,26 +86,25 @@ class CheckpointStore(ABC):
     def save(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """Takes a consistent copy and returns; checking and writing go on in the background.
+        """Takes a consistent copy and returns; checks and writes it in the background.
 
-        Changing the state afterwards, in place or by donation, does not change the save. At most
-        one copy is under way: while the previous save is still being written, this waits for it. A
-        step that exists already is saved again in a directory of its own, and the newer save counts
-        once it is complete.
+        Changing the state afterwards, in place or by donation, does not change the save. The call
+        waits while the previous save is still being written. If the step exists already, the newer
+        save replaces the older one once it is complete.
 
         Args:
             step: number of the optimizer step, >= 0.
             state: name -> tree of arrays and Python values, or an object with `state_dict`.
-            healing: JSON-safe, kept as an item of its own.
+            healing: the healing state, JSON-safe.
 
         Raises:
-            UnsavableState: there is something in the state that cannot be saved.
+            UnsavableState: the state holds something that cannot be saved.
             SaveFailed: the copy could not be taken. `wait` raises failures of the background.
         """
 
     @abstractmethod
     def steps(self) -> list[Saved]:
-        """The complete checkpoints, ascending by step. Reads no array data."""
+        """The complete checkpoints, ascending by step. Reads no arrays."""
 
     @abstractmethod
     def verify(self, step: int) -> Saved:
@@ -114,13 +121,13 @@ class CheckpointStore(ABC):
 
         Args:
             step: which checkpoint.
-            like: the live state (its structure, shapes, dtypes and shardings are used; it is not
-                changed), with all of the saved names or some. A value with ``optional = True`` may
-                be missing in the checkpoint: the result lacks it then.
+            like: the live state with all or some of the saved names. It gives structure, shapes,
+                dtypes and shardings, and is not changed. A value with ``optional = True`` may be
+                missing in the checkpoint; the result lacks it then.
 
         Raises:
             CheckpointDamaged: something differs from what was saved.
-            StateMismatch: it was saved from another state.
+            StateMismatch: the checkpoint was saved from another state.
             NotThere: there is no such checkpoint.
         """
 
@@ -129,16 +136,16 @@ class CheckpointStore(ABC):
         """Sets the status, atomically.
 
         Raises:
-            NotFinite: `good`, for a checkpoint with NaN or Inf in it.
+            NotFinite: `status` is `good` and the checkpoint holds NaN or Inf.
             NotThere: there is no such checkpoint.
         """
 
     @abstractmethod
     def delete(self, step: int) -> None:
-        """Removes a checkpoint: `steps` does not list it any more, even if the process dies.
+        """Removes a checkpoint, atomically.
 
         Raises:
-            LastGoodKept: it is the last known-good one.
+            LastGoodKept: it is the last known-good checkpoint.
             NotThere: there is no such checkpoint.
         """
 
@@ -147,23 +154,23 @@ class CheckpointStore(ABC):
         """Returns when the background has nothing left to do.
 
         Raises:
-            SaveFailed: a save failed. Each failure is raised here, one per call, or listed by
-                `failures`, once.
+            SaveFailed: a save failed. Each call raises one failure; a failure is either raised here
+                or listed by `failures`.
         """
 
     @abstractmethod
     def failures(self) -> list[SaveFailed]:
-        """The failures that `wait` has not raised yet, without waiting; each is reported once."""
+        """The failures since the last call that `wait` has not raised. Does not wait."""
 
     @abstractmethod
     def problems(self) -> list[str]:
-        """What is in the store and is no checkpoint, as texts for events and for people."""
+        """Sentences about what is in the store and is no checkpoint."""
 
     # -- tiers ----------------------------------------------------------------------------------
 
     @property
     def tiers(self) -> tuple[CheckpointStore, ...]:
-        """The places that it consists of, the fastest first: itself, if it is one place."""
+        """The places that the store consists of, the fastest first."""
         return (self,)
 
     @property
@@ -179,36 +186,36 @@ class CheckpointStore(ABC):
     def save_on_disk(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """`save` only where it outlives the process; pushes no checkpoint out of memory."""
+        """`save` to the durable tier only; pushes no checkpoint out of memory."""
         self.save(step, state, healing=healing)
 
     @property
     def busy(self) -> bool:
-        """Whether a save is still being written, so that the next would wait for it."""
+        """Whether a save is still being written, so that the next save would wait."""
         return False
 
     def take_out(self, step: int, *, copied: bool = False) -> None:
-        """Keeps a damaged checkpoint from being restored; `copied`: another tier has it too.
+        """Keeps a damaged checkpoint from being restored, if it is listed and can be marked.
 
-        Does nothing if the checkpoint is not listed any more or the disk cannot be written.
+        `copied` is whether another tier has a copy.
         """
         with suppress(StoreError):
             self.mark(step, "quarantined")
 
     def describe(self, state_bytes: int | None = None) -> str:
-        """Where checkpoints are and how much memory they take, as text, for logs."""
+        """Where the checkpoints are and how much memory they take, as text for logs."""
         return f"checkpoints in {type(self).__name__}"
 
     # -- findings, each reported once -----------------------------------------------------------
 
     def damaged(self) -> list[CheckpointDamaged]:
-        """Checkpoints that `steps` does not list any more, and why. The content is not read."""
+        """Checkpoints that are too damaged for `steps` to list. Their content is not read."""
         return []
 
     def trouble(self) -> list[StoreError]:
         """Errors of one tier since the last call, where the other tier could be used instead.
 
-        A CheckpointDamaged is a damaged copy, another StoreError a disk that could not be read.
+        CheckpointDamaged reports a damaged copy, another StoreError an unreadable disk.
         """
         return []
 
@@ -220,10 +227,76 @@ class CheckpointStore(ABC):
         """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
 
         Raises:
-            UnsavableState: there is something in the state that cannot be saved.
+            UnsavableState: the state holds something that cannot be saved.
         """
         del state
         return ()
+
+
+class Tier(CheckpointStore):
+    """A store in one place, which completes its saves one after another in the background."""
+
+    def __init__(self, name: str, copier: Copier, nonfinite_ok: Collection[str]) -> None:
+        self.copier = copier
+        """Takes the copies of this tier, or of several tiers."""
+        self.nonfinite_ok = tuple(nonfinite_ok)
+        self._saves = Background(f"healcore-{name}")
+        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
+
+    @abstractmethod
+    def _saved(self, step: int) -> tuple[Any, Saved]:
+        """A checkpoint in the form of the tier, and as `steps` lists it."""
+
+    @abstractmethod
+    def _set_status(self, found: Any, status: Status) -> None:
+        """Sets the status of a checkpoint."""
+
+    @abstractmethod
+    def drop(self, step: int) -> None:
+        """`delete`, even of the last known-good checkpoint."""
+
+    def mark(self, step: int, status: Status) -> None:
+        """Sets the status, atomically."""
+        if status not in STATUSES:
+            raise StoreError(f"status is one of {', '.join(STATUSES)}, not {status!r}")
+        found, saved = self._saved(step)
+        if status == "good" and not saved.finite:
+            raise NotFinite(step, saved.nonfinite)
+        self._set_status(found, status)
+
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint, unless it is the last known-good one."""
+        self.join()
+        if is_last_good(self.steps(), step):
+            raise LastGoodKept(step)
+        self.drop(step)
+
+    def join(self) -> None:
+        """Waits for the saves so far; raises no failures."""
+        self._saves.join()
+
+    def wait(self) -> None:
+        """Waits until every save is complete."""
+        self._saves.wait()
+
+    def failures(self) -> list[SaveFailed]:
+        """Failures since the last call."""
+        return self._saves.failures()
+
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
+        found, self._nonfinite = self._nonfinite, []
+        return found
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing."""
+        self.join()
+        return self.copier.nonfinite_in(state)
+
+
+def is_last_good(saves: Sequence[Saved], step: int) -> bool:
+    """Whether `step` is known-good and no other checkpoint is."""
+    return {save.step for save in saves if save.status == "good"} == {step}
 
 
 def wanted(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,15 +315,8 @@ def checked_step(step: Any) -> int:
     return number
 
 
-def checked_status(status: Any) -> Status:
-    """A status; StoreError if it is none of the three."""
-    if status not in STATUSES:
-        raise StoreError(f"status is one of {', '.join(STATUSES)}, not {status!r}")
-    return status
-
-
 def frozen(healing: Mapping[str, Any]) -> bytes:
-    """The healing state as bytes, out of reach of later changes; StoreError if not JSON-safe."""
+    """The healing state as bytes; StoreError if it is not JSON-safe."""
     try:
         return json.dumps(healing, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:

@@ -1,4 +1,7 @@
-"""The processes that write one checkpoint together: all of them continue, or all raise."""
+"""Exchanges between the processes that write one checkpoint together.
+
+After each exchange either all processes continue, or all raise.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """What a store needs to agree with the other processes of a run."""
+    """The processes of a run, which exchange small items."""
 
     rank: int
-    """Of this process; rank 0 names directories and writes the manifest."""
+    """Number of this process. Rank 0 names directories and writes the manifest."""
     world: int
+    """Number of processes."""
 
     def gather(self, item: Any) -> list[Any]:
-        """Every rank's item (picklable, small), in the order of the ranks, on every rank.
+        """The items of all ranks (picklable, small), in the order of the ranks.
 
         Every rank calls it, in the same order, from one thread at a time.
         """
@@ -33,12 +37,12 @@ class Alone:
     world = 1
 
     def gather(self, item: Any) -> list[Any]:
-        """Only this one's item."""
+        """The only item."""
         return [item]
 
 
 class RankFailed(HealcoreError, OSError):
-    """Another rank raised an error, whose message is part of this one, or does not answer."""
+    """Another rank raised an error, whose message is part of this message, or does not answer."""
 
 
 def agreed(ranks: Ranks, mine: Any) -> Any:
@@ -47,12 +51,12 @@ def agreed(ranks: Ranks, mine: Any) -> Any:
 
 
 def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """Runs an action on every rank; the results of all (picklable), or an error on all.
+    """Runs an action on every rank; returns the results of all (picklable), or raises on all.
 
-    If only the rank that failed raised, the others would wait for it in their next exchange. Every
-    rank raises the same kind of StoreError. For another error the failed rank raises its own, the
-    others RankFailed. Of several errors all raise one that is no damage: after damage they try
-    another copy.
+    If only the failed rank raised, the others would wait for it in their next exchange. All ranks
+    raise a StoreError. For any other error the failed rank raises the error itself and the others
+    raise RankFailed. CheckpointDamaged is raised only if all errors are damage, because the caller
+    tries another copy then.
     """
     result, failure = None, None
     try:
@@ -68,25 +72,25 @@ def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
 
 
 def _sent(failure: Exception | None, rank: int) -> Exception | None:
-    """An error as other ranks raise it. Only a StoreError can certainly be pickled."""
+    """An error as the other ranks raise it. Only a StoreError can certainly be pickled."""
     if failure is None or (isinstance(failure, StoreError) and not isinstance(failure, SaveFailed)):
         return failure
     return RankFailed(f"rank {rank}: {type(failure).__name__}: {failure}")
 
 
 def united(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """The names of all ranks, each once, in one order."""
+    """The names of all ranks, sorted, each once."""
     return tuple(sorted({name for each in names for name in each}))
 
 
 def on_each(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs an action on every rank, each keeping its own result; or an error on all."""
+    """Runs an action on every rank; returns this rank's result, or raises on all ranks."""
     results: list[T] = []
     together(ranks, lambda: results.append(action()))
     return results[0]
 
 
 def on_first(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs an action on rank 0 only; its result, or an error, on every rank."""
+    """Runs an action on rank 0; returns its result, or raises its error, on every rank."""
     nothing: Callable[[], Any] = lambda: None  # noqa: E731
     return together(ranks, action if ranks.rank == 0 else nothing)[0]

@@ -1,12 +1,13 @@
-"""Which checkpoints need not be kept, and which one a restore ends up with.
+"""Chooses the checkpoints to delete and the checkpoint to restore.
 
-Never dropped: the newest known-good one, and while there is none, the oldest finite candidate,
-which is the nearest to becoming one.
+The newest known-good checkpoint always stays. While there is none, the oldest finite candidate
+stays, because it is the first that can become known-good.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from healcore.runtime.store.errors import (
@@ -22,20 +23,20 @@ class Keep(NamedTuple):
     """How many checkpoints of each kind stay."""
 
     good: int = 3
-    """Known-good ones, the newest; a rollback of depth n needs n of them. At least 1."""
+    """The newest known-good checkpoints. A rollback of depth n needs n of them. At least 1."""
     candidates: int = 3
-    """Finite ones newer than the newest good one, still on probation. At least 2: the oldest is the
-    next to be good, the newest has the least to lose."""
+    """Finite checkpoints newer than the newest known-good one. At least 2: the oldest candidate is
+    the next known-good checkpoint, and the newest one loses the fewest steps in a restart."""
     quarantined: int = 2
-    """Quarantined and non-finite ones, the newest, for a person to look at."""
+    """The newest quarantined and non-finite checkpoints, for inspection."""
     older: bool = False
-    """In addition: known-good ones older than those, one at each doubling of the distance in steps,
-    so that a deep rollback leaves a slow drift behind. At most log2(steps / steps between two
-    saves) of them; the first of the run is among them."""
+    """Whether to keep older known-good checkpoints too, one at each doubling of the distance in
+    steps, including the first of the run: a deep rollback then gets behind a slow drift. There are
+    at most log2(steps / steps between two saves) of them."""
 
     @property
     def most(self) -> int:
-        """The most that ever stay, not counting `older` ones."""
+        """Number of checkpoints that stay at most, without the `older` ones."""
         return self.good + self.candidates + self.quarantined
 
     def checked(self) -> Keep:
@@ -67,16 +68,12 @@ def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
     keep.checked()
     ordered = sorted(saves, key=lambda save: save.step)
     good = [s.step for s in ordered if s.status == "good"]
-    bad = [
-        s.step
-        for s in ordered
-        if s.status == "quarantined" or (s.status != "good" and not s.finite)
-    ]
-    open_ = [s.step for s in ordered if s.status == "candidate" and s.finite]
-    newest_good = good[-1] if good else -1
+    candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]
+    bad = [s.step for s in ordered if s.step not in {*good, *candidates}]
+    newest_good = max(good, default=-1)
     # A candidate older than a good one was never verified and is not needed any more.
-    overtaken = [step for step in open_ if step < newest_good]
-    waiting = [step for step in open_ if step >= newest_good]
+    overtaken = [step for step in candidates if step < newest_good]
+    waiting = [step for step in candidates if step >= newest_good]
     dropped = {
         *({*good[: -keep.good]} - (_spaced(good, keep.good) if keep.older else set())),
         *(bad[: -keep.quarantined] if keep.quarantined else bad),
@@ -96,21 +93,23 @@ def prune(store: CheckpointStore, keep: Keep) -> list[int]:
     return [step for step in steps if step not in left]
 
 
-def is_last_good(saves: Sequence[Saved], step: int) -> bool:
-    """Whether `step` is known-good and no other checkpoint is."""
-    return {save.step for save in saves if save.status == "good"} == {step}
-
-
 def restore_first_intact(
     store: CheckpointStore,
     order: Sequence[int],
     like: Mapping[str, Any],
     on_damage: Callable[[CheckpointDamaged], None] = lambda error: None,
 ) -> RestoreResult:
-    """Restores the first intact checkpoint of `order`; quarantines the damaged ones before it.
+    """Restores the first intact checkpoint of `order` and quarantines damaged ones before it.
 
-    `on_damage` is called with the error of each damaged one. NoGoodCheckpoint if none is intact;
-    StateMismatch if one is of another state, because an older one would not fit either.
+    Args:
+        store: where the checkpoints are.
+        order: steps to try.
+        like: the live state, as for `CheckpointStore.restore`.
+        on_damage: called with the error of each damaged checkpoint.
+
+    Raises:
+        NoGoodCheckpoint: no checkpoint is intact.
+        StateMismatch: a checkpoint is of another state; older ones would not fit either.
     """
     damaged: list[CheckpointDamaged] = []
     for step in order:
@@ -121,37 +120,31 @@ def restore_first_intact(
         except CheckpointDamaged as error:
             damaged.append(error)
             on_damage(error)
-            # A malformed one stays as it is: another version of healcore may be able to read it.
+            # Another version of healcore may be able to read a malformed checkpoint.
             if not error.malformed:
-                _quarantine(store, step)
+                with suppress(StoreError):  # too damaged to be listed, or a disk is read-only
+                    store.mark(step, "quarantined")
     reasons = "; ".join(str(error) for error in damaged) or "none of them exists any more"
     raise NoGoodCheckpoint(
         f"none of the checkpoints of steps {list(order)} can be restored: {reasons}"
     )
 
 
-def _quarantine(store: CheckpointStore, step: int) -> None:
-    try:
-        store.mark(step, "quarantined")
-    except StoreError:
-        return  # too damaged to be listed, or the disk cannot be written
-
-
 def _spaced(good: Sequence[int], newest: int) -> set[int]:
-    """Of all but the `newest` of `good` one at each doubling of the distance from the last.
+    """One known-good step at each doubling of the distance from the last, without the `newest`.
 
-    Of several the oldest stays: with the newest no step would get as far as the next doubling.
+    Within one doubling the oldest step stays: the newest would never reach the next doubling.
     """
     by_doubling = {(good[-1] - step).bit_length(): step for step in reversed(good[:-newest])}
     return set(by_doubling.values())
 
 
 def _thinned(steps: Sequence[int], most: int) -> list[int]:
-    """The steps to take out so that at most `most` stay, spread out.
+    """The steps to delete so that at most `most` stay, spread out.
 
-    The oldest and the newest stay. Of the others the one goes whose neighbours are closest
-    together. If the oldest went instead, and saves were more frequent than the probation is long,
-    every candidate would go just before it is verified.
+    The oldest and the newest stay. The step whose neighbours are closest together goes first. If
+    the oldest went, and saves were more frequent than the probation is long, every candidate would
+    be deleted just before it is verified.
     """
     left, out = list(steps), []
     while len(left) > most:

@@ -1,12 +1,12 @@
-"""A state as JSON and named arrays: nested Python values with their arrays taken out, and back.
+"""Converts nested Python values to JSON and named arrays, and back.
 
-In the JSON an object always is a node with one tag; everything else stands for itself:
+In the JSON an object is a node with one tag; all other values stand for themselves:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
 `{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
 `{"ints": base64}` (a long list, int64), `{"deque": {"parts": […], "maxlen": 5}}`, `{"set": […]}`,
 `{"range": [0, 9, 1]}`, `{"bytearray": base64}`,
 `{"named": {"class": "module.Pair", "fields": [names], "parts": [nodes]}}` (a named tuple).
-A dictionary of another type has that as "type": "OrderedDict", "Counter", or "defaultdict:int".
+A dictionary of another type has a "type": "OrderedDict", "Counter", or "defaultdict:int".
 Keys are nodes too, so that 0, "0" and (0, 1) stay apart: optimizers number their parameters.
 """
 
@@ -29,10 +29,9 @@ Node = Any
 Path = tuple[Any, ...]
 """The keys that lead to a value, for its name and for errors."""
 Special = Callable[[Path, Any], Node | None]
-"""Called for everything that JSON does not have; takes arrays out. Returns None for a value that it
-does not know either."""
+"""Called for a value without a node here, such as an array. Returns None for an unknown value."""
 Fetch = Callable[[str, Any], Any]
-"""Called with the tag and the content of every node whose tag is none of this module's."""
+"""Called with the tag and the content of a node whose tag is unknown here."""
 
 _SIMPLE = {type(None), bool, int, str}
 """Types that stand for themselves in JSON."""
@@ -67,20 +66,20 @@ class Flat(NamedTuple):
     in JAX {"tree": node} of an object with `state_dict`, {"leaves": [[path, node], …]} of a
     pytree."""
     leaves: dict[str, Any]
-    """Name of array -> the framework's array, where it is now."""
+    """Name of an array -> the framework's array."""
     treedefs: dict[str, Any]
-    """PyTreeDefs of JAX's pytrees. Not saved: they are restored into the structure of live ones."""
+    """PyTreeDefs of JAX's pytrees. Not saved: a restore uses the structure of the live pytrees."""
 
 
 def is_stateful(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is of an object with `state_dict`."""
+    """Whether an entry is the state of an object with `state_dict`."""
     return entry.get("stateful", "tree" in entry)
 
 
 def described(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
-    """What has to be the same in a saved and a live entry: place -> dtype and shape.
+    """Place -> dtype and shape, which have to be the same in a saved and a live entry.
 
-    JAX and NumPy arrays may replace each other, keys not.
+    JAX and NumPy arrays may replace each other; random keys may not.
     """
     if "leaves" in entry:
         return {f"{name}{path}": _description(node) for path, node in entry["leaves"]}
@@ -108,9 +107,9 @@ def checked_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Names:
-    """Gives every array a unique name from its place, for people: `optimizer.state.0.exp_avg`.
+    """Makes a unique name for every array from its place, such as `optimizer.state.0.exp_avg`.
 
-    Where a dot inside a key makes two names equal, the second gets a number.
+    Where a dot inside a key makes two names equal, the second name gets a number.
     """
 
     def __init__(self) -> None:
@@ -128,8 +127,8 @@ class Names:
 
 
 def encode(value: Any, path: Path, special: Special) -> Node:
-    """A value as a node, which has its exact type; UnsavableState if nothing can encode it."""
-    # By exact type: an enum or a NumPy number is an int or a float too, and would come back as one.
+    """A value as a node; UnsavableState if nothing can encode it."""
+    # By exact type: an enum or a NumPy number, also an int or a float, would lose its type.
     kind = type(value)
     if kind in _SIMPLE:
         return value
@@ -139,14 +138,16 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         return _encode_dict(value, mapping, path, special)
     if kind is list and len(value) >= _LONG and (packed := _packed(value)) is not None:
         return {"ints": packed}
-    if kind in (list, tuple):
+    if kind in (list, tuple, set, frozenset):
         return {kind.__name__: _parts(value, path, special)}
-    if kind is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
+    if kind is deque:
+        return {"deque": {"parts": _parts(value, path, special), "maxlen": value.maxlen}}
+    if kind in (bytes, bytearray):
+        return {kind.__name__: base64.b64encode(value).decode()}
     if kind is complex:
         return {"complex": [repr(value.real), repr(value.imag)]}
-    if kind in (deque, set, frozenset, bytearray, range):
-        return _encode_other(value, path, special)
+    if kind is range:
+        return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
         return {
             "named": {
@@ -171,7 +172,7 @@ def class_name(kind: type) -> str:
 
 
 def subclasses(kind: type) -> Iterator[Any]:
-    """Every subclass that this program has defined, newer ones later. Imports nothing."""
+    """Every subclass that this program has defined, in order of definition. Imports nothing."""
     found = kind.__subclasses__()
     for each in found:
         yield each
@@ -194,24 +195,13 @@ def _parts(value: Collection[Any], path: Path, special: Special) -> list[Node]:
 
 
 def _packed(value: Any) -> str | None:
-    """Integers as bytes: fast for the order of a million examples. None for other values."""
+    """Integers as base64, which is fast for a million of them; None for other values."""
     if set(map(type, value)) != {int}:
         return None
     try:
         return base64.b64encode(np.array(value, "<i8").tobytes()).decode()
     except OverflowError:
         return None
-
-
-def _encode_other(value: Any, path: Path, special: Special) -> Node:
-    if isinstance(value, range):
-        return {"range": [value.start, value.stop, value.step]}
-    if isinstance(value, bytearray):
-        return {"bytearray": base64.b64encode(value).decode()}
-    parts = _parts(value, path, special)
-    if isinstance(value, deque):
-        return {"deque": {"parts": parts, "maxlen": value.maxlen}}
-    return {type(value).__name__: parts}
 
 
 def _encode_dict(value: dict[Any, Any], mapping: str, path: Path, special: Special) -> Node:
@@ -265,7 +255,7 @@ def _decode_dict(node: dict[str, Any], fetch: Fetch) -> dict[Any, Any]:
 
 
 def _named_tuple(name: str, fields: list[str]) -> Any:
-    """The newest class of named tuples of this name. It is looked up here, and never imported."""
+    """The newest class of named tuples of this name in this program. Imports nothing."""
     found = [
         kind
         for kind in subclasses(tuple)
@@ -304,15 +294,11 @@ def pickles_in(node: Node, path: Path) -> Iterator[str]:
             yield from pickles_in(part, (*path, number))
     elif isinstance(node, dict):
         for tag, content in node.items():
-            if tag == "pickle" or (tag == "subclass" and "made" in content):
+            if tag == "pickle":
                 yield place(path)
             elif tag == "dict":
                 for key, part in content:
                     yield from pickles_in(part, (*path, key))
-            elif tag == "subclass":
-                yield from pickles_in(content["context"], path)
-                for name, part in content["parts"]:
-                    yield from pickles_in(part, (*path, name))
             elif tag != "array":
                 yield from pickles_in(content, path)
 

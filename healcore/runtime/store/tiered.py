@@ -1,11 +1,11 @@
-"""Two stores as one: memory for speed, disk for safety."""
+"""A memory store and a disk store as one store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from healcore.runtime.store import protocol, ranks, retention
+from healcore.runtime.store import protocol, ranks
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
@@ -15,24 +15,23 @@ from healcore.runtime.store.errors import (
     StoreError,
 )
 from healcore.runtime.store.memory import SnapshotStore
-from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status
-from healcore.runtime.store.tier import Tier
+from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status, Tier
 
 T = TypeVar("T")
 
 
 class TieredStore(CheckpointStore):
-    """Memory first, then disk.
+    """Saves to memory first, then to disk.
 
     Every save takes one copy of the state, in memory. A save that also goes to disk is written from
-    that copy in the background, and holds it until it is written. A checkpoint that is in both is
-    restored from memory, or from disk if the one in memory is damaged. A damaged copy is taken out
-    (dropped from memory, quarantined on disk) while the other one stays in use.
+    that copy in the background. A checkpoint that is in both tiers is restored from memory, or from
+    disk if the copy in memory is damaged. A damaged copy is dropped from memory, or quarantined on
+    disk, and the other copy stays in use.
 
     Args:
         memory: the fast store. From now on it takes its copies as `disk` does.
-        disk: the safe one.
-        disk_every: one of how many saves goes to disk; the first does.
+        disk: the store that outlives the process.
+        disk_every: every how many saves one goes to disk, beginning with the first.
     """
 
     def __init__(self, memory: SnapshotStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
@@ -45,7 +44,7 @@ class TieredStore(CheckpointStore):
         self._saves = 0
         self._trouble: list[StoreError] = []
         self.nonfinite_ok = tuple(dict.fromkeys((*memory.nonfinite_ok, *disk.nonfinite_ok)))
-        memory.copier = disk.copier  # with the same memory and the same `trust`
+        memory.copier = disk.copier  # shares the spare memory and `trust`
 
     # -- the tiers ------------------------------------------------------------------------------
 
@@ -56,17 +55,17 @@ class TieredStore(CheckpointStore):
 
     @property
     def memory(self) -> SnapshotStore:
-        """The fast store. Saves to it alone do not wait for the disk."""
+        """The fast store. Saves to it do not wait for the disk."""
         return self._memory
 
     @property
     def disk(self) -> DirectoryStore:
-        """The safe one."""
+        """The store that outlives the process."""
         return self._disk
 
     @property
     def nonfinite_ok(self) -> tuple[str, ...]:
-        """Patterns of array names where NaN and Inf are allowed. May be changed, for both."""
+        """Patterns of array names where NaN and Inf are allowed, in both tiers."""
         return self.disk.nonfinite_ok
 
     @nonfinite_ok.setter
@@ -75,7 +74,7 @@ class TieredStore(CheckpointStore):
 
     @property
     def busy(self) -> bool:
-        """Whether a save is still being written, so that the next would wait for it."""
+        """Whether a save is still being written, so that the next save would wait."""
         return self.disk.busy
 
     # -- the protocol ---------------------------------------------------------------------------
@@ -84,27 +83,27 @@ class TieredStore(CheckpointStore):
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
         """Copies to memory; every `disk_every`-th save is written to disk from there."""
-        due = self._saves % self.disk_every == 0
         self._saves += 1
-        if due:
-            self._to_disk(step, state, healing)
-        else:
+        if (self._saves - 1) % self.disk_every:
             self.memory.save(step, state, healing=healing)
+        else:
+            self._to_disk(step, state, healing, in_ring=True)
 
     def save_on_disk(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """`save` only to disk: the copy that it is written from pushes none out of memory."""
+        """`save` to disk only; pushes no checkpoint out of memory."""
         self._to_disk(step, state, healing, in_ring=False)
 
     def steps(self) -> list[Saved]:
-        """Checkpoints of both, ascending; what is in both has its status in memory.
+        """Checkpoints of both tiers, ascending by step.
 
-        Of two saves of one step the one in memory counts: it is newer. If the disk cannot be read
-        any more, only memory is listed, and `trouble` reports it.
+        The status in memory counts. Of two different saves of one step the save in memory counts,
+        because it is newer. If the disk cannot be read, only memory is listed, and `trouble` has
+        the error.
 
         Raises:
-            StoreError: the disk cannot be read, and there is nothing in memory.
+            StoreError: the disk cannot be read, and memory is empty.
         """
         found = {saved.step: saved for saved in self._on_disk()}
         for near in self.memory.steps():
@@ -116,12 +115,12 @@ class TieredStore(CheckpointStore):
         return [found[step] for step in sorted(found)]
 
     def verify(self, step: int) -> Saved:
-        """Recomputes the digests in both; one intact copy is enough."""
+        """Recomputes the digests in both tiers; one intact copy is enough."""
         self._each(step, lambda tier: tier.verify(step), first=False)
         return next(saved for saved in self.steps() if saved.step == step)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
-        """From memory if it is there and intact, else from disk."""
+        """Restores from memory if an intact copy is there, else from disk."""
         return self._each(step, lambda tier: tier.restore(step, like), first=True)
 
     def mark(self, step: int, status: Status) -> None:
@@ -139,11 +138,11 @@ class TieredStore(CheckpointStore):
     def delete(self, step: int) -> None:
         """Removes every copy, unless it is the last known-good one.
 
-        The last known-good one on disk stays whatever is in memory, because a crash loses the
-        memory. An older save of the step on disk is listed again when the one in memory is gone.
+        The last known-good checkpoint on disk always stays, because a crash loses the memory. An
+        older save of the step on disk is listed again.
         """
         in_memory, tiers = self._locate(step)
-        last = [retention.is_last_good(each, step) for each in (self.steps(), self._on_disk())]
+        last = [protocol.is_last_good(each, step) for each in (self.steps(), self._on_disk())]
         last, last_on_disk = map(any, zip(*self.processes.gather(last), strict=True))
         if last:
             raise LastGoodKept(step)
@@ -159,16 +158,16 @@ class TieredStore(CheckpointStore):
         self.disk.wait()
 
     def failures(self) -> list[SaveFailed]:
-        """Failed saves of both since the last call."""
+        """Failed saves of both tiers since the last call."""
         return [*self.memory.failures(), *self.disk.failures()]
 
     def problems(self) -> list[str]:
-        """Copies that were found damaged since the last call, and the problems of the disk."""
+        """Copies that were found damaged since the last call, and the problems of both tiers."""
         trouble = [str(each) for each in self.trouble()]
         return trouble + self.memory.problems() + self.disk.problems()
 
     def damaged(self) -> list[CheckpointDamaged]:
-        """Checkpoints on disk that `steps` does not list any more, and why."""
+        """Checkpoints on disk that are too damaged for `steps` to list."""
         return self.disk.damaged()
 
     def trouble(self) -> list[StoreError]:
@@ -196,9 +195,9 @@ class TieredStore(CheckpointStore):
         state: Mapping[str, Any],
         healing: Mapping[str, Any] | None,
         *,
-        in_ring: bool = True,
+        in_ring: bool,
     ) -> None:
-        """Copies to memory and submits the write. Ranks exchange in the background only."""
+        """Copies to memory and queues the write. Ranks exchange in the background only."""
         self.disk.write(
             protocol.checked_step(step),
             lambda: self.memory.hold(step, state, healing, in_ring=in_ring),
@@ -206,7 +205,7 @@ class TieredStore(CheckpointStore):
         )
 
     def _on_disk(self) -> list[Saved]:
-        """The checkpoints on disk; none if it cannot be read and memory has some."""
+        """The checkpoints on disk; an empty list if only memory can be read."""
         try:
             return self.disk.steps()
         except StoreError as error:
@@ -216,9 +215,9 @@ class TieredStore(CheckpointStore):
             return []
 
     def _locate(self, step: int) -> tuple[bool, list[Tier]]:
-        """Whether a step is in this rank's memory, and the stores that have it on every rank.
+        """Whether a step is in this rank's memory, and the tiers that have it on every rank.
 
-        Memory comes first. No rank uses what one rank has lost, such as a damaged snapshot.
+        Memory comes first. No rank uses a copy that another rank has lost.
         """
         self.disk.join()
         near = next((saved for saved in self.memory.steps() if saved.step == step), None)
@@ -237,12 +236,12 @@ class TieredStore(CheckpointStore):
         return near is not None, tiers
 
     def _each(self, step: int, action: Callable[[Tier], T], *, first: bool) -> T:
-        """Runs an action on the copies of a step; takes out the damaged, raises if all are."""
+        """Runs an action on the copies of a step; raises if all of them are damaged."""
         results: list[T] = []
         damage: list[CheckpointDamaged] = []
         for tier in self._locate(step)[1]:
             try:
-                # Every rank has a memory of its own; on disk all act together anyway.
+                # Each rank has its own memory; on disk all ranks act together anyway.
                 act = lambda tier=tier: action(tier)  # noqa: E731
                 results.append(act() if tier.durable else ranks.on_each(self.processes, act))
             except CheckpointDamaged as error:
@@ -258,6 +257,6 @@ class TieredStore(CheckpointStore):
 
 
 def _same(near: Saved, far: Saved) -> bool:
-    """Whether memory and disk have the same save of a step, and none of the copies is damaged."""
+    """Whether memory and disk have the same save of a step, and no copy is damaged."""
     damaged_on_disk = far.status == "quarantined" != near.status
     return near.created == far.created and not damaged_on_disk

@@ -15,9 +15,15 @@ import numpy as np
 
 from healcore import regular_file
 from healcore.plugins.checkpoint_contents import Contents, ProbeError, dotted
-from healcore.runtime.store import StoreError, inspection, manifest, structure
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    StoreError,
+    inspection,
+    manifest,
+    structure,
+)
 from healcore.runtime.store.claim import LOCK
-from healcore.runtime.store.manifest import Found, Wrong
+from healcore.runtime.store.manifest import Found
 from healcore.runtime.store.protocol import Saved
 from healcore.tools.probe.formats import ArchiveCheck, check_archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
@@ -139,7 +145,7 @@ class ProbedCheckpoint(NamedTuple):
     """One checkpoint of a store."""
 
     saved: Saved
-    damage: tuple[Wrong, ...]
+    damage: tuple[CheckpointDamaged, ...]
     counts: bool
     """Whether a store would use this save; a step can be saved more than once."""
     gone: bool = False
@@ -171,7 +177,7 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
 
     try:
         complete = manifest.complete(root)
-        broken = [(at, wrong) for at, wrong in manifest.incomplete(root) if wanted(at)]
+        broken = [each for each in manifest.incomplete(root) if wanted(Path(each.path))]
         problems = manifest.problems(root)
     except (StoreError, OSError) as error:
         raise ProbeError(str(error)) from None
@@ -193,7 +199,8 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         "newest_good": newest,
         "known_good": newest is not None,
     }
-    notes = [problem for problem in problems if not any(at.name in problem for at, _ in broken)]
+    names = {Path(each.path).name for each in broken}
+    notes = [problem for problem in problems if not any(name in problem for name in names)]
     notes += [f"step {each.saved.step} was deleted meanwhile" for each in probed if each.gone]
     if (root / LOCK).exists():
         notes.append(f"{LOCK} exists: a run may be writing; nothing was changed")
@@ -201,49 +208,47 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
 
 
 def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheckpoint:
-    saved = manifest.saved(found.folder, found.manifest, inputs.nonfinite_ok)
+    saved = manifest.saved(found, inputs.nonfinite_ok)
     damage = manifest.differences(found, sorted(found.manifest.files))
     if damage and not found.folder.exists():
         return ProbedCheckpoint(saved, (), counts, gone=True)
     if inputs.deep and not damage:
         read = check_finite(open_contents(found.folder))
         damage = [
-            Wrong(name, "holds NaN or Inf that was not there at the save")
+            found.damaged(name, "holds NaN or Inf that was not there when it was saved")
             for name in read.nonfinite
             if name not in found.manifest.nonfinite
         ]
-        damage += [Wrong("data", problem) for problem in read.unreadable]
+        damage += [found.damaged("data", problem) for problem in read.unreadable]
     pickled = () if damage else _pickled_parts(found.folder)
     return ProbedCheckpoint(saved, tuple(damage), counts, pickled=pickled)
 
 
 def _pickled_parts(folder: Path) -> tuple[str, ...]:
-    """Names of the pickled parts of a checkpoint, except DCP's index, which is read safely."""
-    # Imported here, so that probes of other checkpoints start fast.
-    from healcore.runtime.checkpoints.host_state import ITEM, pickled_parts
-
+    """Names of the pickled parts of a checkpoint except DCP's index, which is read safely."""
     found: list[str] = []
     for file in sorted(folder.glob("state*.json")):
         try:
             for name, entry in json.loads(regular_file.read(file)).items():
-                if name == ITEM:
-                    found += pickled_parts(entry)
                 tree = "tree" in entry
                 nodes = [entry["tree"]] if tree else [node for _, node in entry.get("leaves", ())]
                 found += [at for node in nodes for at in structure.pickles_in(node, (name,))]
+                # A loader's state is JSON within a string.
+                if name == "healcore" and '{\\"pickle\\":' in json.dumps(entry):
+                    found.append("the state of a loader in state['healcore']['data']")
         except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ProbeError(f"{file} is damaged: {error}") from None
     return tuple(found)
 
 
-def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -> Check:
-    """Whether every file has the digest that was recorded at the save."""
+def _digests(probed: list[ProbedCheckpoint], broken: list[CheckpointDamaged]) -> Check:
+    """Whether every file has the digest that was recorded when it was written."""
     bad = [
         f"step {each.saved.step}: {wrong.file} {wrong.difference}"
         for each in probed
         for wrong in each.damage
     ]
-    bad += [f"{at.name}: {wrong.file} {wrong.difference}" for at, wrong in broken]
+    bad += [f"{Path(each.path).name}: {each.file} {each.difference}" for each in broken]
     number = sum(1 for each in probed if each.damage) + len(broken)
     if not bad:
         which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"

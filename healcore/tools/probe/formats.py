@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from healcore import adapter_registry, regular_file
 from healcore.plugins.checkpoint_contents import Contents, Damaged, ProbeError
-from healcore.runtime.store import manifest
+from healcore.runtime.store import CheckpointDamaged, manifest
 from healcore.tools.probe.orbax_arrays import open_orbax
 from healcore.tools.probe.result import NothingToProbe
 from healcore.tools.probe.safetensors_file import is_safetensors, read_safetensors
@@ -117,8 +117,8 @@ def _folder(path: Path) -> Contents:
     if (path / "manifest.json").is_file() and (path / "state.json").is_file():
         try:
             return open_stored(path, manifest.read(path).format)
-        except manifest.BadManifest as error:
-            raise ProbeError(f"{path}: {error}") from None
+        except CheckpointDamaged as error:
+            raise ProbeError(f"{path}: {error.file} {error.difference}") from None
     if (path / ".metadata").is_file():
         return adapter_registry.find("torch", "checkpoint_reader").open_directory(path)
     if any(path.glob("*.distcp")):

@@ -182,6 +182,14 @@ def over(*cases: StoreCase) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
+def damage_in_memory(store: Any, step: int) -> str:
+    """Flips a bit of the largest array in a memory store; returns the array's name."""
+    with store.reading(step) as copy:
+        block = max(copy.snapshot.blocks(), key=lambda each: len(each.raw))
+        block.raw[3] ^= 1
+    return block.name
+
+
 def same(a: Any, b: Any) -> bool:
     """Bit for bit, of the same types, dtypes, shapes and structure."""
     if isinstance(a, dict) and isinstance(b, dict):

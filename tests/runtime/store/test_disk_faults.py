@@ -94,7 +94,7 @@ def test_a_failed_background_write_shows_at_wait_and_once(case, tmp_path):
     shutil.rmtree(root)
     store.save(1, case.state(1))
     store.save(2, case.state(2))  # waits for the first and does not raise its error
-    store._behind.join()
+    store.join()
     failures = store.failures()
     assert [failure.step for failure in failures] == [1, 2]
     assert "has somebody deleted it" in str(failures[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from healcore.runtime.store import NotFinite, checksummed_json, manifest
+from healcore.runtime.store import NotFinite
 from tests.runtime.store.store_cases import ALL, DISKS, over
 
 
@@ -75,21 +75,3 @@ def test_more_than_can_be_named_stay_what_they_are(tmp_path, many):
         store.mark(1, "good")
     store.nonfinite_ok = ("weights.*",)
     assert store.steps()[0].finite == (many == 1000)
-
-
-@pytest.mark.parametrize(("many", "finite"), [(1, True), (19, True), (20, False)])
-def test_manifests_that_kept_twenty_names_count_as_they_did(tmp_path, many, finite):
-    case = DISKS[0]
-    store = case.make(tmp_path)
-    store.save(1, case.state(0))
-    store.wait()
-    path = next(tmp_path.glob("step-*")) / manifest.MANIFEST
-    content = checksummed_json.read(path)
-    del content["unnamed"]
-    path.write_bytes(checksummed_json.dumps(content))
-    assert store.verify(1).finite
-    content["nonfinite"] = [f"weights.{number}" for number in range(many)]
-    path.write_bytes(checksummed_json.dumps(content))
-    assert not store.steps()[0].finite
-    store.nonfinite_ok = ("weights.*",)
-    assert store.steps()[0].finite == finite

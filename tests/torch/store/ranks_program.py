@@ -17,6 +17,7 @@ from healcore.runtime.store import (
     NotFinite,
     SaveFailed,
     StateMismatch,
+    files,
     prune,
 )
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
@@ -100,20 +101,20 @@ except NotFinite:
     pass
 
 # One rank cannot write: all fail together, and go on.
-original = DCPStore._write_structure
+original = files.write_new
 if rank == 1:
 
-    def broken(self, entries, folder):
+    def broken(path, data):
         raise OSError(28, "No space left on device")
 
-    DCPStore._write_structure = broken
+    files.write_new = broken
 store.save(5, fresh(5.0), healing={"step": 5})
 try:
     store.wait()
     raise SystemExit("saved")
 except SaveFailed as error:
     assert "No space left" in str(error), error
-DCPStore._write_structure = original
+files.write_new = original
 store.save(6, fresh(6.0), healing={"step": 6})
 store.wait()
 check(store, 6, 6.0)

@@ -30,7 +30,8 @@ def fresh(scale):
 
 def flip(step):
     if rank == ODD:
-        next(iter(tiers.memory._slot(step).snapshot.blocks())).raw[3] ^= 1
+        with tiers.memory.reading(step) as copy:
+            next(iter(copy.snapshot.blocks())).raw[3] ^= 1
 
 
 def check(state, scale):

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime import plain
+from healcore.runtime import json_codec
 from healcore.runtime.store import StoreError, UnsavableState
 from tests.hostile.run_directories import base64_of, code
 
@@ -40,7 +40,7 @@ class Row(list):
 
 
 def back(value: Any, **options: Any) -> Any:
-    return plain.loads(plain.dumps(value, ("x",), **options), ("x",), **options)
+    return json_codec.loads(json_codec.dumps(value, ("x",), **options), ("x",), **options)
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda each: each.dtype.name)
@@ -103,9 +103,9 @@ def test_containers_keep_their_class():
     assert found == value
     assert type(found["pair"]) is Pair
     assert found["counts"]["b"] == 0
-    text = plain.dumps(value, ("x",)).replace("test_plain.Pair", "gone.Pair")
+    text = json_codec.dumps(value, ("x",)).replace("test_json_codec.Pair", "gone.Pair")
     with pytest.raises(StoreError, match=r"state\['x'\].*gone\.Pair .* import the module"):
-        plain.loads(text, ("x",))
+        json_codec.loads(text, ("x",))
 
 
 def test_values_of_jax():
@@ -123,16 +123,16 @@ def test_values_of_jax():
 )
 def test_without_a_plain_form(value):
     with pytest.raises(UnsavableState, match=r"state\['x'\]\['at'\]\[1\].*trust=True"):
-        plain.dumps({"at": [0, value]}, ("x",))
-    text = plain.dumps({"at": [0, value]}, ("x",), trust=True)
+        json_codec.dumps({"at": [0, value]}, ("x",))
+    text = json_codec.dumps({"at": [0, value]}, ("x",), trust=True)
     with pytest.raises(StoreError, match=r"state\['x'\].*trust=True"):
-        plain.loads(text, ("x",))
-    assert type(plain.loads(text, ("x",), trust=True)["at"][1]) is type(value)
+        json_codec.loads(text, ("x",))
+    assert type(json_codec.loads(text, ("x",), trust=True)["at"][1]) is type(value)
 
 
 def test_a_value_that_cannot_be_pickled_either():
     with pytest.raises(UnsavableState, match="cannot be pickled"):
-        plain.dumps(lambda: None, ("x",), trust=True)
+        json_codec.dumps(lambda: None, ("x",), trust=True)
 
 
 NODES = st.recursive(
@@ -157,7 +157,7 @@ NODES = st.recursive(
 @given(NODES)
 def test_any_text_is_a_value_or_refused(node):
     try:
-        plain.loads(json.dumps(node), ("x",))
+        json_codec.loads(json.dumps(node), ("x",))
     except StoreError as error:
         assert "state['x']" in str(error)
 
@@ -179,14 +179,14 @@ def test_any_text_is_a_value_or_refused(node):
 )
 def test_crafted_texts(text):
     with pytest.raises(StoreError, match=r"state\['x'\]"):
-        plain.loads(text, ("x",))
+        json_codec.loads(text, ("x",))
 
 
 def test_a_pickle_in_it_runs_no_code(tmp_path):
     at = tmp_path / "code-ran"
     text = json.dumps({"list": [{"pickle": base64_of(code(at))}]})
     with pytest.raises(StoreError, match="trust=True"):
-        plain.loads(text, ("x",))
+        json_codec.loads(text, ("x",))
     assert not at.exists()
 
 

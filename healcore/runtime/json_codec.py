@@ -1,8 +1,8 @@
-"""The state of a loader or a random generator as JSON text, arrays included.
+"""Converts the state of a loader or a random generator to JSON text, arrays included.
 
-Framework-neutral, because a JAX run may read from a torch loader, and its store knows no torch
-tensors. Reading the text makes numbers, strings, containers and arrays, and calls nothing that the
-text names. Values without a plain form are pickled, only with `trust`.
+It knows the values of both frameworks, because a JAX run may read from a torch loader. Reading the
+text makes numbers, strings, containers and arrays, and calls nothing that the text names. Values
+without a plain form are pickled with `trust` only.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ HOW = "the Healer (or the Cursor)"
 
 
 def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
-    """A value as text, which is a copy too; `path` is its place in the state, for the error.
+    """A value as text. `path` is its place in the state, for errors.
 
-    A part without a plain form is pickled if `trust`. If it cannot be, UnsavableState is raised.
+    Raises:
+        UnsavableState: a part has no plain form, and not `trust`, or it cannot be pickled.
     """
 
     def special(path: tuple[Any, ...], value: Any) -> structure.Node:
@@ -48,7 +49,7 @@ def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
 
 
 def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
-    """Reads a text from `dumps`; raises StoreError, or Untrusted for a pickle without `trust`."""
+    """The value of a text from `dumps`; StoreError, or Untrusted for a pickle without `trust`."""
 
     def fetch(tag: str, content: Any) -> Any:
         if tag == "pickle":
@@ -75,7 +76,7 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
 
 
 def pickled_text(path: tuple[Any, ...], value: Any) -> str:
-    """A pickle in base64; raises UnsavableState if the value cannot be pickled."""
+    """A pickle in base64; UnsavableState if the value cannot be pickled."""
     try:
         return base64.b64encode(pickle.dumps(value)).decode()
     except Exception as error:
@@ -97,10 +98,10 @@ def _array_node(value: Any) -> structure.Node | None:
 
 
 def _dtype_name(dtype: np.dtype) -> str | None:
-    """A name from which `np.dtype` makes this dtype; None for objects and fields."""
+    """A name from which `np.dtype` makes this dtype, or None for objects and fields."""
     if dtype.hasobject or dtype.names is not None:
         return None
-    for name in (dtype.str, dtype.name):  # ml_dtypes has names only
+    for name in (dtype.str, dtype.name):  # dtypes of ml_dtypes have only names
         try:
             if np.dtype(name) == dtype:
                 return name
