@@ -1,18 +1,23 @@
-"""The adapter need "row_runner": runs recorded rows through the engine, for `healcore replay`.
+"""Runs recorded rows through the engine on NumPy, JAX or torch, with the same bits.
 
-An adapter provides a `RowRunner` class, called with an engine and a `SignalLayout`.
+An adapter provides a `RowRunner` class as "row_runner", called with an engine and a `SignalLayout`.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from healcore.core import step_record
-from healcore.core.engine import Engine, EngineState
+from healcore import adapter_registry
+from healcore.core import host, step_record
+from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
+from healcore.core.tree import map_leaves
 
 MOST_ROWS = 4096
 """Most rows of one call of `RowRunner.run`."""
@@ -104,3 +109,57 @@ def as_record(columns: DecisionColumns) -> tuple[StepRecord, Any]:
     """The record, and where a rollback was due."""
     *numbers, due = columns
     return StepRecord(*numbers), due
+
+
+BACKENDS = ("numpy", "jax", "torch")
+
+
+def row_runner(engine: Engine, layout: SignalLayout, backend: str) -> RowRunner:
+    """A runner of `BACKENDS`, cached by policy and layout so that each is compiled once.
+
+    Raises MissingExtraError if the framework is not installed, ValueError for another backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return _runner(engine.config, layout, backend)
+
+
+@functools.lru_cache(maxsize=256)  # policies times layouts, each used for every trace
+def _runner(config: EngineConfig, layout: SignalLayout, backend: str) -> RowRunner:
+    engine = Engine(config)
+    if backend == "numpy":
+        return NumpyRowRunner(engine, layout)
+    return adapter_registry.find(backend, "row_runner")(engine, layout)
+
+
+class NumpyRowRunner:
+    """Runs NumPy scalars row by row; each combination of signals is recorded once."""
+
+    def __init__(self, engine: Engine, layout: SignalLayout) -> None:
+        self._engine = engine
+        self._layout = layout
+        self._programs: dict[tuple[str, ...], Callable[..., Any]] = {}
+
+    def start(self) -> EngineState:
+        """The engine's first state as NumPy scalars."""
+        return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, self._engine.init())
+
+    def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
+        """See `RowRunner.on_rollback`."""
+        return rolled_back(self._engine, live, restored, xp=host)
+
+    def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
+        """See `RowRunner.run`."""
+        found = empty_columns(len(rows.kind))
+        combinations = self._layout.combinations
+        with np.errstate(all="ignore"):  # float32 scalars warn where XLA and torch are silent
+            for row in range(len(rows.kind)):
+                names = combinations[rows.kind[row]]
+                signals = Signals(**{name: rows.values[name][row] for name in names})
+                if names not in self._programs:
+                    judge = functools.partial(judge_row, self._engine)
+                    self._programs[names] = record(judge, state, signals)
+                state, row_columns = self._programs[names](state, signals)
+                for column, value in zip(found, row_columns, strict=True):
+                    column[row] = value
+        return state, found

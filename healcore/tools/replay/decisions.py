@@ -1,8 +1,8 @@
-"""Holds the decisions about rows, and marks those that a live run would have reached."""
+"""Selects the rows that an engine judges, and holds its decisions about them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,60 @@ import numpy as np
 from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
+from healcore.plugins.rows import SignalLayout, SignalRows
+from healcore.tools.traces.trace import by_signals
+
+ALWAYS = ("loss", "grad_norm")
+"""Given wherever logged: no update with a non-finite value is applied, whatever a policy reads."""
+
+
+def layout_of(engine: Engine, combinations: Iterable[frozenset[str]]) -> SignalLayout:
+    """The signals that an engine is given, from the sets that rows of the trace log together."""
+    combinations = list(combinations)
+    logged = frozenset().union(*combinations)
+    found = {_given(engine, each, logged) for each in combinations}
+    return SignalLayout(tuple(sorted(found - {()})))
+
+
+def rows_of(
+    layout: SignalLayout,
+    engine: Engine,
+    values: Mapping[str, np.ndarray],
+    given: Mapping[str, np.ndarray],
+) -> tuple[SignalRows, np.ndarray]:
+    """Turns rows of a trace into an engine's input; `layout` is of the whole trace.
+
+    `values` are float32 (n,) and `given` bool (n,) by signal. Returns the judged rows, and their
+    places among all rows, int (m,).
+    """
+    length = len(next(iter(given.values()), ()))
+    kind = np.full(length, -1, np.int32)
+    logged = frozenset(layout.signals)
+    for here, those in by_signals(given, layout.signals):
+        combination = _given(engine, here, logged)
+        if combination:
+            kind[those] = layout.combinations.index(combination)
+    rows = np.flatnonzero(kind >= 0)
+    absent = np.full(length, np.nan, np.float32)
+    columns = {name: values.get(name, absent)[rows] for name in layout.signals}
+    return SignalRows(columns, kind[rows]), rows
+
+
+def _given(engine: Engine, here: frozenset[str], logged: frozenset[str]) -> tuple[str, ...]:
+    """The signals that a row is judged by; none without a loss or a gradient norm.
+
+    `update_norm` and `eval_loss` are given only if the policy reads them, as in the adapters. If a
+    trace has evaluations, every row has `eval_loss`, NaN where there was none: the engine sees a
+    run with evaluations or one without.
+    """
+    if not here & set(ALWAYS):
+        return ()
+    there = [name for name in ALWAYS if name in here]
+    if "update_norm" in engine.needs and "update_norm" in here:
+        there.append("update_norm")
+    if "eval_loss" in engine.needs and "eval_loss" in logged:
+        there.append("eval_loss")
+    return tuple(there)
 
 
 class Decided(NamedTuple):

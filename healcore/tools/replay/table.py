@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from typing import NamedTuple
 
 import numpy as np
 from rich import box
@@ -14,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore.runtime.sentences import listed
-from healcore.tools.replay.batch import ReplayResult
-from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Score
+from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Label, Score
 from healcore.tools.replay.summary import Summary
+from healcore.tools.report.run_report import RunReport
 
 LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
 """Columns that a narrow terminal does not show, in the order in which they are dropped."""
@@ -37,6 +38,20 @@ _IN_NO_LOG = {
     "group_norms": "in any log (AdaGC reads every tensor's)",
     "update": "in any log (its norm without the learning-rate multiplier)",
 }
+
+
+class ReplayResult(NamedTuple):
+    """One trace under one policy."""
+
+    summary: Summary
+    backend: str
+    missing: Mapping[str, tuple[str, ...]]
+    """See `Replay.missing`."""
+    answer: str
+    """The kind of order that is scored: rollbacks, stops, skips or alarms."""
+    label: Label | None
+    score: Score | None
+    report: RunReport | None
 
 
 def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:

@@ -7,8 +7,9 @@ rollback).
 
 from __future__ import annotations
 
+import importlib.util
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,31 @@ from healcore.plugins.rows import (
     SignalRows,
     as_record,
     empty_columns,
+    row_runner,
 )
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.sentences import listed
-from healcore.tools.replay import backends
-from healcore.tools.replay.decisions import Decided, JudgedRows, RepeatMarker, decided
+from healcore.tools.replay.decisions import (
+    Decided,
+    JudgedRows,
+    RepeatMarker,
+    decided,
+    layout_of,
+    rows_of,
+)
 from healcore.tools.replay.summary import (
     AttemptSummary,
     ReplayIncidents,
     Summary,
 )
 from healcore.tools.traces import Attempt, Rows, Trace
+
+JAX_STARTS, A_LOOP, A_COMBINATION = 36_000, 45_000, 40_000
+"""JAX's start-up costs, in rows that NumPy judges in the same time: the import, and compiling one
+policy's loop, with a branch per combination of signals. In CPU time, of which a row takes NumPy
+0.12 ms (`default`): one combination took that of 65,000 to 120,000 rows, for fast and slow policies
+alike (a policy that judges fast compiles fast); three took that of 190,000."""
 
 OnChunk = Callable[[Rows, JudgedRows], None]
 """Called with each chunk of rows and the judged ones among them."""
@@ -90,17 +104,17 @@ class Replay:
         self.fingerprint = host.fingerprint or ""
         self.engine: Engine = host.engine
         self._survey = trace.survey()
-        self._layout = backends.layout_of(self.engine, self._survey.combinations)
+        self._layout = layout_of(self.engine, self._survey.combinations)
         self.missing = inactive_parts(
             self.engine, self._layout, trace=trace.name, policy=self.policy
         )
         """Inactive parts of the policy, by the signal that the trace does not log."""
         self.resting = tuple(sentence(*each) for each in self.missing.items())
         """A sentence for each entry of `missing`."""
-        self.backend = backend or backends.choose_backend(
+        self.backend = backend or choose_backend(
             [(self._survey.rows, len(self._layout.combinations))]
         )
-        self._runner = backends.row_runner(self.engine, self._layout, self.backend)
+        self._runner = row_runner(self.engine, self._layout, self.backend)
         self._on_chunk = on_chunk
         self._summary = Summary(
             trace=trace.name,
@@ -165,7 +179,7 @@ class Replay:
         self._finished = True
 
     def _judge(self, rows: Rows, lineage: Lineage) -> JudgedRows:
-        chunk, places = backends.rows_of(self._layout, self.engine, rows.values, rows.given)
+        chunk, places = rows_of(self._layout, self.engine, rows.values, rows.given)
         index = rows.index[places]
         record, due = lineage.run(index, chunk, rows.start)
         return JudgedRows(
@@ -242,6 +256,17 @@ class ReplayError(HealcoreError, ValueError):
     def __init__(self, trace: str, problem: str) -> None:
         super().__init__(f"{trace}: {problem}")
         self.problem = problem
+
+
+def choose_backend(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
+    """The default backend for `policies` policies, each of which compiles its own loops.
+
+    Each of `loops` has the rows of all traces that one loop would judge, and the number of its
+    combinations of signals.
+    """
+    saved = sum(rows - A_LOOP - A_COMBINATION * combinations for rows, combinations in loops)
+    worth = saved * policies >= JAX_STARTS and importlib.util.find_spec("jax") is not None
+    return "jax" if worth else "numpy"
 
 
 def inactive_parts(

@@ -15,7 +15,6 @@ import numpy as np
 from healcore.tools.traces import formats, record_files, tensorboard_file
 from healcore.tools.traces.csv_file import TableReader, read_header, runs_of
 from healcore.tools.traces.formats import DOCUMENT, METRICS, TABLE, TENSORBOARD, format_of
-from healcore.tools.traces.lineage import survey
 from healcore.tools.traces.merged_rows import LogReader, merge_rows
 from healcore.tools.traces.names import check_columns, quoted, resolve
 from healcore.tools.traces.record_files import RecordReader, Records, json_document, json_lines
@@ -28,6 +27,7 @@ from healcore.tools.traces.trace import (
     TraceError,
     TraceFinding,
     Unreadable,
+    survey,
 )
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")

@@ -8,9 +8,15 @@ import pytest
 from rich.console import Console
 
 from healcore.policy import load
-from healcore.tools.replay.backends import choose_backend
-from healcore.tools.replay.batch import ReplayResult, replay_all
-from healcore.tools.replay.table import LEAVES_OUT, legend, notes, summary_table
+from healcore.tools.replay.command import replay_all
+from healcore.tools.replay.table import (
+    LEAVES_OUT,
+    ReplayResult,
+    legend,
+    notes,
+    summary_table,
+)
+from healcore.tools.replay.trace_replay import choose_backend
 from tests.tools.replay import logs
 
 

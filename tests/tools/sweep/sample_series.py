@@ -9,9 +9,8 @@ from typer.testing import CliRunner, Result
 
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals
-from healcore.plugins.rows import SignalLayout, SignalRows, as_record
+from healcore.plugins.rows import NumpyRowRunner, SignalLayout, SignalRows, as_record
 from healcore.tools.cli import app
-from healcore.tools.replay.backends import NumpyRowRunner
 from healcore.tools.sweep.series import RecoveryOrders, Series
 
 DULL = "detect.loss_spike.evidence=1.5..14"
