@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from healcore.plugins.rows import (
     MOST_ROWS,
     DecisionColumns,
     SignalLayout,
-    SignalRows,
     empty_columns,
     judge_row,
     rolled_back,
@@ -44,26 +44,26 @@ class JaxRowRunner:
         with jax.default_device(self._device):
             return rolled_back(self._engine, live, restored, xp=jnp)
 
-    def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
+    def run(
+        self, state: EngineState, values: Mapping[str, np.ndarray], kind: np.ndarray
+    ) -> tuple[EngineState, DecisionColumns]:
         """See `RowRunner.run`."""
-        count = len(rows.kind)
-        kind = _padded(rows.kind)
-        values = {name: _padded(column) for name, column in rows.values.items()}
+        count = len(kind)
+        padded = {name: _padded(column) for name, column in values.items()}
         with jax.default_device(self._device):
-            state, found = self._loop(state, values, kind, np.int32(count))
+            state, found = self._loop(state, padded, _padded(kind), np.int32(count))
         return state, map_leaves(lambda column: np.asarray(column)[:count], found)
 
 
 def _loop(engine: Engine, layout: SignalLayout) -> Callable[..., Any]:
 
-    def branch_for(names: tuple[str, ...]) -> Callable[..., Any]:
-        def branch(state: EngineState, row: dict[str, Any]) -> tuple[EngineState, DecisionColumns]:
-            signals = Signals(**{name: row[name] for name in names})
-            return judge_row(engine, state, signals, xp=jnp)
+    def branch(
+        names: tuple[str, ...], state: EngineState, row: dict[str, Any]
+    ) -> tuple[EngineState, DecisionColumns]:
+        signals = Signals(**{name: row[name] for name in names})
+        return judge_row(engine, state, signals, xp=jnp)
 
-        return branch
-
-    branches = [branch_for(names) for names in layout.combinations]
+    branches = [functools.partial(branch, names) for names in layout.combinations]
 
     def loop(state: EngineState, values: dict[str, Any], kind: Any, rows: Any) -> Any:
         def body(
@@ -74,10 +74,9 @@ def _loop(engine: Engine, layout: SignalLayout) -> Callable[..., Any]:
             state, one_row = jax.lax.switch(kind[i], branches, state, row)
             return state, map_leaves(lambda all_, one: all_.at[i].set(one), found, one_row)
 
+        empty = map_leaves(jnp.asarray, empty_columns(MOST_ROWS))
         # Not a scan, which would be compiled again for each length of a chunk.
-        return jax.lax.fori_loop(
-            0, rows, body, (state, map_leaves(jnp.asarray, empty_columns(MOST_ROWS)))
-        )
+        return jax.lax.fori_loop(0, rows, body, (state, empty))
 
     return loop
 

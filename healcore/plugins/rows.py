@@ -6,7 +6,8 @@ An adapter provides a `RowRunner` class as "row_runner", called with an engine a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,12 +20,27 @@ from healcore.core.signals import Signals
 from healcore.core.step_record import StepRecord
 from healcore.core.tree import map_leaves
 
+BACKENDS = ("numpy", "jax", "torch")
+
 MOST_ROWS = 4096
 """Most rows of one call of `RowRunner.run`."""
+
+JAX_STARTS, A_LOOP, A_COMBINATION = 36_000, 45_000, 40_000
+"""JAX's start-up costs, in rows that NumPy judges in the same time: the import, and compiling one
+policy's loop, with a branch per combination of signals. In CPU time, of which a row takes NumPy
+0.12 ms (`default`): one combination took that of 65,000 to 120,000 rows, for fast and slow policies
+alike (a policy that judges fast compiles fast); three took that of 190,000."""
+
+
+ALWAYS = ("loss", "grad_norm")
+"""Given wherever logged: no update with a non-finite value is applied, whatever a policy reads."""
 
 DecisionColumns = tuple[Any, ...]
 """The numbers of a `StepRecord`, and whether a rollback was due (whether or not the budget still
 allowed it): of one row, or arrays over rows."""
+
+
+# -- what a row gives the engine -------------------------------------------------------------------
 
 
 class SignalLayout(NamedTuple):
@@ -40,33 +56,74 @@ class SignalLayout(NamedTuple):
         return tuple(name for name in Signals._fields if name in named)
 
 
-class SignalRows(NamedTuple):
-    """Consecutive rows to be judged."""
-
-    values: dict[str, np.ndarray]
-    """float32 (n,) for each of the layout's signals; meaningless where the row does not have it."""
-    kind: np.ndarray
-    """int32 (n,): which of the layout's combinations the row has."""
-
-    def part(self, rows: slice) -> SignalRows:
-        """Some of the rows."""
-        return SignalRows({name: each[rows] for name, each in self.values.items()}, self.kind[rows])
+def layout_of(engine: Engine, combinations: Iterable[frozenset[str]]) -> SignalLayout:
+    """The signals that an engine is given, from the sets that rows of the trace log together."""
+    combinations = list(combinations)
+    logged = frozenset().union(*combinations)
+    found = {_given(engine, each, logged) for each in combinations}
+    return SignalLayout(tuple(sorted(found - {()})))
 
 
-class RowRunner(Protocol):
-    """One policy on one backend, for traces of one layout."""
+def rows_of(
+    layout: SignalLayout,
+    engine: Engine,
+    values: Mapping[str, np.ndarray],
+    given: Mapping[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Selects the rows that the engine judges; `layout` is of the whole trace.
 
-    def start(self) -> Any:
-        """The engine's first state, in the backend's arrays."""
-        ...
+    `values` are float32 (n,) and `given` bool (n,) by signal.
 
-    def on_rollback(self, live: Any, restored: Any) -> Any:
-        """`rolled_back`, in the backend's arrays."""
-        ...
+    Returns:
+        The values (m,) of the layout's signals, the place int32 (m,) of each row's combination in
+        the layout, and the places int (m,) of the judged rows among all rows.
+    """
+    length = len(next(iter(given.values()), ()))
+    kind = np.full(length, -1, np.int32)
+    logged = frozenset(layout.signals)
+    for here, those in by_signals(given, layout.signals):
+        combination = _given(engine, here, logged)
+        if combination:
+            kind[those] = layout.combinations.index(combination)
+    rows = np.flatnonzero(kind >= 0)
+    absent = np.full(length, np.nan, np.float32)
+    columns = {name: values.get(name, absent)[rows] for name in layout.signals}
+    return columns, kind[rows], rows
 
-    def run(self, state: Any, rows: SignalRows) -> tuple[Any, DecisionColumns]:
-        """The state after at most `MOST_ROWS` rows, and their columns, NumPy arrays (n,)."""
-        ...
+
+def _given(engine: Engine, here: frozenset[str], logged: frozenset[str]) -> tuple[str, ...]:
+    """The signals that a row is judged by; none without a loss or a gradient norm.
+
+    `update_norm` and `eval_loss` are given only if the policy reads them, as in the adapters. If a
+    trace has evaluations, every row has `eval_loss`, NaN where there was none: the engine sees a
+    run with evaluations or one without.
+    """
+    if not here & set(ALWAYS):
+        return ()
+    there = [name for name in ALWAYS if name in here]
+    if "update_norm" in engine.needs and "update_norm" in here:
+        there.append("update_norm")
+    if "eval_loss" in engine.needs and "eval_loss" in logged:
+        there.append("eval_loss")
+    return tuple(there)
+
+
+def by_signals(
+    given: Mapping[str, np.ndarray], names: Sequence[str]
+) -> Iterator[tuple[frozenset[str], np.ndarray]]:
+    """Every set of signals that rows log together, with those rows, bool (n,).
+
+    `given` is that of `Rows`; of the signals, only `names` count.
+    """
+    names = [name for name in names if name in given]
+    bits = np.zeros(len(next(iter(given.values()), ())), np.int64)
+    for place, name in enumerate(names):
+        bits |= given[name].astype(np.int64) << place
+    for code in np.unique(bits):
+        yield frozenset(n for place, n in enumerate(names) if code >> place & 1), bits == code
+
+
+# -- the engine on one row -------------------------------------------------------------------------
 
 
 def judge_row(
@@ -111,55 +168,85 @@ def as_record(columns: DecisionColumns) -> tuple[StepRecord, Any]:
     return StepRecord(*numbers), due
 
 
-BACKENDS = ("numpy", "jax", "torch")
+# -- backends --------------------------------------------------------------------------------------
 
 
-def row_runner(engine: Engine, layout: SignalLayout, backend: str) -> RowRunner:
+class RowRunner(Protocol):
+    """One policy on one backend, for traces of one layout."""
+
+    def start(self) -> Any:
+        """The engine's first state, in the backend's arrays."""
+        ...
+
+    def on_rollback(self, live: Any, restored: Any) -> Any:
+        """`rolled_back`, in the backend's arrays."""
+        ...
+
+    def run(
+        self, state: Any, values: Mapping[str, np.ndarray], kind: np.ndarray
+    ) -> tuple[Any, DecisionColumns]:
+        """Judges at most `MOST_ROWS` rows, which `rows_of` has selected.
+
+        Returns the state after them, and the columns, NumPy arrays (n,).
+        """
+        ...
+
+
+def choose_backend(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
+    """The default backend for `policies` policies, each of which compiles its own loops.
+
+    Each of `loops` has the rows of all traces that one loop would judge, and the number of its
+    combinations of signals.
+    """
+    saved = sum(rows - A_LOOP - A_COMBINATION * combinations for rows, combinations in loops)
+    worth = saved * policies >= JAX_STARTS and importlib.util.find_spec("jax") is not None
+    return "jax" if worth else "numpy"
+
+
+@functools.lru_cache(maxsize=256)  # policies times layouts, each used for every trace
+def row_runner(config: EngineConfig, layout: SignalLayout, backend: str) -> RowRunner:
     """A runner of `BACKENDS`, cached by policy and layout so that each is compiled once.
 
     Raises MissingExtraError if the framework is not installed, ValueError for another backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    return _runner(engine.config, layout, backend)
-
-
-@functools.lru_cache(maxsize=256)  # policies times layouts, each used for every trace
-def _runner(config: EngineConfig, layout: SignalLayout, backend: str) -> RowRunner:
-    engine = Engine(config)
     if backend == "numpy":
-        return NumpyRowRunner(engine, layout)
-    return adapter_registry.find(backend, "row_runner")(engine, layout)
+        return NumpyRowRunner(Engine(config), layout)
+    return adapter_registry.find(backend, "row_runner")(Engine(config), layout)
 
 
 class NumpyRowRunner:
     """Runs NumPy scalars row by row; each combination of signals is recorded once."""
 
     def __init__(self, engine: Engine, layout: SignalLayout) -> None:
-        self._engine = engine
-        self._layout = layout
+        self.engine = engine
+        self.layout = layout
         self._programs: dict[tuple[str, ...], Callable[..., Any]] = {}
 
     def start(self) -> EngineState:
         """The engine's first state as NumPy scalars."""
-        return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, self._engine.init())
+        return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, self.engine.init())
 
     def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
         """See `RowRunner.on_rollback`."""
-        return rolled_back(self._engine, live, restored, xp=host)
+        return rolled_back(self.engine, live, restored, xp=host)
 
-    def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
+    def run(
+        self, state: EngineState, values: Mapping[str, Any], kind: np.ndarray
+    ) -> tuple[EngineState, DecisionColumns]:
         """See `RowRunner.run`."""
-        found = empty_columns(len(rows.kind))
-        combinations = self._layout.combinations
+        found = empty_columns(len(kind))
         with np.errstate(all="ignore"):  # float32 scalars warn where XLA and torch are silent
-            for row in range(len(rows.kind)):
-                names = combinations[rows.kind[row]]
-                signals = Signals(**{name: rows.values[name][row] for name in names})
+            for row in range(len(kind)):
+                names = self.layout.combinations[kind[row]]
+                signals = Signals(**{name: values[name][row] for name in names})
                 if names not in self._programs:
-                    judge = functools.partial(judge_row, self._engine)
-                    self._programs[names] = record(judge, state, signals)
+                    self._programs[names] = self._program(state, signals)
                 state, row_columns = self._programs[names](state, signals)
                 for column, value in zip(found, row_columns, strict=True):
                     column[row] = value
         return state, found
+
+    def _program(self, state: EngineState, signals: Signals) -> Callable[..., Any]:
+        return record(functools.partial(judge_row, self.engine), state, signals)

@@ -14,15 +14,16 @@ from rich.console import Console
 from rich.text import Text
 
 from healcore.extras import require
+from healcore.plugins.rows import choose_backend
 from healcore.policy import Policy
 from healcore.tools.output_files import check_outputs, replacing
 from healcore.tools.replay import table
-from healcore.tools.replay.decisions import JudgedRows
+from healcore.tools.replay.decided import decided_line, summary_line
 from healcore.tools.replay.report import ReplayReport, survey_notes
 from healcore.tools.replay.scores import Label, Labels, ScoreCollector, answer_of
-from healcore.tools.replay.summary import decided_line, summary_line
+from healcore.tools.replay.summary import JudgedRows
 from healcore.tools.replay.table import ReplayResult
-from healcore.tools.replay.trace_replay import ReplayError, choose_backend, replay
+from healcore.tools.replay.trace_replay import ReplayError, replay
 from healcore.tools.terminal import console
 from healcore.tools.traces import Rows, Trace, TraceError, Unreadable
 

@@ -8,8 +8,7 @@ from healcore.history import Counts, Curves, Mode
 from healcore.history.curves import Envelope
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.policy import PolicySource, dumps, load
-from healcore.tools.replay.decisions import JudgedRows
-from healcore.tools.replay.summary import Summary
+from healcore.tools.replay.summary import JudgedRows, Summary
 from healcore.tools.replay.trace_replay import Replay
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.traces import Rows, Trace

@@ -7,9 +7,8 @@ rollback).
 
 from __future__ import annotations
 
-import importlib.util
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,34 +22,25 @@ from healcore.plugins.rows import (
     MOST_ROWS,
     RowRunner,
     SignalLayout,
-    SignalRows,
     as_record,
+    choose_backend,
     empty_columns,
+    layout_of,
     row_runner,
+    rows_of,
 )
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.sentences import listed
-from healcore.tools.replay.decisions import (
-    Decided,
-    JudgedRows,
-    RepeatMarker,
-    decided,
-    layout_of,
-    rows_of,
-)
+from healcore.tools.replay.decided import Decided, decided
 from healcore.tools.replay.summary import (
     AttemptSummary,
+    JudgedRows,
+    RepeatMarker,
     ReplayIncidents,
     Summary,
 )
 from healcore.tools.traces import Attempt, Rows, Trace
-
-JAX_STARTS, A_LOOP, A_COMBINATION = 36_000, 45_000, 40_000
-"""JAX's start-up costs, in rows that NumPy judges in the same time: the import, and compiling one
-policy's loop, with a branch per combination of signals. In CPU time, of which a row takes NumPy
-0.12 ms (`default`): one combination took that of 65,000 to 120,000 rows, for fast and slow policies
-alike (a policy that judges fast compiles fast); three took that of 190,000."""
 
 OnChunk = Callable[[Rows, JudgedRows], None]
 """Called with each chunk of rows and the judged ones among them."""
@@ -114,7 +104,7 @@ class Replay:
         self.backend = backend or choose_backend(
             [(self._survey.rows, len(self._layout.combinations))]
         )
-        self._runner = row_runner(self.engine, self._layout, self.backend)
+        self._runner = row_runner(self.engine.config, self._layout, self.backend)
         self._on_chunk = on_chunk
         self._summary = Summary(
             trace=trace.name,
@@ -179,9 +169,9 @@ class Replay:
         self._finished = True
 
     def _judge(self, rows: Rows, lineage: Lineage) -> JudgedRows:
-        chunk, places = rows_of(self._layout, self.engine, rows.values, rows.given)
+        values, kind, places = rows_of(self._layout, self.engine, rows.values, rows.given)
         index = rows.index[places]
-        record, due = lineage.run(index, chunk, rows.start)
+        record, due = lineage.run(index, values, kind, rows.start)
         return JudgedRows(
             index=index,
             step=rows.step[places],
@@ -225,8 +215,10 @@ class Lineage:
         self._state = self._runner.on_rollback(live, self._state)
         return True
 
-    def run(self, index: np.ndarray, rows: SignalRows, first: int) -> tuple[StepRecord, np.ndarray]:
-        """Judges `rows`, the rows `index` (n,) of the trace; `first` is the chunk's first index.
+    def run(
+        self, index: np.ndarray, values: Mapping[str, np.ndarray], kind: np.ndarray, first: int
+    ) -> tuple[StepRecord, np.ndarray]:
+        """Judges the rows `index` (n,) of the trace; `first` is the chunk's first index.
 
         Returns a record of arrays (n,), and bool (n,): a rollback was due.
         """
@@ -236,18 +228,15 @@ class Lineage:
         places = np.searchsorted(index, np.array(wanted, np.int64), side="right")
         done, parts = 0, [empty_columns(0)]
         for place, after in zip((*places.tolist(), len(index)), (*wanted, None), strict=True):
-            for part in _parts(done, place):
-                self._state, found = self._runner.run(self._state, rows.part(part))
+            for start in range(done, place, MOST_ROWS):
+                part = slice(start, min(start + MOST_ROWS, place))
+                columns = {name: column[part] for name, column in values.items()}
+                self._state, found = self._runner.run(self._state, columns, kind[part])
                 parts.append(found)
             done = place
             if after is not None:
                 self._kept[after] = self._state
         return as_record(tuple(map(np.concatenate, zip(*parts, strict=True))))
-
-
-def _parts(start: int, stop: int) -> Iterator[slice]:
-    for begin in range(start, stop, MOST_ROWS):
-        yield slice(begin, min(begin + MOST_ROWS, stop))
 
 
 class ReplayError(HealcoreError, ValueError):
@@ -256,17 +245,6 @@ class ReplayError(HealcoreError, ValueError):
     def __init__(self, trace: str, problem: str) -> None:
         super().__init__(f"{trace}: {problem}")
         self.problem = problem
-
-
-def choose_backend(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
-    """The default backend for `policies` policies, each of which compiles its own loops.
-
-    Each of `loops` has the rows of all traces that one loop would judge, and the number of its
-    combinations of signals.
-    """
-    saved = sum(rows - A_LOOP - A_COMBINATION * combinations for rows, combinations in loops)
-    worth = saved * policies >= JAX_STARTS and importlib.util.find_spec("jax") is not None
-    return "jax" if worth else "numpy"
 
 
 def inactive_parts(

@@ -197,7 +197,7 @@ def _events(series: Series, labels: Labels | None) -> tuple[Label, bool]:
     known = labels.of(series.trace) if labels is not None else None
     if known is not None:
         return known, True
-    loss = series.rows.values.get("loss")
+    loss = series.values.get("loss")
     if loss is None:
         return Label(series.trace, series.length, (), ()), False
     return hindsight.events_in(loss, series.index, series.trace), False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
 
 import numpy as np
 
@@ -13,12 +12,10 @@ from healcore.tools.traces.formats import LOG_HISTORY, Fields
 from healcore.tools.traces.names import STEP, resolve
 from healcore.tools.traces.text import (
     BROKEN,
-    CellParser,
-    Column,
     excerpt,
-    number_in_json,
+    numbered_lines,
     open_text,
-    skip_line,
+    parsed_rows,
     why_broken,
 )
 from healcore.tools.traces.trace import CHUNK, Findings, Rows, TraceError
@@ -39,6 +36,7 @@ _SMALL = frozenset((float, int, bool, type(None)))
 _KEPT = 400
 """Characters that are kept of a text; a number written as text has fewer."""
 _BLOCK = 1 << 16
+_LIST = re.compile(r"\s*\[")
 _GAP = re.compile(r"[\s,]*")
 
 
@@ -49,20 +47,7 @@ def json_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
     """Every object of a file with one per line, and its line. Damaged lines are left out."""
     decode = json.JSONDecoder().raw_decode
     with open_text(path) as file:
-        number = 0
-        while True:
-            number += 1
-            try:
-                line = file.readline(_LONGEST)
-                if len(line) == _LONGEST and not line.endswith("\n"):
-                    findings.problem(path, number, "the line is longer than 16 MB: left out")
-                    skip_line(file)
-                    continue
-            except BROKEN as error:
-                findings.problem(path, number, why_broken(error))
-                return
-            if not line:
-                return
+        for number, line in numbered_lines(path, file, findings, longest=_LONGEST):
             text = line.strip()
             if not text:
                 continue
@@ -103,81 +88,42 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
     ijson does the same, but stops at the first damage, and would be a dependency of every
     installation for one format.
     """
-    with open_text(path) as file:
-        window = _Window(file)
-        try:
-            if _enter_list(window):
-                yield from _document_records(path, window, findings)
-        except BROKEN as error:
-            findings.problem(path, window.line, why_broken(error))
-
-
-class _Window:
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self.text = ""
-        self.line = 1
-        self._counted = 0
-
-    def read_more(self) -> bool:
-        block = self._file.read(max(_BLOCK, len(self.text)))  # doubling: linear in a long record
-        self.text += block
-        return bool(block)
-
-    def count_to(self, place: int) -> None:
-        self.line += self.text.count("\n", self._counted, place)
-        self._counted = place
-
-    def drop(self, count: int) -> None:
-        self.count_to(count)
-        self.text = self.text[count:]
-        self._counted = 0
-
-
-def _enter_list(window: _Window) -> bool:
-    """Moves behind the bracket that opens the list."""
-    window.read_more()
-    found = re.match(r"\s*\[", window.text)
-    while True:
-        found = found or LOG_HISTORY.search(window.text)
-        if found:
-            window.drop(found.end())
-            return True
-        window.drop(max(0, len(window.text) - 64))
-        if not window.read_more():
-            return False
-
-
-def _document_records(
-    path: str, window: _Window, findings: Findings
-) -> Iterator[tuple[int, Fields]]:
     decode = json.JSONDecoder().raw_decode
-    at = 0
-    while True:
-        gap = _GAP.match(window.text, at)
-        at = gap.end() if gap else at
-        if at > _BLOCK:
-            window.drop(at)
-            at = 0
-        if window.text.startswith("]", at):
-            return
+    text, line, opened = "", 1, False
+    with open_text(path) as file:
         try:
-            value, end = decode(window.text, at)
-        except (ValueError, RecursionError):
-            window.drop(at)
-            at = 0
-            if len(window.text) < _LONGEST and window.read_more():
-                continue
-            rest = excerpt(window.text) if window.text else "the end of the file"
-            text = f"the document breaks off at {rest}: what follows is lost"
-            findings.problem(path, window.line, text)
+            # The window is at least doubled, so that a long record takes linear time.
+            while len(text) < _LONGEST and (block := file.read(max(_BLOCK, len(text)))):
+                begins, text = not text, text + block
+                at = counted = 0
+                if not opened:
+                    found = (begins and _LIST.match(text)) or LOG_HISTORY.search(text)
+                    at = found.end() if found else max(0, len(text) - 64)
+                    opened = bool(found)
+                while opened:
+                    gap = _GAP.match(text, at)
+                    at = gap.end() if gap else at
+                    if text.startswith("]", at):
+                        return
+                    try:
+                        value, end = decode(text, at)
+                    except (ValueError, RecursionError):
+                        break  # its end may be in the next block
+                    line += text.count("\n", counted, at)
+                    counted, start, at = at, at, end
+                    if isinstance(value, dict):
+                        yield line, value if end - start < _LONG else _shortened(value)
+                    else:
+                        problem = f"not a record: {excerpt(str(value))}: left out"
+                        findings.problem(path, line, problem)
+                line += text.count("\n", counted, at)
+                text = text[at:]
+        except BROKEN as error:
+            findings.problem(path, line, why_broken(error))
             return
-        window.count_to(at)
-        start, at = at, end
-        if isinstance(value, dict):
-            yield window.line, value if end - start < _LONG else _shortened(value)
-        else:
-            findings.problem(path, window.line, f"not a record: {excerpt(str(value))}: left out")
+    if opened:
+        rest = excerpt(text) if text else "the end of the file"
+        findings.problem(path, line, f"the document breaks off at {rest}: what follows is lost")
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -265,8 +211,8 @@ class RecordReader:
             if name != STEP:
                 logs |= np.array([cell is not None for cell in column])
         labels = {name: f"'{key}'" for name, key in picks.items()}
-        parser = CellParser(self.path, labels, _plain_column, number_in_json)
-        return parser.rows(cells, logs, findings, line=lines), int(np.count_nonzero(~logs))
+        rows = parsed_rows(self.path, cells, labels, logs, findings, line=lines)
+        return rows, int(np.count_nonzero(~logs))
 
     def _add_late(self, fields: Fields, known: set[str], picks: dict[str, str]) -> None:
         """Takes a key that comes after the probed records, for a signal that has none yet."""
@@ -280,9 +226,3 @@ class RecordReader:
         for name, key in found.items():
             if name != STEP and key in new:
                 picks.setdefault(name, key)
-
-
-def _plain_column(cells: Sequence[Any]) -> Column:
-    if not set(map(type, cells)) <= {float, int, type(None)}:  # not bool: true is no loss
-        raise ValueError
-    return np.array(cells, np.float64), np.array([cell is not None for cell in cells])

@@ -6,7 +6,7 @@ import pytest
 
 from healcore.policy import load, loads
 from healcore.tools.replay import replay
-from healcore.tools.replay.summary import decided_line, summary_line
+from healcore.tools.replay.decided import decided_line, summary_line
 from tests.tools.replay import logs
 
 ROWS = 440

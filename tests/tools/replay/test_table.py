@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from healcore.plugins.rows import choose_backend
 from healcore.policy import load
 from healcore.tools.replay.command import replay_all
 from healcore.tools.replay.table import (
@@ -16,7 +17,6 @@ from healcore.tools.replay.table import (
     notes,
     summary_table,
 )
-from healcore.tools.replay.trace_replay import choose_backend
 from tests.tools.replay import logs
 
 
