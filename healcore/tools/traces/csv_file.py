@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.names import STEP, is_step, normalized
+from healcore.tools.traces.names import STEP, is_step, normalized, resolve
 from healcore.tools.traces.text import number_of, numbered_lines, open_text, parsed_rows
 from healcore.tools.traces.trace import CHUNK, Findings, Rows, TraceError
 
@@ -69,7 +69,32 @@ def read_header(path: str) -> TableHeader:
     return TableHeader(names, delimiter, number)
 
 
-def runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
+def open_tables(path: str, header: TableHeader, columns: Mapping[str, str]) -> list[TableReader]:
+    """The table of a file, or the runs in a W&B export. TraceError if none has a known column."""
+    runs = _runs_of(header.names)
+    if runs is None:
+        picks, notes = resolve(header.names, columns)
+        places = {name: header.names.index(column) for name, column in picks.items()}
+        return [TableReader(path, header, places, notes)]
+    readers: list[TableReader] = []
+    reasons: list[str] = []
+    for run, metrics in runs.items():
+        # --column may give the metric, or the whole title of one run's column.
+        own = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
+        try:
+            picks, notes = resolve(list(metrics), own)
+        except TraceError as error:
+            reasons.append(f"run '{run}': {error}")
+            continue
+        places = {name: metrics[metric] for name, metric in picks.items()}
+        readers.append(TableReader(path, header, places, notes, run if len(runs) > 1 else None))
+    if not readers:
+        raise TraceError(reasons[0])
+    readers[0].notes.extend(reasons)
+    return readers
+
+
+def _runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
     """The runs of a chart exported from Weights & Biases, or None for any other table.
 
     Such a table has one column for the steps, and for every run "RUN - METRIC" with its extremes
@@ -109,13 +134,14 @@ def _is_number(cell: str) -> bool:
 class TableReader:
     """One table, or one run of a table of several; `columns` is signal (or "step") -> place.
 
-    `sparse` leaves out rows without a signal, which are other runs' rows.
+    With a `run`, rows without a signal are left out: they are other runs' rows.
     """
 
     path: str
     header: TableHeader
     columns: Mapping[str, int]
-    sparse: bool
+    notes: list[str]
+    run: str | None = None
     rows_read: int = 0
 
     def chunks(self, findings: Findings) -> Iterator[Rows]:
@@ -126,7 +152,7 @@ class TableReader:
             line, index, read = zip(*chunk, strict=True)
             cells = dict(zip(self.columns, zip(*read, strict=True), strict=True))
             logs = np.ones(len(chunk), bool)
-            if self.sparse:
+            if self.run is not None:
                 signals = [column for name, column in cells.items() if name != STEP]
                 logs = np.array([any(row) for row in zip(*signals, strict=True)])
             yield parsed_rows(self.path, cells, labels, logs, findings, line=line, index=index)

@@ -35,6 +35,10 @@ class LogReader(Protocol):
     """One file of a known format; it can be read repeatedly."""
 
     path: str
+    run: str | None
+    """The run of a file of several, or None."""
+    notes: list[str]
+    """Remarks about the names of the columns."""
     rows_read: int
     """Rows that `chunks` has read, with those left out, if the file numbers its rows (CSV)."""
 

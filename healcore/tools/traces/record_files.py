@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.formats import LOG_HISTORY, Fields
 from healcore.tools.traces.names import STEP, resolve
 from healcore.tools.traces.text import (
     BROKEN,
@@ -19,6 +21,9 @@ from healcore.tools.traces.text import (
     why_broken,
 )
 from healcore.tools.traces.trace import CHUNK, Findings, Rows, TraceError
+
+Fields = dict[str, Any]
+"""A record: names and numbers, or other JSON values."""
 
 Records = Callable[[Findings], Iterator[tuple[int, Fields]]]
 """Begins a pass over the records of a file: line (0: the format has none) and fields."""
@@ -36,6 +41,7 @@ _SMALL = frozenset((float, int, bool, type(None)))
 _KEPT = 400
 """Characters that are kept of a text; a number written as text has fewer."""
 _BLOCK = 1 << 16
+LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 _LIST = re.compile(r"\s*\[")
 _GAP = re.compile(r"[\s,]*")
 
@@ -126,13 +132,107 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
         findings.problem(path, line, f"the document breaks off at {rest}: what follows is lost")
 
 
+# -- formats -------------------------------------------------------------------------------------
+
+
+class RecordFormat(NamedTuple):
+    """One way of writing steps as JSON objects."""
+
+    name: str
+    recognizes: Callable[[Fields], bool]
+    """Whether a record proves that a JSON Lines file has this format."""
+    fields: Callable[[Fields], Fields | None]
+    """A record's numbers; None: it is not a step."""
+    note: str = ""
+
+
+def _flat(record: Fields) -> Fields:
+    """Opens one level of nesting: {"train": {"loss": 1}} has "train/loss"."""
+    if dict not in set(map(type, record.values())):
+        return record
+    flat: Fields = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            flat.update({f"{key}/{inner}": number for inner, number in value.items()})
+        else:
+            flat[key] = value
+    return flat
+
+
+def _event_fields(record: Fields) -> Fields | None:
+    readings = record.get("readings")
+    return {"step": record.get("step"), **readings} if isinstance(readings, dict) else None
+
+
+EVENTS = RecordFormat(
+    "healcore events",
+    lambda record: {"seq", "mono", "kind", "run"} <= record.keys(),
+    _event_fields,
+    "an events file has the readings of steps with an alarm only, not the losses of healthy ones. "
+    "The argument metrics= of Healer, heal and LightningHealingCallback writes them all",
+)
+METRICS = RecordFormat(
+    "healcore metrics",
+    lambda record: {"schema", "kind", "step"} <= record.keys(),
+    lambda record: record if record.get("kind") == "step" else None,
+)
+TYPED = RecordFormat(
+    "typed records",
+    lambda record: record.get("type") == "step",
+    lambda record: _flat(record) if record.get("type") == "step" else None,
+)
+PLAIN = RecordFormat("JSON Lines", lambda record: True, _flat)
+DOCUMENT = RecordFormat(
+    "trainer_state.json",
+    lambda record: False,
+    # The last record is a summary: its train_loss is the mean over the whole training.
+    lambda record: None if "train_runtime" in record else _flat(record),
+)
+
+
+def open_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> list[RecordReader]:
+    """The logs in a file of records; one for each optimizer of healcore's own metrics."""
+    read = json_document if form is DOCUMENT else json_lines
+
+    def steps_of(engine: str | None, findings: Findings) -> Iterator[tuple[int, Fields]]:
+        steps = _steps(read(path, findings), form, path, findings)
+        return steps if engine is None else (s for s in steps if s[1].get("engine") == engine)
+
+    engines: list[str | None] = []
+    if form is METRICS:
+        first = itertools.islice(json_lines(path, Findings()), PROBED)
+        engines += dict.fromkeys(str(each["engine"]) for _, each in first if "engine" in each)
+    if len(engines) < 2:
+        engines = [None]
+    return [
+        RecordReader(path, functools.partial(steps_of, each), columns, run=each, note=form.note)
+        for each in engines
+    ]
+
+
+def _steps(
+    records: Iterator[tuple[int, Fields]], form: RecordFormat, path: str, findings: Findings
+) -> Iterator[tuple[int, Fields]]:
+    """The records that are steps, with their numbers; the others are counted in a note."""
+    others = 0
+    for line, record in records:
+        fields = form.fields(record)
+        if fields is None:
+            others += 1
+        else:
+            yield line, fields
+    if others:
+        plural = "s are" if others > 1 else " is"
+        findings.note(path, None, f"{others:,} record{plural} not a step ({form.name}): ignored")
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 
 class RecordReader:
     """One file of records; the constructor reads the first ones to choose the keys.
 
-    `records` are those that are steps, see `formats.steps`. With `tags` every record is one number,
+    `run` is the optimizer, if the file has several. With `tags` every record is one number,
     mostly of a tag that is not read, and no note counts those. Raises TraceError if no record has a
     loss or a gradient norm, or two keys may be it.
     """
@@ -143,13 +243,17 @@ class RecordReader:
         records: Records,
         columns: Mapping[str, str],
         *,
+        run: str | None = None,
+        note: str = "",
         tags: bool = False,
     ) -> None:
         self.path = path
+        self.run = run
         self.rows_read = 0
         self._records = records
         self._tags = tags
-        self._keys, (self._picks, self.notes) = self._look(columns)
+        self._keys, (self._picks, notes) = self._look(columns)
+        self.notes = [*notes, *([note] if note else [])]
 
     def _look(
         self, columns: Mapping[str, str]
