@@ -126,7 +126,6 @@ def _one(
     return ReplayResult(
         summary=summary,
         backend=backend,
-        missing=result.missing,
         answer=answer,
         label=label,
         score=orders.score(label) if orders and label else None,

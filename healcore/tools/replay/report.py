@@ -8,7 +8,7 @@ from healcore.history import Counts, Curves, Mode
 from healcore.history.curves import Envelope
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.policy import PolicySource, dumps, load
-from healcore.tools.replay.summary import JudgedRows, Summary
+from healcore.tools.replay.summary import JudgedRows, Summary, inactive_line
 from healcore.tools.replay.trace_replay import Replay
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.traces import Rows, Trace
@@ -88,7 +88,7 @@ class ReplayReport:
                 alarms=summary.alarms,
             ),
             facts=facts(summary, result.backend),
-            notes=(*result.resting, *notes),
+            notes=(*(inactive_line(*each) for each in summary.inactive.items()), *notes),
             attempts=_attempts(summary),
             marks=() if summary.stopped_step is None else (Mark(summary.stopped_step),),
         )

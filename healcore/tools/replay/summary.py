@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.history import Incident, Mode
+from healcore.runtime.sentences import listed
 
 MOST_KEPT = 1000
 """Incidents of one replay that are kept for the report; all are counted."""
@@ -153,8 +155,8 @@ class Summary:
     stopped_at: int | None = None
     """Row index of a live run's end: a rule stops it, or an incident's first rollback is denied."""
     stopped_step: float | None = None
-    resting: tuple[str, ...]
-    """See `Replay.resting`."""
+    inactive: dict[str, tuple[str, ...]]
+    """Inactive parts of the policy, by the signal that the trace does not log."""
     problems: int
     """Lines of the trace that could not be read."""
 
@@ -203,6 +205,16 @@ class Summary:
         if stops.size and self.stopped_at is None:
             self.stopped_at = int(judged.index[stops[0]])
             self.stopped_step = float(judged.step[stops[0]])
+
+
+def inactive_line(signal: str, parts: Sequence[str], where: str = "") -> str:
+    """The parts of a policy that are inactive without a signal, as text."""
+    logged = {
+        "group_norms": "in any log (AdaGC reads every tensor's)",
+        "update": "in any log (its norm without the learning-rate multiplier)",
+    }.get(signal, "logged")
+    verb = "is" if len(parts) == 1 else "are"
+    return f"no {signal} {logged}{where}: {listed(parts)} {verb} inactive"
 
 
 def _summed(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from healcore.runtime.sentences import listed
 from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Label, Score
-from healcore.tools.replay.summary import Summary
+from healcore.tools.replay.summary import Summary, inactive_line
 from healcore.tools.report.run_report import RunReport
 
 LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
@@ -34,10 +35,6 @@ SCORED = (
 
 _MOST_ATTEMPTS = 8
 """Attempts whose counts are printed."""
-_IN_NO_LOG = {
-    "group_norms": "in any log (AdaGC reads every tensor's)",
-    "update": "in any log (its norm without the learning-rate multiplier)",
-}
 
 
 class ReplayResult(NamedTuple):
@@ -45,8 +42,6 @@ class ReplayResult(NamedTuple):
 
     summary: Summary
     backend: str
-    missing: Mapping[str, tuple[str, ...]]
-    """See `Replay.missing`."""
     answer: str
     """The kind of order that is scored: rollbacks, stops, skips or alarms."""
     label: Label | None
@@ -57,31 +52,35 @@ class ReplayResult(NamedTuple):
 def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:
     """One row for each trace and policy, and the sums if there are several."""
     policies = list(dict.fromkeys(result.summary.policy for result in results))
-    several = len(policies) > 1
     labelled = any(result.label for result in results)
     home = _common([result.summary.trace for result in results])
-    names, rows = [], []
+    names, rows, sums = [], [], []
     for place, result in enumerate(results):
         summary = result.summary
         again = place > 0 and results[place - 1].summary.trace == summary.trace
         names.append("" if again else summary.trace[len(home) :])
-        rows.append(
-            [
-                *([Text(summary.policy)] if several else []),
-                "" if again else f"{summary.rows:,}",
-                *_cells(result, labelled=labelled),
-            ]
-        )
-    sums = []
+        cells = _cells([result], labelled=labelled)
+        rows.append([Text(summary.policy), *([""] if again else cells[:1]), *cells[1:]])
     if len({result.summary.trace for result in results}) > 1:
         for policy in policies:
             mine = [result for result in results if result.summary.policy == policy]
-            sums.append([*([Text(policy)] if several else []), *_sums(mine, labelled=labelled)])
+            sums.append([Text(policy), *_cells(mine, labelled=labelled)])
     heads = [
-        *(["policy"] if several else []),
-        *("rows", "incidents", "rollbacks", "skips", "clips", "lowest LR", "first", "last"),
+        *(
+            "policy",
+            "rows",
+            "incidents",
+            "rollbacks",
+            "skips",
+            "clips",
+            "lowest LR",
+            "first",
+            "last",
+        ),
         *("ends at", *(("found", "false") if labelled else ())),
     ]
+    if len(policies) == 1:
+        heads, rows, sums = heads[1:], [row[1:] for row in rows], [row[1:] for row in sums]
     shown, room = _fitting(heads, [*rows, *sums], width)
     who = listed(policies) if len(policies) < _MANY else f"{len(policies)} policies"
     table = _blank(f"What {who} would have done" + (f", in {home}" if home else ""))
@@ -135,48 +134,37 @@ def score_table(results: Sequence[ReplayResult]) -> Table:
     return table
 
 
-def _cells(result: ReplayResult, *, labelled: bool) -> list[str | Text]:
-    summary, score = result.summary, result.score
-    cuts = summary.first_cuts
-    cells: list[str | Text] = [
-        _count(summary.incidents, "yellow"),
-        _rollbacks([summary]),
-        _count(summary.skips),
-        _count(summary.clips),
-        f"{summary.lowest_lr_first:.3g} ({cuts})" if cuts else "-",
-        _step(summary.first_incident),
-        _step(summary.last_incident if summary.incidents > 1 else None),
-        _step(summary.stopped_step),
-    ]
-    if labelled and score is None:
-        cells += ["", ""]
-    elif labelled and score is not None:
-        found = _found(score, result.answer) if score.events else "-"
-        missed = score.found < score.events
-        cells += [Text(found, "red" if missed else ""), _count(score.false, "red")]
-    return cells
-
-
-def _sums(results: Sequence[ReplayResult], *, labelled: bool) -> list[str | Text]:
+def _cells(results: Sequence[ReplayResult], *, labelled: bool) -> list[str | Text]:
+    """The cells of one result, or the sums of several; see `heads`."""
     all_ = [result.summary for result in results]
     cuts = sum(each.first_cuts for each in all_)
+    first = last = ""
     ended = sum(each.stopped_step is not None for each in all_)
+    end = f"{ended} end" if ended else "-"
+    if len(all_) == 1:
+        first = _step(all_[0].first_incident)
+        last = _step(all_[0].last_incident if all_[0].incidents > 1 else None)
+        end = _step(all_[0].stopped_step)
     cells: list[str | Text] = [
         f"{sum(each.rows for each in all_):,}",
-        _count(sum(each.incidents for each in all_)),
+        _count(sum(each.incidents for each in all_), "yellow"),
         _rollbacks(all_),
         _count(sum(each.skips for each in all_)),
         _count(sum(each.clips for each in all_)),
         f"{min(each.lowest_lr_first for each in all_):.3g} ({cuts})" if cuts else "-",
-        "",
-        "",
-        f"{ended} end" if ended else "-",
+        first,
+        last,
+        end,
     ]
-    if labelled:
-        score = Score()
-        for result in results:
-            score = score.plus(result.score or Score())
-        cells += [_found(score, results[0].answer), _count(score.false)]
+    scores = [result.score for result in results if result.score is not None]
+    if labelled and not scores:
+        cells += ["", ""]
+    elif labelled:
+        score = functools.reduce(Score.plus, scores)
+        by = "" if results[0].answer == ROLLBACKS else f" by {results[0].answer}"
+        found = f"{score.found} of {score.events}{by}" if score.events else "-"
+        missed = score.found < score.events
+        cells += [Text(found, "red" if missed else ""), _count(score.false, "red")]
     return cells
 
 
@@ -221,11 +209,6 @@ def _rollbacks(all_: Sequence[Summary]) -> Text:
     if spent:
         cell.append(f" ({spent:,} denied)", "red")
     return cell
-
-
-def _found(score: Score, answer: str) -> str:
-    by = "" if answer == ROLLBACKS else f" by {answer}"
-    return f"{score.found} of {score.events}{by}"
 
 
 def _step(step: float | None) -> str:
@@ -282,28 +265,23 @@ def notes(results: Sequence[ReplayResult]) -> list[str]:
 
 def _inactive(results: Sequence[ReplayResult]) -> list[str]:
     """One line for each missing signal, for all policies and traces together."""
-    traces = {each.summary.trace for each in results}
+    count = len({each.summary.trace for each in results})
+    several = len({each.summary.policy for each in results}) > 1
     without: dict[str, set[str]] = defaultdict(set)
     inactive: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for each in results:
-        for signal, parts in each.missing.items():
+        for signal, parts in each.summary.inactive.items():
             without[signal].add(each.summary.trace)
             for part in parts:
-                # The kind of clipping does not matter: all kinds miss the norm.
-                inactive[signal][part.partition(" ")[0]].add(each.summary.policy)
-    several = len({each.summary.policy for each in results}) > 1
-    lines = []
-    for signal, parts in sorted(inactive.items()):
-        logged = _IN_NO_LOG.get(signal, "logged")
-        where = "" if without[signal] == traces else f" in {len(without[signal])} of {len(traces)}"
-        where += " traces" if where else ""
-        who = [
-            f"{part} ({_policies(policies)})" if several else part
-            for part, policies in parts.items()
-        ]
-        verb = "is" if len(who) == 1 else "are"
-        lines.append(f"no {signal} {logged}{where}: {listed(who)} {verb} inactive")
-    return lines
+                inactive[signal][part].add(each.summary.policy)
+    return [
+        inactive_line(
+            signal,
+            [f"{part} ({_policies(who)})" if several else part for part, who in parts.items()],
+            f" in {len(without[signal])} of {count} traces" if len(without[signal]) < count else "",
+        )
+        for signal, parts in sorted(inactive.items())
+    ]
 
 
 def _policies(policies: set[str]) -> str:

@@ -31,7 +31,6 @@ from healcore.plugins.rows import (
 )
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.sentences import listed
 from healcore.tools.replay.decided import Decided, decided
 from healcore.tools.replay.summary import (
     AttemptSummary,
@@ -95,12 +94,6 @@ class Replay:
         self.engine: Engine = host.engine
         self._survey = trace.survey()
         self._layout = layout_of(self.engine, self._survey.combinations)
-        self.missing = inactive_parts(
-            self.engine, self._layout, trace=trace.name, policy=self.policy
-        )
-        """Inactive parts of the policy, by the signal that the trace does not log."""
-        self.resting = tuple(sentence(*each) for each in self.missing.items())
-        """A sentence for each entry of `missing`."""
         self.backend = backend or choose_backend(
             [(self._survey.rows, len(self._layout.combinations))]
         )
@@ -116,7 +109,9 @@ class Replay:
                 AttemptSummary(each.number, each.source, each.first_step)
                 for each in self._survey.attempts
             ),
-            resting=self.resting,
+            inactive=inactive_parts(
+                self.engine, self._layout, trace=trace.name, policy=self.policy
+            ),
             problems=self._survey.problem_count,
         )
         self._incidents = ReplayIncidents(self._summary)
@@ -261,13 +256,12 @@ def inactive_parts(
     missing: dict[str, list[str]] = {}
     working = False
     if engine.config.clip is not None:
-        kind = engine.config.clip[0]
         if engine.per_tensor:
-            missing.setdefault("group_norms", []).append(f"clip {kind}")
+            missing.setdefault("group_norms", []).append("clip")
         elif "grad_norm" in logged:
             working = True
         else:
-            missing.setdefault("grad_norm", []).append(f"clip {kind}")
+            missing.setdefault("grad_norm", []).append("clip")
     if engine.clips_updates:
         missing["update"] = ["update_clip"]
     for name, _ in engine.config.detectors:
@@ -284,19 +278,3 @@ def inactive_parts(
             "policy reads, or another policy",
         )
     return {signal: tuple(parts) for signal, parts in sorted(missing.items())}
-
-
-def sentence(signal: str, parts: Sequence[str]) -> str:
-    """The parts that are inactive without one signal, as text."""
-    verb = "is" if len(parts) == 1 else "are"
-    if signal == "group_norms":
-        return (
-            f"{parts[0]} works on the gradient norm of every tensor, which no log has: it is "
-            "inactive, and no clipping is replayed"
-        )
-    if signal == "update":
-        return (
-            "update_clip is not replayed: it judges the optimizer's update without the "
-            "learning-rate multiplier, whose norm no log has"
-        )
-    return f"{listed(parts)} {verb} inactive: no {signal} was logged"
