@@ -23,20 +23,20 @@ def _plain_values() -> Any:
 
 @register("jax", "row_runner")
 def _row_runner() -> Any:
-    from healcore.jax.replay_runner import JaxRowRunner
+    from healcore.jax.recorded_rows import JaxRowRunner
 
     return JaxRowRunner
 
 
 @register("jax", "sweep_scan")
 def _sweep_scan() -> Any:
-    from healcore.jax.sweep_scan import JaxSweepScan
+    from healcore.jax.recorded_rows import JaxSweepScan
 
     return JaxSweepScan
 
 
 @register("jax", "demo_training")
 def _demo_training() -> Any:
-    from healcore.jax.demo.training import train
+    from healcore.jax.demo import train
 
     return train

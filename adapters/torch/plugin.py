@@ -23,14 +23,14 @@ def _plain_values() -> Any:
 
 @register("torch", "row_runner")
 def _row_runner() -> Any:
-    from healcore.torch.replay_runner import TorchRowRunner
+    from healcore.torch.recorded_rows import TorchRowRunner
 
     return TorchRowRunner
 
 
 @register("torch", "demo_training")
 def _demo_training() -> Any:
-    from healcore.torch.demo.training import train
+    from healcore.torch.demo import train
 
     return train
 

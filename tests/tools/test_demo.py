@@ -153,7 +153,7 @@ def test_nan_is_for_ever_without_healing_and_one_step_with_it(demo, text, framew
 def test_observing_changes_nothing(demo, text, framework, tmp_path):
     policy = tmp_path / "observe.toml"
     policy.write_text(GOES_BACK.replace("[clip]", 'mode = "observe"\n[clip]'))
-    loop = importlib.import_module(f"healcore.{framework}.demo.training")
+    loop = importlib.import_module(f"healcore.{framework}.demo")
     observed = DemoRun(framework, "healed", 0)
     scenario = Scenario(text, steps=STEPS, **TINY)
     observed.steps.extend(loop.train(scenario, "healed", policy, tmp_path / "run"))

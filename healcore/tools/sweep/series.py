@@ -61,13 +61,6 @@ class RecoveryOrders(NamedTuple):
     recovered: np.ndarray
     """int32 (variants,): orders that are the first of their incident, of the series' own rows."""
 
-    def first(self, count: int) -> RecoveryOrders:
-        """The orders of the first `count` variants."""
-        here = self.variant < count
-        return RecoveryOrders(
-            self.variant[here], self.row[here], self.skipped[:count], self.recovered[:count]
-        )
-
 
 def series_of(trace: Trace, engine: Engine) -> list[Series]:
     """Reads a whole trace, or raises TraceError; one series per attempt that has rows to judge."""

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from healcore.core.signals import Signals
-from healcore.jax.sweep_scan import JaxSweepScan
+from healcore.jax.recorded_rows import JaxSweepScan
 from healcore.plugins.sweep import configure, variants_of
 from healcore.policy import load, loads
-from healcore.tools.sweep.scans import NumpySweepScan
+from healcore.tools.sweep.search import NumpySweepScan
 from healcore.tools.sweep.series import RecoveryOrders, Series, pack, series_of, unpack
 from healcore.tools.sweep.space import draw, parse
 from healcore.tools.traces import open_traces

@@ -1,31 +1,29 @@
-"""The JAX backend of `healcore sweep`: thousands of policy variants in one vmapped scan on the CPU.
-
-Two settings of XLA make it four times as fast on a CPU. They apply to this program only, and do not
-reorder or contract arithmetic: every backend gets the same results bit for bit (docs/parity.md).
-
-* The loop is compiled to one LLVM function, not to a list of kernels called once per step. By
-  default XLA does so only for loops with tiny buffers (xla_cpu_small_while_loop_byte_threshold).
-  An XLA that does not know the attribute ignores it.
-* Vectors of 512 bits, where the machine has them. LLVM's default is 256.
-"""
+"""The JAX backends of `healcore replay` and `healcore sweep`: loops over rows on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.core.engine import EngineConfig, EngineState
+from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace
-from healcore.plugins.rows import SignalLayout, rolled_back
+from healcore.plugins.rows import (
+    MOST_ROWS,
+    DecisionColumns,
+    SignalLayout,
+    empty_columns,
+    judge_row,
+    rolled_back,
+)
 from healcore.plugins.sweep import (
     WORD,
     PackedRows,
@@ -40,11 +38,92 @@ _OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
 _ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 
 
-class JaxSweepScan:
-    """The variants of one policy. Thread-safe: two threads keep two cores busy.
+class JaxRowRunner:
+    """Runs chunks of rows, padded to one size, so that the loop is compiled once.
 
-    `places` are the positions of the varied numbers in `config`. Raises RuntimeError without a CPU
-    backend.
+    On a CPU, because an accelerator does not speed up a loop of scalars.
+    """
+
+    def __init__(self, engine: Engine, layout: SignalLayout) -> None:
+        self._engine = engine
+        self._layout = layout
+        self._device = _cpu()
+        self._loop = jax.jit(_loop(engine, layout))
+
+    def start(self) -> EngineState:
+        """The engine's first state, on the CPU."""
+        return jax.device_put(self._engine.init(), self._device)
+
+    def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
+        """See `RowRunner.on_rollback`."""
+        with jax.default_device(self._device):
+            return rolled_back(self._engine, live, restored, xp=jnp)
+
+    def run(
+        self, state: EngineState, values: Mapping[str, np.ndarray], kind: np.ndarray
+    ) -> tuple[EngineState, DecisionColumns]:
+        """See `RowRunner.run`."""
+        count = len(kind)
+        padded = {name: _padded(column) for name, column in values.items()}
+        with jax.default_device(self._device):
+            state, found = self._loop(state, padded, _padded(kind), np.int32(count))
+        return state, map_leaves(lambda column: np.asarray(column)[:count], found)
+
+
+def _loop(engine: Engine, layout: SignalLayout) -> Callable[..., Any]:
+
+    def branch(
+        names: tuple[str, ...], state: EngineState, row: dict[str, Any]
+    ) -> tuple[EngineState, DecisionColumns]:
+        signals = Signals(**{name: row[name] for name in names})
+        return judge_row(engine, state, signals, xp=jnp)
+
+    branches = [functools.partial(branch, names) for names in layout.combinations]
+
+    def loop(state: EngineState, values: dict[str, Any], kind: Any, rows: Any) -> Any:
+        def body(
+            i: Any, carry: tuple[EngineState, DecisionColumns]
+        ) -> tuple[EngineState, DecisionColumns]:
+            state, found = carry
+            row = {name: column[i] for name, column in values.items()}
+            state, one_row = jax.lax.switch(kind[i], branches, state, row)
+            return state, map_leaves(lambda all_, one: all_.at[i].set(one), found, one_row)
+
+        empty = map_leaves(jnp.asarray, empty_columns(MOST_ROWS))
+        # Not a scan, which would be compiled again for each length of a chunk.
+        return jax.lax.fori_loop(0, rows, body, (state, empty))
+
+    return loop
+
+
+def _padded(column: np.ndarray) -> np.ndarray:
+    padded = np.zeros(MOST_ROWS, column.dtype)
+    padded[: len(column)] = column
+    return padded
+
+
+def _cpu() -> Any:
+    """A CPU device, or JAX's default where JAX_PLATFORMS excludes the CPU."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:
+        return jax.devices()[0]
+
+
+class JaxSweepScan:
+    """Runs thousands of variants of one policy in one vmapped scan, for `healcore sweep`.
+
+    Thread-safe: two threads keep two cores busy. `places` are the positions of the varied numbers
+    in `config`. Raises RuntimeError without a CPU backend.
+
+    Two settings of XLA make it four times as fast on a CPU. They apply to this program only, and do
+    not reorder or contract arithmetic: every backend gets the same results bit for bit
+    (docs/parity.md).
+
+    * The loop is compiled to one LLVM function, not to a list of kernels called once per step. By
+      default XLA does so only for loops with tiny buffers
+      (xla_cpu_small_while_loop_byte_threshold). An XLA that does not know the attribute ignores it.
+    * Vectors of 512 bits, where the machine has them. LLVM's default is 256.
     """
 
     def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
