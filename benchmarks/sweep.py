@@ -24,7 +24,7 @@ import numpy as np
 from healcore.policy import load
 from healcore.tools.replay.scores import FEWEST, Label
 from healcore.tools.sweep.scores import Costs, own_events
-from healcore.tools.sweep.search import scan_of
+from healcore.tools.sweep.search import scan_all, scan_of
 from healcore.tools.sweep.series import series_of
 from healcore.tools.sweep.space import draw, parse
 from healcore.tools.traces import open_traces
