@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from healcore import Healer, RunStopped  # <- healcore
 from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
-from healcore.demo.scenario import BlockWeights, Scenario
+from healcore.demo.scenario import Scenario
 
 
 def train(
@@ -27,7 +27,7 @@ def train(
     `policy` and `folder` are those of the healed run. The step's number falls when it goes back.
     """
     torch.set_num_threads(1)  # for such small matrices more threads are slower
-    model = TorchTransformer(scenario)
+    model = ByteTransformer(scenario)
     optimizer = torch.optim.AdamW(
         model.parameters(), weight_decay=scenario.weight_decay, fused=True
     )
@@ -70,58 +70,37 @@ def train(
         return model.loss(torch.from_numpy(batch.tokens), torch.from_numpy(batch.weights))
 
 
-def _parameter(array) -> nn.Parameter:
-    return nn.Parameter(torch.tensor(array))
-
-
-class TransformerBlock(nn.Module):
-    """Attention and MLP on a residual stream."""
-
-    def __init__(self, weights: BlockWeights, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = _parameter(weights.qkv)
-        self.out = _parameter(weights.out)
-        self.up = _parameter(weights.up)
-        self.down = _parameter(weights.down)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
-        batch, time, width = x.shape
-        q, k, v = (
-            part.view(batch, time, self.heads, -1).transpose(1, 2)
-            for part in (x @ self.qkv).chunk(3, dim=-1)
-        )
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + mixed.transpose(1, 2).reshape(batch, time, width) @ self.out
-        return x + F.gelu(x @ self.up, approximate="tanh") @ self.down
-
-
-class TorchTransformer(nn.Module):
-    """Predicts the next byte."""
+class ByteTransformer(nn.Module):
+    """Predicts the next byte: rotary attention and a GELU MLP, without normalisation."""
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
-        weights = scenario.initial_weights()
-        self.embed = _parameter(weights.embed)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(block, scenario.heads) for block in weights.blocks
-        )
-        self.head = _parameter(weights.head)
+        self.layers, self.heads = scenario.layers, scenario.heads
+        self.weights = nn.ParameterDict()
+        for name, array in scenario.initial_weights().items():
+            self.weights[name] = nn.Parameter(torch.tensor(array))
         cos, sin = scenario.rotations()
         self.register_buffer("cos", torch.tensor(cos), persistent=False)
         self.register_buffer("sin", torch.tensor(sin), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (batch, time) to logits (batch, time, 256)."""
-        x = self.embed[tokens]
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return x @ self.head
+        w = self.weights
+        x = w["embed"][tokens]
+        batch, time, width = x.shape
+        for layer in range(self.layers):
+            q, k, v = (
+                part.view(batch, time, self.heads, -1).transpose(1, 2)
+                for part in (x @ w[f"qkv{layer}"]).chunk(3, dim=-1)
+            )
+            q, k = self._rotate(q), self._rotate(k)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + mixed.transpose(1, 2).reshape(batch, time, width) @ w[f"out{layer}"]
+            x = x + F.gelu(x @ w[f"up{layer}"], approximate="tanh") @ w[f"down{layer}"]
+        return x @ w["head"]
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Mean cross-entropy in nats over the targets that count; NaN if none does."""
@@ -131,8 +110,7 @@ class TorchTransformer(nn.Module):
         )
         return (each * weights.flatten()).sum() / weights.sum()
 
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of (batch, heads, time, width / heads)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    def _rotate(self, x: Tensor) -> Tensor:
+        """Rotary position embedding of (batch, heads, time, width / heads)."""
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * self.cos - b * self.sin, a * self.sin + b * self.cos), dim=-1)

@@ -41,7 +41,7 @@ from healcore.tools.report import page, picture
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
-FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "flax", "chex")}
+FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "chex")}
 _STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}
 
 
