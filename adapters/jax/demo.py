@@ -40,7 +40,7 @@ def train(
 ) -> Generator[Step, None, jax.Array]:
     """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
 
-    `policy` and `folder` are those of the healed run. The step's number falls when it goes back.
+    `policy` and `folder` are for the healed run. A rollback decreases the step's number.
     """
     params = jax.tree.map(jnp.asarray, scenario.initial_weights())
     tx = optimizer(scenario, arm, policy)

@@ -24,7 +24,7 @@ def train(
 ) -> Generator[Step, None, torch.Tensor]:
     """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
 
-    `policy` and `folder` are those of the healed run. The step's number falls when it goes back.
+    `policy` and `folder` are for the healed run. A rollback decreases the step's number.
     """
     torch.set_num_threads(1)  # for such small matrices more threads are slower
     model = ByteTransformer(scenario)
@@ -103,7 +103,7 @@ class ByteTransformer(nn.Module):
         return x @ w["head"]
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over the targets that count; NaN if none does."""
+        """Mean cross-entropy in nats over the targets that count; NaN without such a target."""
         logits = self(tokens[:, :-1])
         each = F.cross_entropy(
             logits.flatten(0, 1), tokens[:, 1:].flatten().long(), reduction="none"

@@ -80,7 +80,8 @@ def load_corpus(root: Path | None = None) -> Corpus:
 def _baseline_losses(seen: np.ndarray, unseen: np.ndarray) -> dict[str, float]:
     """Nats per byte of `unseen` by the frequencies of bytes in `seen`, and of pairs of bytes.
 
-    Each byte's count is increased by one; those of pairs are smoothed with those of single bytes.
+    Each byte's count is increased by one. The counts of pairs are smoothed with the counts of
+    single bytes.
     """
     single = np.bincount(seen, minlength=SYMBOLS) + 1.0
     single /= single.sum()

@@ -28,12 +28,12 @@ MOST_ROWS = 4096
 JAX_STARTS, A_LOOP, A_COMBINATION = 36_000, 45_000, 40_000
 """JAX's start-up costs, in rows that NumPy judges in the same time: the import, and compiling one
 policy's loop, with a branch per combination of signals. In CPU time, of which a row takes NumPy
-0.12 ms (`default`): one combination took that of 65,000 to 120,000 rows, for fast and slow policies
-alike (a policy that judges fast compiles fast); three took that of 190,000."""
+0.12 ms (`default`): compiling one combination took the time of 65,000 to 120,000 rows, for fast and
+slow policies alike; compiling three combinations took the time of 190,000 rows."""
 
 
 ALWAYS = ("loss", "grad_norm")
-"""Given wherever logged: no update with a non-finite value is applied, whatever a policy reads."""
+"""Signals that every policy is given: no update with a non-finite value is applied."""
 
 DecisionColumns = tuple[Any, ...]
 """The numbers of a `StepRecord`, and whether a rollback was due (whether or not the budget still
@@ -113,7 +113,7 @@ def by_signals(
 ) -> Iterator[tuple[frozenset[str], np.ndarray]]:
     """Every set of signals that rows log together, with those rows, bool (n,).
 
-    `given` is that of `Rows`; of the signals, only `names` count.
+    `given` is bool (n,) by signal. Only the signals in `names` count.
     """
     names = [name for name in names if name in given]
     bits = np.zeros(len(next(iter(given.values()), ())), np.int64)

@@ -65,9 +65,9 @@ def run_demo(
 ) -> DemoResult:
     """Trains one run per framework, seed and arm, and prints the outcomes.
 
-    Writes `curves.png` into `out` (None: `healcore-demo`), and a folder for each healed run with
-    its checkpoints, events, metrics, postmortem and report; those of an earlier demo are deleted.
-    `arms` must contain "healed". The probation of `policy` is `shortened`. `sizes` are fields of
+    Writes `curves.png` into `out` (default `healcore-demo`), and a folder for each healed run with
+    its checkpoints, events, metrics, postmortem and report. It deletes the folders of an earlier
+    demo. `arms` must contain "healed". The probation of `policy` is `shortened`. `sizes` are fields of
     `Scenario`.
 
     Raises MissingExtraError, healcore.policy.PolicyError, a DemoError for a missing corpus, too few

@@ -75,7 +75,7 @@ def demo(tmp_path_factory):
 
 def test_forty_tiny_steps_are_not_called_trained_nor_saved(demo):
     for framework in FRAMEWORKS:
-        for what in ("trains", "goes back while the learning rate is wrong: never"):
+        for what in ("trains", "rolls back while the learning rate is wrong: never"):
             (claim,) = [text for text in demo.broken() if f"{framework} healed: {what}" in text]
             assert f"BROKEN {claim}\n" in demo.printed
 

@@ -137,11 +137,11 @@ def _one(
 
 
 class _NothingWrittenError(Exception):
-    """Nothing was replayed, so the file of an earlier replay stays."""
+    """Nothing was replayed, so the existing file is kept."""
 
 
 class Outputs(NamedTuple):
-    """Where results go besides the table."""
+    """Output files of a replay, in addition to the table."""
 
     jsonl: str | None = None
     """A file, or - for standard output; the table then goes to standard error."""
@@ -191,7 +191,7 @@ def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Tra
     if scored:
         console.print(table.score_table(results))
     surveys = [trace.survey() for trace in traces]
-    _some(
+    _print_first(
         console,
         [str(each) for one in surveys for each in one.problems],
         sum(one.problem_count for one in surveys),
@@ -199,7 +199,7 @@ def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Tra
     )
     for line in table.notes(results):
         console.print(Text(line))
-    _some(
+    _print_first(
         console,
         [str(each) for one in surveys for each in one.notes],
         sum(one.note_count for one in surveys),
@@ -237,7 +237,7 @@ def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
     return written
 
 
-def _some(console: Console, lines: Sequence[str], count: int, style: str) -> None:
+def _print_first(console: Console, lines: Sequence[str], count: int, style: str) -> None:
     for line in lines[:MOST_PRINTED]:
         console.print(Text(line, style))
     rest = count - len(lines[:MOST_PRINTED])
@@ -246,5 +246,5 @@ def _some(console: Console, lines: Sequence[str], count: int, style: str) -> Non
 
 
 def _written(kind: str, path: Path, shown: int, count: int) -> str:
-    which = f" (the {shown} of {count} replays in which most happened)" if shown < count else ""
+    which = f" (the {shown} of {count} replays with the most rollbacks)" if shown < count else ""
     return f"{kind}: {path}{which}"

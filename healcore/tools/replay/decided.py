@@ -32,7 +32,7 @@ class Decided(NamedTuple):
     z: dict[str, float]
     """z score of each signal that the row has and the policy scores."""
     threshold: float | None
-    """Gradient norm above which the row would be clipped; None: no such limit applies here."""
+    """Gradient norm above which the row would be clipped; None without such a limit."""
     spent: bool
     """A rollback was due and the budget denied it: a live run ends here."""
 

@@ -77,7 +77,10 @@ class ReplayReport:
                 threshold=threshold,
                 lr_scale=curves.get("lr_scale"),
                 rows=summary.rows,
-                **self._columns,
+                step=self._columns["step"],
+                index=self._columns["index"],
+                attempt=self._columns["attempt"],
+                nonfinite=self._columns["nonfinite"],
             ),
             incidents=result.incidents,
             counts=Counts(

@@ -20,7 +20,7 @@ MOST_KEPT = 1000
 class JudgedRows(NamedTuple):
     """Consecutive judged rows of one attempt.
 
-    Arrays, also those of `record`, are (n,); `index` is int64, `step` float64.
+    All arrays, including the fields of `record`, are (n,). `index` is int64, `step` float64.
     """
 
     index: np.ndarray
@@ -43,7 +43,7 @@ class JudgedRows(NamedTuple):
 
     @property
     def action(self) -> np.ndarray:
-        """int32: the orders, ROLLBACK wherever one was due."""
+        """int32: the orders, with ROLLBACK wherever a rollback was due."""
         return self.record.action | np.where(self.due, int(Action.ROLLBACK), 0)
 
     @property
@@ -132,14 +132,14 @@ class Summary:
     causes: dict[str, int] = field(default_factory=dict)
     """Rows with each cause, lowest flag first."""
     actions: dict[str, int] = field(default_factory=dict)
-    """Rows with each order; ROLLBACK wherever one was due."""
+    """Rows with each order, with ROLLBACK wherever a rollback was due."""
     skips: int = 0
     clips: int = 0
     incidents: int = 0
     rollbacks: int = 0
-    """Rows at which one was due, repeats and denied ones included."""
+    """Rows at which a rollback was due, including repeated and denied rollbacks."""
     repeats: int = 0
-    """Rollbacks after the first of an incident; live they occur only if the first did not help."""
+    """Rollbacks after the first of an incident, which a live run has only if the first did not help."""
     spent: int = 0
     """Rollbacks that the budget denied, at most one per incident."""
     first_incident: float | None = None
@@ -167,7 +167,7 @@ class Summary:
 
     @property
     def first_cuts(self) -> int:
-        """Cuts of the learning rate that are no repeats."""
+        """Cuts of the learning rate, without repeated cuts."""
         return self.actions.get("CUT_LR", 0) - self.repeat_cuts
 
     def attempt(self, number: int) -> AttemptSummary:
@@ -232,7 +232,7 @@ def _lowest(known: float, scales: np.ndarray) -> float:
 
 
 class _OpenIncident:
-    """An incident while its rows are read; the attributes are those of an `Incident`."""
+    """An incident while its rows are read, with the attributes of an `Incident`."""
 
     def __init__(self, judged: JudgedRows, row: int, lr_before: float) -> None:
         self.attempt = judged.attempt

@@ -20,13 +20,13 @@ from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Label, Score
 from healcore.tools.replay.summary import Summary, inactive_line
 from healcore.tools.report.run_report import RunReport
 
-LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
+DROPPED_FIRST = ("clips", "last", "first", "skips", "lowest LR", "rows")
 """Columns that a narrow terminal does not show, in the order in which they are dropped."""
 
 _SHORTEST_NAME = 16
 """Characters that the name of a trace gets at least."""
 _MANY = 5
-"""Policies from which on they are counted in the title instead of named."""
+"""From this number of policies on, the title has their number instead of their names."""
 
 SCORED = (
     f"found: labelled events met by such orders (in time: within {IN_TIME} rows). "
@@ -83,7 +83,7 @@ def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:
         heads, rows, sums = heads[1:], [row[1:] for row in rows], [row[1:] for row in sums]
     shown, room = _fitting(heads, [*rows, *sums], width)
     who = listed(policies) if len(policies) < _MANY else f"{len(policies)} policies"
-    table = _blank(f"What {who} would have done" + (f", in {home}" if home else ""))
+    table = _empty_table(f"What {who} would have done" + (f", in {home}" if home else ""))
     table.add_column("trace", no_wrap=True)
     missing = [heads[place] for place in range(len(heads)) if place not in shown]
     if missing:
@@ -108,7 +108,7 @@ def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:
 
 def score_table(results: Sequence[ReplayResult]) -> Table:
     """The scores by folder and policy, without traces that are too short."""
-    table = _blank("Orders against the labels")
+    table = _empty_table("Orders against the labels")
     for name in ("folder", "policy", "by"):
         table.add_column(name, no_wrap=True)
     for name in ("traces", "rows", "found", "in time", "latency", "false", "per 10,000 rows"):
@@ -173,7 +173,7 @@ def _fitting(
 ) -> tuple[list[int], int]:
     """The columns that fit, whole since no number is cut, and the width left for the names."""
     shown = list(range(len(heads)))
-    leaving = [heads.index(name) for name in LEAVES_OUT]
+    leaving = [heads.index(name) for name in DROPPED_FIRST]
     while True:
         widths = (max(cell_len(str(row[place])) for row in (heads, *rows)) for place in shown)
         room = width - sum(widths) - 2 * len(shown) - 4
@@ -182,7 +182,7 @@ def _fitting(
         shown.remove(leaving.pop(0))
 
 
-def _blank(title: str) -> Table:
+def _empty_table(title: str) -> Table:
     return Table(
         title=Text(title, "bold"),
         title_justify="left",
@@ -241,7 +241,7 @@ def legend(results: Sequence[ReplayResult]) -> str:
     if any(each.rollbacks for each in all_):
         rollbacks = "rollbacks: the first of each incident"
         if any(each.repeats for each in all_):
-            rollbacks += "; again: had it not helped, for a recorded curve does not heal"
+            rollbacks += "; again: repeated orders, because a recorded curve does not recover"
         if any(each.spent for each in all_):
             rollbacks += "; denied: beyond the budget"
         lines.append(rollbacks + ".")

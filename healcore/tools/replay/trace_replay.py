@@ -1,8 +1,8 @@
 """Runs one policy over one recorded trace.
 
 Nothing can be restored offline: where a rollback is due, the replay reports it and continues along
-the recorded curve. The engine goes back only where the recorded run itself did (a resume, a
-rollback).
+the recorded curve. The engine's state is restored only where the recorded run was restored
+(a resume, a rollback).
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ class Lineage:
         """Sets the state in which attempt `number` begins; returns whether it continues the run.
 
         A resumed attempt has the detectors of its checkpoint, and the current budgets and LR
-        multiplier, like a live run that goes back. One that starts again in the same file goes back
-        to the first state in the same way. One in a file of its own is another run.
+        multiplier, as after a rollback. An attempt that starts again in the same file is a rollback
+        to the first state. An attempt from scratch in a file of its own is another run.
         """
         attempt = self._attempts[number]
         live, self._state = self._state, self._runner.start()

@@ -1,7 +1,7 @@
 """Chooses a setting, and checks whether such a choice holds on runs that it was not chosen by.
 
-The best of thousands of settings is partly luck. So each score is averaged with those of the
-nearest settings. Settings with an average close to the best form the plateau; the one with the
+The best of thousands of settings is partly luck. So each score is averaged with the scores of
+the nearest settings. Settings with an average close to the best form the plateau; the one with the
 smallest mean distance to the others is chosen, so that a number without effect stays near the
 middle of its range. Traces are held out by family, so that no seed of a recipe is on both sides.
 """
@@ -60,7 +60,7 @@ class SweepChoice(NamedTuple):
     scores: np.ndarray
     rates: Rates
     validation: Validation | None
-    """None if nothing could be held out."""
+    """The validation, or None if nothing could be held out."""
     take: int
     """The setting to take: the choice, or 0, the base policy."""
     reason: str

@@ -119,8 +119,8 @@ def sweep(
     base = load(policy)
     if not any("rollback" in rule.do for rule in base.respond):
         raise SweepError(
-            f"policy {base.name} never goes back: a sweep ranks recoveries. Give one with a rule "
-            'that has do = ["rollback"], for example pretraining'
+            f"policy {base.name} never rolls back, and a sweep ranks rollbacks. Name one with "
+            'a rule that has do = ["rollback"], for example pretraining'
         )
     axes = tuple(space.parse(base, text) for text in vary) or space.default_axes(base)
     keys = [axis.key for axis in axes]

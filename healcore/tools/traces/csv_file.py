@@ -22,7 +22,7 @@ _DELIMITERS = ",;\t"
 _MOST_COLUMNS = 1 << 16
 _MOST_RUNS = 4096
 """Most runs of one export, since each takes a pass over the file."""
-# Columns of a W&B export that all runs share, besides the step.
+# Columns of a W&B export that all runs share, in addition to the step.
 _OF_ALL_RUNS = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 _KEPT = 400
 """Characters that are kept of a cell; a number has fewer."""

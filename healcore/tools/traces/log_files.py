@@ -72,13 +72,13 @@ def open_traces(
 
     Args:
         paths: files, or directories. Files of a directory that continue each other, in the order of
-            their names, are one run; a file that begins again is a run of its own. A directory of
-            directories stands for all of them.
+            their names, are one run; a file that begins again is a run of its own. A directory
+            without a log is searched for directories with logs.
         columns: signal (or "step") -> its name in the files, if that is not a known one.
         join: all paths are attempts of one run, in this order.
 
     Returns:
-        The traces in the order of the paths, and the paths that gave none.
+        The traces in the order of the paths, and the paths without a readable trace.
 
     Raises:
         TraceError: `columns` names something that is not a signal.
@@ -133,7 +133,7 @@ def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
 
 
 class _Opener:
-    """Opens paths with the options of one `open_traces`, and keeps those that failed."""
+    """Opens paths with the options of one `open_traces`, and collects the unreadable paths."""
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = columns
@@ -143,7 +143,7 @@ class _Opener:
     # -- runs --------------------------------------------------------------------------------------
 
     def file(self, path: str) -> list[Trace]:
-        """The runs of one file; notes about unusable runs go to the first usable one."""
+        """The runs of one file. The first usable run gets the notes about unusable runs."""
         traces: list[Trace] = []
         opening: list[Findings] = []
         reasons: list[str] = []
@@ -191,7 +191,7 @@ class _Opener:
             return traces
         if folders:
             names = quoted([os.path.basename(folder) for folder in folders])
-            findings.note(path, None, f"{names}: not searched, there are logs next to them")
+            findings.note(path, None, f"{names}: not searched, because there are logs next to them")
         if len(runs) == 1:
             return [_trace(path, runs[0], findings)]
         return [
@@ -354,10 +354,10 @@ def _folders(path: str) -> list[str]:
 def _split_runs(readers: Sequence[LogReader]) -> list[list[LogReader]]:
     """Divides the files of one directory into runs.
 
-    TensorBoard's files, typed records and healcore's own are one run per directory by convention; a
-    second start there is of a run that died before its first checkpoint. Tables and the like are
-    different runs, unless their names differ in a number only (log-1, log-2) and each begins after
-    the first step of the one before, as a resumed run does.
+    The files of TensorBoard, of typed records and of healcore are one run per directory by
+    convention. Tables, JSON Lines and JSON documents are different runs. Exception: names that
+    differ in a number only (log-1, log-2), where each file begins after the first step of the file
+    before.
     """
     runs: list[list[LogReader]] = []
     before: tuple[str, float | None] = ("", None)
@@ -375,7 +375,7 @@ def _split_runs(readers: Sequence[LogReader]) -> list[list[LogReader]]:
 
 
 def _first_step(reader: LogReader) -> float | None:
-    """None if the file has no steps."""
+    """The first step, or None for a file without steps."""
     chunk = next((each for each in reader.chunks(Findings()) if len(each.line)), None)
     return None if chunk is None or np.isnan(chunk.step[0]) else float(chunk.step[0])
 

@@ -29,7 +29,7 @@ Records = Callable[[Findings], Iterator[tuple[int, Fields]]]
 """Begins a pass over the records of a file: line (0: the format has none) and fields."""
 
 PROBED = 1000
-"""Records whose keys decide what is read; keys of later records can only add to it."""
+"""Number of records whose keys decide what is read; later keys can only add signals."""
 
 _WIDE = 256
 """Fields of a record above which only those that are read are kept."""
@@ -142,7 +142,7 @@ class RecordFormat(NamedTuple):
     recognizes: Callable[[Fields], bool]
     """Whether a record proves that a JSON Lines file has this format."""
     fields: Callable[[Fields], Fields | None]
-    """A record's numbers; None: it is not a step."""
+    """The numbers of a record, or None for a record that is not a step."""
     note: str = ""
 
 

@@ -14,7 +14,7 @@ from healcore.core.errors import HealcoreError
 from healcore.plugins.rows import by_signals
 
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "lr")
-"""Names that are looked for in a log: those of `healcore.core.signals`, and the learning rate."""
+"""Signals that are read from a log: those of `healcore.core.signals`, and the learning rate."""
 
 JUDGED = frozenset({"loss", "grad_norm"})
 """A row needs one of these to be judged, and only these show where a run was resumed."""
@@ -33,7 +33,7 @@ class TraceError(HealcoreError, ValueError):
 class Rows(NamedTuple):
     """One chunk: 1 to `CHUNK` rows of one attempt.
 
-    A reader of a file makes the same, with what is known there: see `LogReader`.
+    The readers of files make the same type; `LogReader` says what differs there.
     """
 
     index: np.ndarray
@@ -70,7 +70,7 @@ class Attempt(NamedTuple):
     first_step: float
     resumes_after: int | None
     """Index of the last row before it that is still part of the run: its step is smaller than
-    `first_step` and no attempt in between replaced it. None: the attempt starts from scratch."""
+    `first_step` and no attempt in between replaced it. None for an attempt from scratch."""
 
 
 class TraceFinding(NamedTuple):

@@ -11,7 +11,7 @@ from healcore.plugins.rows import choose_backend
 from healcore.policy import load
 from healcore.tools.replay.command import replay_all
 from healcore.tools.replay.table import (
-    LEAVES_OUT,
+    DROPPED_FIRST,
     ReplayResult,
     legend,
     notes,
@@ -70,8 +70,8 @@ def test_numbers_are_never_cut(results, width):
         name = line.rpartition("…")[0]
         assert "  " not in name.strip(), f"only names are cut: {line}"
     heads = next(line for line in text.splitlines() if line.strip().startswith("trace"))
-    gone = [name for name in LEAVES_OUT if name not in heads]
-    assert gone == list(LEAVES_OUT[: len(gone)])
+    gone = [name for name in DROPPED_FIRST if name not in heads]
+    assert gone == list(DROPPED_FIRST[: len(gone)])
     assert ("A wider terminal also shows" in text) == bool(gone)
     assert " 16 +15 again (3 denied) " in text
 
