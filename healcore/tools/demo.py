@@ -67,8 +67,8 @@ def run_demo(
 
     Writes `curves.png` into `out` (default `healcore-demo`), and a folder for each healed run with
     its checkpoints, events, metrics, postmortem and report. It deletes the folders of an earlier
-    demo. `arms` must contain "healed". The probation of `policy` is `shortened`. `sizes` are fields of
-    `Scenario`.
+    demo. `arms` must contain "healed". The probation of `policy` is `shortened`. `sizes` are
+    fields of `Scenario`.
 
     Raises MissingExtraError, healcore.policy.PolicyError, a DemoError for a missing corpus, too few
     steps, or sizes that do not fit, or an OutputError for a link in the place of an output, and for

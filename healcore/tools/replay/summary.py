@@ -139,7 +139,7 @@ class Summary:
     rollbacks: int = 0
     """Rows at which a rollback was due, including repeated and denied rollbacks."""
     repeats: int = 0
-    """Rollbacks after the first of an incident, which a live run has only if the first did not help."""
+    """Rollbacks after the first of an incident. A live run has them if the first did not help."""
     spent: int = 0
     """Rollbacks that the budget denied, at most one per incident."""
     first_incident: float | None = None
@@ -207,14 +207,14 @@ class Summary:
             self.stopped_step = float(judged.step[stops[0]])
 
 
-def inactive_line(signal: str, parts: Sequence[str], where: str = "") -> str:
+def inactive_line(signal: str, parts: Sequence[str]) -> str:
     """The parts of a policy that are inactive without a signal, as text."""
     logged = {
         "group_norms": "in any log (AdaGC reads every tensor's)",
         "update": "in any log (its norm without the learning-rate multiplier)",
     }.get(signal, "logged")
     verb = "is" if len(parts) == 1 else "are"
-    return f"no {signal} {logged}{where}: {listed(parts)} {verb} inactive"
+    return f"no {signal} {logged}: {listed(parts)} {verb} inactive"
 
 
 def _summed(

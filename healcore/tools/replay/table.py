@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import NamedTuple
@@ -264,28 +264,18 @@ def notes(results: Sequence[ReplayResult]) -> list[str]:
 
 
 def _inactive(results: Sequence[ReplayResult]) -> list[str]:
-    """One line for each missing signal, for all policies and traces together."""
-    count = len({each.summary.trace for each in results})
+    """One line for each policy and missing signal."""
+    traces = len({each.summary.trace for each in results})
     several = len({each.summary.policy for each in results}) > 1
-    without: dict[str, set[str]] = defaultdict(set)
-    inactive: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for each in results:
-        for signal, parts in each.summary.inactive.items():
-            without[signal].add(each.summary.trace)
-            for part in parts:
-                inactive[signal][part].add(each.summary.policy)
+    lines = Counter(
+        (f"{each.summary.policy}: " if several else "") + inactive_line(signal, parts)
+        for each in results
+        for signal, parts in each.summary.inactive.items()
+    )
     return [
-        inactive_line(
-            signal,
-            [f"{part} ({_policies(who)})" if several else part for part, who in parts.items()],
-            f" in {len(without[signal])} of {count} traces" if len(without[signal]) < count else "",
-        )
-        for signal, parts in sorted(inactive.items())
+        line if count == traces else f"{line} in {count} of {traces} traces"
+        for line, count in lines.items()
     ]
-
-
-def _policies(policies: set[str]) -> str:
-    return next(iter(policies)) if len(policies) == 1 else f"{len(policies)} policies"
 
 
 def _by_attempt(summary: Summary) -> str:

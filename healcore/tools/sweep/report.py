@@ -219,9 +219,10 @@ def to_json(found: Sweep) -> dict[str, Any]:
             "worse_than_base": checked.worse,
             "events": list(checked.events),
             "events_in_some_split": checked.ever,
-            "base": {**checked.base._asdict(), "gap": checked.base.gap},
-            "chosen": {**checked.chosen._asdict(), "gap": checked.chosen.gap},
-            "best": {**checked.best._asdict(), "gap": checked.best.gap},
+            **{
+                name: {**each._asdict(), "gap": each.gap}
+                for name, each in zip(("base", "chosen", "best"), checked[:3], strict=True)
+            },
         },
         "notes": notes(found),
         "left_out": [each._asdict() for each in found.left_out],

@@ -35,7 +35,6 @@ from healcore.tools.traces.trace import (
     TraceError,
     TraceFinding,
     Unreadable,
-    survey,
 )
 
 RECORD_FORMATS = {each.name: each for each in (EVENTS, METRICS, TYPED, PLAIN, DOCUMENT)}
@@ -124,12 +123,7 @@ def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
             where = error.filename or readers[0].path
             raise TraceError(f"{where} cannot be read: {error.strerror or error}") from error
 
-    return Trace(
-        name,
-        [each.path for each in readers],
-        lambda: begin(Findings()),
-        lambda: survey(begin, opening),
-    )
+    return Trace(name, [each.path for each in readers], begin, opening)
 
 
 class _Opener:

@@ -147,13 +147,13 @@ class Trace:
         self,
         name: str,
         sources: Sequence[str],
-        rows: Callable[[], Iterator[Rows]],
-        survey: Callable[[], Survey],
+        begin: Callable[[Findings], Iterator[Rows]],
+        opening: Findings,
     ) -> None:
         self.name = name
         self.sources = tuple(sources)
-        self._rows = rows
-        self._make_survey = survey
+        self._begin = begin
+        self._opening = opening
         self._survey: Survey | None = None
 
     def __repr__(self) -> str:
@@ -164,12 +164,12 @@ class Trace:
 
         Raises TraceError if the file has gone, or its steps go back again and again.
         """
-        return self._rows()
+        return self._begin(Findings())
 
     def survey(self) -> Survey:
         """The result of the first pass, which is made once; raises as `rows`."""
         if self._survey is None:
-            self._survey = self._make_survey()
+            self._survey = survey(self._begin, self._opening)
         return self._survey
 
 
