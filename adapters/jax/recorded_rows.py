@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.signals import Signals
@@ -148,7 +148,7 @@ class JaxSweepScan:
         scan = jax.jit(jax.vmap(one, in_axes=(0, None), out_axes=1))
 
         def with_attributes(*arguments: Any) -> Any:
-            with _small_call():
+            with set_xla_metadata(**_ATTRIBUTES):
                 return scan(*arguments)
 
         with jax.default_device(self._device):
@@ -195,12 +195,3 @@ class JaxSweepScan:
 def _chosen(condition: Any, new: EngineState, old: EngineState) -> EngineState:
     """`new` where the condition holds. What is in both is not selected."""
     return map_leaves(lambda a, b: b if a is b else jnp.where(condition, a, b), new, old)
-
-
-def _small_call() -> Any:
-    """Sets the attributes on calls in its context; does nothing in a JAX that cannot."""
-    try:
-        from jax.experimental.xla_metadata import set_xla_metadata
-    except ImportError:
-        return contextlib.nullcontext()
-    return set_xla_metadata(**_ATTRIBUTES)
