@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from healcore.core.detectors import records
+from healcore.core.detectors import RecordsConfig
 from healcore.core.signals import Signals, observe
 
 STEPS, RUNS = 1000, 400
@@ -83,13 +83,13 @@ def explosions(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     return 2 + 3 * np.exp(-np.arange(STEPS) / 100)[:, None] + noise + np.minimum(grown, 1e6), onset
 
 
-def first_alarms(losses: np.ndarray, config: records.Config) -> np.ndarray:
+def first_alarms(losses: np.ndarray, config: RecordsConfig) -> np.ndarray:
     """The step of each run's first alarm, or the number of steps."""
-    state, found = records.init(config), np.full(RUNS, STEPS)
+    state, found = config.init(), np.full(RUNS, STEPS)
     for i, loss in enumerate(losses.astype(np.float32)):
         seen = observe(Signals(loss=loss), np.zeros(RUNS, bool), xp=np)
         with np.errstate(all="ignore"):
-            state, reading = records.update(config, state, seen, xp=np)
+            state, reading = config.update(state, seen, xp=np)
         found = np.where(reading.alarm & (found == STEPS), i, found)
     return found
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--streams", action="store_true", help="each stream, default thresholds")
     options = parser.parse_args()
-    base = records.Config()
+    base = RecordsConfig()
     if options.streams:
         for name, stream in (EXCHANGEABLE | WANDERING).items():
             found = first_alarms(stream(np.random.default_rng(1)), base)

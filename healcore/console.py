@@ -1,9 +1,8 @@
-"""Lines for people, on the logger `healcore`, or on standard error if no logging is set up.
+"""Logs to the logger `healcore`, or prints to standard error if no logging is set up.
 
-The program's logging decides: handlers, levels and propagation of `healcore` and of the root
-logger are never changed. Without any handler, Python itself would print warnings only; healcore
-prints its lines with the prefix `healcore:` then. A bare `logging.basicConfig()` counts as no
-setup: absl calls it on behalf of Orbax.
+Handlers, levels and propagation of loggers are never changed. Without any handler healcore prints
+its lines with the prefix `healcore:`. A bare `logging.basicConfig()` counts as no setup, because
+absl calls it for Orbax.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from healcore.core.printable import clean
 Console = bool | Literal["auto"]
 """Whether healcore prints its lines itself.
 
-"auto": only if the program has no handler that they could go to. True: unless such a handler
-prints them to the terminal already. False: never.
+"auto": only if no logging handler receives them. True: unless a handler prints them to the
+terminal. False: never.
 """
 
 _logger = logging.getLogger("healcore")
 
 
 def checked(console: Any) -> Console:
-    """Returns its argument; raises ValueError if it is not a `Console`."""
+    """Returns its argument. Raises ValueError if that is not a `Console`."""
     if console is True or console is False or console == "auto":
         return console
     raise ValueError(f'console is "auto", True or False, not {console!r}')
@@ -55,7 +54,7 @@ def _log(level: int, line: str, console: Console) -> None:
 
 
 def _is_wanted(level: int) -> bool:
-    """Whether the levels let a line pass where nothing but levels is set up."""
+    """Whether the levels of the loggers let a line pass, without a handler."""
     least = _logger.level or logging.root.level
     if least == logging.WARNING and not _logger.level:
         least = logging.INFO  # the level of an untouched root logger
@@ -65,7 +64,7 @@ def _is_wanted(level: int) -> bool:
 
 
 def _handlers() -> list[logging.Handler]:
-    """The handlers that a record of `healcore` reaches, without one of a bare `basicConfig()`."""
+    """The handlers of `healcore`'s records, except the handler of a bare `basicConfig()`."""
     found: list[logging.Handler] = []
     current: logging.Logger | None = _logger
     while current is not None:
@@ -75,7 +74,7 @@ def _handlers() -> list[logging.Handler]:
 
 
 def _is_bare(handler: logging.Handler) -> bool:
-    """Whether a handler is as `logging.basicConfig()` makes it without arguments."""
+    """Whether `logging.basicConfig()` without arguments has made the handler."""
     formatter = handler.formatter
     return (
         type(handler) is logging.StreamHandler
@@ -98,13 +97,10 @@ def _is_terminal(handler: logging.Handler) -> bool:
 
 
 def _print(line: str) -> None:
-    """Writes to the present `sys.stderr`, above a progress bar.
-
-    A live display of rich replaces `sys.stderr` by a stream that knows of it; tqdm has a function.
-    """
+    """Writes to the current `sys.stderr`, above a progress bar of tqdm or rich."""
     line = f"healcore: {line}"
     try:
-        tqdm: Any = sys.modules.get("tqdm.std")  # a program without it has no bar of it
+        tqdm: Any = sys.modules.get("tqdm.std")  # if not imported, there is no bar of tqdm
         if tqdm is None:
             print(line, file=sys.stderr, flush=True)
         else:

@@ -21,18 +21,20 @@ from healcore.core.engine import StateError  # noqa: E402
 from healcore.core.signals import SignalError  # noqa: E402
 from healcore.core.verdict import Action, Cause, Decision  # noqa: E402
 from healcore.jax.commit import CommitError, commit  # noqa: E402
-from healcore.jax.decision import gradient_norms, last_decision, metrics  # noqa: E402
 from healcore.jax.gradients import global_norm, leaf_norms  # noqa: E402
-from healcore.jax.lr import ScaleByHealLrState, scale_by_heal_lr, set_lr_scale  # noqa: E402
-from healcore.jax.state import HealState, HealStateError  # noqa: E402
-from healcore.jax.state_transfer import (  # noqa: E402
+from healcore.jax.heal_state import HealState, HealStateError  # noqa: E402
+from healcore.jax.opt_state import (  # noqa: E402
     expect_change,
     from_dict,
+    gradient_norms,
+    last_decision,
+    metrics,
     on_rollback,
     to_dict,
     with_heal_state,
     without_heal_state,
 )
+from healcore.jax.optax_states import ScaleByHealLrState, scale_by_heal_lr, set_lr_scale  # noqa: E402
 from healcore.jax.transform import ProtectState, heal, heal_zclip, protect  # noqa: E402
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Keeping the old state on a skip: `commit` for the train state, `step_or_keep` for an optimizer's.
+"""Keeps the old state on a skip: `commit` a train state, `step_or_keep` an optimizer's state.
 
 With ``new = update(old); state = where(skip, old, new)`` two versions of every moment are alive:
 the updates are computed from `new`, the output is `state`. XLA then copies the moments instead of
@@ -47,7 +47,7 @@ def commit(skip: chex.Array, old: State, new: State) -> State:
 
     Skipping the optimizer step alone keeps what the bad batch wrote in the forward pass (BatchNorm
     statistics, EMA weights, accumulators); `commit` reverts all of it. Leave the healing state out
-    of it: a counter of skips that is itself reverted never counts.
+    of it: a counter of skips that is reverted would never count.
 
     Args:
         skip: bool, 0-d, usually ``decision.skip``.

@@ -12,7 +12,7 @@ from flax.training import train_state
 
 from healcore.core.verdict import Decision
 from healcore.jax.commit import commit
-from healcore.jax.decision import last_decision
+from healcore.jax.opt_state import last_decision
 from healcore.jax.signals import split_keywords
 
 _RAW_KEYS = ((2,), (4,))  # threefry; rbg and unsafe_rbg

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from healcore.core.verdict import Decision
-from healcore.jax import decision as in_state
+from healcore.jax import opt_state as in_state
 from healcore.jax.commit import commit
-from healcore.jax.state import map_nodes
+from healcore.jax.heal_state import map_nodes
 
 if TYPE_CHECKING:
     from healcore.policy import PolicyLike
@@ -23,8 +23,8 @@ def snapshot(model: nnx.Module) -> Any:
         model: the module.
 
     Returns:
-        All its variables except random streams: those advance, so that the step after a skip does
-        not use the dropout mask of the bad one.
+        All its variables except random streams. Random streams advance, so that the step after a
+        skip does not use the dropout mask of the bad step.
     """
     return _arrays(nnx.state(model, nnx.Not(nnx.RngState)))
 
@@ -51,7 +51,7 @@ def update(
         optimizer: built with a transformation that holds one healing state.
         model: the module, changed in place.
         grads: from ``nnx.grad``.
-        before: from `snapshot`; None when the model has no state besides its parameters.
+        before: from `snapshot`; None when the model has no state except its parameters.
         **signals: `value` and the other keywords of `heal`'s update, and the optimizer's own.
 
     Returns:

@@ -6,18 +6,20 @@ loses 0.3 %. The functions here keep leaves' dtypes, and do not change integer a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from healcore.jax.eager import compiled
+from healcore.jax.compilation import compiled
 from healcore.jax.namespace import shared
 
 SMALL = 1 << 14
 """Elements of the largest tensor that `not_finite` checks."""
+P = ParamSpec("P")
 Tree = TypeVar("Tree")
 
 
@@ -65,32 +67,57 @@ def _norms(leaves: list[chex.Array]) -> tuple[chex.Array, chex.Array]:
     return jnp.sqrt(sum(sums, start=jnp.zeros((), jnp.float32))), jnp.sqrt(each)
 
 
-def scale(tree: Tree, factor: chex.Numeric) -> Tree:
+def _of_gradients(
+    function: Callable[Concatenate[list[chex.Array], P], list[chex.Array]],
+) -> Callable[Concatenate[Tree, P], Tree]:
+    """Makes a function of a list of gradients a function of a tree, compiled as one call."""
+    call = compiled(function)
+
+    @functools.wraps(function)
+    def changed(tree: Tree, *args: P.args, **kwargs: P.kwargs) -> Tree:
+        leaves, structure = jax.tree.flatten(tree)
+        places = [i for i, leaf in enumerate(leaves) if is_gradient(leaf)]
+        new = call([jnp.asarray(leaves[i]) for i in places], *args, **kwargs)
+        for i, leaf in zip(places, new, strict=True):
+            leaves[i] = leaf
+        return structure.unflatten(leaves)
+
+    return changed
+
+
+@_of_gradients
+def scale(leaves: list[chex.Array], factor: chex.Numeric) -> list[chex.Array]:
     """Multiplies every leaf by one factor, float32 0-d.
 
     In at least float32, rounded once: a factor in bfloat16 would be off by up to 0.4 %.
     """
-    return _changed(_scaled, tree, factor)
+    return [_product(leaf, factor) for leaf in leaves]
 
 
-def scale_each(tree: Tree, factors: chex.Array) -> Tree:
+@_of_gradients
+def scale_each(leaves: list[chex.Array], factors: chex.Array) -> list[chex.Array]:
     """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `leaf_norms`."""
-    return _changed(_scaled_each, tree, jnp.asarray(factors))
+    factors = jnp.asarray(factors)
+    return [_product(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
 
 
-def fill_where(skip: chex.Array, tree: Tree, value: float) -> Tree:
+@_of_gradients
+def fill_where(leaves: list[chex.Array], skip: chex.Array, value: float) -> list[chex.Array]:
     """`value` in every element where `skip` (bool, 0-d); NaN is for `optax.apply_if_finite`."""
-    return _changed(_filled, tree, skip, value)
+    return [jnp.where(skip, jnp.full((), value, leaf.dtype), leaf) for leaf in leaves]
 
 
-def no_update_where(skip: chex.Array, tree: Tree) -> Tree:
+@_of_gradients
+def no_update_where(leaves: list[chex.Array], skip: chex.Array) -> list[chex.Array]:
     """Updates that leave parameters bit-identical where `skip` (bool, 0-d).
 
     They are -0.0 because ``p + -0.0`` is p for every p, but ``-0.0 + 0.0`` is ``+0.0``. (XLA's own
     bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some programs; `commit` keeps them.)
     Non-finite elements always become -0.0: fused into the addition this costs nothing.
     """
-    return _changed(_held, tree, skip)
+    return [
+        jnp.where(skip | ~jnp.isfinite(leaf), _negative_zero(leaf.dtype), leaf) for leaf in leaves
+    ]
 
 
 def not_finite(tree: Any) -> chex.Array:
@@ -110,38 +137,6 @@ def _any_not_finite(leaves: list[chex.Array]) -> chex.Array:
         return jnp.zeros((), jnp.bool_)
     # `shared`: else each tensor's kernel repeats it (192 tensors: 67,000 instructions, not 31,000).
     return shared(jnp.stack(flags).any())
-
-
-def _changed(function: Callable[..., list[chex.Array]], tree: Tree, *args: Any) -> Tree:
-    """The tree with its gradients replaced by ``function(gradients, *args)``."""
-    leaves, structure = jax.tree.flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if is_gradient(leaf)]
-    new = function([jnp.asarray(leaves[i]) for i in places], *args)
-    for i, leaf in zip(places, new, strict=True):
-        leaves[i] = leaf
-    return structure.unflatten(leaves)
-
-
-@compiled
-def _scaled(leaves: list[chex.Array], factor: chex.Numeric) -> list[chex.Array]:
-    return [_product(leaf, factor) for leaf in leaves]
-
-
-@compiled
-def _scaled_each(leaves: list[chex.Array], factors: Any) -> list[chex.Array]:
-    return [_product(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
-
-
-@compiled
-def _filled(leaves: list[chex.Array], skip: chex.Array, value: float) -> list[chex.Array]:
-    return [jnp.where(skip, jnp.full((), value, leaf.dtype), leaf) for leaf in leaves]
-
-
-@compiled
-def _held(leaves: list[chex.Array], skip: chex.Array) -> list[chex.Array]:
-    return [
-        jnp.where(skip | ~jnp.isfinite(leaf), _negative_zero(leaf.dtype), leaf) for leaf in leaves
-    ]
 
 
 def _square_sum(leaf: chex.Array) -> chex.Array:

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pkgutil
+from functools import partial
 
 from healcore.adapter_registry import register
 
+_PARTS = {
+    "driver": "healcore.jax.driver:JaxDriver",
+    "plain_values": "healcore.jax.plain_values",
+    "row_runner": "healcore.jax.recorded_runs:JaxRowRunner",
+    "sweep_scan": "healcore.jax.recorded_runs:JaxSweepScan",
+    "demo_training": "healcore.jax.demo:train",
+}
+"""The registry's name of a part -> the module or object."""
 
-@register("jax", "driver")
-def _driver() -> Any:
-    from healcore.jax.driver import JaxDriver
-
-    return JaxDriver
-
-
-@register("jax", "plain_values")
-def _plain_values() -> Any:
-    from healcore.jax import plain_values
-
-    return plain_values
-
-
-@register("jax", "row_runner")
-def _row_runner() -> Any:
-    from healcore.jax.recorded_rows import JaxRowRunner
-
-    return JaxRowRunner
-
-
-@register("jax", "sweep_scan")
-def _sweep_scan() -> Any:
-    from healcore.jax.recorded_rows import JaxSweepScan
-
-    return JaxSweepScan
-
-
-@register("jax", "demo_training")
-def _demo_training() -> Any:
-    from healcore.jax.demo import train
-
-    return train
+for _need, _where in _PARTS.items():
+    register("jax", _need)(partial(pkgutil.resolve_name, _where))

@@ -7,7 +7,6 @@ axis name each device has its own part only; there `Axes` reduces the signals ov
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
 from healcore.jax.gradients import both_norms, global_norm, gradient_leaves
@@ -52,7 +50,7 @@ class GivenSignals(TypedDict, total=False):
 
 
 def split_keywords(keywords: Mapping[str, Any]) -> tuple[GivenSignals, dict[str, Any]]:
-    """The signals among the keywords of an `update`, without those that are None; the others."""
+    """The signals among the keywords of an `update` that are not None, and the other keywords."""
     names = GivenSignals.__annotations__
     given: Any = {name: keywords[name] for name in names if keywords.get(name) is not None}
     return given, {name: each for name, each in keywords.items() if name not in names}
@@ -74,20 +72,15 @@ def make_signals(
         updates = jax.lax.optimization_barrier(updates)
     leaf_norms, grad_norm = None, given.get("grad_norm")
     if engine.per_tensor or grad_norm is None:
-        # Always, whatever the rules read: no policy may accept a non-finite gradient.
+        # Even if no rule reads it: no policy may accept a non-finite gradient.
         own_norm, leaf_norms = both_norms(updates)
         grad_norm = own_norm if grad_norm is None else grad_norm
         if not leaf_norms.size:
             leaf_norms = jnp.zeros((1,), jnp.float32)  # as `count_leaves` has it
+    reported: dict[str, Any] = {**given, "grad_norm": grad_norm}
+    found = {name: _scalar(name, reported.get(name)) for name in GivenSignals.__annotations__}
     signals = Signals(
-        loss=_number("value", given.get("value")),
-        grad_norm=_number("grad_norm", grad_norm),
-        update_norm=_number("update_norm", given.get("update_norm")),
-        eval_loss=_number("eval_loss", given.get("eval_loss")),
-        group_norms=leaf_norms if engine.per_tensor else None,
-        change_expected=_flag("change_expected", given.get("change_expected")),
-        externally_skipped=_flag("externally_skipped", given.get("externally_skipped")),
-        learning_rate=_number("learning_rate", given.get("learning_rate")),
+        loss=found.pop("value"), group_norms=leaf_norms if engine.per_tensor else None, **found
     )
     return axes.signals(signals, leaf_norms, given_norm="grad_norm" in given)
 
@@ -127,7 +120,7 @@ class Axes(NamedTuple):
     def signals(
         self, own: Signals, leaf_norms: chex.Array | None, *, given_norm: bool
     ) -> tuple[Signals, chex.Array | None]:
-        """The signals and leaf norms of the whole step from those of this device: one all-reduce.
+        """The signals and leaf norms of the whole step from this device's: one all-reduce.
 
         Losses and rates are averaged, norms combined, and a flag is set if any device sets it. A
         NaN or Inf reaches every device. `given_norm`: the caller has passed the global norm.
@@ -192,64 +185,41 @@ def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
 
 
 def _warn_if_no_loss(engine: Engine, given: GivenSignals) -> None:
-    inactive = [name for name, _ in engine.config.detectors if "loss" in DETECTORS[name].NEEDS]
+    inactive = [name for name, each in engine.config.detectors if "loss" in each.NEEDS]
     if "value" not in given and inactive:
         warnings.warn(
             f"no loss reaches healcore, so {', '.join(inactive)} of the policy are inactive and "
             "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss). In a chain "
             "optax does not pass value on to a MultiSteps; write "
             "optax.GradientTransformationExtraArgs(steps.init, steps.update) in place of steps",
-            stacklevel=_callers(),
+            stacklevel=4,  # of tx.update, outside of jit
         )
 
 
-def _callers() -> int:
-    """The stack level of the first frame outside healcore, optax and Flax."""
-    frame, level = sys._getframe(1), 1
-    while frame is not None:
-        top = frame.f_globals.get("__name__", "").partition(".")[0]
-        if top not in ("healcore", "optax", "flax"):
-            return level
-        frame, level = frame.f_back, level + 1
-    return 1
-
-
-def _number(name: str, value: Any) -> chex.Array | None:
+def _scalar(name: str, value: Any) -> chex.Array | None:
+    """A signal as float32 or bool 0-d; None if the caller does not report it."""
     if value is None:
         return None
-    dtype = _dtype(name, value)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise SignalError(
-            f"{name} must be a floating number, got {dtype}: "
-            f"pass {name}=jnp.asarray({name}, jnp.float32) if it is one"
-        )
-    _check_shape(name, value)
-    with np.errstate(over="ignore"):  # a larger number is infinite in float32
-        return jnp.asarray(value).astype(jnp.float32)
-
-
-def _flag(name: str, value: Any) -> chex.Array | None:
-    if value is None:
-        return None
-    dtype = _dtype(name, value)
-    if dtype != jnp.bool_:
-        raise SignalError(f"{name} must be a bool, got {dtype}: pass {name}=({name} != 0)")
-    _check_shape(name, value)
-    return jnp.asarray(value)
-
-
-def _dtype(name: str, value: Any) -> Any:
     try:
-        return jax.dtypes.result_type(value)
+        dtype = jax.dtypes.result_type(value)
     except (TypeError, ValueError) as error:
         raise SignalError(
             f"{name} must be one number, got {type(value).__name__}: pass a 0-d array"
         ) from error
-
-
-def _check_shape(name: str, value: Any) -> None:
+    is_flag = name in _FLAGS
+    if is_flag and dtype != jnp.bool_:
+        raise SignalError(f"{name} must be a bool, got {dtype}: pass {name}=({name} != 0)")
+    if not is_flag and not jnp.issubdtype(dtype, jnp.floating):
+        raise SignalError(
+            f"{name} must be a floating number, got {dtype}: "
+            f"pass {name}=jnp.asarray({name}, jnp.float32) if it is one"
+        )
     if jnp.shape(value) != ():
         raise SignalError(
             f"{name} must be one number, got shape {jnp.shape(value)}: reduce it over the batch "
             f"first, for example {name}={name}.mean()"
         )
+    if is_flag:
+        return jnp.asarray(value)
+    with np.errstate(over="ignore"):  # a larger number is infinite in float32
+        return jnp.asarray(value).astype(jnp.float32)

@@ -8,7 +8,7 @@ too, so that a dispatch with more steps than the first one holds loses no order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from healcore.core import step_record, tree
+from healcore.core import step_record
 from healcore.core.engine import Engine
 
 SCHEMA = 5
@@ -26,17 +26,17 @@ STEPS = 32
 ORDERS = 8
 """Steps with an order whose records are kept in addition."""
 
-_RECORD = step_record.leaf_names()
+_RECORD = step_record.leaf_paths()
 _RECORD_INTS, _RECORD_FLOATS = _RECORD[: step_record.INTS], _RECORD[step_record.INTS :]
-"""What the host reads of every step: the first of the integers and of the floats."""
-_CHANGE_EXPECTED = "change_expected"
-_COUNTS = ("tally_clips", "tally_skips", "tally_alarms", "tally_rollbacks", "tally_lr_cuts")
-
-_HEAD = (*_RECORD_INTS, *_COUNTS, _CHANGE_EXPECTED)
+_FLAGS = ("incident.open", "last.decision.skip")
+_COUNTS = ("clips", "skips", "alarms", "rollbacks", "lr_cuts")
+_HEAD = (*_RECORD_INTS, *(f"tally.{name}" for name in _COUNTS), "change_expected")
+"""Integers at the front, where the host finds them in a state of any policy; as are the floats of a
+record."""
 
 
 class Header(NamedTuple):
-    """The first integers, before those of the engine's state. int32, 0-d each."""
+    """The first integers, before the engine's state. int32, 0-d each."""
 
     schema: Any
     policy_high: Any
@@ -55,49 +55,45 @@ _ENGINE = len(Header._fields)
 """Where the integers of the engine's state begin."""
 
 
-class ArraySlot(NamedTuple):
-    """The position of one array of the engine's state in its vector."""
-
-    start: int
-    like: np.ndarray
-    """Gives shape and dtype."""
-
-
 class StateLayout:
-    """The position of every array of a state, for one policy.
+    """The order of a state's arrays in the two vectors, for one policy.
 
     `groups` is the number of tensors for per-tensor clipping, else 0.
     """
 
     def __init__(self, engine: Engine, groups: int) -> None:
         self.template = engine.init(groups=groups)
-        high, low = _fingerprint_ints(engine.fingerprint)
+        high, low = np.frombuffer(bytes.fromhex(engine.fingerprint or "0" * 16), ">i4")
         self.header = Header(*(np.int32(each) for each in (SCHEMA, high, low, 0, 0, 0)))
-        leaves = dict(_named(self.template, ""))
-        self._names = list(leaves)
-        floats = {name: leaf for name, leaf in leaves.items() if leaf.dtype == np.float32}
-        ints = {name: leaf for name, leaf in leaves.items() if name not in floats}
-        self._floats, self.floats = _slots(floats, _RECORD_FLOATS, 0)
-        self._ints, self.ints = _slots(ints, _HEAD, _ENGINE)
+        self._like = _by_path(self.template)
+        floats = {name for name, leaf in self._like.items() if leaf.dtype == np.float32}
+        self._floats = _first(_RECORD_FLOATS, [name for name in self._like if name in floats])
+        self._ints = _first(_HEAD, [name for name in self._like if name not in floats])
+        self.floats = sum(self._like[name].size for name in self._floats)
+        self.ints = sum(self._like[name].size for name in self._ints) + _ENGINE
 
     def pack(self, state: Any, header: Header) -> tuple[jax.Array, jax.Array]:
         """The floats, float32 (`floats`,), and the integers and flags, int32 (`ints`,)."""
-        leaves = dict(_named(state, ""))
+        leaves = _by_path(state)
         floats = [jnp.ravel(jnp.asarray(leaves[name], jnp.float32)) for name in self._floats]
-        ints = [jnp.ravel(jnp.asarray(leaves[name], jnp.int32)) for name in self._ints]
-        first = [jnp.ravel(jnp.asarray(each, jnp.int32)) for each in header]
-        return jnp.concatenate(floats), jnp.concatenate(first + ints)
+        ints = [*header, *(leaves[name] for name in self._ints)]
+        return jnp.concatenate(floats), jnp.concatenate(
+            [jnp.ravel(jnp.asarray(each, jnp.int32)) for each in ints]
+        )
 
     def unpack(self, floats: Any, ints: Any) -> Any:
-        """The core's EngineState; of NumPy arrays if those are."""
+        """The core's EngineState, of NumPy arrays if the vectors are."""
         found = {}
-        for slots, vector in ((self._floats, floats), (self._ints, ints)):
-            for name, slot in slots.items():
-                part = _slice(vector, slot.start, slot.like.size)
-                part = part.reshape(part.shape[:-1] + slot.like.shape)
-                found[name] = part != 0 if slot.like.dtype == np.bool_ else part
-        parts = iter(self._names)
-        return tree.map_leaves(lambda _: found[next(parts)], self.template)
+        for names, vector, start in ((self._floats, floats, 0), (self._ints, ints, _ENGINE)):
+            for name in names:
+                like = self._like[name]
+                part = _slice(vector, start, like.size)
+                part = part.reshape(part.shape[:-1] + like.shape)
+                found[name] = part != 0 if like.dtype == np.bool_ else part
+                start += like.size
+        return jax.tree.unflatten(
+            jax.tree.structure(self.template), [found[name] for name in self._like]
+        )
 
 
 def header(ints: Any) -> Header:
@@ -105,11 +101,9 @@ def header(ints: Any) -> Header:
     return Header(*(_one(ints, i) for i in range(_ENGINE)))
 
 
-def record(floats: Any, ints: Any) -> jax.Array:
-    """The last step's record, int32 (elements,), as `step_record.unpack` reads it."""
-    head = lax.slice(ints, (_ENGINE,), (_ENGINE + len(_RECORD_INTS),))
-    numbers = lax.slice(floats, (0,), (len(_RECORD_FLOATS),))
-    return jnp.concatenate([head, lax.bitcast_convert_type(numbers, jnp.int32)])
+def fingerprint(header: Header) -> str:
+    """`Engine.fingerprint` of the policy that made a state."""
+    return np.array([header.policy_high, header.policy_low], ">i4").tobytes().hex()
 
 
 def step(ints: Any) -> Any:
@@ -119,7 +113,7 @@ def step(ints: Any) -> Any:
 
 def with_change_expected(ints: Any) -> jax.Array:
     """The integers with the engine's flag set that a change is expected."""
-    return _with(ints, _ENGINE + _HEAD.index(_CHANGE_EXPECTED), 1)
+    return _with(ints, _ENGINE + _HEAD.index("change_expected"), 1)
 
 
 def with_edit(ints: Any, number: int) -> jax.Array:
@@ -127,18 +121,22 @@ def with_edit(ints: Any, number: int) -> jax.Array:
     return _with(ints, Header._fields.index("edit"), number)
 
 
+def head(floats: Any, ints: Any) -> SimpleNamespace:
+    """The part of an EngineState that is at the same place for every policy: 0-d arrays."""
+    found = {path: _one(floats, i) for i, path in enumerate(_RECORD_FLOATS)}
+    found |= {path: _one(ints, i) for i, path in enumerate(_HEAD, start=_ENGINE)}
+    root = SimpleNamespace()
+    for path, number in found.items():
+        node, (*parents, name) = root, path.split(".")
+        for parent in parents:
+            node = vars(node).setdefault(parent, SimpleNamespace())
+        setattr(node, name, number != 0 if path in _FLAGS else number)
+    return root
+
+
 def _with(ints: Any, index: int, value: int) -> jax.Array:
     # An indexed update fails outside of jit on a mesh of several processes.
     return jnp.where(np.arange(ints.shape[-1]) == index, np.int32(value), ints)
-
-
-def head(floats: Any, ints: Any) -> dict[str, Any]:
-    """The numbers whose position does not depend on the policy: 0-d arrays by name."""
-    found = {name: _one(floats, i) for i, name in enumerate(_RECORD_FLOATS)}
-    found |= {name: _one(ints, i) for i, name in enumerate(_HEAD, start=_ENGINE)}
-    for name in ("incident_open", "last_decision_skip"):
-        found[name] = found[name] != 0
-    return found
 
 
 def _slice(vector: Any, start: int, size: int) -> Any:
@@ -152,38 +150,26 @@ def _one(vector: Any, index: int) -> Any:
     return found.reshape(found.shape[:-1])
 
 
-def _slots(
-    leaves: dict[str, Any], first: Sequence[str], start: int
-) -> tuple[dict[str, ArraySlot], int]:
-    """The slots of the arrays, those named in `first` at the front; and the vector's length."""
-    slots = {}
-    for name in [*first, *(name for name in leaves if name not in first)]:
-        slots[name] = ArraySlot(start, leaves[name])
-        start += leaves[name].size
-    return slots, start
+def _by_path(state: Any) -> dict[str, Any]:
+    """Path with dots -> array of an EngineState."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _fingerprint_ints(fingerprint: str | None) -> tuple[int, int]:
-    """Sixteen hex digits as two int32; 0, 0 for None."""
-    high, low = np.frombuffer(bytes.fromhex(fingerprint or "0" * 16), ">i4")
-    return int(high), int(low)
+def _first(front: tuple[str, ...] | list[str], names: list[str]) -> list[str]:
+    return [*front, *(name for name in names if name not in front)]
 
 
-def fingerprint(header: Header) -> str:
-    """`Engine.fingerprint` of the policy that made a state."""
-    return np.array([header.policy_high, header.policy_low], ">i4").tobytes().hex()
+# -- step records -------------------------------------------------------------------------------
 
 
-def _named(nested: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every array with its path, in the order of `tree.leaves`."""
-    if nested is None:
-        return
-    if isinstance(nested, tuple):
-        names = getattr(nested, "_fields", range(len(nested)))
-        for name, part in zip(names, nested, strict=True):
-            yield from _named(part, f"{prefix}_{name}" if prefix else str(name))
-    else:
-        yield prefix, nested
+class StepCounts(NamedTuple):
+    """How many steps an engine had judged at one moment."""
+
+    steps: int
+    """All steps; a rollback sets the number back."""
+    orders: int
+    """Steps with an order, including steps that a rollback has undone."""
 
 
 def check_records(steps: Any) -> int:
@@ -196,6 +182,13 @@ def check_records(steps: Any) -> int:
     return steps
 
 
+def record(floats: Any, ints: Any) -> jax.Array:
+    """The last step's record, int32 (elements,), as `step_record.unpack` reads it."""
+    head = lax.slice(ints, (_ENGINE,), (_ENGINE + len(_RECORD_INTS),))
+    numbers = lax.slice(floats, (0,), (len(_RECORD_FLOATS),))
+    return jnp.concatenate([head, lax.bitcast_convert_type(numbers, jnp.int32)])
+
+
 def init_records(steps: int, record: Any) -> jax.Array:
     """Int32 (steps + ORDERS, elements) before the first step: every row is `record`."""
     return jnp.tile(record, (steps + ORDERS, 1))
@@ -204,7 +197,7 @@ def init_records(steps: int, record: Any) -> jax.Array:
 def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> jax.Array:
     """The ring buffers, int32 (steps + ORDERS, elements), with the record of one more step.
 
-    `step` counts this step, `orders` only those with an order before it.
+    `step` counts this step; `orders` counts the steps with an order before it.
     """
     kept = records.shape[0] - ORDERS
     place = (step - 1) % kept
@@ -218,22 +211,13 @@ def last_record(records: np.ndarray, step: int) -> np.ndarray:
     return records[(step - 1) % (records.shape[0] - ORDERS)]
 
 
-class StepCounts(NamedTuple):
-    """How many steps an engine had judged at one moment."""
-
-    steps: int
-    """All steps; a rollback sets the number back."""
-    orders: int
-    """Steps with an order, also those that a rollback has undone."""
-
-
 def records_between(
     records: np.ndarray, before: StepCounts, after: StepCounts
 ) -> tuple[list[np.ndarray], int]:
     """The records of the steps between two moments without a rollback, oldest first.
 
     Also the number of steps without a record, which have no order unless more than ORDERS have one.
-    `records` is that of the later moment.
+    `records` are read at the later moment.
     """
     kept = records.shape[0] - ORDERS
     first = max(before.steps, after.steps - kept)

@@ -15,25 +15,26 @@ from jax.core import Tracer
 
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Decision
-from healcore.jax import gradients, moments
-from healcore.jax import state as heal_state
+from healcore.jax import gradients, heal_state
 from healcore.jax.commit import step_or_keep
-from healcore.jax.lr import (
+from healcore.jax.heal_state import HealState
+from healcore.jax.optax_states import (
+    check_leaves,
     check_second_iterates,
     has_injected_schedule,
     has_lr_scale,
     injected_rates,
+    on_mesh_of,
+    reset_moments,
     with_lr_scale,
 )
 from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
-from healcore.jax.state import HealState, check_leaves, on_mesh_of
 from healcore.jax.state_layout import STEPS, check_records
 
 if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
 
 OnSkip = Literal["zero", "nan"]
-_TARGETS = ("reciprocal", "mean", "max")
 _ARRAYS_ONLY = "for an Equinox module write `tx.init(eqx.filter(model, eqx.is_array))`"
 
 
@@ -92,7 +93,7 @@ def heal(
         True
     """
     from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
-    from healcore.policy.overrides import check_keywords
+    from healcore.policy.loader import check_keywords
 
     _check_on_skip(on_skip)
     check_keywords(heal, overrides)
@@ -128,7 +129,7 @@ def heal_zclip(
         ema_decay: decay of the norm's mean and variance per step, in (0, 1).
         warmup_steps: finite norms averaged before the z-score is used, at least 1.
         target: what a spike is clipped to.
-        max_norm: absolute limit in addition; None for none.
+        max_norm: absolute limit in addition; None for no limit.
         on_skip: see `heal`.
         axis_name: see `heal`.
         shard_axis_name: see `heal`.
@@ -138,8 +139,8 @@ def heal_zclip(
         that ``optax.inject_hyperparams(heal_zclip)`` can schedule them.
 
     Raises:
-        ValueError: a number is out of range, or `target` or `on_skip` is unknown.
-        TypeError: an argument is not a number.
+        healcore.policy.PolicyError: a number is out of range, or none; or `target` is unknown.
+        ValueError: `on_skip` is unknown.
 
     References:
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
@@ -148,23 +149,30 @@ def heal_zclip(
     from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
 
     _check_on_skip(on_skip)
-    if target not in _TARGETS:
-        raise ValueError(f"target must be one of {', '.join(_TARGETS)}, got {target!r}")
-    preset = engine_of("zclip").config
-    assert preset.clip is not None
-    clip = preset.clip[1]._replace(
-        z_threshold=_number("z_threshold", z_threshold, above=0.0),
-        ema_decay=_number("ema_decay", ema_decay, above=0.0, below=1.0),
-        warmup_steps=_steps("warmup_steps", warmup_steps),
-        target=target,
-        max_norm=None if max_norm is None else _number("max_norm", max_norm, above=0.0),
-    )
-    config = preset._replace(clip=("zclip", clip))
-    return _transformation(Engine(config), on_skip, Axes.of(axis_name, shard_axis_name))
+    numbers = {
+        "z_threshold": z_threshold,
+        "ema_decay": ema_decay,
+        "warmup_steps": warmup_steps,
+        "max_norm": max_norm,
+    }
+    arrays = {k: each for k, each in numbers.items() if isinstance(each, jax.Array | np.ndarray)}
+    plain = {
+        name: each.item() if isinstance(each, np.generic) else each
+        for name, each in numbers.items()
+        if name not in arrays
+    }
+    engine = engine_of("zclip", {"clip": {**plain, "target": target}})
+    if arrays:
+        assert engine.config.clip is not None
+        kinds = dict.fromkeys(numbers, jnp.float32) | {"warmup_steps": jnp.int32}
+        given = {name: jnp.asarray(each).astype(kinds[name]) for name, each in arrays.items()}
+        clip = engine.config.clip[1]._replace(**given)
+        engine = Engine(engine.config._replace(clip=("zclip", clip)))
+    return _transformation(engine, on_skip, Axes.of(axis_name, shard_axis_name))
 
 
 class ProtectState(NamedTuple):
-    """The healing state and that of the protected optimizer."""
+    """The healing state, and the state of the protected optimizer."""
 
     heal: HealState
     heal_update_norm: Any
@@ -245,7 +253,7 @@ def protect(
         0
     """
     from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
-    from healcore.policy.overrides import check_keywords
+    from healcore.policy.loader import check_keywords
 
     _check_optimizer(inner)
     check_keywords(protect, overrides)
@@ -304,7 +312,7 @@ def protect(
             if resets is not None and (isinstance(resets, Tracer) or resets):
                 # Before the step it is part of the optimizer's own kernel. After the step that has
                 # cut it was a second pass over all moments, and XLA copied them for it.
-                inner_state = moments.reset(
+                inner_state = reset_moments(
                     inner_state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf)
                 )
             if cuts_inside and engine.mode != "observe":
@@ -322,7 +330,7 @@ def protect(
         else:
             # Zeros instead of the bad gradients: with them a loop in the optimizer (line search,
             # Newton-Schulz) terminates. It costs nothing: XLA fuses the select with the scaling.
-            updates = gradients.fill_where(decision.skip, _enforce(engine, decision, updates), 0.0)
+            updates = gradients.fill_where(_enforce(engine, decision, updates), decision.skip, 0.0)
             updates, inner_state = step_or_keep(
                 inner_step, decision.skip, updates, state.inner_state, params
             )
@@ -345,9 +353,9 @@ def protect(
             skipped, bad = decision.skip | bad, bad & ~decision.skip
             if engine.mode == "observe":  # only what the caller skips is withheld
                 skipped = decision.skip
-                updates = gradients.fill_where(skipped, updates, -0.0)
+                updates = gradients.fill_where(updates, skipped, -0.0)
             else:
-                updates = gradients.no_update_where(skipped, updates)
+                updates = gradients.no_update_where(updates, skipped)
             norm = None if norm is None else jnp.where(skipped, 0.0, norm)
         norm = norm if reads_update_norm else None
         return updates, ProtectState(heal, norm, bad, pending, inner_state)
@@ -376,9 +384,8 @@ def _transformation(
         state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe" and "externally_skipped" not in given:
             return updates, state
-        return gradients.fill_where(
-            decision.skip, _enforce(engine, decision, updates), filling
-        ), state
+        updates = _enforce(engine, decision, updates)
+        return gradients.fill_where(updates, decision.skip, filling), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -405,42 +412,8 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
 def _check_on_skip(on_skip: str) -> None:
     if on_skip not in ("zero", "nan"):
         raise ValueError(
-            f"on_skip must be 'zero' or 'nan', got {on_skip!r}: 'nan' is for a chain that goes on "
-            "with optax.apply_if_finite, 'zero' for any other"
-        )
-
-
-def _number(name: str, value: Any, *, above: float, below: float = math.inf) -> Any:
-    """A threshold as float32; Python numbers are checked, traced arrays cannot be."""
-    _check_numeric(name, value)
-    if isinstance(value, int | float | np.number):
-        if not above < value < below:
-            limits = f"above {above:g}" + ("" if below == math.inf else f" and below {below:g}")
-            raise ValueError(f"{name} must be {limits}, got {value!r}")
-        return float(np.float32(value))  # as in a policy
-    return jnp.asarray(value, jnp.float32)
-
-
-def _steps(name: str, value: Any) -> Any:
-    _check_numeric(name, value)
-    if isinstance(value, int | np.integer):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
-        return int(value)
-    if isinstance(value, float | np.floating):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return jnp.asarray(value).astype(jnp.int32)
-
-
-def _check_numeric(name: str, value: Any) -> None:
-    """Raises TypeError unless `value` is one number, or an array that may be traced."""
-    if isinstance(value, bool) or not isinstance(
-        value, int | float | np.number | np.ndarray | jax.Array
-    ):
-        raise TypeError(
-            f"{name} must be a number or a 0-d array, got {value!r}: heal_zclip takes the numbers "
-            "of ZClip. An optimizer goes after it, optax.chain(heal_zclip(), optax.adamw(1e-3)); "
-            "a policy goes to heal or protect"
+            f"on_skip must be 'zero' or 'nan', got {on_skip!r}: 'nan' is for a chain with "
+            "optax.apply_if_finite after heal, 'zero' for any other"
         )
 
 
@@ -454,22 +427,12 @@ def _keywords_of(update: Any) -> frozenset[str] | None:
 
 def _check_optimizer(inner: Any) -> None:
     """Raises TypeError unless `inner` has what optax calls: `init` and `update`."""
-    made = not isinstance(inner, type)
-    if made and callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None)):
+    is_made = not isinstance(inner, type)
+    if is_made and all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         return  # optax.MultiSteps is not a GradientTransformation, and works
-    name = getattr(inner, "__name__", type(inner).__name__)
-    write = "protect(optax.adamw(1e-3))"
-    if isinstance(inner, bool | int | float):
-        got, write = f"the number {inner!r}", f"protect(optax.adamw({inner!r}))"
-    elif isinstance(inner, str):
-        got, write = f"{inner!r}", f"protect(optax.adamw(1e-3), {inner!r}): the policy comes second"
-    elif isinstance(inner, type) or callable(inner):
-        got, write = f"the function {name} itself", f"protect({name}(...)): call it first"
-    elif hasattr(inner, "tx"):  # a TrainState, an nnx.Optimizer
-        got, write = f"a {name}", f"tx=protect(optax.adamw(1e-3)) where the {name} is made"
-    else:
-        got = f"a {name}"
     raise TypeError(
-        f"protect takes an optax transformation, which has init and update, got {got}: "
-        f"write {write}"
+        "protect takes an optax transformation, which has init and update, got "
+        f"{getattr(inner, '__name__', f'a {type(inner).__name__}')}: write "
+        "protect(optax.adamw(1e-3), policy), with the optimizer called and the policy second; in a "
+        "TrainState or an nnx.Optimizer write tx=protect(...)"
     )

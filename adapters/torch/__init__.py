@@ -33,8 +33,9 @@ from healcore.torch.healing import Healing, Report  # noqa: E402
 if TYPE_CHECKING:
     from healcore.runtime.healing_report import HealingReport
     from healcore.torch.store import DCPStore, Keep, MemoryStore, TieredStore
-    from healcore.torch.trainers.arctic.callbacks import arctic_callbacks
-    from healcore.torch.trainers.deepspeed import engine_state, heal_engine
+    from healcore.torch.trainers.arctic import arctic_callbacks
+    from healcore.torch.trainers.deepspeed.attachment import heal_engine
+    from healcore.torch.trainers.deepspeed.state import engine_state
     from healcore.torch.trainers.huggingface.callback import HealingCallback
     from healcore.torch.trainers.huggingface.dry_run import DryRun
     from healcore.torch.trainers.huggingface.self_healing import SelfHealingTrainer, heal
@@ -70,9 +71,10 @@ __all__ = [
 
 _ON_FIRST_USE = {
     **dict.fromkeys(("DCPStore", "Keep", "MemoryStore", "TieredStore"), "healcore.torch.store"),
-    "arctic_callbacks": "healcore.torch.trainers.arctic.callbacks",
+    "arctic_callbacks": "healcore.torch.trainers.arctic",
     "HealingCallback": "healcore.torch.trainers.huggingface.callback",
-    **dict.fromkeys(("engine_state", "heal_engine"), "healcore.torch.trainers.deepspeed"),
+    "engine_state": "healcore.torch.trainers.deepspeed.state",
+    "heal_engine": "healcore.torch.trainers.deepspeed.attachment",
     "DryRun": "healcore.torch.trainers.huggingface.dry_run",
     "HealingReport": "healcore.runtime.healing_report",
     **dict.fromkeys(

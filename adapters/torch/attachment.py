@@ -47,31 +47,32 @@ def attach(
         heal.observe(loss); loss.backward(); optimizer.step()
 
     Remove other clipping: the policy needs the unclipped norm. A skipped step leaves parameters,
-    moments and step counters bit-identical; the loop's own learning-rate schedules and weight
-    averages go on, since the loop did call `step()`.
+    moments and step counters bit-identical. The loop's own learning-rate schedules and weight
+    averages continue, since the loop did call `step()`.
 
     Args:
-        optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper around one.
+        optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper of an optimizer.
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
             an EngineConfig.
-        scaler: the GradScaler, if one is used. Only needed for an optimizer that is not fused and
-            may overflow before its first step. The GradScaler does not call such an optimizer at
-            an overflow: the losses of the step are dropped, and the step is judged if its loss is
-            not finite, or if overflows do not end. Without this argument the scaler is found at
-            the first step that it takes.
+        scaler: the GradScaler of the loop. Only needed for an optimizer that is not fused and may
+            overflow before its first step, because the GradScaler does not call it at an overflow.
+            The losses of such a step are dropped. The step is judged if its loss is not finite, or
+            if overflows do not end. Without this argument the scaler is found at the first step
+            that it takes.
         engine: where decisions are made. "device": in torch, next to the parameters, without a
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
             make the same decisions.
-        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" trusts torch's own;
-            True asserts it for a subclass that only wraps `super().step()`; False never uses them.
+        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" trusts torch's own
+            optimizers; True asserts it for a subclass that only wraps `super().step()`; False never
+            uses these flags.
         compile: whether the device engine runs through torch.compile; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
             and the global norm, which costs one all_reduce of 64 bytes per step. "auto": the ranks
-            of the parameters' meshes (FSDP2, tensor parallel), or of plain parameters the default
-            group, where torch.distributed is initialized. None: nothing is exchanged; only where
-            every rank has the same loss and gradients anyway, or trains its own model.
-        pp_mesh: the stages of a pipeline, `mesh["pp"]`, over which norms are added up. By default
+            of the parameters' meshes (FSDP2, tensor parallel), or for plain parameters the default
+            group, if torch.distributed is initialized. None: nothing is exchanged. This is right
+            only if every rank has the same loss and gradients, or trains its own model.
+        pp_mesh: the stages of a pipeline, `mesh["pp"]`, whose squared norms are summed. By default
             the dimension "pp" of the mesh that the parameters' meshes are parts of.
         console: whether lines are printed to standard error. "auto": only if the program has set
             up no logging for the logger `healcore`; False: never; True: unless the program's
@@ -84,11 +85,11 @@ def attach(
 
     Raises:
         AttachError: not an optimizer, already attached, no parameters, an unknown value of an
-            option, or meshes that do not show who steps together. Nothing has changed then.
-        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+            option, or meshes that do not show which ranks step together. Nothing has changed then.
+        healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
     from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
-    from healcore.policy.overrides import check_keywords
+    from healcore.policy.loader import check_keywords
 
     check_keywords(attach, overrides)
     scaler = scaler_of(optimizer) if scaler is None else scaler
@@ -121,9 +122,9 @@ def heal_optimizer(
     measurer: Callable[..., Measurer] = Measurer,
     hooks: Callable[..., StepHooks] = StepHooks,
 ) -> Healing:
-    """`attach` for an optimizer without a wrapper; `core_of` is called when all else is checked.
+    """`attach` for an optimizer without a wrapper. `core_of` is called after all other checks.
 
-    A trainer that steps the optimizer in its own way passes subclasses of the last two.
+    A trainer that steps the optimizer in its own way passes subclasses as `measurer` and `hooks`.
     """
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
@@ -181,10 +182,10 @@ def heal_optimizer(
 
 
 def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:
-    """Why an optimizer cannot clip and skip inside its fused kernel, or None if it can.
+    """Reason why an optimizer cannot clip and skip inside its fused kernel, or None.
 
     Fused Adam, AdamW, SGD and Adagrad divide the gradients by `optimizer.grad_scale`, and change
-    nothing where `optimizer.found_inf` is 1, as for a GradScaler; torch's flag for that is
+    nothing where `optimizer.found_inf` is 1, as for a GradScaler. torch's flag for this is
     `_step_supports_amp_scaling`. `wanted` is the option `fused` of `attach`.
     """
     if wanted not in (True, False, "auto"):
@@ -203,7 +204,7 @@ def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str
             "build the optimizer with fused=True, or leave it to 'auto'"
         )
     if reason is None and wanted == "auto" and is_third_party(optimizer):
-        # It may compute the update itself, or add to that of super().step(), whatever `fused` is.
+        # It may compute the update itself, or change the update of super().step().
         reason = (
             f"{name} has a step() of its own, which may not honour found_inf "
             "(if it only wraps super().step(), attach with fused=True)"

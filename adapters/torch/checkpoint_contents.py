@@ -1,8 +1,8 @@
 """Opens torch checkpoints: files of `torch.save`, directories of `torch.distributed.checkpoint`.
 
-`torch.load(weights_only=True)` runs no code of a file. It allocates whatever size a file names, so
-`healcore.tools.probe` calls this module in a process with limits. DCP's own reader is not used: its
-index and the values besides the tensors are pickles, and a limit does not stop code.
+`torch.load(weights_only=True)` runs no code of a file. But it allocates any size that a file names,
+so `healcore.tools.probe` calls this module in a process with limits. DCP's own reader is not used:
+it unpickles its index and all values that are not tensors, and a limit does not stop code.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def open_file(path: Path) -> Contents:
-    """Opens a file of `torch.save`, mapped; those of torch before 1.6 (no zip) are read as a whole.
+    """Opens a file of `torch.save`, mapped. Files of torch before 1.6 (no zip) are read as a whole.
 
     Raises:
         Damaged: a record is shorter than its tensor.
-        ProbeError: it is none, it is damaged, or it holds more than tensors and plain values.
+        ProbeError: not a file of `torch.save`, damaged, or with more than tensors and plain values.
     """
     try:
         with open(path, "rb", opener=regular_file.opener) as file:
@@ -62,9 +62,10 @@ def open_file(path: Path) -> Contents:
 
 
 def open_directory(folder: Path) -> Contents:
-    """Opens a directory of `torch.distributed.checkpoint`; ProbeError if its index cannot be read.
+    """Opens a directory of `torch.distributed.checkpoint`. One shard is in memory at a time.
 
-    One shard is in memory at a time.
+    Raises:
+        ProbeError: the index cannot be read.
     """
     arrays, values, notes = [], {}, []
     for name, (path, entry) in _index(folder).items():
@@ -83,9 +84,9 @@ def open_directory(folder: Path) -> Contents:
 
 
 def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
-    """Those of the named arrays that a checkpoint of `DCPStore` has; ProbeError if it is damaged.
+    """The named arrays that a checkpoint of `DCPStore` has. ProbeError if it is damaged.
 
-    `data` is its directory `data`, and names are those of its `state.json`.
+    `data` is the checkpoint's directory `data`, and `names` are names in its `state.json`.
     """
     index = _index(data)
     return {
@@ -96,9 +97,9 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
 
 
 def _load(source: Any, *, mmap: bool = False) -> Any:
-    """What `torch.save` wrote, if it is tensors, plain values and NumPy's numbers (a best metric).
+    """Loads tensors, plain values and NumPy's numbers (a best metric) of `torch.save`.
 
-    Anything else raises `UnpicklingError`.
+    Raises `UnpicklingError` for other objects.
     """
     constructor: Any = np.float64(0).__reduce__()[0]
     kinds = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}
@@ -133,7 +134,7 @@ def _check_records(file: Any, name: str) -> None:
 
 
 def stored_bytes(pickled: bytes) -> dict[str, int]:
-    """Bytes of each storage that a pickle of `torch.save` names, by key; BadPickle if damaged."""
+    """Bytes of each storage that a pickle of `torch.save` names, by key. BadPickle if damaged."""
     found: dict[str, int] = {}
 
     def persistent(pid: Any) -> None:
@@ -146,7 +147,7 @@ def stored_bytes(pickled: bytes) -> dict[str, int]:
 
 
 def _probe_error(path: Path, error: Exception, otherwise: str) -> Exception:
-    """The error for an error of reading a file, which may be any if the file is damaged."""
+    """The error to raise for an error of reading a file, which may have any type."""
     if isinstance(error, (ProbeError, MemoryError)):
         return error
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -209,7 +210,7 @@ def _array(path: tuple[str, ...], tensor: Tensor) -> Array:
 
 
 def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
-    """A tensor's elements as NumPy arrays; at most one piece is copied at a time."""
+    """A tensor's elements as NumPy arrays, copied at most one piece at a time."""
     flat = _distinct(tensor.detach())
     flat = flat.view(-1) if flat.is_contiguous() else flat.reshape(-1)
     for at in range(0, flat.numel(), PIECE):
@@ -220,7 +221,7 @@ def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """The elements of a tensor without the repetitions that `expand` and overlapping views have."""
+    """The elements of a tensor without the repetitions of `expand` and overlapping views."""
     for axis, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[axis] > 1:
             tensor = tensor.narrow(axis, 0, 1)
@@ -246,7 +247,7 @@ def _index(folder: Path) -> dict[str, tuple[tuple[str, ...], IndexEntry]]:
 
 
 def _split(name: str, planned: Any) -> tuple[str, ...]:
-    """The path of an entry in the tree: the planner's, or without one the name's parts."""
+    """The path of an entry in the tree: the planner's path, or the parts of the name."""
     if (
         isinstance(planned, (tuple, list))
         and 0 < len(planned) <= MOST_PARTS

@@ -1,7 +1,7 @@
 """Reads the index (`.metadata`) of a directory of `torch.distributed.checkpoint` as data.
 
-The index is a pickle, and DCP would run what is in it. `inert_pickle` imports and calls nothing.
-Memory and time are proportional to the size of the file.
+The index is a pickle, and DCP would execute it. `inert_pickle` imports and calls nothing. Memory
+and time are proportional to the size of the file.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ class Place(NamedTuple):
     offset: int
     length: int
     plain: bool
-    """Not compressed, nor transformed otherwise."""
+    """Whether the bytes are neither compressed nor transformed otherwise."""
 
 
 class IndexEntry(NamedTuple):
     """One tensor or value."""
 
     dtype: str
-    """As torch names it; empty for a value, which DCP pickles."""
+    """torch's name of the dtype, or an empty string for a value, which DCP pickles."""
     shape: Shape
     chunks: list[tuple[Shape, Shape]]
     """Offsets and sizes of a tensor's parts."""
     places: dict[Shape | None, Place]
-    """By the offsets of the part; None for a value."""
+    """Offsets of a part, or None for a value -> where it is stored."""
     planned: Any
     """The planner's path in the tree; unchecked content of the file."""
 
 
 def read(path: Path, *, only_dcp: bool = False) -> dict[str, IndexEntry]:
-    """The entries of an index, by name; ValueError if it is not what DCP writes.
+    """The entries of an index by name. ValueError if the content is not what DCP writes.
 
-    `only_dcp` refuses an index that names objects that DCP itself does not write, even in a part
-    that is not read. Savers of other projects may put their own there.
+    With `only_dcp` an index with objects of other projects is an error too, even in parts that this
+    does not read. Savers of other projects may add their own objects.
     """
     content = regular_file.read(path)
     try:
@@ -100,14 +100,12 @@ def _entries(root: Any) -> dict[str, IndexEntry]:
 
 
 def _place(info: Any) -> Place:
-    state = inert_pickle.state(info, _STORAGE_INFO)
-    if state is None:
-        raise ValueError("something else where a _StorageInfo should be")
+    state = _attributes(info, _STORAGE_INFO.name, _STORAGE_INFO.module)
     file, offset, length = _text(state["relative_path"]), state["offset"], state["length"]
     if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file:
         raise ValueError(f"it names a file outside the directory: {file[:200]}")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise ValueError("a place has no number as its offset or length")
+        raise ValueError("the offset or length of a place is not a number")
     return Place(file, offset, length, not state.get("transform_descriptors"))
 
 
@@ -119,57 +117,53 @@ def _check_overlaps(parts: list[tuple[str, int, int]]) -> None:
 
 
 def _entry(kind: Any, places: dict[Shape | None, Place], planned: Any) -> IndexEntry:
-    if type(kind) is Unpickled and kind.kind == Global(_METADATA, "BytesStorageMetadata"):
+    if _is_a(kind, _METADATA, "BytesStorageMetadata"):
         return IndexEntry("", (), [], places, planned)
     tensor = _attributes(kind, "TensorStorageMetadata")
-    properties = tensor["properties"]
-    if type(properties) is not Unpickled or properties.kind != Global(
-        _METADATA, "TensorProperties"
-    ):
+    if not _is_a(tensor["properties"], _METADATA, "TensorProperties"):
         raise ValueError("a tensor has no properties")
-    state = properties.state
+    state = tensor["properties"].state
     dtype = state[0] if type(state) is tuple else _dictionary(state)["dtype"]
     if type(dtype) is not Global or dtype.module != "torch":
-        raise ValueError("the dtype of a tensor is none")
+        raise ValueError("the dtype of a tensor is not one of torch")
     if type(tensor["chunks"]) is not list:
-        raise ValueError("the parts of a tensor are no list")
+        raise ValueError("the parts of a tensor are not a list")
     chunks = [_attributes(each, "ChunkStorageMetadata") for each in tensor["chunks"]]
     parts = [(_shape(each["offsets"]), _shape(each["sizes"])) for each in chunks]
     return IndexEntry(dtype.name[:40], _shape(tensor["size"]), parts, places, planned)
 
 
 def _shape(value: Any) -> Shape:
-    if (
-        type(value) is not Unpickled
-        or value.kind != Global("torch", "Size")
-        or len(value.args) != 1
-    ):
-        raise ValueError("a shape is none")
+    if not _is_a(value, "torch", "Size") or len(value.args) != 1:
+        raise ValueError("a shape is not a torch.Size")
     (shape,) = value.args
     if not isinstance(shape, (tuple, list)) or len(shape) > 64:
-        raise ValueError("a shape is none")
-    if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
-        raise ValueError("a shape that no tensor has")
-    if math.prod(shape) >= 1 << 62:
-        raise ValueError("a shape that no tensor has")
+        raise ValueError("a shape is not a list of sizes")
+    possible = all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
+    if not possible or math.prod(shape) >= 1 << 62:
+        raise ValueError("no tensor has such a shape")
     return tuple(shape)
 
 
-def _attributes(value: Any, name: str) -> Mapping[Any, Any]:
-    state = inert_pickle.state(value, Global(_METADATA, name))
+def _is_a(value: Any, module: str, name: str) -> bool:
+    return type(value) is Unpickled and value.kind == Global(module, name)
+
+
+def _attributes(value: Any, name: str, module: str = _METADATA) -> Mapping[Any, Any]:
+    state = inert_pickle.as_dict(value.state) if _is_a(value, module, name) else None
     if state is None:
-        raise ValueError(f"something else where a {name} should be")
+        raise ValueError(f"expected a {name}")
     return state
 
 
 def _dictionary(value: Any) -> Mapping[Any, Any]:
     found = inert_pickle.as_dict(value)
     if found is None:
-        raise ValueError("something else where a dictionary should be")
+        raise ValueError("expected a dictionary")
     return found
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError("something else where a name should be")
+        raise ValueError("expected a name")
     return value

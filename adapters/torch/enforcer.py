@@ -1,4 +1,4 @@
-"""Enforces a decision on one optimizer step: clips it, skips it, scales its learning rate.
+"""Enforces a decision on one optimizer: clips, skips, scales the rate, resets the moments.
 
 Learning rates, `.grad` and the two attributes that fused kernels read are changed for one step, and
 restored afterwards unless other code has written there.
@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from healcore.torch import gradients
-from healcore.torch.engines import DeviceOrder, HostOrder
-from healcore.torch.skipped_step import StepSkipper
+from healcore.torch.engines import READ_EVERY, DeviceOrder, HostOrder, LiveEngine
+from healcore.torch.measurement import AsyncCopy
+from healcore.torch.signal_allreduce import SignalAllReduce
+from healcore.torch.skipped_step import StepSkipper, is_third_party
+
+# Private, but every foreach optimizer uses them.
+_copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+_subtract = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
+_add = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 
 _ABSENT = object()
 
@@ -23,8 +30,10 @@ _ABSENT = object()
 class Enforcer:
     """Enforces orders on one optimizer.
 
-    `by_kernel`: its fused kernels take `grad_scale` and `found_inf`. `scales_lr`: the policy may
-    scale the learning rate.
+    Args:
+        optimizer: to be healed.
+        by_kernel: whether its fused kernels read `grad_scale` and `found_inf`.
+        scales_lr: whether the policy may scale the learning rate.
     """
 
     def __init__(self, optimizer: Optimizer, *, by_kernel: bool, scales_lr: bool) -> None:
@@ -33,7 +42,7 @@ class Enforcer:
         self._optimizer = optimizer
         self._scales_lr = scales_lr
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
-        """Dictionary, name, value for one step, value before."""
+        """For each replaced value: dictionary, name, value for one step, value before."""
         self._hidden: list[tuple[Tensor, Tensor]] = []
         """Parameters whose `.grad` is None for one step, and their gradients."""
         self._momentum = FirstStepMomentum(optimizer)
@@ -47,15 +56,15 @@ class Enforcer:
         )
 
     def needs_host(self, params: list[Tensor]) -> bool:
-        """Whether this step can only be enforced if the host knows the order."""
+        """Whether enforcing this step needs the order on the host."""
         return not self._uses_kernel() or self._momentum.needs_host(params)
 
     def enforce(
         self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None
     ) -> None:
-        """Enforces an order that the host knows; a neutral part of it changes nothing.
+        """Enforces an order that the host knows. A neutral part of it changes nothing.
 
-        `divisor` (0-d float32) is a scale that the gradients still carry.
+        `divisor` (0-d float32) is a scale that the gradients still have.
         """
         if order.skip:
             self.skip(everything)
@@ -69,7 +78,7 @@ class Enforcer:
     ) -> None:
         """Enforces an order that stays on the device, where the fused kernel reads it.
 
-        A neutral one changes no bit: the kernel divides by exactly 1 and subtracts a flag of
+        A neutral order changes no bit: the kernel divides by exactly 1 and subtracts a flag of
         exactly 0.
         """
         if order.group_scale is not None:
@@ -104,10 +113,9 @@ class Enforcer:
     def scale_lr(self, factor: float | Tensor) -> None:
         """Multiplies the learning rate of every group that has one.
 
-        `restore` puts the user's own object back, so that a scheduler reads what it wrote. If the
-        factor is a 0-d float32 tensor next to the parameters, the rate becomes a tensor too, which
-        fused kernels read on the device. That rounds a Python rate to float32 on an accelerator,
-        whose kernels take a float32 pointer; on a CPU it is exact, in float64.
+        `restore` puts the user's own object back, so that a scheduler reads what it wrote. With a
+        0-d float32 tensor as the factor, the rate becomes a tensor that fused kernels read on the
+        device. On an accelerator that rounds a Python rate to float32; on a CPU it is exact.
         """
         for group in self._optimizer.param_groups:
             original = group.get("lr")
@@ -178,11 +186,10 @@ def all_fused(optimizer: Optimizer) -> bool:
 class FirstStepMomentum:
     """Fills fused SGD's momentum buffers that a skipped first step leaves uninitialised.
 
-    torch creates a buffer with `empty_like` for the kernel to fill, which it does not on a skip.
-
-    The buffer is filled with -0.0, because `momentum * -0.0 + g` is `g` for every g, zeros of
-    either sign included: the first step stores `g`. With dampening later steps add
-    `(1 - dampening) * g`, so there the host has to decide the first step.
+    torch creates a buffer with `empty_like`, and the kernel does not fill it on a skip. -0.0 is
+    right, because the first step stores g, and `momentum * -0.0 + g` is g for every g, zeros of
+    either sign included. Later steps with dampening add `(1 - dampening) * g`, so the host has to
+    decide the first step of an optimizer with dampening.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -198,7 +205,7 @@ class FirstStepMomentum:
         )
 
     def before_step(self, params: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Records which of `params`, those with gradients, get their buffer in this step."""
+        """Records which of `params` (with gradients) get their buffer in this step."""
         if isinstance(self._optimizer, SGD):
             self._new, self._found_inf = self._without_buffer(params), found_inf
 
@@ -221,3 +228,127 @@ class FirstStepMomentum:
             return []
         state = self._optimizer.state
         return [p for p in params if state.get(p, {}).get("momentum_buffer") is None]
+
+
+class UpdateClip:
+    """Judges and shortens the updates of one optimizer, for policies with `[update_clip]`.
+
+    `optimizer.step()` writes the new parameters over the old ones, so that its update is known only
+    as their difference. This keeps one copy of the parameters that have gradients, made before each
+    step.
+    """
+
+    def __init__(self, live_engine: LiveEngine, all_reduce: SignalAllReduce) -> None:
+        self._engine = live_engine
+        self._all_reduce = all_reduce
+        self._copies: dict[Tensor, Tensor] = {}
+        """Parameter -> copy; of a DTensor, of this rank's part."""
+        self._params: list[Tensor] | None = None
+        self._skipped: bool | Tensor = False
+        self._lr_scale: float | Tensor = 1.0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the copies."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def before(
+        self, params: Sequence[Tensor], skipped: bool | Tensor, lr_scale: float | Tensor
+    ) -> None:
+        """Copies the parameters of a step that was judged, before the optimizer moves them.
+
+        Args:
+            params: with gradients.
+            skipped: whether the step is skipped: a bool, or a 0-d tensor of 0 or 1.
+            lr_scale: multiplier of the learning rate in this step: a number or a 0-d tensor.
+        """
+        self._params, self._skipped, self._lr_scale = [*params], skipped, lr_scale
+        with torch.no_grad():
+            parts = [*map(gradients.local, self._params)]  # foreach takes no mix of DTensors
+            for p, part in zip(self._params, parts, strict=True):
+                copy = self._copies.get(p)
+                if copy is None or copy.shape != part.shape or copy.dtype != part.dtype:
+                    self._copies[p] = torch.empty_like(part)
+            if parts:
+                _copy([self._copies[p] for p in self._params], parts)
+
+    @torch.no_grad()
+    def after(self, *, undone: bool) -> Tensor | None:
+        """Shortens the update if its norm stands out. `undone`: the step was undone.
+
+        Returns the norm of the update as the optimizer made it, 0-d float32, or None if no step
+        was prepared by `before`.
+        """
+        params, self._params = self._params, None
+        if params is None:
+            return None
+        parts = [*map(gradients.local, params)]
+        differences = [self._copies[p] for p in params]
+        if params:
+            _subtract(differences, parts)  # old - new, in place of the copy
+        norm = self._all_reduce.norm_of(differences, params)
+        skipped = True if undone else self._skipped
+        scale = self._engine.clip_update(norm / self._lr_scale, skipped)
+        if isinstance(scale, Tensor):
+            for p, difference in zip(parts, differences, strict=True):
+                factor = scale.to(p.device, non_blocking=True)
+                # Selected, not added: an addition of zeros would make +0.0 of -0.0.
+                p.copy_(torch.where(factor < 1, p + (1 - factor).to(p.dtype) * difference, p))
+        elif scale < 1 and params:
+            _add(parts, differences, alpha=1 - scale)
+        return norm
+
+    def clear(self) -> None:
+        """Forgets a step that has raised."""
+        self._params = None
+
+
+def moments_obstacle(optimizer: Optimizer) -> str:
+    """Reason why the moments cannot be reset, or an empty string."""
+    if not is_third_party(optimizer):
+        return ""
+    return (
+        f"{type(optimizer).__name__} has a step() of its own, and only the optimizers of "
+        "torch.optim are known to begin with an empty state"
+    )
+
+
+@torch.no_grad()
+def reset_moments(optimizer: Optimizer) -> None:
+    """Resets moments and step counters, as if the optimizer had not taken a step.
+
+    torch's optimizers create `state` (moments, and the step counter of the bias correction) at a
+    parameter's first step, so that an empty `state` is the start. Only Adagrad creates its `state`
+    when it is built. Learning rates and schedulers are not in `state`.
+    """
+    if not isinstance(optimizer, Adagrad):
+        optimizer.state.clear()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state["step"].zero_()
+            state["sum"].fill_(group["initial_accumulator_value"])
+
+
+class CutsOnDevice:
+    """Reads whether the device has cut the learning rate, 10 to 19 steps after the cut.
+
+    By then the copy has arrived, and the host does not wait. The delay depends on the number of
+    steps alone, because every rank has to reset its moments at the same step.
+    """
+
+    def __init__(self) -> None:
+        self._flags: list[Tensor] = []
+        self._pending: AsyncCopy | None = None
+
+    def add(self, cut: Tensor) -> bool:
+        """Takes a step's flag (0-d float32). Returns whether the flags that are due have a cut."""
+        if cut.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # the replays of a CUDA graph run no hooks
+        self._flags.append(cut)
+        if len(self._flags) < READ_EVERY:
+            return False
+        due, self._pending = self._pending, AsyncCopy(torch.stack(self._flags).amax())
+        self._flags = []
+        return due is not None and bool(due.read())

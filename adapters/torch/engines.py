@@ -1,11 +1,11 @@
 """The policy's engine with the state of one run: in NumPy on the host, or in torch on a device.
 
-`HostEngine` is for CPUs, and where the host needs the decision anyway (one sync per step on an
-accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
+`HostEngine` is for CPUs, and for steps whose decision the host needs anyway (one sync per step on
+an accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
 
 `DeviceEngine` needs no sync. The addresses of its state never change, so that a captured CUDA graph
 can update it. An eager step of the preset `default` is some 1,700 launches of a few microseconds
-each; on an accelerator it is therefore compiled into a few kernels.
+each. On an accelerator the step is therefore compiled into a few kernels.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -31,8 +30,8 @@ from healcore.core.verdict import Action, Decision
 from healcore.torch import namespace
 from healcore.torch.measurement import AsyncCopy, Measurement, read, signals_of
 
-# By default Triton divides approximately and fuses multiply-adds, but decisions must equal those of
-# NumPy and XLA bit for bit (numerics.py). For scalars exactness costs nothing.
+# By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
+# and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 
 
@@ -40,13 +39,13 @@ class HostOrder(NamedTuple):
     """What to enforce, as Python numbers."""
 
     skip: bool
-    """Skip the step: the policy's skip, or a GradScaler's."""
+    """Whether to skip the step, by order of the policy or of a GradScaler."""
     grad_scale: float
     lr_scale: float
     group_scale: np.ndarray | None
     """(n,) float32 factors, or None."""
     cut: bool = False
-    """This step has cut the learning rate, and is not skipped."""
+    """Whether this step has cut the learning rate, and is not skipped."""
 
 
 class DeviceOrder(NamedTuple):
@@ -71,15 +70,16 @@ class DeviceOrder(NamedTuple):
         return HostOrder(bool(found_inf > 0), float(scale), float(lr_scale), groups, bool(cut))
 
 
+READ_EVERY = 10
+"""Steps between two reads of a device engine's flags, which the host does not wait for."""
+
 PendingRecord = Callable[[], StepRecord]
 """Reads the record of a judged step; waits for its copy to the host if it has not finished."""
 
 
-class LiveEngine(ABC):
-    """An engine with the state of one run; `groups` is the number of parameters."""
+class _StatefulEngine:
+    """What both engines share. `groups` is the number of parameters."""
 
-    name: ClassVar[str]
-    compiled = False
     _xp: Any
 
     def __init__(self, engine: Engine, groups: int) -> None:
@@ -88,38 +88,19 @@ class LiveEngine(ABC):
         self.state: EngineState = map_leaves(self._placed, engine.init(groups=groups))
         self.decision: Decision | None = None
 
-    @abstractmethod
-    def step(self, measured: Measurement) -> HostOrder | DeviceOrder:
-        """Judges one step."""
-
-    @abstractmethod
-    def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> float | Tensor:
-        """The factor on the update, of this norm (0-d float32); see `Engine.clip_update`.
-
-        `skipped` is a bool, or a 0-d float32 of exactly 0 or 1.
-        """
-
-    @abstractmethod
-    def pending_record(self) -> PendingRecord:
-        """The record of the step that was judged last."""
-
-    @abstractmethod
-    def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors on the engine's device, copies."""
-
-    @abstractmethod
     def _placed(self, leaf: Any) -> Any:
         """A NumPy leaf of a state as this engine holds it."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _replace_state(self, new: EngineState) -> None: ...
+    def _replace_state(self, new: EngineState) -> None:
+        raise NotImplementedError
 
     def expect_change(self) -> None:
         """Opens the grace window at the next step."""
         self._replace_state(self.engine.expect_change(self.state, xp=self._xp))
 
     def grow(self, groups: int) -> None:
-        """Begins a history for parameters that were added; leaves of fixed size stay in place."""
+        """Begins a history for added parameters. Leaves of fixed size stay in place."""
         self.groups = groups
         new = map_leaves(self._placed, self.engine.init(groups=groups))
         self.state = map_leaves(_extended, self.state, new)
@@ -129,9 +110,10 @@ class LiveEngine(ABC):
         return self.engine.to_dict(self.state)
 
     def parsed(self, data: Mapping[str, Any]) -> EngineState:
-        """A saved state in NumPy, from `Engine.to_dict` of any framework.
+        """A state saved by `Engine.to_dict` of any framework, in NumPy.
 
-        StateError if it is damaged, or of another policy or number of parameters.
+        Raises:
+            StateError: it is damaged, or of another policy or number of parameters.
         """
         saved = self.engine.from_dict(data)
         if self.engine.per_tensor and data["groups"] != self.groups:
@@ -143,7 +125,7 @@ class LiveEngine(ABC):
         return saved
 
     def load(self, data: Mapping[str, Any], *, rollback: bool) -> None:
-        """Loads a saved state; with `rollback`, budgets and LR multiplier stay."""
+        """Loads a saved state. With `rollback`, budgets and LR multiplier stay."""
         saved = map_leaves(self._placed, self.parsed(data))
         if rollback:
             saved = self.engine.on_rollback(self.state, saved, xp=self._xp)
@@ -151,16 +133,17 @@ class LiveEngine(ABC):
         self.decision = None
 
 
-class HostEngine(LiveEngine):
+class HostEngine(_StatefulEngine):
     """An engine in NumPy scalars. Its states are immutable."""
 
     name = "host"
+    compiled = False
     _xp = host
 
     def __init__(self, engine: Engine, groups: int) -> None:
         super().__init__(engine, groups)
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        """The recorded step, by which signals are present."""
+        """The signals that are present -> the recorded step."""
         self._clip_program: Callable[..., Any] | None = None
 
     def _placed(self, leaf: Any) -> Any:
@@ -192,7 +175,10 @@ class HostEngine(LiveEngine):
         )
 
     def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> float:
-        """See `LiveEngine.clip_update`. A sync on an accelerator."""
+        """The factor on the update, of this norm (0-d float32). A sync on an accelerator.
+
+        See `Engine.clip_update`. `skipped` is a bool, or a 0-d float32 of exactly 0 or 1.
+        """
         value, flag = read([norm, skipped if isinstance(skipped, Tensor) else None])
         held = np.bool_(skipped if flag is None else flag > 0)
         given = self._placed(np.asarray(value, np.float32))
@@ -211,11 +197,11 @@ class HostEngine(LiveEngine):
     def pending_record(self) -> PendingRecord:
         """The last step's record, from a reference to the state, which is immutable."""
         state = self.state
-        # Cached: the step after it asks for its number too.
+        # Cached, because the next step asks for this step's number.
         return functools.cache(lambda: step_record.on_host(step_record.numbers(state)))
 
     def grow(self, groups: int) -> None:
-        """See `LiveEngine.grow`."""
+        """See `DeviceEngine.grow`."""
         super().grow(groups)
         self._programs.clear()
         self._clip_program = None
@@ -228,8 +214,8 @@ class HostEngine(LiveEngine):
         }
 
 
-class DeviceEngine(LiveEngine):
-    """An engine in torch tensors on `device`, that of the first parameter, written in place.
+class DeviceEngine(_StatefulEngine):
+    """An engine in torch tensors on `device`, the first parameter's, written in place.
 
     Without a compiler `compile` falls back to eager, with a warning.
     """
@@ -238,11 +224,15 @@ class DeviceEngine(LiveEngine):
 
     def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
         self.device = device
-        self.compiled = compile
         self._xp = namespace.on(device)
         super().__init__(engine, groups)
-        self._run = _compiled(self._step) if compile else self._step
-        self._run_clip = _compiled(self._clip) if compile and engine.clips_updates else self._clip
+        self._run = _CompiledOrEager(self._step, compile=compile)
+        self._run_clip = _CompiledOrEager(self._clip, compile=compile and engine.clips_updates)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the step runs through torch.compile."""
+        return self._run.compiled
 
     def _placed(self, leaf: Any) -> Tensor:
         return torch.tensor(leaf, device=self.device)
@@ -276,28 +266,13 @@ class DeviceEngine(LiveEngine):
 
     def step(self, measured: Measurement) -> DeviceOrder:
         """Judges one step without reading anything on the host."""
-        try:
-            order, self.decision = self._run(measured)
-        except Exception as error:
-            if not self.compiled:
-                raise
-            # Tracing and compiling come before the first write: the state is untouched.
-            _warn_not_compiled(error)
-            self.compiled, self._run = False, self._step
-            order, self.decision = self._step(measured)
+        order, self.decision = self._run(measured)
         return order
 
     def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> Tensor:
-        """See `LiveEngine.clip_update`; nothing is read on the host."""
+        """See `HostEngine.clip_update`. Returns a 0-d float32; nothing is read on the host."""
         flag = torch.full_like(norm, float(skipped)) if isinstance(skipped, bool) else skipped
-        try:
-            return self._run_clip(norm, flag)
-        except Exception as error:
-            if self._run_clip == self._clip:
-                raise
-            _warn_not_compiled(error)
-            self._run_clip = self._clip
-            return self._clip(norm, flag)
+        return self._run_clip(norm, flag)
 
     def _clip(self, norm: Tensor, skipped: Tensor) -> Tensor:
         new, scale = self.engine.clip_update(self.state, norm, skipped > 0, xp=self._xp)
@@ -363,12 +338,28 @@ def _extended(old: Any, new: Any) -> Any:
     return new
 
 
-def _warn_not_compiled(error: Exception) -> None:
-    warnings.warn(
-        f"healcore's step could not be compiled and runs eagerly, which is slower: {error}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+class _CompiledOrEager:
+    """A function through torch.compile, or called directly if it cannot be compiled."""
+
+    def __init__(self, step: Callable[..., Any], *, compile: bool) -> None:
+        self._step = step
+        self._run = _compiled(step) if compile else step
+        self.compiled = compile
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._run(*args)
+        except Exception as error:
+            if not self.compiled:
+                raise
+            # Tracing and compiling come before the first write, so the state is untouched.
+            warnings.warn(
+                f"healcore's step could not be compiled and runs eagerly, which is slower: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            self.compiled, self._run = False, self._step
+            return self._step(*args)
 
 
 def _compiled(step: Any) -> Any:
@@ -378,3 +369,7 @@ def _compiled(step: Any) -> Any:
     known = set(list_options())
     options: dict[str, Any] = {name: value for name, value in _EXACT.items() if name in known}
     return torch.compile(step, fullgraph=True, dynamic=False, options=options)
+
+
+LiveEngine: TypeAlias = HostEngine | DeviceEngine
+"""The engine of one optimizer, with its state."""

@@ -1,7 +1,7 @@
 """The errors of `attach` and of healed steps. Each message ends with what to write instead.
 
-SignalError (a loss that is not a number) and StateError (a saved state that does not fit) are those
-of `healcore.core`, as in JAX.
+SignalError (a loss that is not a number) and StateError (a saved state that does not fit) are in
+`healcore.core`, for JAX too.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from healcore.core.errors import HealcoreError
 
 
 class AttachError(HealcoreError, TypeError):
-    """`attach` cannot work with what it was given; nothing was changed."""
+    """`attach` cannot work with its arguments. Nothing was changed."""
 
 
 class ObservedTooLateError(HealcoreError, RuntimeError):
-    """A loss was observed after its step; the present step was not taken."""
+    """A loss was observed after its step. The current step was not taken."""
 
 
 class RanksDisagreeError(HealcoreError, RuntimeError):
-    """The ranks of one run have decided different things; the present step was not taken."""
+    """The ranks of one run have decided differently. The current step was not taken."""
 
 
 class ParametersChangedError(HealcoreError, RuntimeError):
-    """The optimizer has other parameters than at `attach`; the present step was not taken."""
+    """The optimizer has other parameters than at `attach`. The current step was not taken."""

@@ -11,8 +11,8 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 SEARCH = 40
-"""Overflows in a row that a GradScaler may need to find its scale: from 2^16, its default, to below
-2^-23, where only non-finite gradients overflow."""
+"""Overflows in a row that a GradScaler may need to find its scale, from its default 2^16 to below
+2^-23. At that scale only non-finite gradients overflow."""
 
 _SEARCHED_STEPS, _SEARCHED_FRAMES = 100, 8
 _CALLERS = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
@@ -22,16 +22,16 @@ class DroppedSteps:
     """Detects, without a sync, that a GradScaler skipped a step without calling the optimizer.
 
     After an overflow it does not call `step()` of an optimizer that is not fused, so no hook runs.
-    But `update()` replaces the scaler's per-optimizer records, and the old ones show whether it was
-    asked to step this optimizer.
+    But `update()` replaces the scaler's per-optimizer records. The old records show whether the
+    loop asked the scaler to step this optimizer.
 
     Attributes:
-        scaler: the GradScaler of `attach`, else the one that `find_scaler` has found.
-        stepped: whether the optimizer's own hook ran since the last `update()`; set by the caller.
+        scaler: the GradScaler of `attach`, or the GradScaler that `find_scaler` has found, or None.
+        stepped: whether the optimizer's own hook ran since the last `update()`; the caller sets it.
     """
 
     searches = _SEARCHED_STEPS
-    """Steps that may still be searched for a scaler."""
+    """Steps in which a scaler may still be searched."""
     is_found = False
     """Whether `find_scaler` has found the scaler."""
 
@@ -42,7 +42,7 @@ class DroppedSteps:
         self._records = self._current()
 
     def find_scaler(self, step: FrameType | None) -> None:
-        """Looks for a GradScaler among the callers of a frame within `step()`, until it has one."""
+        """Looks for a GradScaler among the callers of a frame within `step()`."""
         if self.scaler is not None or not self.searches:
             return
         self.searches -= 1
@@ -54,7 +54,7 @@ class DroppedSteps:
                 return
 
     def found(self) -> bool:
-        """Whether one was skipped since the last call; call it at least once for every step."""
+        """Whether a step was skipped since the last call. Call it at least once for every step."""
         records = self._current()
         if records is self._records:
             return False
@@ -68,11 +68,10 @@ class DroppedSteps:
 
 
 class Overflows:
-    """Distinguishes a GradScaler that is still searching its scale from one that never finds it.
+    """Tells a GradScaler's search for its scale from gradients that overflow at any scale.
 
     A skip after an overflow, at which the scaler halves its scale, is normal and not counted. After
-    `search` overflows in a row the gradients must be bad at any scale, and the steps count as
-    non-finite.
+    `search` overflows in a row the gradients are bad at any scale: the steps count as non-finite.
     """
 
     def __init__(self, home: torch.device, search: int = SEARCH) -> None:
@@ -82,7 +81,7 @@ class Overflows:
         self._dropped = 0
 
     def externally_skipped(self, found_inf: Tensor) -> Tensor:
-        """Whether the engine ignores this step, 0-d bool; `found_inf` above 0 is an overflow."""
+        """Whether the engine ignores this step, 0-d bool. `found_inf` above 0 is an overflow."""
         if self._in_row is None:
             self._in_row = torch.zeros((), dtype=torch.int32, device=self._home)
         overflowed = found_inf > 0
@@ -90,7 +89,7 @@ class Overflows:
         return overflowed & (self._in_row <= self._search)
 
     def count_dropped(self) -> bool:
-        """Counts a step that never reached the optimizer; whether the engine has to judge it."""
+        """Counts a step without a call of the optimizer. True if the engine has to judge it."""
         self._dropped += 1
         return self._dropped > self._search
 

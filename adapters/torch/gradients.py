@@ -1,9 +1,9 @@
-"""An optimizer's gradients: their L2 norms in float32, scaling them, and whether they are cleared.
+"""An optimizer's gradients: their L2 norms in float32, and scaling them.
 
-`torch.nn.utils.get_total_norm` gives its result in the gradients' dtype: a float16 norm above
-65,504 is infinite, a bfloat16 one has three digits. On an accelerator the kernel gets a float32
-result dtype. On a CPU it would then not be vectorised (192 bfloat16 tensors of 131,072 elements:
-208 ms against 12), so half-precision gradients are copied to a small float32 buffer.
+`torch.nn.utils.get_total_norm` returns the gradients' dtype: a float16 norm above 65,504 is
+infinite, a bfloat16 norm has three digits. On an accelerator the kernel gets a float32 result
+dtype. A CPU kernel would then not be vectorised (192 bfloat16 tensors of 131,072 elements: 208 ms
+against 12), so half-precision gradients are copied to a small float32 buffer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 CHUNK = 1 << 18
-"""Elements summed at a time on a CPU, in float32: over 25 M elements at once the sum loses up to
-0.3 %, over pieces of this size below 1e-6."""
+"""Elements of one float32 sum on a CPU. A single sum over 25 M elements loses up to 0.3 %, sums
+over pieces of this size lose below 1e-6."""
 
 # Private, but clip_grad_norm_ and every foreach optimizer use it.
 _foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
@@ -33,7 +33,7 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 def complete_(params: Sequence[Tensor]) -> None:
     """Reduces gradients that are partial sums on each rank, as a LayerNorm's in sequence parallel.
 
-    The optimizer's step would do that anyway, with at least the same communication.
+    The optimizer's step would reduce them anyway, with at least the same communication.
     """
     for p in params:
         grad = p.grad
@@ -42,7 +42,7 @@ def complete_(params: Sequence[Tensor]) -> None:
 
 
 def norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """L2 norm of each gradient, 0-d float32 on its device; of a DTensor, of this rank's part.
+    """L2 norm of each gradient, 0-d float32 on its device. A DTensor counts with this rank's part.
 
     Gradients may be dense or sparse, on any device and of any dtype.
     """
@@ -72,9 +72,9 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of whole DTensors, from those of this rank's parts; those of plain tensors as they are.
+    """Norms of whole DTensors from the norms of this rank's parts. Plain tensors' norms stay.
 
-    One small all_reduce for each dimension of each mesh, which every rank of it has to call.
+    One small all_reduce for each dimension of each mesh, which every rank of the mesh has to call.
     """
     whole = [*norms]
     by_mesh: dict[Any, list[int]] = {}
@@ -96,7 +96,7 @@ def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tens
 
 
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norm of all gradients from `norms` of each, 0-d float32 on `device`."""
+    """The norm of all gradients from the norm of each gradient, 0-d float32 on `device`."""
     if any(norm.device != device for norm in norms):
         norms = [norm.to(device, non_blocking=True) for norm in norms]
     return torch.linalg.vector_norm(torch.stack([*norms])) if len(norms) > 1 else norms[0]
@@ -105,9 +105,7 @@ def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Norms as one (n,) float32 tensor on `device`; 0 for a parameter without a gradient."""
     zero = torch.zeros((), dtype=torch.float32, device=device)
-    parts = []
-    for norm in norms:
-        parts.append(zero if norm is None else norm.to(device, non_blocking=True))
+    parts = [zero if norm is None else norm.to(device, non_blocking=True) for norm in norms]
     return torch.stack(parts) if parts else zero.new_zeros(0)
 
 
@@ -143,7 +141,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The stored values of a gradient, in its memory. Not for norms: they may be uncoalesced."""
+    """The stored values of a gradient, in its memory. Not for norms: duplicates may remain."""
     grad = local(grad)
     if grad.layout is torch.strided:
         return grad
@@ -165,72 +163,3 @@ def _norm_in_pieces(grad: Tensor) -> Tensor:
         norms = list(_foreach_norm(flat.split(CHUNK), 2))
     whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return whole.to(torch.float32)
-
-
-_UNCLEARED = 5
-"""Steps in a row that use the gradients of earlier steps too, before it is reported."""
-NOT_CLEARED = (
-    f"{_UNCLEARED} steps have used the gradients of all steps before them too: call "
-    "optimizer.zero_grad() once for each step, after optimizer.step() or before the backward pass"
-)
-
-
-class ClearedGradients:
-    """Detects a loop that never clears its gradients, by one parameter and without a sync.
-
-    Every write to a tensor raises its version. If a backward pass finds the gradient of the last
-    step at the version that the last step left, nothing has cleared it. The first cleared gradient
-    ends the watch, so that a loop that clears them costs nothing from its second step on.
-    """
-
-    def __init__(self) -> None:
-        self._param: Tensor | None = None
-        self._grad: Tensor | None = None
-        self._version = 0
-        self._hook: Any = None
-        self._reached = self._is_closed = False
-        self._steps = 0
-
-    def before_step(self, optimizer: Optimizer) -> bool:
-        """Call it before each step. True once, at the step that makes the mistake certain."""
-        if self._is_closed:
-            return False
-        self._steps += self._reached
-        certain = self._steps == _UNCLEARED
-        if certain:
-            self.close()
-        elif self._hook is None:
-            self._watch(parameters(optimizer))
-        return certain
-
-    def after_step(self) -> None:
-        """Call it after each step."""
-        self._grad = None if self._param is None else self._param.grad
-        self._version = 0 if self._grad is None else self._grad._version
-        self._reached = False
-
-    def close(self) -> None:
-        """Ends the watch."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._param = self._grad = self._hook = None
-        self._is_closed = True
-
-    def _watch(self, params: Sequence[Tensor]) -> None:
-        found = next((p for p in params if p.requires_grad and p.is_leaf), None)
-        if is_dtensor(found):
-            self.close()
-        elif found is not None:
-            hook: Any = torch.compiler.disable(self._before_accumulation)
-            self._param, self._hook = found, found.register_hook(hook)
-
-    def _before_accumulation(self, _: Tensor) -> None:
-        """A backward pass is about to add to the gradient, which raises its version."""
-        grad = None if self._param is None else self._param.grad
-        if grad is None or grad is not self._grad or grad._version != self._version:
-            self.close()
-        elif self._steps == _UNCLEARED - 1 and not bool(grad.any().cpu().numpy()):
-            self.close()  # `grad.data.zero_()` raises no version; a sync, in a wrong loop only
-        else:
-            self._version += 1
-            self._reached = True

@@ -30,20 +30,20 @@ class Report:
     """Where the engine runs: host (NumPy) or device (torch)."""
     engine_reason: str
     skip: str
-    """How: found_inf (in the fused kernel), grads (hidden), or not run (a third-party `step()`)."""
+    """How a step is skipped: found_inf (in the fused kernel), grads (hidden), or not run."""
     clip: str
     """How gradients are scaled: grad_scale (in the fused kernel), or in place."""
     update_clip: str
-    """What the clip of the update takes; "" for a policy without it."""
+    """Cost of clipping the update, or an empty string for a policy without it."""
     skip_reason: str
     syncs_per_step: int
     """Times per step that the host waits for the device because of healcore."""
     ranks: int
-    """Number of ranks that decide together, by one all_reduce per step if there are several."""
+    """Number of ranks that decide together, by one all_reduce per step."""
     compiled: bool
     """Whether the engine's step runs through torch.compile."""
     waiting_for: tuple[str, ...]
-    """Signals that the policy reads and no step had so far; their detectors are inactive."""
+    """Signals that the policy reads and no step has had so far. Their detectors are inactive."""
 
     def __str__(self) -> str:
         lines = [
@@ -67,8 +67,8 @@ class Healing:
     Attributes:
         live_engine: the engine with its state.
         hooks: the optimizer's step hooks.
-        own_loss: whether observed losses are this optimizer's alone, so that their backward passes
-            show a late `observe`.
+        own_loss: whether observed losses belong to this optimizer alone, so that their backward
+            passes show a late `observe`.
     """
 
     def __init__(self, hooks: StepHooks, *, engine_reason: str, obstacle: str | None) -> None:
@@ -85,17 +85,17 @@ class Healing:
     # -- signals from the training loop ---------------------------------------------------------
 
     def observe(self, loss: Tensor | float, *, weight: float = 1.0) -> None:
-        """Reports the loss of one (micro-)batch; a step is judged by the mean since the last step.
+        """Reports the loss of one (micro-)batch. A step is judged by the mean since the last step.
 
-        Nothing is read on the host. With several ranks a step is judged by the mean over them; a
-        rank may pass its own loss or a reduced one.
+        Nothing is read on the host. With several ranks a step is judged by the mean over the ranks.
+        A rank may pass its own loss or a reduced loss.
 
         Args:
-            loss: a number, or a tensor of one element on any device; NaN and Inf are accepted.
-            weight: of this loss in the mean, above 0; for parts of different size.
+            loss: a number, or a tensor of one element on any device. NaN and Inf are accepted.
+            weight: weight of this loss in the mean, above 0, for parts of different size.
 
         Raises:
-            SignalError: None, not a number, or more than one. Nothing has changed then.
+            SignalError: None, not a number, or more than one number. Nothing has changed then.
         """
         value = checked("loss", loss)
         self.judge_dropped()
@@ -106,7 +106,7 @@ class Healing:
             self.hooks.incident_log.observed()
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
-        """Reports an evaluation's loss; the next step is judged by it.
+        """Reports an evaluation's loss, by which the next step is judged.
 
         Raises:
             SignalError: as for `observe`.
@@ -126,16 +126,16 @@ class Healing:
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, weights).
 
-        Baselines warm up again, and only non-finite values are alarms for `grace_steps` steps.
+        Baselines warm up again. For `grace_steps` steps only non-finite values are alarms.
         """
         self.live_engine.expect_change()
 
     def decline(self) -> None:
-        """Reports that the rollback ordered last is not carried out. It has cost no budget."""
+        """Reports that the last ordered rollback is not carried out. It costs no budget."""
         self.hooks.incident_log.answered()
 
     def discard(self) -> None:
-        """Drops the losses since the last step; for loops that discard a step themselves."""
+        """Drops the losses since the last step, for loops that discard a step themselves."""
         self._measurer.clear()
 
     def drop_losses(self) -> None:
@@ -145,7 +145,7 @@ class Healing:
     def judge_dropped(self) -> None:
         """Judges a step that the GradScaler skipped without calling the optimizer, if any.
 
-        It lets the policy act when such steps do not end. `observe` calls it; a loop without losses
+        So the policy can act if such steps do not end. `observe` calls it. A loop without losses
         may call it once after each `scaler.update()`.
         """
         self.hooks.judge_dropped()
@@ -159,7 +159,7 @@ class Healing:
 
     @property
     def has_seen_loss(self) -> bool:
-        """Whether any step had a loss so far, a step that a GradScaler dropped included."""
+        """Whether any step has had a loss, including steps that a GradScaler dropped."""
         return "loss" in self._measurer.seen
 
     @property
@@ -174,9 +174,9 @@ class Healing:
 
     @property
     def in_update(self) -> bool:
-        """Whether `optimizer.step()` may have changed something and has not ended; or has raised.
+        """Whether `optimizer.step()` may have made a change and has not ended, or has raised.
 
-        Not while it waits for the other ranks' signals.
+        False while it waits for the other ranks' signals.
         """
         return self.hooks.in_update
 
@@ -187,7 +187,7 @@ class Healing:
 
     @property
     def decision(self) -> Decision | None:
-        """The last step's decision as enforced; no sync. None before the first step.
+        """The last step's decision as enforced, or None before the first step. No sync.
 
         NumPy scalars from the host engine, torch tensors from the device engine.
         """
@@ -196,7 +196,7 @@ class Healing:
     def last_decision(self) -> Decision | None:
         """The last step's decision in Python values (`Cause`, `Action`, bool, float).
 
-        On an accelerator this waits for the step: a sync. None before the first step.
+        None before the first step. A sync on an accelerator.
         """
         decision = self.live_engine.decision
         if decision is None:
@@ -213,9 +213,9 @@ class Healing:
         )
 
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...); copies, no sync.
+        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...). Copies, no sync.
 
-        `heal/loss` is NaN until a loss was judged.
+        `heal/loss` is NaN until a step with a loss is judged.
         """
         found = self.live_engine.metrics()
         if not self.has_seen_loss:
@@ -226,14 +226,14 @@ class Healing:
     def gradient_norms(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         """The norm of each parameter's gradient at the last step, before clipping, for a logger.
 
-        One sync on an accelerator, so call it only at steps that are logged. With sharded
-        parameters call it on every rank.
+        One sync on an accelerator, so call it only at steps that you log. With sharded parameters
+        call it on every rank.
 
         Args:
             named: ``model.named_parameters()``.
 
         Returns:
-            Name -> L2 norm, for parameters of this optimizer that had a gradient; empty before the
+            Name -> L2 norm, for parameters of this optimizer with a gradient; empty before the
             first step.
         """
         last = self.hooks.last_norms
@@ -243,7 +243,7 @@ class Healing:
         return {name: values[id(each)] for name, each in named if id(each) in values}
 
     def report(self) -> Report:
-        """Which engine and which way of skipping are in use, why, and what they cost."""
+        """The engine and the way of skipping that are in use, the reasons, and the cost."""
         live_engine, measurer, policy = self.live_engine, self._measurer, self.engine
         on_host = live_engine.name == "host"
         by_flag = self._obstacle is None and not on_host
@@ -287,15 +287,15 @@ class Healing:
         return self.live_engine.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state as if the run had never stopped.
+        """Loads a saved state, so that decisions continue as if the run had never stopped.
 
         Raises:
-            StateError: it is damaged, or of another policy or model. Nothing is loaded.
+            StateError: the state is damaged, or of another policy or model. Nothing is loaded.
         """
         self._load(state, rollback=False)
 
     def on_rollback(self, state: dict[str, Any]) -> None:
-        """Loads a checkpoint's state after a rollback; the present budgets and LR multiplier stay.
+        """Loads a checkpoint's state after a rollback. Current budgets and LR multiplier stay.
 
         Raises:
             StateError: as for `load_state_dict`.
@@ -307,11 +307,11 @@ class Healing:
         self.hooks.on_state_loaded()
 
     def settle(self) -> None:
-        """Restores the optimizer after a step that raised; not to be called during a step."""
+        """Restores the optimizer after a step that raised. Do not call it during a step."""
         self.hooks.restore()
 
     def detach(self) -> None:
-        """Removes the hooks; the optimizer is as if `attach` had never been called.
+        """Removes the hooks: the optimizer is as if `attach` had never been called.
 
         State and metrics stay readable. Calling it again does nothing.
         """

@@ -1,6 +1,6 @@
 """`IncidentLog`: logs incidents and likely mistakes, for `attach` without a Healer.
 
-On an accelerator flags are collected, copied every few steps, and read when they have arrived.
+On an accelerator flags are collected, copied every `READ_EVERY` steps, and read once they arrive.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.runtime.incidents.step_lines import enforced_text, incident_text, is_logged
-from healcore.torch.engines import HostEngine, LiveEngine, PendingRecord
+from healcore.torch.engines import READ_EVERY, HostEngine, LiveEngine, PendingRecord
+from healcore.torch.loop_mistakes import NormCeiling
 from healcore.torch.measurement import AsyncCopy
-from healcore.torch.norm_ceiling import NormCeiling
-
-EVERY = 10
-"""Steps between two reads of a device engine."""
 
 WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
 
 WITHOUT_STEP = 100
-"""Losses without a step after which a warning is logged: fewer may be accumulation."""
+"""Losses without a step after which a warning is logged. Fewer may be an accumulation."""
 
 _named: weakref.WeakValueDictionary[str, IncidentLog] = weakref.WeakValueDictionary()
 
@@ -37,11 +34,11 @@ _ANSWERS = {
     Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback(), or heal.decline(),",
     Action.STOP: "end the run",
 }
-"""What a loop of its own does about an order."""
+"""What a loop without a Healer can do about an order."""
 
 
 class IncidentLog:
-    """Logs one line per incident, and one for each call that the loop seems to have forgotten.
+    """Logs one line per incident, and one line for each call that the loop has forgotten.
 
     The second optimizer of a class is named `Adam 2`, because two networks may have one each.
     """
@@ -55,7 +52,7 @@ class IncidentLog:
         self._learning_rate = learning_rate
         self._engine = engine
         self.enabled = True
-        """False where another rank logs the same."""
+        """Whether this rank logs. Of the ranks that decide together only the first rank logs."""
         self.console: console.Console = "auto"
         self.resets_moments = False
         """Whether a cut of the learning rate resets the moments too."""
@@ -64,7 +61,7 @@ class IncidentLog:
         self._logged: set[str] = set()
         self._ceiling = NormCeiling()
         self._open_orders = Action(0)
-        """Orders of earlier steps that the loop has not answered."""
+        """Orders that the loop has not answered yet."""
         self._ordered_at = 0
         self._ignored: Counter[Action] = Counter()
         self._flags: Tensor | None = None
@@ -85,7 +82,7 @@ class IncidentLog:
             )
 
     def judged(self, live_engine: LiveEngine, *, has_seen_loss: bool) -> None:
-        """Call it when a step was judged."""
+        """Call it after a step is judged."""
         self._steps += 1
         self._losses = 0
         self._log_ignored_orders()
@@ -106,11 +103,11 @@ class IncidentLog:
         self._collect(live_engine)
 
     def problem(self, line: str) -> None:
-        """Logs a likely mistake of the loop, once."""
+        """Logs a line about a likely mistake of the loop, once."""
         self._once(line, line)
 
     def answered(self) -> None:
-        """Call it when the loop has carried out or declined an order."""
+        """Call it after the loop carries out or declines an order."""
         self._open_orders = Action(0)
         self._is_answered = self._pending is not None
         if self._flags is not None:
@@ -123,7 +120,7 @@ class IncidentLog:
         now = torch.stack([decision.cause, decision.action])
         self._flags = now if self._flags is None else self._flags | now
         self._read_arrived()
-        if self._pending is None and self._steps % EVERY == 0:
+        if self._pending is None and self._steps % READ_EVERY == 0:
             self._pending = live_engine.pending_record(), AsyncCopy(self._flags)
             self._flags = None
             self._read_arrived()
@@ -142,7 +139,7 @@ class IncidentLog:
         if new and cause and is_logged(record.incident):
             self._write(self._incident_line(record, cause))
         observes = self._engine.mode == "observe"
-        # Not whenever it falls: under the limit of a cut it follows a rising schedule step by step.
+        # Not at every change: under the limit of a cut the multiplier follows a rising schedule.
         if action & Action.CUT_LR and not observes and is_logged(record.incident):
             reset = ", moments reset" if self.resets_moments else ""
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")

@@ -1,11 +1,11 @@
-"""Reads a pickle as data: nothing in it is imported, called or changed.
+"""Reads a pickle as data: nothing in the pickle is imported, called or changed.
 
 The index of a `torch.distributed.checkpoint` is a pickle, and a run that resumes reads it in the
 process that trains. A limit of the operating system does not stop code, so the index is not
-unpickled there. The machine is Python's own `pickle._Unpickler`, with the opcodes that data need.
+unpickled there. This is Python's own `pickle._Unpickler`, with only the opcodes that data need.
 
 A `Global` stands for a class or function that the pickle names, an `Unpickled` for an object that
-it makes. The caller decides what they mean, by comparing names.
+the pickle makes. The caller decides what they mean, by comparing names.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 
 class BadPickle(ValueError):
-    """Bytes that are no pickle, or a pickle with a part that data do not need."""
+    """The bytes are not a pickle, or the pickle has parts that data do not need."""
 
 
 class Global(NamedTuple):
-    """The name of a class or function, which is not looked up."""
+    """The name of a class or function, which is not imported."""
 
     module: str
     name: str
@@ -58,7 +58,7 @@ _DICTIONARIES = (
 _KEYS = (str, int, bool, type(None), Global, Unpickled)
 """Types of keys. A tuple could be nested so deeply that its hash takes forever."""
 _LONGEST = 1 << 16
-"""Most characters or bits of a key."""
+"""Most characters or bits of a key or a name."""
 
 
 def read(
@@ -89,7 +89,7 @@ def read(
 
 
 class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
-    """Python's unpickler, with opcodes that make objects replaced and dangerous ones left out."""
+    """Python's unpickler without dangerous opcodes, whose objects are `Unpickled`."""
 
     stack: list[Any]
     append: Callable[[Any], None]
@@ -106,18 +106,18 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
 
     def find_class(self, module: str, name: str) -> Any:
         if len(module) + len(name) > _LONGEST:
-            raise BadPickle("the pickle names a class by a text that is too long")
+            raise BadPickle("the pickle has the name of a class that is too long")
         return Global(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise BadPickle("the pickle refers to something outside it")
+            raise BadPickle("the pickle refers to an object outside of it")
         return self._persistent(pid)
 
     def _call(self) -> None:
         args = self.stack.pop()
         if type(args) is not tuple or type(self.stack[-1]) not in (Global, Unpickled):
-            raise BadPickle("the pickle calls something that is no class or function")
+            raise BadPickle("the pickle calls an object that is not a class or function")
         self.stack[-1] = Unpickled(self.stack[-1], args)
         if self._objects is not None:
             self._objects.append(self.stack[-1])
@@ -131,7 +131,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
         state = self.stack.pop()
         target = self.stack[-1]
         if type(target) is not Unpickled or target.kind is DICT or target.state is not None:
-            raise BadPickle("the pickle sets the state of something that is no new object")
+            raise BadPickle("the pickle sets the state of an object that is not new")
         target.state = state
 
     def _dict(self) -> None:
@@ -194,9 +194,3 @@ def as_dict(value: Any) -> Mapping[Any, Any] | None:
         if type(key) not in _KEYS or size > _LONGEST:
             raise BadPickle(f"the pickle has a {type(key).__name__} as a key that is not allowed")
     return dict(value.items)
-
-
-def state(value: Any, kind: Global) -> Mapping[Any, Any] | None:
-    """The attributes of an object of the class `kind`, or None for other values."""
-    made = type(value) is Unpickled and value.kind == kind
-    return as_dict(value.state) if made else None

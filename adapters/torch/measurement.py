@@ -20,27 +20,27 @@ from healcore.torch.losses import LossMean, checked
 from healcore.torch.ranks import StepRanks
 
 _SIDE_SIGNALS = {"eval_loss": math.nan, "update_norm": None}
-"""Signals that not every step has, with their value at a step without one (None: absent)."""
+"""Signals that not every step has, with their value at such a step; None for an absent signal."""
 
 
 class Measurement(NamedTuple):
-    """The signals of one step, as tensors next to the parameters; no field is read on the host."""
+    """The signals of one step, as tensors next to the parameters, not read on the host."""
 
     grad_norm: Tensor | None
-    """0-d float32: norm of this rank's `.grad`, global once reduced; None without a gradient."""
+    """0-d float32: norm of this rank's gradients, global once reduced; None without a gradient."""
     loss: Tensor | None = None
     """0-d float32: mean over the micro-batches of this step."""
     group_norms: Tensor | None = None
-    """(n,) float32: norm of each parameter's gradient, 0 without one; of this rank's, as above."""
+    """(n,) float32: norm of each parameter's gradient, or 0; this rank's, as above."""
     squares: Tensor | None = None
-    """(1,) or with `group_norms` (1 + n,) float64: what this rank adds to their squares over all
-    ranks. None if every rank has all gradients, and once reduced."""
+    """(1,) or with `group_norms` (1 + n,) float64: this rank's summands of the squared norms. None
+    if every rank has all gradients, and once reduced."""
     eval_loss: Tensor | None = None
     """0-d float32, NaN at a step without an evaluation."""
     update_norm: Tensor | None = None
     """0-d float32: norm of the previous update."""
     grad_divisor: Tensor | None = None
-    """0-d float32: what the gradients are still multiplied by (a GradScaler's scale)."""
+    """0-d float32: a factor that the gradients still have (a GradScaler's scale)."""
     found_inf: Tensor | None = None
     """0-d float32: above 0 if a GradScaler has found an overflow and skips this step."""
     externally_skipped: Tensor | None = None
@@ -52,7 +52,7 @@ class Measurement(NamedTuple):
 
 
 def signals_of(measured: Measurement) -> Signals:
-    """What the engine gets; values may be tensors or NumPy's."""
+    """The engine's input. Values may be tensors or NumPy's."""
     norm, groups, skipped = measured.grad_norm, measured.group_norms, measured.externally_skipped
     assert norm is not None
     if measured.grad_divisor is not None:
@@ -72,12 +72,12 @@ def signals_of(measured: Measurement) -> Signals:
 
 
 class StepNorms(NamedTuple):
-    """The gradient norms of a step that was judged, not read on the host."""
+    """The gradient norms of a judged step, not read on the host."""
 
     params: Sequence[Tensor]
-    """Those with a gradient."""
+    """Parameters with a gradient."""
     norms: Sequence[Tensor]
-    """0-d float32 each: norm of this rank's part of its gradient, times `grad_divisor`."""
+    """0-d float32 each: norm of this rank's part of the gradient, times `grad_divisor`."""
     grad_divisor: Tensor | None
     loss: Tensor | None = None
     """0-d float32: the loss that this rank has observed."""
@@ -94,7 +94,7 @@ class StepNorms(NamedTuple):
             return values if divisor is None else values / divisor
 
     def of_rank(self) -> tuple[float, float]:
-        """The loss and the gradient norm of this rank alone, NaN where there is none. A sync."""
+        """The loss and the gradient norm of this rank alone, NaN if absent. A sync."""
         loss = math.nan if self.loss is None else float(self.loss)
         if not self.norms:
             return loss, math.nan
@@ -119,36 +119,36 @@ class Measurer:
         self.engine = engine
         self.home = home
         self.seen: set[str] = set()
-        """Names of the reported signals that any step had so far, a dropped step included."""
+        """Names of the signals that any step has had so far, including dropped steps."""
         self.tensor_norms: Sequence[Tensor] = ()
         """Norm of each gradient at the last step, 0-d float32, on the gradient's device."""
         self._optimizer = optimizer
-        self._losses = LossMean(home)
+        self.losses = LossMean(home)
         self.dropped = DroppedSteps(scaler, optimizer)
         self.overflows = Overflows(home)
         self._side_signals: dict[str, Tensor | float] = {}
         self._known_rate: tuple[float | None, Tensor | None] = (None, None)
-        """The last learning rate that was a number, and the tensor of it, which nobody changes."""
+        """The last learning rate that was a number, and a tensor with its value."""
 
     def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
-        """Adds one micro-batch's loss; SignalError, and no change, if it is not a number."""
-        self._losses.add(checked(name, loss), weight)
+        """Adds one micro-batch's loss. SignalError, and no change, if it is not a number."""
+        self.losses.add(checked(name, loss), weight)
 
     def add_side_signal(self, name: str, value: Tensor | float) -> None:
-        """Sets a side signal for the next step; SignalError if it is not a number."""
+        """Sets a side signal of the next step. SignalError if it is not a number."""
         self._side_signals[name] = checked(name, value)
 
     @property
     def has_loss(self) -> bool:
         """Whether a loss was observed since the last step."""
-        return len(self._losses) > 0
+        return len(self.losses) > 0
 
     def drop_losses(self) -> None:
-        """Drops the losses that were reported since the last step."""
-        self._losses.clear()
+        """Drops the losses since the last step."""
+        self.losses.clear()
 
     def clear(self) -> None:
-        """Drops what was reported since the last step."""
+        """Drops losses and side signals since the last step."""
         self.drop_losses()
         self._side_signals.clear()
 
@@ -160,7 +160,7 @@ class Measurer:
         found_inf: Tensor | None,
         ranks: StepRanks,
     ) -> Measurement:
-        """Measures the step about to be taken; `everything` is all parameters of the optimizer."""
+        """Measures the current step. `everything` is all parameters of the optimizer."""
         self.dropped.stepped = True
         self.overflows.reset()
         self._add_seen()
@@ -181,7 +181,7 @@ class Measurer:
                 squares = torch.cat([squares, parts])
         return Measurement(
             grad_norm=gradients.total_norm(each, self.home) if each else None,
-            loss=self._losses.mean(),
+            loss=self.losses.mean(),
             group_norms=group_norms,
             squares=squares,
             eval_loss=self._side_signal("eval_loss"),
@@ -195,7 +195,7 @@ class Measurer:
     def mark_overflow(self, measured: Measurement) -> Measurement:
         """Marks an overflow: externally skipped, or non-finite after too many in a row.
 
-        No scale makes a loss finite that is not: such a step is non-finite too.
+        A step whose loss is not finite is non-finite too, because no scale makes it finite.
         """
         if measured.found_inf is None or measured.grad_norm is None:
             return measured
@@ -209,15 +209,15 @@ class Measurer:
         )
 
     def measure_dropped(self, groups: int, *, alone: bool) -> Measurement | None:
-        """A step that a GradScaler skipped without calling the optimizer, if it is to be judged.
+        """A step that a GradScaler skipped without calling the optimizer, if it has to be judged.
 
-        Drops its losses. Only if this rank is `alone` is the step judged by its loss, which other
-        ranks do not know. A sync on an accelerator, as the GradScaler's own decision was.
+        Drops its losses. The step is judged by its loss only if this rank is `alone`, because other
+        ranks do not know the loss. A sync on an accelerator, as the GradScaler's own decision was.
         """
         if not self.dropped.found():
             return None
         self._add_seen()
-        loss = self._losses.mean() if alone else None
+        loss = self.losses.mean() if alone else None
         to_judge = self.overflows.count_dropped()
         if loss is not None:
             to_judge |= not bool(torch.isfinite(loss).cpu().numpy())
@@ -279,7 +279,7 @@ class Measurer:
 def _may_be_state_init(optimizer: Optimizer) -> bool:
     """Whether this may be the step by which torch.distributed.checkpoint creates optimizer state.
 
-    It steps a fresh optimizer at learning rate 0 on zero gradients. `signals_of` checks the latter.
+    It steps a fresh optimizer at learning rate 0 with zero gradients, which `signals_of` checks.
     """
     if optimizer.state:
         return False
@@ -298,10 +298,7 @@ def _may_be_state_init(optimizer: Optimizer) -> bool:
 
 
 def read(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Copies 0-d and 1-d float32 tensors to scalars and arrays of NumPy.
-
-    With one sync, or none if all are on the CPU.
-    """
+    """0-d and 1-d float32 tensors as scalars and arrays of NumPy. One sync, on a CPU no sync."""
     if all(t is None or t.is_cpu for t in tensors):
         # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
         return [None if t is None else t.numpy()[()].copy() for t in tensors]
@@ -318,9 +315,9 @@ def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[Any]:
 
 
 class AsyncCopy:
-    """A tensor that is being copied to the host, and on CUDA may be overwritten meanwhile.
+    """A tensor whose copy to the host is under way on CUDA, so that it may be overwritten.
 
-    Tensors that are not on CUDA are copied when read.
+    On other devices the tensor is copied when it is read.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -332,18 +329,18 @@ class AsyncCopy:
         self._tensor = tensor
 
     def has_arrived(self) -> bool:
-        """Whether `read` would not wait; True if that is not known."""
+        """Whether `read` would return without waiting, or True if this is unknown."""
         return self._event is None or self._event.query()
 
     def read(self) -> np.ndarray:
-        """The values; waits for the copy."""
+        """The values. Waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensor.cpu().numpy()
 
 
 def _copied_to_pinned(tensor: Tensor) -> Tensor:
-    """Pinned host memory to which a CUDA tensor is being copied."""
+    """Pinned host memory with a CUDA tensor's values, once its copy has arrived."""
     if torch.cuda.is_current_stream_capturing():
         raise AttachError(
             "optimizer.step() is being captured in a CUDA graph, whose replays run no hooks: the "

@@ -1,7 +1,7 @@
-"""The array namespace that the core runs on under torch, with the functions that it uses.
+"""The array namespace that the core runs on under torch, and the torch backend of the replay.
 
-    state, decision = engine.step(state, signals, xp=namespace)             # CPU
-    state, decision = engine.step(state, signals, xp=namespace.on(device))  # arrays made on it
+    xp = namespace.on(device)
+    state, decision = engine.step(state, signals, xp=xp)
 
 Every function is one or two torch calls (an eager step has hundreds, so a microsecond counts) and
 traces under ``torch.compile(fullgraph=True)``. Rejected: array-api-compat, which breaks the graph
@@ -10,20 +10,22 @@ in Dynamo (measured) and keeps torch's inexact `sqrt`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from healcore.core.clipping.autoclip import EDGES
+from healcore.core.engine import EngineState
+from healcore.core.signals import Signals
+from healcore.core.tree import map_leaves
+from healcore.plugins.rows import DecisionColumns, NumpyRowRunner, judge_row, rolled_back
 
-float32, int32, bool = torch.float32, torch.int32, torch.bool
-abs, isfinite = torch.abs, torch.isfinite
-where = torch.where
-"""Takes Python numbers; torch fills them in on the condition's device, without the host."""
 
-
-def sqrt(x: Tensor) -> Tensor:
+def _sqrt(x: Tensor) -> Tensor:
     """Square root, correctly rounded in float32 as in NumPy and XLA.
 
     Through float64: with 53 bits, more than 2 * 24 + 2, rounding twice is rounding once. On a CPU
@@ -34,45 +36,35 @@ def sqrt(x: Tensor) -> Tensor:
     return torch.sqrt(x)
 
 
-def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in another dtype."""
-    return x.to(dtype)
+class Namespace:
+    """Array functions whose new arrays are made on one device.
 
-
-def sum(x: Tensor, axis: int = -1) -> Tensor:
-    """Sum along one axis. Integers and booleans add up in int64, as in NumPy."""
-    return torch.sum(x, dim=axis)
-
-
-def cumsum(x: Tensor, axis: int = -1) -> Tensor:
-    """Running sum along one axis."""
-    return torch.cumsum(x, dim=axis)
-
-
-def asarray(x: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` as a tensor on the CPU; a tensor stays where it is."""
-    return torch.as_tensor(x, dtype=dtype)
-
-
-def arange(n: int, dtype: torch.dtype | None = None) -> Tensor:
-    """0, 1, ... n - 1 on the CPU; see `on` for other devices."""
-    return torch.arange(n, dtype=dtype)
-
-
-class Placed:
-    """This namespace with `arange` and `asarray` on one device.
-
-    The core's only table is copied there once: a CUDA graph cannot capture a copy from the host.
+    `where` takes Python numbers: torch fills them in on the condition's device. The core's only
+    table is copied to the device once, because a CUDA graph cannot capture a copy from the host.
     """
 
-    float32, int32, bool = float32, int32, bool
-    abs, isfinite, where = abs, isfinite, where
-    sqrt, astype = staticmethod(sqrt), staticmethod(astype)
-    sum, cumsum = staticmethod(sum), staticmethod(cumsum)
+    float32, int32, bool = torch.float32, torch.int32, torch.bool
+    abs, isfinite, where = torch.abs, torch.isfinite, torch.where
+    sqrt = staticmethod(_sqrt)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._edges = torch.as_tensor(EDGES).to(device)
+
+    @staticmethod
+    def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` in another dtype."""
+        return x.to(dtype)
+
+    @staticmethod
+    def sum(x: Tensor, axis: int = -1) -> Tensor:
+        """Sum along one axis. Integers and booleans add up in int64, as in NumPy."""
+        return torch.sum(x, dim=axis)
+
+    @staticmethod
+    def cumsum(x: Tensor, axis: int = -1) -> Tensor:
+        """Running sum along one axis."""
+        return torch.cumsum(x, dim=axis)
 
     def arange(self, n: int, dtype: torch.dtype | None = None) -> Tensor:
         """0, 1, ... n - 1 on the device."""
@@ -88,6 +80,33 @@ class Placed:
         return f"healcore.torch.namespace.on({str(self.device)!r})"
 
 
-def on(device: torch.device | str | None) -> Any:
+def on(device: torch.device | str) -> Any:
     """The namespace for arrays on `device`."""
-    return Placed(torch.device("cpu" if device is None else device))
+    return Namespace(torch.device(device))
+
+
+class TorchRowRunner(NumpyRowRunner):
+    """Implements `RowRunner` of `healcore replay`, eagerly on the CPU, to compare backends.
+
+    For speed there is JAX. Rejected: `torch.compile`, which needs a C++ compiler and half a minute.
+    """
+
+    def start(self) -> EngineState:
+        """The engine's first state as tensors."""
+        return map_leaves(lambda leaf: torch.from_numpy(np.array(leaf)), self.engine.init())
+
+    @torch.inference_mode()
+    def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
+        """See `RowRunner.on_rollback`."""
+        return rolled_back(self.engine, live, restored, xp=on("cpu"))
+
+    @torch.inference_mode()
+    def run(
+        self, state: EngineState, values: Mapping[str, Any], kind: np.ndarray
+    ) -> tuple[EngineState, DecisionColumns]:
+        """See `RowRunner.run`."""
+        tensors = {name: torch.from_numpy(np.array(each)) for name, each in values.items()}
+        return super().run(state, tensors, kind)
+
+    def _program(self, state: EngineState, signals: Signals) -> Callable[..., Any]:
+        return functools.partial(judge_row, self.engine, xp=on("cpu"))

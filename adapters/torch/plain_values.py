@@ -16,11 +16,11 @@ DTYPES = {
     for each in vars(torch).values()
     if isinstance(each, torch.dtype)
 }
-"""By their names in files: "float32"."""
+"""Name in files, such as "float32", -> dtype."""
 
 
 def node_of(value: Any) -> dict[str, Any] | None:
-    """A value as JSON; None if it has no such form. Tensors are restored on the CPU."""
+    """A value as JSON, or None if it has no such form. Tensors are restored on the CPU."""
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -43,7 +43,7 @@ def node_of(value: Any) -> dict[str, Any] | None:
 
 
 def value_of(content: dict[str, Any]) -> Any:
-    """The value; any exception means that `node_of` cannot have written this."""
+    """The value that `node_of` has written. Any exception means other content."""
     if "device" in content:
         return torch.device(content["device"])
     if "size" in content:

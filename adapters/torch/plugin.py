@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pkgutil
+from functools import partial
 
 from healcore.adapter_registry import register
 
+_PARTS = {
+    "driver": "healcore.torch.driver:TorchDriver",
+    "plain_values": "healcore.torch.plain_values",
+    "row_runner": "healcore.torch.namespace:TorchRowRunner",
+    "demo_training": "healcore.torch.demo:train",
+    "checkpoint_reader": "healcore.torch.checkpoint_contents",
+}
 
-@register("torch", "driver")
-def _driver() -> Any:
-    from healcore.torch.driver import TorchDriver
-
-    return TorchDriver
-
-
-@register("torch", "plain_values")
-def _plain_values() -> Any:
-    from healcore.torch import plain_values
-
-    return plain_values
-
-
-@register("torch", "row_runner")
-def _row_runner() -> Any:
-    from healcore.torch.recorded_rows import TorchRowRunner
-
-    return TorchRowRunner
-
-
-@register("torch", "demo_training")
-def _demo_training() -> Any:
-    from healcore.torch.demo import train
-
-    return train
-
-
-@register("torch", "checkpoint_reader")
-def _checkpoint_reader() -> Any:
-    from healcore.torch import checkpoint_contents
-
-    return checkpoint_contents
+for _need, _place in _PARTS.items():
+    register("torch", _need)(partial(pkgutil.resolve_name, _place))

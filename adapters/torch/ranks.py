@@ -1,12 +1,13 @@
 """`StepRanks`: the ranks that take each step together, and which of them hold the same parameters.
 
-Both are known from the parameters: a DTensor names its device mesh and its placements, and a plain
-tensor is taken for a copy, as under DistributedDataParallel. What the parameters cannot show, the
-group of a run that shares its program with another one, or the stages of a pipeline, is given.
+Both follow from the parameters: a DTensor names its device mesh and its placements, and a plain
+tensor counts as a copy, as under DistributedDataParallel. The user passes what the parameters
+cannot show: the group of a run that shares its program with another run, and pipeline stages.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,22 +19,22 @@ from torch import Tensor
 from healcore.torch.errors import AttachError
 
 _PIPELINE = "pp"
-"""The name that torch's pipeline tutorials and torchtitan give to that dimension of a mesh."""
+"""Name of a mesh's pipeline dimension in torch's tutorials and in torchtitan."""
 
 
 class StepRanks:
     """The ranks that step one optimizer together.
 
     Args:
-        params: of the optimizer.
-        group: a process group; a DeviceMesh, for all of its ranks; "auto": those of the meshes of
-            `params`, or the default group if they are plain, once it is initialized; None: this
-            rank alone.
-        pp_mesh: 1-D mesh of the stages of a pipeline, whose parameters are different ones. By
-            default the dimension "pp" of the mesh that the parameters' meshes are parts of.
+        params: parameters of the optimizer.
+        group: a process group; a DeviceMesh, for all of its ranks; None, for this rank alone;
+            "auto", for the ranks of the meshes of `params`, or for plain parameters the default
+            group once it is initialized.
+        pp_mesh: 1-D mesh of pipeline stages, which have different parameters. By default the
+            dimension "pp" of the mesh that the parameters' meshes are parts of.
 
     Raises:
-        AttachError: the parameters do not show the group, or do not fit the one that is given.
+        AttachError: the parameters do not show the group, or do not fit the given group.
     """
 
     def __init__(self, params: Sequence[Tensor], group: Any = "auto", pp_mesh: Any = None) -> None:
@@ -47,12 +48,12 @@ class StepRanks:
         self._params: Sequence[Tensor] = params
         self._pp_mesh = pp_mesh
         self.group: Any = None
-        """The process group; None for one rank alone."""
+        """The process group, or None for one rank alone."""
         self._members: list[int] = []
         self.stages = 1
-        """Number of pipeline stages among them."""
+        """Number of pipeline stages."""
         self.has_parts = False
-        """Whether a rank has only a part of the gradients, so that norms are added up."""
+        """Whether a rank has only a part of the gradients, so that squared norms are summed."""
         self._weighed: tuple[list[int], Any] = [], None
         if self._auto:
             self._find()
@@ -61,7 +62,7 @@ class StepRanks:
 
     @property
     def members(self) -> list[int]:
-        """The ranks that decide together, in the default group; empty for one alone."""
+        """The ranks that decide together, in the default group; empty for one rank alone."""
         if self._auto:
             self._find()
         return self._members
@@ -73,13 +74,13 @@ class StepRanks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank logs for all that decide together."""
+        """Whether this rank logs for all ranks that decide together."""
         return self.world == 1 or dist.get_rank(self.group) == 0
 
     def squares(self, norms: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """What this rank adds to the squared norm of each of `params`, (n,) float64.
+        """This rank's summands of the squared norm of each of `params`, (n,) float64.
 
-        `norms` are of its parts of them, (n,) float32. A part that several ranks hold counts once.
+        `norms` are the norms of its parts, (n,) float32. Parts that several ranks hold count once.
         """
         ids = [*map(id, params)]
         if ids != self._weighed[0]:
@@ -88,9 +89,9 @@ class StepRanks:
         return norms.to(torch.float64).square() * self._weighed[1]
 
     def fingerprint(self) -> int:
-        """16 bits of the parameters' number and shapes, the same on ranks that hold copies.
+        """16 bits of the parameters' number and shapes, equal on ranks that hold copies.
 
-        0 where they may differ: pipeline stages, and FSDP1, whose shapes are of its shards.
+        0 where the shapes may differ between ranks: pipeline stages, and the shards of FSDP1.
         """
         if self.stages > 1 or any(getattr(p, "_fsdp_flattened", False) for p in self._params):
             return 0
@@ -121,7 +122,7 @@ class StepRanks:
         self.has_parts |= self.stages > 1
 
     def _pipeline(self) -> Any:
-        """The mesh of the pipeline stages, given or found; None without."""
+        """The mesh of the pipeline stages, given or found, or None."""
         if self._pp_mesh is not None:
             if not _is_mesh(self._pp_mesh) or self._pp_mesh.ndim != 1:
                 raise AttachError(
@@ -140,10 +141,8 @@ class StepRanks:
         mesh = _mesh(param)
         if mesh is None:
             return max(1, len(self.members) // self.stages)
-        sizes = [mesh.size(i) for i, at in enumerate(param.placements) if at.is_replicate()]  # type: ignore[attr-defined]
-        same = 1
-        for size in sizes:
-            same *= size
+        placements = param.placements  # type: ignore[attr-defined]
+        same = math.prod(mesh.size(i) for i, at in enumerate(placements) if at.is_replicate())
         ranks = _ranks_of(mesh)
         if not self.members:
             if same == len(ranks):
@@ -184,7 +183,7 @@ def _group_of(params: Sequence[Tensor]) -> Any:
 
 
 def _group_of_mesh(mesh: Any) -> Any:
-    """The process group of all ranks of a mesh; a new one if it has none. All of them call it."""
+    """The process group of all ranks of a mesh, perhaps a new group. All of its ranks call it."""
     ranks = sorted(_ranks_of(mesh))
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -203,7 +202,7 @@ def _mesh(param: Tensor) -> Any:
 
 
 def _root(mesh: Any) -> Any:
-    """The mesh that this one is a part of, or itself."""
+    """The mesh that this mesh is a part of, or the mesh itself."""
     of_mesh = getattr(mesh, "_get_root_mesh", None)
     if of_mesh is not None:
         return of_mesh()

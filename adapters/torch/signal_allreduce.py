@@ -1,14 +1,14 @@
 """`SignalAllReduce`: the ranks of one run judge the same signals.
 
 DistributedDataParallel reduces gradients and leaves the loss local: after a loss spike on one rank
-only that rank would skip. Of sharded gradients each rank has its own. So all signals of a step go
+only that rank would skip. Sharded gradients differ between ranks. So all signals of a step go
 through one `all_reduce` first, of eight float64:
 
     loss, update norm, eval loss    sums over the ranks that have them
-    overflows, eval losses, votes   counts, in one number
-    decision, its square            of the step before: 16 bits of it, to notice ranks that differ
+    overflows, eval losses, votes   counts, packed in one number
+    decision, its square            16 bits of the last step's decision, to find ranks that differ
     squared gradient norm           the sum is the squared global norm, or ranks times it
-    losses, update norms, gradients counts, in one number
+    losses, update norms, gradients counts, packed in one number
 
 Per-tensor clipping adds eight bytes for each parameter.
 """
@@ -31,7 +31,7 @@ from healcore.torch.ranks import StepRanks
 _COUNTED = ("loss", "update_norm", "grad_norm")
 """Signals that one rank may have while another has not."""
 _MOST = 1 << 17
-"""Counts of fewer ranks than this share a float64, three at most: 51 of its 53 bits."""
+"""Base of the packed counts, above any number of ranks: three counts take 51 of 53 bits."""
 
 
 class SignalAllReduce:
@@ -45,11 +45,11 @@ class SignalAllReduce:
         self._home = home
         self._zero = torch.zeros((), dtype=torch.float32, device=home)
         self._counts: dict[int, Tensor] = {}
-        """What this rank adds to the counts, on the device, by their number."""
+        """The packed count of losses, update norms and gradients -> the same on the device."""
         self._scales = torch.tensor([1, _MOST, _MOST**2], dtype=torch.float64).to(home)
         self._differs: tuple[AsyncCopy, str] | None = None
         self.requests_vote = False
-        """Whether this rank asks all for a vote, with every step until it is False again."""
+        """Whether this rank asks all ranks for a vote, at every step until it is False again."""
         self.last_marks: AsyncCopy | None = None
         """(3,) float64 of the last step: the number with the votes, and what `differs` reads."""
 
@@ -62,9 +62,12 @@ class SignalAllReduce:
         """The mean of each signal over the ranks that have it, and the global norm.
 
         Every rank calls it at every step. A sync only if this rank lacks a loss or a norm, which
-        another may have. `grad_norm` stays None if no rank has gradients. RanksDisagreeError if the
-        decisions `last` of the step before differ, or at the first one the parameters; on an
-        accelerator it comes some steps later, once it can be read without waiting.
+        another rank may have. `grad_norm` stays None if no rank has gradients.
+
+        Raises:
+            RanksDisagreeError: the ranks' decisions of the last step differ, or at the first step
+                their parameters. On an accelerator it is raised some steps later, once the marks
+                can be read without waiting.
         """
         if self._differs is not None and self._differs[0].has_arrived():
             differs, self._differs = self._differs, None
@@ -104,7 +107,7 @@ class SignalAllReduce:
         )
 
     def norm_of(self, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
-        """The global norm of one tensor for each of `params`; every rank calls it, or none."""
+        """The global norm of one tensor for each of `params`; all ranks call it, or no rank."""
         each = gradients.norm_vector(gradients.norms(tensors), self._home)
         norm = torch.linalg.vector_norm(each)
         if self.world == 1:
@@ -116,14 +119,14 @@ class SignalAllReduce:
         return (total / count.clamp(min=1)).sqrt().to(torch.float32)
 
     def _packed(self, measured: Measurement, last: Decision | None) -> Tensor:
-        """What this rank adds: (8,) float64, with `group_norms` (8 + n,)."""
+        """This rank's summands: (8,) float64, with `group_norms` (8 + n,)."""
         zero = self._zero
         loss, update = (zero if x is None else x for x in (measured.loss, measured.update_norm))
         flags = zero if measured.found_inf is None else (measured.found_inf > 0).to(torch.float32)
         evals = measured.eval_loss
         if evals is None:
             evals = zero
-        else:  # NaN stands for "none at this step"
+        else:  # NaN stands for a step without an evaluation
             has_one = ~torch.isnan(evals)
             flags = flags + _MOST * has_one
             evals = torch.where(has_one, evals, zero)
@@ -147,7 +150,7 @@ class SignalAllReduce:
         return torch.cat([head, mark, squares[:1], self._counts[counts], squares[1:]])
 
     def _mark(self, last: Decision | None) -> Tensor:
-        """(2,) float64: 16 bits of a decision, and their square; at the first of the parameters."""
+        """(2,) float64: 16 bits of a decision, or at first of the parameters, and their square."""
         if last is None:
             bits = torch.full_like(self._zero, self.ranks.fingerprint(), dtype=torch.float64)
         else:
@@ -179,9 +182,9 @@ def _why(last: Decision | None) -> str:
             "process_group= for ranks that train another model; load_state_dict() is for every rank"
         )
     return (
-        "the ranks decided different things at the step before, so that their parameters "
-        "differ: attach with one policy, and call expect_change(), load_state_dict() and "
-        "on_rollback() on every rank before the same step; go back to a checkpoint"
+        "the ranks decided differently at the step before, so that their parameters differ: "
+        "attach with one policy, and call expect_change(), load_state_dict() and on_rollback() on "
+        "every rank before the same step; roll back to a checkpoint"
     )
 
 
@@ -191,7 +194,7 @@ def requests_vote(marks: AsyncCopy | None) -> bool:
 
 
 def _reduction_device(group: Any, home: torch.device) -> torch.device:
-    """The device on which the group can reduce: that of the signals if possible."""
+    """A device on which the group can reduce: the device of the signals if possible."""
     kinds = [device.type for device in group._device_types]
     if home.type in kinds or not kinds:
         return home

@@ -3,9 +3,9 @@
 Without gradients the step of a torch optimizer is an exact no-op. Two cases need more:
 
 - A third-party optimizer may count its steps, average the weights, draw random numbers, or raise
-  without gradients. That cannot be undone, so its `step()` is not run at all (`StepSkipper`).
-- A step with a closure is judged after the first evaluation, when some optimizers have changed
-  something already. That is undone (`ClosureUndo`).
+  without gradients. None of this can be undone, so its `step()` is not run (`StepSkipper`).
+- A step with a closure is judged after the first evaluation, when some optimizers have made changes
+  already. `ClosureUndo` undoes the changes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.optim import LBFGS, Optimizer
 from healcore.torch import gradients
 
 _NAME = "_healcore_step"
-"""Attribute of an optimizer: its `StepSkipper`, only during a step that may be skipped."""
+"""Attribute of an optimizer with its `StepSkipper`, only during a step that may be skipped."""
 
 
 class StepSkipped(BaseException):
-    """Ends a `step()` from its closure. Not an Exception: optimizers may catch those."""
+    """Ends a `step()` from its closure. No Exception, because optimizers may catch Exceptions."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
@@ -35,10 +35,10 @@ class StepSkipped(BaseException):
 class StepSkipper:
     """Controls whether the `step()` of one third-party optimizer runs.
 
-    A hook cannot prevent `step()`. But torch's hook wrapper, one for each class, calls a function
-    in one of its closure cells; there it is replaced, once, by a function that checks for a skip
-    first. Rejected: a `step` attribute on the instance, as LR schedulers set one. Code that has
-    stored `optimizer.step` before `attach` bypasses it: a scheduler, accelerate's wrapper.
+    A hook cannot prevent `step()`. But torch wraps the `step` of each class once, and keeps the
+    wrapped function in a closure cell. The cell gets a function that checks for a skip first.
+    Rejected: a `step` attribute on the instance, as LR schedulers set. Code that has stored
+    `optimizer.step` before `attach` bypasses it: a scheduler, accelerate's wrapper.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -53,7 +53,7 @@ class StepSkipper:
             vars(self._optimizer)[_NAME] = self
 
     def skip(self) -> None:
-        """Skips this step; a running one goes on until StepSkipped is raised."""
+        """Skips this step. A running step continues until StepSkipped is raised."""
         if self.can_skip:
             vars(self._optimizer)[_NAME], self._skipped = self, True
 
@@ -69,7 +69,7 @@ class StepSkipper:
             vars(self._optimizer).pop(_NAME, None)
 
     def run(self, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs `step()` unless it is skipped; the optimizer's class calls this instead."""
+        """Runs `step()` unless it is skipped. The optimizer's class calls this instead."""
         if self._skipped:
             return None
         self._running = True
@@ -87,7 +87,7 @@ def is_third_party(optimizer: Optimizer) -> bool:
 
 
 def _checks_for_skips(kind: type[Optimizer]) -> bool:
-    """Makes a class's `step()` check for a skip first; False if it is wrapped in an unknown way."""
+    """Makes a class's `step()` check for a skip. False if `step` is wrapped in an unknown way."""
     wrapper = kind.step
     cell = _cell(wrapper)
     if cell is None:
@@ -99,7 +99,7 @@ def _checks_for_skips(kind: type[Optimizer]) -> bool:
     @functools.wraps(body)
     def step(*args: Any, **kwargs: Any) -> Any:
         skipper = getattr(args[0], _NAME, None)
-        # A subclass that calls super().step() comes here twice: the outer call decides.
+        # A subclass that calls super().step() runs this twice: the outer call decides.
         if skipper is None or type(args[0]).step is not wrapper:
             return body(*args, **kwargs)
         return skipper.run(body, args, kwargs)
@@ -118,14 +118,13 @@ def _cell(wrapper: Any) -> CellType | None:
 
 
 class ClosureUndo:
-    """What has to be restored after a skipped step of one optimizer with a closure.
+    """Restores one optimizer after a skipped step with a closure.
 
-    torch's optimizers do nothing before the first evaluation, and evaluate once, except L-BFGS: it
-    moves and evaluates again, up to twenty times. Third-party optimizers may move before the first
-    evaluation (SAM, schedule-free methods), or count in `param_groups` or attributes.
-
-    Moved parameters can only be restored from a copy. It is made for L-BFGS, and for a third-party
-    optimizer that always needs a closure or has moved first before.
+    torch's optimizers do nothing before the first evaluation, and evaluate once. The exception is
+    L-BFGS, which moves and evaluates again, up to twenty times. Third-party optimizers may move
+    before the first evaluation (SAM, schedule-free methods), or count in `param_groups` or
+    attributes. Moved parameters need a copy. It is made for L-BFGS, and for a third-party optimizer
+    that always needs a closure or has moved before an evaluation in an earlier step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -155,9 +154,8 @@ class ClosureUndo:
             # Both may hold counters.
             dicts = [vars(self._optimizer), *self._optimizer.param_groups]
             self._before = [(each, dict(each)) for each in dicts]
-        # Whether an optimizer moves first is not known before its first step. A fresh one has not
-        # allocated its moments yet, so there is memory for a copy; with a restored one there may
-        # be none.
+        # Whether an optimizer moves first is not known before its first step. A fresh optimizer
+        # has not allocated its moments yet, so there is memory for a copy. A restored one has.
         if self._copies or (self._third_party and self._first and not self._optimizer.state):
             params = gradients.parameters(self._optimizer)
             self._params = [(p, p.detach().clone()) for p in params]
@@ -168,7 +166,7 @@ class ClosureUndo:
         self._first = False
 
     def before_evaluation(self) -> None:
-        """Call it before each evaluation: records what the step has changed before the first."""
+        """Call it before each evaluation. Records what the step changed before the first one."""
         if not self._third_party:
             return
         if self._sum_of_versions() != self._versions:
@@ -180,7 +178,7 @@ class ClosureUndo:
         self._before = []
 
     def restore(self) -> None:
-        """Restores what was recorded; does nothing for a step without a closure."""
+        """Restores what was recorded. Does nothing for a step without a closure."""
         for values, name, existed, value in self._changed:
             if existed:
                 values[name] = value

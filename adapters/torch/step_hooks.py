@@ -12,16 +12,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.torch import gradients, moments
-from healcore.torch.enforcer import Enforcer
+from healcore.torch import gradients
+from healcore.torch.enforcer import (
+    CutsOnDevice,
+    Enforcer,
+    UpdateClip,
+    moments_obstacle,
+    reset_moments,
+)
 from healcore.torch.engines import DeviceOrder, HostOrder, LiveEngine
 from healcore.torch.errors import ParametersChangedError
 from healcore.torch.incident_log import IncidentLog
-from healcore.torch.losses import LateLoss
+from healcore.torch.loop_mistakes import NOT_CLEARED, ClearedGradients, LateLoss
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.skipped_step import ClosureUndo, StepSkipped
-from healcore.torch.update_clip import UpdateClip
 
 _OPTIMIZER_FILE = os.path.join("torch", "optim", "optimizer.py")
 
@@ -33,14 +38,14 @@ class StepHooks:
     `grad_scale` and `found_inf` are restored after each step.
 
     Attributes:
-        handles: of the hooks; empty after `detach`.
-        last_norms: gradient norms of the last step that was judged.
-        on_judged: called at every step that was judged, before the optimizer updates.
-        on_ended: called after the step, with whether the policy or a GradScaler skipped it: a bool,
-            or a 0-d float32 of exactly 0 or 1. In observe mode always False.
+        handles: handles of the hooks; empty after `detach`.
+        last_norms: gradient norms of the last judged step.
+        on_judged: called at every judged step, before the optimizer updates.
+        on_ended: called after each judged step with whether the policy or a GradScaler skipped the
+            step: a bool, or a 0-d float32 of exactly 0 or 1. In observe mode always False.
         on_problem: called with a line about a likely mistake of the loop.
-        grows: whether per-tensor clipping begins a history for parameters that are added, instead
-            of raising `ParametersChangedError`.
+        grows: whether per-tensor clipping begins a history for added parameters, instead of raising
+            `ParametersChangedError`.
     """
 
     def __init__(
@@ -60,11 +65,8 @@ class StepHooks:
         self._groups = len(gradients.parameters(optimizer))
         self.open_step = OpenStep()
         self._undo = ClosureUndo(optimizer)
-        self.update_clip = (
-            UpdateClip(live_engine, all_reduce, measurer.home)
-            if live_engine.engine.clips_updates
-            else None
-        )
+        clips_updates = self._engine.clips_updates
+        self.update_clip = UpdateClip(live_engine, all_reduce) if clips_updates else None
         self._update_norm: Tensor | None = None
         self._judged = self._turned_nonfinite = False
         self._changes = False
@@ -73,19 +75,19 @@ class StepHooks:
         # L-BFGS keeps what it has read of its state before the closure.
         self._resets_moments = (
             self._engine.resets_moments
-            and not moments.obstacle(optimizer)
+            and not moments_obstacle(optimizer)
             and not self._undo.reevaluates
         )
-        self._cuts = moments.CutsOnDevice()
+        self._cuts = CutsOnDevice()
         self._resets_next = False
-        """The next step that is not skipped begins with new moments. Not that of the cut, whose
-        gradient is of the trouble."""
+        """Whether the next step that is not skipped begins with new moments. Not the step of the
+        cut: its gradient is damaged."""
         self.incident_log = IncidentLog(
-            type(optimizer).__name__, live_engine.engine, enforcer.learning_rate
+            type(optimizer).__name__, self._engine, enforcer.learning_rate
         )
         self.incident_log.resets_moments = self._resets_moments
         self.late_loss = LateLoss()
-        self._cleared = gradients.ClearedGradients()
+        self._cleared = ClearedGradients()
         self.last_norms: StepNorms | None = None
         self.on_judged: Callable[[StepNorms], None] | None = None
         self.on_ended: Callable[[bool | Tensor], None] | None = None
@@ -115,7 +117,7 @@ class StepHooks:
         """Call it when the engine's state was replaced."""
         self.measurer.clear()
         self.incident_log.answered()
-        self._cuts, self._resets_next = moments.CutsOnDevice(), False
+        self._cuts, self._resets_next = CutsOnDevice(), False
         if self._undo.reevaluates and self._engine.mode != "observe":
             # L-BFGS uses the multiplier of the step before, see `_before`.
             scale = float(self.live_engine.state.lr.scale)
@@ -140,13 +142,13 @@ class StepHooks:
     # -- around the step ------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """The pre-hook: judges the step; wraps a closure, whose backward has to come first."""
+        """The pre-hook: judges the step, or wraps a closure to judge after its backward pass."""
         if not self.open_step.enter():
             return None  # step() of a subclass called super().step()
         self.measurer.dropped.find_scaler(self.open_step.frame)
         self.restore()  # a step that raised had no post-hook
         if self._cleared.before_step(optimizer):
-            self.on_problem(gradients.NOT_CLEARED)
+            self.on_problem(NOT_CLEARED)
         self._judged = self._turned_nonfinite = False
         self._skipped = None
         last, self._order = self._order, None
@@ -158,7 +160,7 @@ class StepHooks:
         self.enforcer.step_skipper.watch()
         self._undo.record()
         if self._undo.reevaluates and last is not None and last.lr_scale != 1.0:
-            # L-BFGS reads its learning rate before its closure: it gets the last multiplier.
+            # L-BFGS reads its learning rate before its closure, so it gets the last multiplier.
             self.enforcer.scale_lr(last.lr_scale)
         wrapped = torch.compiler.disable(self._wrapped(closure))
         if len(args) > 1:
@@ -187,7 +189,7 @@ class StepHooks:
             self.update_clip.clear()
 
     def _wrapped(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The user's closure; its first evaluation is judged, later ones are only checked."""
+        """Wraps the user's closure: judges its first evaluation, and checks later ones."""
 
         def evaluate() -> Any:
             self._undo.before_evaluation()
@@ -207,7 +209,7 @@ class StepHooks:
 
     @torch.no_grad()
     def _check_again(self) -> None:
-        """Clips a later evaluation of the same step by the same factor; skips a non-finite one."""
+        """Clips a later evaluation of a step by the same factor, or skips it if not finite."""
         order = self._order
         if order is None:
             return
@@ -239,7 +241,7 @@ class StepHooks:
                 f"the optimizer had {self._groups} parameters at attach, now {len(everything)}, "
                 "and this policy clips each by its own history: detach() and attach again"
             )
-        if self._update_norm is not None:  # of the step before, as in JAX
+        if self._update_norm is not None:  # the last step's, as in JAX
             if "update_norm" in self._engine.needs:
                 self.measurer.add_side_signal("update_norm", self._update_norm)
             self._update_norm = None
@@ -253,19 +255,19 @@ class StepHooks:
             self.late_loss.before_step(params, measured.loss is not None)
         own_loss = None
         if has_ranks:
-            if state_init:  # perhaps on one rank only: an all_reduce would wait for ever
+            if state_init:  # perhaps on one rank only: an all_reduce would never return
                 return
             if measured.loss is not None:
-                own_loss = measured.loss.clone()  # the next step's loss is added up in place
+                own_loss = measured.loss.clone()  # the next loss is written in place
             measured = self.all_reduce.reduce(measured, self.live_engine.decision)
         if measured.grad_norm is None:
             return
         measured = self.measurer.mark_overflow(measured)
-        self._changes = True  # until here another rank may have left, and nothing has changed
+        self._changes = True  # until here a collective may have raised, with nothing changed
         order = self.live_engine.step(measured)
         self._skipped = False
         if self._resets_next and not (isinstance(order, HostOrder) and order.skip):
-            moments.reset(self.optimizer)
+            reset_moments(self.optimizer)
             self._resets_next = False
         if self._engine.mode != "observe":
             if isinstance(order, DeviceOrder) and not self.enforcer.needs_host(params):
@@ -281,23 +283,15 @@ class StepHooks:
                 self.enforcer.enforce(everything, order, measured.grad_divisor)
                 self._resets_next |= self._resets_moments and order.cut
         if self.update_clip is not None:
-            self._copy_parameters(params, order)
+            skipped = order.found_inf if isinstance(order, DeviceOrder) else order.skip
+            enforced = (skipped, order.lr_scale) if self._engine.mode != "observe" else (False, 1.0)
+            self.update_clip.before(params, *enforced)
         norms = self.measurer.tensor_norms
         self.last_norms = StepNorms(params, norms, measured.grad_divisor, own_loss)
         self._report(self.last_norms)
 
-    def _copy_parameters(self, params: list[Tensor], order: HostOrder | DeviceOrder) -> None:
-        """Prepares the clip of the update of the step that was just judged."""
-        assert self.update_clip is not None
-        if self._engine.mode == "observe":
-            self.update_clip.before(params, False, 1.0)
-        elif isinstance(order, DeviceOrder):
-            self.update_clip.before(params, order.found_inf, order.lr_scale)
-        else:
-            self.update_clip.before(params, order.skip, order.lr_scale)
-
     def limited(self, order: HostOrder, measured: Measurement) -> HostOrder:
-        """The order with a limit of the trainer on top; here there is none."""
+        """The order, with a trainer's own limit enforced too where a subclass knows one."""
         return order
 
     def _report(self, norms: StepNorms) -> None:
@@ -310,29 +304,29 @@ class StepHooks:
 
 
 def _are_zero(norms: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Whether all gradients are 0. A sync, only for a fresh optimizer with learning rate 0.
+    """Whether all gradients are 0, of DTensors on all ranks: one rank may have no elements.
 
-    Of DTensors on all ranks: one may have no elements of any, and would not take the step.
+    A sync, only for a fresh optimizer with learning rate 0.
     """
     return all(not norm.cpu().numpy() for norm in gradients.whole_norms(norms, params))
 
 
 class OpenStep:
-    """Distinguishes a nested step from the next one, by the frame of the running `Optimizer.step`.
+    """Distinguishes a nested step from the next step, by the frame of the running `step()`.
 
     `super().step()` in a subclass fires the hooks twice; a step that raises fires no post-hook. A
-    depth counter would take every step after an exception for a nested one, and healing would end
+    depth counter would take every step after an exception for a nested step, and healing would end
     silently.
     """
 
     def __init__(self) -> None:
         self.frame: FrameType | None = None
-        """That of the step's hook wrapper in torch; None between steps."""
+        """Frame of torch's hook wrapper around the step, or None between steps."""
         self._nested = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether a step began, and has not ended or has ended in an exception."""
+        """Whether a step has begun and not ended, or ended in an exception."""
         return self.frame is not None
 
     def enter(self) -> bool:
@@ -353,7 +347,7 @@ class OpenStep:
         return True
 
     def unwind(self) -> None:
-        """Call it before an exception that ends nested steps and is caught by the outermost one."""
+        """Call it before an exception that ends nested steps inside the outermost step."""
         self._nested = 0
 
     def clear(self) -> None:

@@ -99,7 +99,7 @@ def snapshots() -> dict[str, Any]:
         taken = {"save, host blocked": blocked, "save": time.perf_counter() - began}
         taken["restore"] = seconds(restore)
         taken["copy of weights"] = seconds(driver.copy_weights)
-        taken["weights put back"] = seconds(lambda: driver._write_weights(weights))  # pyright: ignore[reportPrivateUsage]
+        taken["weights put back"] = seconds(lambda: driver._evaluation._write_weights(weights))  # pyright: ignore[reportPrivateUsage]
         for name, value in taken.items():
             rows.setdefault(name, []).append(value / base)
         rows.setdefault("plain copy, s", []).append(base)

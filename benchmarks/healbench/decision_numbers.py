@@ -13,7 +13,7 @@ from typing import Any
 POLICY = "default"
 CONSTANTS = (
     "healcore.core.numerics:HUGE",
-    "healcore.core.clipping.verdict:EPSILON",
+    "healcore.core.clipping.fixed:EPSILON",
     "healcore.core.detectors.spike:LEARN",
     "healcore.core.detectors.spike:OUTLIERS",
     "healcore.core.detectors.spike:LOWEST",
@@ -33,7 +33,7 @@ CONSTANTS = (
     "healcore.runtime.dominance.dominance:STEP_COST",
     "healcore.runtime.dominance.dominance:SAVED",
     "healcore.runtime.dominance.dominance:SAME_LOSS",
-    "healcore.runtime.loop.saves:RECENT_ALARM",
+    "healcore.runtime.loop.saver:RECENT_ALARM",
     "healcore.runtime.loop.setup:MOST_CANDIDATES",
     "healcore.runtime.store.retention:Keep.good",
     "healcore.runtime.recovery.monitor:REMEMBERED",

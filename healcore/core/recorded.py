@@ -1,6 +1,6 @@
 """The engine's step as one straight Python function, for NumPy scalars.
 
-The engine is where-only: it does the same operations whatever the numbers. So they are recorded
+The engine is where-only: it does the same operations for any numbers. So they are recorded
 once and compiled, without the calls, branches on the configuration and intermediate tuples that
 take five sixths of the time in `healcore.core.host`. What only one arm of a `where` needs is
 computed only if that arm is taken. NumPy's operations on the same operands give the same bits.
@@ -18,9 +18,7 @@ from healcore.core import host
 
 _DEEPEST = 20
 """Nested parentheses; Python's parser takes 200."""
-
-
-_OF_FLAGS = {"&": "and", "|": "or"}
+_LOGICAL = {"&": "and", "|": "or"}
 
 
 class NotRecordable(TypeError):
@@ -52,20 +50,9 @@ class Value:
     def __init__(self, tape: Tape, place: int, sample: Any) -> None:
         self.tape, self.place, self.sample = tape, place, sample
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Fixed."""
-        return self.sample.shape
-
-    @property
-    def ndim(self) -> int:
-        """Fixed."""
-        return self.sample.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """Fixed."""
-        return self.sample.dtype
+    shape = property(operator.attrgetter("sample.shape"))
+    ndim = property(operator.attrgetter("sample.ndim"))
+    dtype = property(operator.attrgetter("sample.dtype"))
 
     def __bool__(self) -> bool:
         raise NotRecordable("a value is asked whether it is true: use xp.where")
@@ -95,29 +82,35 @@ def _binary(sign: str, function: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
     return forward, backward
 
 
-for _name, _sign in {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "truediv": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "pow": "**",
-    "and_": "&",
-    "or_": "|",
-    "xor": "^",
-}.items():
+_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}
+_OTHERS = {"floordiv": "//", "mod": "%", "and_": "&", "or_": "|", "xor": "^"}
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+for _name, _sign in (_ARITHMETIC | _OTHERS).items():
     _forward, _backward = _binary(_sign, getattr(operator, _name))
     setattr(Value, f"__{_name.rstrip('_')}__", _forward)
     setattr(Value, f"__r{_name.rstrip('_')}__", _backward)
-for _name, _sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
+for _name, _sign in _COMPARISONS.items():
     setattr(Value, f"__{_name}__", _binary(_sign, getattr(operator, _name))[0])
+
+
+def _called(function: Callable[..., Any]) -> Any:
+    """A function of the namespace `host`, as a method of the tape."""
+
+    def recorded(self: Tape, *arguments: Any, **options: Any) -> Any:
+        return self.call(function, *arguments, *options.values())
+
+    return recorded
 
 
 class Tape:
     """The operations so far. Also the array namespace of the recorded function."""
 
     float32, int32, bool = host.float32, host.int32, host.bool
+    arange = staticmethod(host.arange)
+    isfinite = _called(host.isfinite)
+    sqrt = _called(host.sqrt)
+    sum = _called(host.sum)
+    cumsum = _called(host.cumsum)
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, tuple[str, ...]]] = []
@@ -139,25 +132,9 @@ class Tape:
             return self.call(host.where, condition, a, b)
         return self.add("{1} if {0} else {2}", host.where, condition, a, b)
 
-    def isfinite(self, x: Any) -> Any:
-        """As `host.isfinite`."""
-        return self.call(host.isfinite, x)
-
     def abs(self, x: Any) -> Any:
         """As `host.abs`."""
         return self.add("abs({})", host.abs, x)
-
-    def sqrt(self, x: Any) -> Any:
-        """As `host.sqrt`."""
-        return self.call(host.sqrt, x)
-
-    def sum(self, x: Any, axis: int) -> Any:
-        """As `host.sum`."""
-        return self.call(host.sum, x, axis)
-
-    def cumsum(self, x: Any, axis: int) -> Any:
-        """As `host.cumsum`."""
-        return self.call(host.cumsum, x, axis)
 
     def astype(self, x: Any, dtype: Any) -> Any:
         """As `host.astype`; a flag becomes a choice, which is faster."""
@@ -165,13 +142,9 @@ class Tape:
             return self.where(x, dtype(1), dtype(0))
         return self.call(host.astype, x, dtype)
 
-    def arange(self, *arguments: Any, **options: Any) -> Any:
-        """As `host.arange`: a constant."""
-        return host.arange(*arguments, **options)
-
-    def asarray(self, x: Any, **options: Any) -> Any:
+    def asarray(self, x: Any) -> Any:
         """As `host.asarray`, of constants."""
-        return x if isinstance(x, Value) else host.asarray(x, **options)
+        return x if isinstance(x, Value) else host.asarray(x)
 
     # -- recording -----------------------------------------------------------------------------
 
@@ -190,8 +163,8 @@ class Tape:
     def binary(self, sign: str, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Value:
         """An operation on two operands, either of which may be a constant."""
         a, b = _like(a, _sample(b)), _like(b, _sample(a))
-        if sign in _OF_FLAGS and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
-            sign = _OF_FLAGS[sign]  # one of the two; the second is evaluated only if needed
+        if sign in _LOGICAL and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
+            sign = _LOGICAL[sign]  # one of the two; the second is evaluated only if needed
         return self.add(f"{{}} {sign} {{}}", function, a, b)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:

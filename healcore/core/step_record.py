@@ -97,9 +97,9 @@ def numbers(state: Any) -> tuple[Any, ...]:
     return _from_state(state)
 
 
-def leaf_names() -> list[str]:
-    """Paths of the numbers in an EngineState, joined by underscores, in the order of `FIELDS`."""
-    return [path.replace(".", "_") for path in _STATE_PATHS.values()]
+def leaf_paths() -> list[str]:
+    """Paths of the numbers in an EngineState, in the order of `FIELDS`."""
+    return list(_STATE_PATHS.values())
 
 
 def on_host(values: Sequence[Any], engine: str = "") -> StepRecord:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Applies `fn` to every array of `tree`, and the matching ones of `rest`; None stays None."""
+    """Applies `fn` to every array of `tree` and the matching arrays of `rest`; keeps None."""
     if tree is None:
         return None
     if isinstance(tree, tuple):
@@ -23,3 +23,9 @@ def leaves(tree: Any) -> list[Any]:
     if isinstance(tree, tuple):
         return [leaf for part in tree for leaf in leaves(part)]
     return [tree]
+
+
+def pick(condition: Any, old: Any, new: Any, *, xp: Any) -> Any:
+    """`where(condition, old, new)` for a leaf that may have trailing axes."""
+    trailing = (None,) * (new.ndim - condition.ndim)
+    return xp.where(condition[(..., *trailing)] if trailing else condition, old, new)

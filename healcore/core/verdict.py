@@ -1,4 +1,4 @@
-"""What a detector returns (`Cause`, `Reading`) and the engine orders (`Action`, `Decision`)."""
+"""What a detector returns (`Reading`) and what the engine orders (`Decision`), with their flags."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Cause(enum.IntFlag):
 
 
 NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
-"""Either of the causes of a step that is not finite."""
+"""The two causes of a step that is not finite."""
 
 
 class Action(enum.IntFlag):
-    """What the host is asked to do. A skip is none: the device does it, see `Decision.skip`."""
+    """What the host is asked to do. The device itself skips steps, see `Decision.skip`."""
 
     ALERT = 1
     SAVE = 2
@@ -64,17 +64,17 @@ def flag(condition: Any, flags: int, *, xp: Any) -> Any:
 
 
 class Reading(NamedTuple):
-    """One detector's result for one step: 0-d arrays, or of the batch's shape."""
+    """One detector's result for one step: 0-d arrays, or arrays of the batch's shape."""
 
     alarm: Any
     """bool: this step is an outlier."""
     sustained: Any
     """bool: the trouble lasts (what a rollback is for). A step within a sustained spike may itself
     be normal: then `alarm` is false."""
-    cause: Any
-    """int32 `Cause` flags, 0 with neither."""
-    z: Any
-    """float32: how far out, in the detector's own scale; 0 while it is warming up."""
+    cause: Any = None
+    """int32 `Cause` flags of a detector with several causes, else None for its `CAUSE`."""
+    z: Any = None
+    """float32 score of `loss_spike`, 0 in its warm-up, or None from another detector."""
 
 
 class Decision(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.demo.scenario import Corpus, Scenario
+from healcore.events.models import EventRecord
 from healcore.policy import Policy
-from healcore.runtime.events.models import EventRecord
 from healcore.runtime.recovery.rollback import Rollback
 
 ARMS = ("unprotected", "fixed clip", "healed")

@@ -1,7 +1,7 @@
 """Reads a run from its events and metrics into numbers and enums, without text for people.
 
-It imports only `healcore.core` and `healcore.runtime.events`. The rest of the runtime depends on
-it: the next start of a run writes the postmortem of one that was killed.
+It imports only `healcore.core` and `healcore.events`. The runtime imports it, because the next
+start of a killed run writes its postmortem.
 """
 
 from __future__ import annotations

@@ -15,38 +15,37 @@ from healcore.history.run import Run, RunAttempt
 MAX_ROWS = 9000  # about 450 bins or more, with all their extremes
 
 _CHUNK = 65_536  # rows that are thinned at a time
-_MIN_MISSING = 10  # rows, at the usual distance, that make a gap; a log may skip single ones
-_MAX_GAPS = 20  # with more gaps a log changes its stride, or has none
+_MIN_MISSING = 10  # missing rows that make a gap; a log may skip single rows
+_MAX_GAPS = 20  # more gaps: the log has several strides
 
 
 class Gap(NamedTuple):
     """Missing steps between two rows."""
 
-    row: int  # index in the curves of the first row after it
-    low: float  # step of the last row before it
-    high: float
-    missing: float  # missing rows, at the usual distance
-    stride: float
-    exact: bool  # not thinned here: there is no row between `low` and `high`
+    row: int  # index of the first row after the gap
+    low: float  # step of the last row before the gap
+    high: float  # step of the first row after the gap
+    missing: float  # number of missing rows
+    stride: float  # usual number of steps between rows
+    exact: bool  # the log has no row between `low` and `high`; False where curves are thinned
 
 
 class Curves(NamedTuple):
-    """Curves, thinned, row by row in recorded order; every array is (n,).
+    """Curves for plots, thinned, in recorded order; every array is (n,).
 
-    A value is NaN where it was not logged or is NaN, and infinite where it was recorded so.
-    `nonfinite` marks values that were logged and are not finite.
+    NaN stands for a value that was not logged, and for a logged NaN; `nonfinite` marks the latter.
     """
 
     step: np.ndarray
     loss: np.ndarray
     grad_norm: np.ndarray | None = None
-    threshold: np.ndarray | None = None  # a gradient norm above it is clipped, or is a spike
+    threshold: np.ndarray | None = None  # limit of the gradient norm
     lr_scale: np.ndarray | None = None  # multiplier of the learning rate
-    index: np.ndarray | None = None  # int64, of the rows in the trace; None: 0, 1, 2, ...
-    attempt: np.ndarray | None = None  # int64; None: all of them are attempt 0
-    nonfinite: np.ndarray | None = None  # bool: logged loss or norm not finite; None: not known
-    rows: int | None = None  # rows before thinning; None: these are all
-    isolated: bool = False  # only single steps are known: points, without a line between them
+    index: np.ndarray | None = None  # int64, row numbers in the log, or None for 0, 1, 2, ...
+    attempt: np.ndarray | None = None  # int64, or None if all rows are of attempt 0
+    nonfinite: np.ndarray | None = None  # bool: a logged loss or norm is not finite
+    rows: int | None = None  # rows before thinning, or None if no row was dropped
+    isolated: bool = False  # single steps: drawn as points, without a line
 
     def undone(self) -> np.ndarray:
         """Bool (n,): rows replaced by a later attempt, which began at or before their step."""
@@ -55,14 +54,11 @@ class Curves(NamedTuple):
         return undone_rows(self.step, self.attempt)
 
     def gaps(self) -> list[Gap]:
-        """Where steps are missing in curves that have nearly all others.
-
-        A kill loses the metrics of half a second; other logs have gaps too.
-        """
+        """The gaps of curves that have nearly all steps. A kill loses half a second of metrics."""
         if self.isolated or len(self.step) < 3:
             return []
         index = np.arange(len(self.step)) if self.index is None else self.index
-        # In thinned curves, `rows` counts the rows from one kept row to the next.
+        # Log rows from one kept row to the next; more than 1 in thinned curves.
         rows, steps = np.diff(index), np.diff(self.step)
         onward = (steps > 0) & (rows > 0) & np.isfinite(steps)
         if not onward.any():
@@ -87,7 +83,7 @@ class Curves(NamedTuple):
 
 def undone_rows(step: np.ndarray, attempt: np.ndarray) -> np.ndarray:
     """Bool (n,): rows replaced by a later attempt, which began at or before their step."""
-    begins = np.flatnonzero(np.diff(attempt))  # the last row before each
+    begins = np.flatnonzero(np.diff(attempt))  # last row of each attempt but the last
     first = np.full(len(step), np.inf)
     first[begins] = step[begins + 1]
     return step >= np.minimum.accumulate(first[::-1])[::-1]
@@ -96,14 +92,11 @@ def undone_rows(step: np.ndarray, attempt: np.ndarray) -> np.ndarray:
 class Envelope:
     """Streaming down-sampling of aligned curves for plots, to at most `limit` rows.
 
-    Rows are put into bins of equal width (of index). Of each curve, a bin keeps the rows of the
-    smallest, the largest and the first non-finite value. When there are too many bins the width
-    doubles. Bins are aligned, so that the extremes of two are those of their union, and the result
-    does not depend on the chunks. The first and the last row are always kept. `limit` is at least
-    what one bin needs.
+    Rows are put into bins of equal width (of index). For each curve, a bin keeps the rows of the
+    smallest, the largest and the first non-finite value. With too many bins, the width doubles.
+    Bins are aligned, so the result does not depend on the chunks. The first and last row are kept.
 
-    Largest-triangle-three-buckets was rejected: its lines are smoother, but it may leave out a
-    spike of one row, which is what these plots are for.
+    Largest-triangle-three-buckets was rejected: it may drop a spike of one row.
     """
 
     def __init__(self, limit: int = 2000) -> None:
@@ -123,12 +116,12 @@ class Envelope:
         self._names += [name for name in values if name not in self._names]
         self._held.append((np.asarray(index), {k: np.asarray(v) for k, v in values.items()}))
         self._count += len(index)
-        # Only after several times the limit: amortised, O(1) per row.
+        # Only after several times the limit: O(1) per row, amortised.
         if self._count > 4 * self._limit + 4096:
             self._thin(2 * self._limit)
 
     def kept(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The kept rows: their index (m,) and the curves (m,)."""
+        """Returns the index (m,) of the kept rows, and the curves, (m,) each."""
         if not self._held:
             return np.empty(0, np.int64), {}
         self._thin(self._limit)
@@ -161,7 +154,7 @@ class Envelope:
         return index, values
 
     def _extremes(self, index: np.ndarray, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Flags (n,): the first and last row, and of each bin the extremes of each curve."""
+        """Bool (n,): the first and last row, and the extremes of each curve in each bin."""
         keep = np.zeros(len(index), bool)
         keep[0] = keep[-1] = True
         bins = (index - self._origin) // self._width
@@ -183,14 +176,14 @@ def _first_of_each(hit: np.ndarray, of_bin: np.ndarray) -> np.ndarray:
 
 
 class RunCurves(NamedTuple):
-    """The curves of a run, and what depends on them."""
+    """The curves of a run, and what is computed from its rows."""
 
     curves: Curves
     incidents: tuple[Incident, ...]  # with `onset` and `index`
     attempts: tuple[RunAttempt, ...]
-    counts: Counts | None = None  # of the metrics, which have all alarms; None: they have none
+    counts: Counts | None = None  # counts of steps, or None if the log has no alarms
     notes: tuple[str, ...] = ()
-    unreadable: str = ""  # why the metrics could not be read at all
+    unreadable: str = ""  # why the metrics could not be read, or an empty string
 
 
 def curves_of(run: Run, rows: MetricRows) -> RunCurves:
@@ -211,7 +204,7 @@ def curves_of(run: Run, rows: MetricRows) -> RunCurves:
 
 
 def _completed(incident: Incident, others: Sequence[Incident], rows: MetricRows) -> Incident:
-    """An incident with the alarms that have no event: those up to the next incident."""
+    """The incident, including alarms up to the next incident that have no event."""
     if rows.flags is None or not incident.capped:
         return incident
     onsets = (each.onset_step for each in others if each.attempt == incident.attempt)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from healcore.core.evidence import Evidence
-from healcore.runtime.events.models import EventRecord, ReadingsRecord
+from healcore.events.models import EventRecord, ReadingsRecord
 
 MOST_ALARMS = 100  # alarms with an event: in each incident, and outside of incidents in total
 
 
 class Mode(enum.StrEnum):
-    """Whether the listed actions were carried out, or are what a policy would have done."""
+    """Whether actions were carried out, or only recorded as what a policy would do."""
 
     HEAL = "heal"
     OBSERVE = "observe"
@@ -27,48 +27,48 @@ class IncidentOutcome(enum.StrEnum):
 
     STOP = "stop"
     ROLLBACK = "rollback"
-    """Also if the same incident ended in a stop later."""
+    """Also if the incident later stopped the run."""
     SKIP = "skip"
     ALERT = "alert"
 
 
 @dataclass
 class Incident:
-    """Alarms with one onset. Its events are added as they are read."""
+    """Alarms with one onset. Events are added in the order in which they are read."""
 
     number: int  # from 1, over the whole run
     attempt: int
     onset_step: float
-    step: float  # of the order, or of the last alarm
+    step: float  # step of the order, or of the last alarm
     cause: tuple[str, ...] = ()
-    action: tuple[str, ...] = ()  # ordered on the host; unless HEAL, what would have been
+    action: tuple[str, ...] = ()  # orders to the host; unless HEAL, what the policy would order
     mode: Mode = Mode.HEAL
     alarms: int = 0  # alarms with an event
     skipped: int = 0  # skipped steps
     capped: bool = False  # some alarms may have no event: `skipped` is a lower bound
-    clipped: int | None = None  # steps with clipped gradients; None: not counted
-    rollbacks: int = 0  # rollbacks; unless HEAL, those ordered; not counted in a replay
-    repeats: int = 0  # rollbacks after the first; unless HEAL, those if the first did not help
-    denied: bool = False  # the budget did not grant the first rollback: the run would stop
-    repeat_denied: bool = False  # the budget did not grant one of the repeats
+    clipped: int | None = None  # steps with clipped gradients, or None if not counted
+    rollbacks: int = 0  # unless HEAL, orders of rollbacks; not counted in a replay
+    repeats: int = 0  # rollbacks after the first
+    denied: bool = False  # no budget for the first rollback: the run would stop
+    repeat_denied: bool = False  # no budget for one of the repeats
     measures: tuple[EventRecord, ...] = ()  # rollbacks, hook answers, re-run verdicts, the stop
-    lr_path: tuple[float, ...] = ()  # learning-rate multipliers, from the one before it on
+    lr_path: tuple[float, ...] = ()  # learning-rate multipliers, before the incident and after
     checkpoint: int | None = None  # step of the restored checkpoint
     batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of its first step
-    left_out: tuple[tuple[int, int], ...] = ()  # (epoch, index) that a rollback left out
+    skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) skipped by a rollback
     evidence: tuple[Evidence, ...] = ()  # tensors with unusual gradients, the worst first
-    readings: ReadingsRecord | None = None  # of its first alarm
-    onset: int = -1  # row index of its first alarm; -1: not known
-    index: int = -1  # row index of `step`; -1: not known
-    stop: int = -1  # row index of the ordered stop; -1: not known
-    stop_step: float | None = None  # step of the ordered stop; None: none, or not known
-    last: int = -1  # row index of its last alarm; -1: it is `index`
-    last_step: float | None = None  # step of its last alarm; None: it is `step`
-    undone: bool = False  # the run went back to before its onset later
+    readings: ReadingsRecord | None = None  # readings of its first alarm
+    onset: int = -1  # row index of its first alarm, or -1 if unknown
+    index: int = -1  # row index of `step`, or -1 if unknown
+    stop: int = -1  # row index of the ordered stop, or -1 if unknown
+    stop_step: float | None = None  # step of the ordered stop, or None
+    last: int = -1  # row index of its last alarm, or -1 if that is `index`
+    last_step: float | None = None  # step of its last alarm, or None if that is `step`
+    undone: bool = False  # the run rolled back to before the onset
 
     @property
     def outcome(self) -> IncidentOutcome:
-        """The most severe action; a rollback counts more than a stop after it."""
+        """The most severe action; a rollback ranks above a later stop."""
         if "ROLLBACK" in self.action:
             return IncidentOutcome.ROLLBACK
         if "STOP" in self.action:
@@ -112,7 +112,7 @@ class Incident:
         self.rollbacks += 1
 
     def measure(self, event: EventRecord, *ordered: str) -> None:
-        """Adds a measure that was taken, and the actions that it stands for."""
+        """Adds an event about the response, and the actions that it implies."""
         self.measures = (*self.measures, event)
         self.action = with_names(self.action, ordered)
 
@@ -126,7 +126,7 @@ class Incident:
 
 
 def with_names(names: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
-    """The names, and those of `more` that are not among them."""
+    """Union of the names, in order."""
     return tuple(dict.fromkeys((*names, *more)))
 
 
@@ -141,17 +141,17 @@ class Counts(NamedTuple):
     incidents: int = 0
     rollbacks: int = 0  # incidents with a rollback
     repeats: int = 0  # rollbacks beyond one per incident
-    denied: int = 0  # rollbacks that the budget did not grant
+    denied: int = 0  # rollbacks beyond the budget
     stops: int = 0
-    skips: int = 0  # skipped steps, undone ones too
-    undone_incidents: int = 0  # those that began after a step to which the run went back later
+    skips: int = 0  # skipped steps, including undone steps
+    undone_incidents: int = 0  # incidents in steps that a rollback or a restart has undone
     undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
-    clips: int | None = None  # steps with clipped gradients; None: not known
-    alarms: int | None = None  # steps with a cause; None: not known
+    clips: int | None = None  # steps with clipped gradients, or None if unknown
+    alarms: int | None = None  # steps with a cause, or None if unknown
 
 
 def counts_of(incidents: Sequence[Incident], **more: int | None) -> Counts:
-    """Counts incidents; `more` are fields that incidents do not have, or better values."""
+    """Counts incidents. `more` sets fields that incidents do not have, or corrects counts."""
     return Counts(
         incidents=len(incidents),
         rollbacks=sum("ROLLBACK" in each.action for each in incidents),

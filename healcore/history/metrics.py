@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore import regular_file
-from healcore.runtime.events.json_lines import MAX_LINE, lines_of
-from healcore.runtime.events.models import NONFINITE
+from healcore.events.json_lines import MAX_LINE, lines_of
+from healcore.events.models import NONFINITE
 
 CURVES = ("loss", "grad_norm", "threshold", "lr_scale")
 _FLAGS = ("alarm", "skip", "clip")
@@ -28,11 +28,11 @@ class MetricRows(NamedTuple):
 
     step: np.ndarray  # float64 (n,)
     attempt: np.ndarray  # int32 (n,)
-    values: dict[str, np.ndarray]  # by names of CURVES, float32 (n,); NaN where not logged, or NaN
+    values: dict[str, np.ndarray]  # name in CURVES -> float32 (n,); NaN where not logged
     nonfinite: np.ndarray  # bool (n,): a loss or norm was logged and is not finite
-    every: np.ndarray  # uint32 (n,): steps per row, of thinned metrics
+    every: np.ndarray  # uint32 (n,): steps per row; more than 1 in thinned metrics
     flags: tuple[np.ndarray, np.ndarray, np.ndarray] | None
-    """Bool (n,) each: alarm, skipped, clipped; None: not known."""
+    """Bool (n,) each: alarm, skipped, clipped. None if the log does not have them."""
 
 
 class RowCollector:
@@ -42,7 +42,7 @@ class RowCollector:
         self._columns = {name: array(kind) for name, kind in _TYPES.items()}
 
     def add(self, attempt: int, line: Mapping[str, Any]) -> None:
-        """Adds a line of the metrics, or the numbers of an alarm by the same names."""
+        """Adds a line of the metrics, or the readings of an alarm under the same names."""
         values = curve_values(line)
         scale, every = line.get("grad_scale"), line.get("every", 1)
         row = {
@@ -76,19 +76,19 @@ class RowCollector:
 
 
 class MetricsReader:
-    """Reads the rows of some runs. The attributes are filled by `read`.
+    """Reads the rows of some runs; `read` fills the attributes.
 
-    `ids` has for each attempt the run's id and its number within that process.
+    `ids` has the run id of each attempt, and the number of the attempt within that process.
     """
 
     def __init__(self, path: Path, ids: Sequence[tuple[str, int]]) -> None:
         self.path = path
-        self.ids = list(ids)  # also the attempts that only the lines have
+        self.ids = list(ids)  # including attempts that have no event
         self.problems: list[str] = []  # the first damaged lines, with their numbers
         self.damaged = 0  # damaged lines
         self.others = 0  # lines of other runs
-        self.engine: str | None = None  # of the first line; lines of other engines are ignored
-        self.left_out: set[str] = set()  # the other engines
+        self.engine: str | None = None  # engine of the first line
+        self.ignored_engines: set[str] = set()  # other engines, whose lines are ignored
         self._numbers = {each: at for at, each in reversed(list(enumerate(self.ids)))}
         self._newest = {run: (-1.0, 0) for run, _ in ids}  # step, and number of the attempt
 
@@ -115,7 +115,7 @@ class MetricsReader:
         if self.engine is None:
             self.engine = engine
         if engine != self.engine:
-            self.left_out.add(str(engine))
+            self.ignored_engines.add(str(engine))
             return
         last, ordinal = self._newest[run]
         ordinal += line["step"] <= last
@@ -143,7 +143,7 @@ def parse_metrics(line: bytes) -> dict[str, Any] | str:
 
 
 def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """The values of the curves in a line, without those that are no numbers."""
+    """The values of the curves in a line that are numbers."""
     found = {}
     for name in CURVES:
         value = line.get(name)
@@ -151,6 +151,6 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
             assert value is not None
             with contextlib.suppress(OverflowError):  # a whole number of 400 digits
                 found[name] = float(value)
-    if found.get("threshold") == 0.0:  # none in force
+    if found.get("threshold") == 0.0:  # no limit in force
         del found["threshold"]
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from healcore.runtime.events.models import EventRecord
-from healcore.runtime.events.process import Process
+from healcore.events.models import EventRecord
+from healcore.events.process import Process
 
 
 class RunState(enum.StrEnum):
@@ -20,12 +20,12 @@ class RunState(enum.StrEnum):
     REQUESTED = "requested"
     KILLED = "killed"
     ENDED = "ended"
-    """It has ended in a way unknown to this version."""
+    """The run has ended in a way that this version does not know."""
     GONE = "gone"
-    """It has written no `end` event, and its process is gone."""
+    """There is no event `end`, and the process is gone."""
     RUNNING = "running"
     UNKNOWN = "unknown"
-    """It has written no `end` event, and its process cannot be seen from here."""
+    """There is no event `end`, and the process cannot be seen from here."""
 
 
 @dataclass
@@ -33,12 +33,12 @@ class RunProcess:
     """One process of a run."""
 
     id: str
-    start: EventRecord | None = None  # None: lost to a torn line or a rotation
-    end: EventRecord | None = None  # None: it has written none
+    start: EventRecord | None = None  # None if a torn line or a rotation has lost the event
+    end: EventRecord | None = None
     last: EventRecord | None = None
-    diagnosis: str = ""  # of the last event that has one
+    diagnosis: str = ""  # newest diagnosis in an event
     first_mono: float | None = None  # smallest monotonic clock of its events, in seconds
-    last_mono: float | None = None  # largest
+    last_mono: float | None = None  # largest monotonic clock
 
     def add(self, event: EventRecord) -> None:
         """Adds the next event."""
@@ -56,20 +56,20 @@ class RunProcess:
 
     @property
     def seconds(self) -> float | None:
-        """Duration by its monotonic clock; None: not known."""
+        """Duration by the monotonic clock, or None if unknown."""
         if self.first_mono is None or self.last_mono is None:
             return None
         return self.last_mono - self.first_mono
 
     def process(self) -> Process | None:
-        """Its identity in the system; None: its start does not have it."""
+        """Identity of the process, or None if the event `start` is missing."""
         start = self.start
         if start is None or start.host is None or start.pid is None:
             return None
         return Process(start.host, start.pid, start.boot, start.born)
 
     def state(self) -> RunState:
-        """The state by its end, or else by whether the process is running."""
+        """The state by the event `end`, else by whether the process exists."""
         if self.end is not None:
             return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
         process = self.process()
@@ -80,7 +80,7 @@ class RunProcess:
 
 
 class KnownGood:
-    """The known-good checkpoints of the store used last."""
+    """Known-good checkpoints of the store that the run uses."""
 
     def __init__(self) -> None:
         self._steps: set[int] = set()

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from healcore.events.log import Event
+from healcore.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
 from healcore.history.incident import MOST_ALARMS, Incident, batches_of
 from healcore.history.process import KnownGood, RunProcess, RunState
-from healcore.runtime.events.log import Event
-from healcore.runtime.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
 
 _LATE = frozenset({"good", "damaged", "save_failed"})
-"""Their `step` is that of a checkpoint, older than the step of the run."""
+"""Kinds whose `step` is the step of an older checkpoint."""
 _OF_ONE_STEP = frozenset({"alarm", "incident", "order", "hook", "lr", "verdict"})
-"""Their `step` is the index of a step that is done; that of the others is how many are done."""
+"""Kinds whose `step` is the index of a finished step; the others have the number of steps done."""
 
 
 class AttemptOrigin(enum.StrEnum):
@@ -28,9 +28,9 @@ class AttemptOrigin(enum.StrEnum):
     ROLLBACK = "rollback"
     TRIAL = "trial"
     METRICS = "metrics"
-    """Only the metrics have it."""
+    """The attempt has metrics and no event."""
     RECORDED = "recorded"
-    """The rows of a log that is replayed."""
+    """Rows of a replayed log."""
 
 
 class RunAttempt(NamedTuple):
@@ -39,26 +39,26 @@ class RunAttempt(NamedTuple):
     number: int
     first_step: float
     origin: AttemptOrigin
-    source: str = ""  # file of its rows, if there are several
+    source: str = ""  # file of its rows, if there are several files
 
 
 class Mark(NamedTuple):
-    """A mark on the step axis that is no incident: a resume, a stop, the end."""
+    """A mark on the step axis besides incidents: a resume, a stop, the end."""
 
     step: float
-    event: EventRecord | None = None  # None in a replay, which has no events: a stop
+    event: EventRecord | None = None  # None for the stop of a replay, which has no events
 
     @property
     def kind(self) -> str:
-        """Kind of its event."""
+        """Kind of the event."""
         return "stop" if self.event is None else self.event.kind
 
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """A training run: the process that began it, and those that resumed from its checkpoints.
+    """A training run: its first process, and the processes that resumed from its checkpoints.
 
-    Events are added as they are read, from a complete file or from one that grows.
+    Events are added in the order in which they are read.
     """
 
     processes: list[RunProcess] = field(default_factory=list)
@@ -66,30 +66,30 @@ class Run:
     attempt_ids: list[tuple[str, int]] = field(default_factory=list)  # process, number within it
     marks: list[Mark] = field(default_factory=list)
     points: list[tuple[int, EventRecord]] = field(default_factory=list)
-    """Alarms with readings, each with the number of its attempt."""
-    rollbacks: list[EventRecord] = field(default_factory=list)  # carried out, without trials
+    """Number of the attempt, and alarm with readings."""
+    rollbacks: list[EventRecord] = field(default_factory=list)  # rollbacks without trials
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
-    """Events with fields of the wrong type, which were left out, and the names of these fields."""
-    problems: list[EventRecord] = field(default_factory=list)  # events that report one
-    faults: list[EventRecord] = field(default_factory=list)  # exceptions, answered or not
-    step: int | None = None  # steps done, as far as the events say
-    last_step: int | None = None  # the same at the last event; a rollback does not decrease it
-    lr_scale: float | None = None  # the multiplier of the learning rate in force
+    """Event, and names of its fields that were dropped because they have the wrong type."""
+    problems: list[EventRecord] = field(default_factory=list)  # events that report a problem
+    faults: list[EventRecord] = field(default_factory=list)  # classified exceptions
+    step: int | None = None  # steps done
+    last_step: int | None = None  # steps done at the last event; a rollback does not decrease it
+    lr_scale: float | None = None  # current multiplier of the learning rate
     incidents: list[Incident] = field(default_factory=list)
-    last_incident: Incident | None = None  # the last one with an event or an alarm of its own
-    rerun: RerunVerdict | None = None  # the result of the last re-run of a step
+    last_incident: Incident | None = None  # last incident with an own event or alarm
+    rerun: RerunVerdict | None = None  # verdict of the last re-run of a step
     damaged: list[int] = field(default_factory=list)  # steps of damaged checkpoints
-    incident_count: int = 0  # also those whose events were rotated away
-    rollback_count: int = 0  # the same; with an observing policy, those that it would order
+    incident_count: int = 0  # including incidents whose events were rotated away
+    rollback_count: int = 0  # likewise; orders of rollbacks if the policy observes
     cuts: int = 0  # cuts of the learning rate
     stops: int = 0  # stops that an observing policy would order
     alarms: int = 0  # alarms with an event
-    skips: int = 0  # skipped steps among them
+    skips: int = 0  # alarms with a skipped step
     unreported_alarms: int = 0  # alarms without an event
     lost: int = 0  # events that could not be written
 
     def __post_init__(self) -> None:
-        self._skipped: list[float] = []  # steps that were not undone
+        self._skipped: list[float] = []  # skipped steps that were not undone
         self._known_good = KnownGood()
         self._outside: Counter[str] = Counter()  # alarms outside of incidents, by process
 
@@ -100,22 +100,22 @@ class Run:
 
     @property
     def undone_incidents(self) -> int:
-        """Incidents that began in steps that a rollback or a restart has undone."""
+        """Incidents whose onset a rollback or a restart has undone."""
         return sum(each.undone for each in self.incidents)
 
     @property
     def start(self) -> EventRecord | None:
-        """Event of the last process that has one."""
+        """Newest event `start`."""
         return next((each.start for each in reversed(self.processes) if each.start), None)
 
     @property
     def end(self) -> EventRecord | None:
-        """Event of the last process; None: it has written none."""
+        """Event `end` of the last process, or None."""
         return self.processes[-1].end if self.processes else None
 
     @property
     def state(self) -> RunState:
-        """Whether the run is running, or how it ended, as far as is known."""
+        """Whether the run is running, or how it ended."""
         return self.processes[-1].state() if self.processes else RunState.UNKNOWN
 
     @property
@@ -131,12 +131,12 @@ class Run:
 
     @property
     def capped(self) -> bool:
-        """Some alarms may have no event: `skips` is a lower bound."""
+        """Whether some alarms may have no event: `skips` is a lower bound then."""
         outside = max(self._outside.values(), default=0)
         return outside >= MOST_ALARMS or any(each.capped for each in self.incidents)
 
     def add(self, event: Mapping[str, Any]) -> EventRecord:
-        """Adds an event from `log.parse`, and returns it without the fields of the wrong type."""
+        """Adds an event from `log.parse`. Returns it without fields of the wrong type."""
         found, wrong = record(event)
         if wrong:
             self.malformed.append((found, wrong))
@@ -170,7 +170,7 @@ class Run:
         self.attempt_ids.append((run, number))
 
     def _undo(self, step: float) -> None:
-        """The run goes on from `step`: what came after it is undone."""
+        """Marks skips and incidents from `step` on as undone."""
         self._skipped = [each for each in self._skipped if each < step]
         for each in self.incidents:
             each.undone |= each.onset_step >= step
@@ -185,7 +185,7 @@ class Run:
         target = event.checkpoint
         trial = event.outcome == RollbackOutcome.TRIAL
         self.step = event.step if target is None else target
-        if not trial:  # `number` counts those whose events were rotated away too
+        if not trial:  # `number` includes rollbacks whose events were rotated away
             self.rollback_count = max(self.rollback_count + 1, event.number or 0)
         if target is None:
             return
@@ -198,7 +198,7 @@ class Run:
         last.measure(event, "ROLLBACK")
         if not trial:
             last.checkpoint = target
-            last.left_out = batches_of(event) or last.left_out
+            last.skipped_batches = batches_of(event) or last.skipped_batches
             last.count_rollback()
             last.cut(event)
         self._undo(float(target))
@@ -251,10 +251,9 @@ class Run:
         before, after = event.lr_scale_before, event.lr_scale
         if before is None or after is None:
             return
-        # Without `action`: the limit of an earlier cut, or an earlier healcore with cuts only.
+        # A decrease that is not an order has a reason: the limit of an earlier cut.
         cut = after < before and (event.why is None or "CUT_LR" in (event.action or ()))
         self.cuts += cut
-        # An order of the incident cut, also if the events of its alarms are gone.
         if cut and self.incidents and self.incidents[-1].attempt == len(self.attempts) - 1:
             self.incidents[-1].cut(event)
 
@@ -301,9 +300,9 @@ class Run:
 
 
 def is_continuation(events: Iterable[Event]) -> bool:
-    """Whether a process, by its events, resumed from a checkpoint of the one before.
+    """Whether a process resumed from a checkpoint of the process before it, by its events.
 
-    After a kill during a rollback the next start finishes it, without an event `resume`.
+    After a kill during a rollback the next start finishes the rollback, without an event `resume`.
     """
     for event in events:
         finished = event.get("outcome") == RollbackOutcome.AFTER_CRASH
@@ -315,7 +314,7 @@ def is_continuation(events: Iterable[Event]) -> bool:
 
 
 def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[Run]:
-    """The training runs of an events file (run id -> events), each of one or more processes."""
+    """Joins the processes of an events file (run id -> events) into training runs."""
     found: list[Run] = []
     for events in processes.values():
         if not found or not is_continuation(events):

@@ -1,6 +1,6 @@
 """The adapter need "checkpoint_reader": opens checkpoints of a framework's formats for the probes.
 
-`healcore.tools.probe.contents` reads the formats that need no framework (safetensors, Orbax).
+`healcore.tools.probe` reads the formats that need no framework (safetensors, Orbax).
 """
 
 from __future__ import annotations

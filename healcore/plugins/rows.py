@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -32,15 +32,9 @@ policy's loop, with a branch per combination of signals. In CPU time, of which a
 slow policies alike; compiling three combinations took the time of 190,000 rows."""
 
 
-ALWAYS = ("loss", "grad_norm")
-"""Signals that every policy is given: no update with a non-finite value is applied."""
-
 DecisionColumns = tuple[Any, ...]
 """The numbers of a `StepRecord`, and whether a rollback was due (whether or not the budget still
 allowed it): of one row, or arrays over rows."""
-
-
-# -- what a row gives the engine -------------------------------------------------------------------
 
 
 class SignalLayout(NamedTuple):
@@ -54,73 +48,6 @@ class SignalLayout(NamedTuple):
         """Every signal that some row is given, in the order of `Signals`' fields."""
         named = {name for combination in self.combinations for name in combination}
         return tuple(name for name in Signals._fields if name in named)
-
-
-def layout_of(engine: Engine, combinations: Iterable[frozenset[str]]) -> SignalLayout:
-    """The signals that an engine is given, from the sets that rows of the trace log together."""
-    combinations = list(combinations)
-    logged = frozenset().union(*combinations)
-    found = {_given(engine, each, logged) for each in combinations}
-    return SignalLayout(tuple(sorted(found - {()})))
-
-
-def rows_of(
-    layout: SignalLayout,
-    engine: Engine,
-    values: Mapping[str, np.ndarray],
-    given: Mapping[str, np.ndarray],
-) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Selects the rows that the engine judges; `layout` is of the whole trace.
-
-    `values` are float32 (n,) and `given` bool (n,) by signal.
-
-    Returns:
-        The values (m,) of the layout's signals, the place int32 (m,) of each row's combination in
-        the layout, and the places int (m,) of the judged rows among all rows.
-    """
-    length = len(next(iter(given.values()), ()))
-    kind = np.full(length, -1, np.int32)
-    logged = frozenset(layout.signals)
-    for here, those in by_signals(given, layout.signals):
-        combination = _given(engine, here, logged)
-        if combination:
-            kind[those] = layout.combinations.index(combination)
-    rows = np.flatnonzero(kind >= 0)
-    absent = np.full(length, np.nan, np.float32)
-    columns = {name: values.get(name, absent)[rows] for name in layout.signals}
-    return columns, kind[rows], rows
-
-
-def _given(engine: Engine, here: frozenset[str], logged: frozenset[str]) -> tuple[str, ...]:
-    """The signals that a row is judged by; none without a loss or a gradient norm.
-
-    `update_norm` and `eval_loss` are given only if the policy reads them, as in the adapters. If a
-    trace has evaluations, every row has `eval_loss`, NaN where there was none: the engine sees a
-    run with evaluations or one without.
-    """
-    if not here & set(ALWAYS):
-        return ()
-    there = [name for name in ALWAYS if name in here]
-    if "update_norm" in engine.needs and "update_norm" in here:
-        there.append("update_norm")
-    if "eval_loss" in engine.needs and "eval_loss" in logged:
-        there.append("eval_loss")
-    return tuple(there)
-
-
-def by_signals(
-    given: Mapping[str, np.ndarray], names: Sequence[str]
-) -> Iterator[tuple[frozenset[str], np.ndarray]]:
-    """Every set of signals that rows log together, with those rows, bool (n,).
-
-    `given` is bool (n,) by signal. Only the signals in `names` count.
-    """
-    names = [name for name in names if name in given]
-    bits = np.zeros(len(next(iter(given.values()), ())), np.int64)
-    for place, name in enumerate(names):
-        bits |= given[name].astype(np.int64) << place
-    for code in np.unique(bits):
-        yield frozenset(n for place, n in enumerate(names) if code >> place & 1), bits == code
 
 
 # -- the engine on one row -------------------------------------------------------------------------
@@ -185,7 +112,7 @@ class RowRunner(Protocol):
     def run(
         self, state: Any, values: Mapping[str, np.ndarray], kind: np.ndarray
     ) -> tuple[Any, DecisionColumns]:
-        """Judges at most `MOST_ROWS` rows, which `rows_of` has selected.
+        """Judges at most `MOST_ROWS` rows.
 
         Returns the state after them, and the columns, NumPy arrays (n,).
         """

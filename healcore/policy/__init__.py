@@ -9,12 +9,28 @@ A policy names no framework: the same file works in each.
 
 from __future__ import annotations
 
-from healcore.policy.document import SCHEMA, Policy
+from healcore.policy.document import (
+    SCHEMA,
+    Difference,
+    Policy,
+    diff,
+    dumps,
+    fingerprint,
+    to_dict,
+)
 from healcore.policy.errors import PolicyError, Problem
-from healcore.policy.loader import PolicyLike, PolicySource, engine_of, from_dict, load, loads
-from healcore.policy.overrides import Overrides
-from healcore.policy.presets import preset_names, preset_text, recipe_names
-from healcore.policy.serialization import Difference, diff, dumps, fingerprint, to_dict
+from healcore.policy.loader import (
+    Overrides,
+    PolicyLike,
+    PolicySource,
+    engine_of,
+    from_dict,
+    load,
+    loads,
+    preset_names,
+    preset_text,
+    recipe_names,
+)
 
 __all__ = [
     "SCHEMA",

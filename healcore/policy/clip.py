@@ -6,25 +6,27 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from healcore.core.clipping.adagc import AdaGCConfig
-from healcore.core.clipping.autoclip import AutoClipConfig
-from healcore.core.clipping.fixed import FixedConfig
-from healcore.core.clipping.recent_max import RecentMaxConfig
-from healcore.core.clipping.update_clip import UpdateClipConfig
-from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.level_shift import ShiftConfig
-from healcore.policy.table import Table
-from healcore.policy.values import (
+from healcore.core.baseline import ShiftConfig
+from healcore.core.clipping import (
+    AdaGCConfig,
+    AutoClipConfig,
+    FixedConfig,
+    RecentMaxConfig,
+    UpdateClipConfig,
+    ZClipConfig,
+)
+from healcore.policy.table import (
     Fraction,
     Limit,
     NotNegative,
-    Number,
     OnOff,
     Positive,
     Ratio,
     Steps,
+    Table,
     Target,
-    Whole,
+    number,
+    whole,
 )
 
 _shift, _zclip, _auto, _adagc = ShiftConfig(), ZClipConfig(), AutoClipConfig(), AdaGCConfig()
@@ -37,9 +39,9 @@ class Shift(Table):
     core = ShiftConfig
 
     # patience x gain is counted in an int32.
-    patience: Annotated[int, Whole(least=1, most=1_000_000)] = _shift.patience
-    gain: Annotated[int, Whole(least=1, most=1000)] = _shift.gain
-    forgive: Annotated[int, Whole(least=0, most=1_000_000)] = _shift.forgive
+    patience: Annotated[int, whole(least=1, most=1_000_000)] = _shift.patience
+    gain: Annotated[int, whole(least=1, most=1000)] = _shift.gain
+    forgive: Annotated[int, whole(least=0, most=1_000_000)] = _shift.forgive
 
 
 class _Clip(Table):
@@ -48,7 +50,7 @@ class _Clip(Table):
     kind: str
 
     def rule(self) -> tuple[str, Any] | None:
-        """Name and config of the core's rule; None: nothing is clipped."""
+        """Name and config of the core's rule, or None for no clipping."""
         return self.kind, self.config()
 
 
@@ -60,7 +62,7 @@ class RecentMax(_Clip):
 
     kind: Literal["recent_max"]
     # At 1 the limit would never grow.
-    ratio: Annotated[float, Number(above=1)] = _recent.ratio
+    ratio: Annotated[float, number(above=1)] = _recent.ratio
     decay: Fraction = _recent.decay
     warmup_steps: Steps = _recent.warmup_steps
     max_norm: Limit = _recent.max_norm
@@ -103,7 +105,7 @@ class AutoClip(_Clip):
     core = AutoClipConfig
 
     kind: Literal["autoclip"]
-    percentile: Annotated[float, Number(above=0, below=100)] = _auto.percentile
+    percentile: Annotated[float, number(above=0, below=100)] = _auto.percentile
     window: Steps = _auto.window
     max_norm: Limit = _auto.max_norm
 

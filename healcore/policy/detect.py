@@ -2,94 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
-from healcore.core.detectors import (
-    divergence,
-    grad_ceiling,
-    grad_ema,
-    grad_spike,
-    grad_window,
-    instability,
-    loss_ceiling,
-    loss_ratio,
-    loss_spike,
-    loss_window,
-    nonfinite,
-    overfit,
-    plateau,
-    records,
-    update_spike,
-    vanishing,
-)
+from healcore.core import detectors
 from healcore.policy.clip import Shift
-from healcore.policy.table import AtMost, Conflict, Table
-from healcore.policy.values import (
+from healcore.policy.table import (
+    AtMost,
     Fraction,
     Limit,
     NotNegative,
-    Number,
+    OneNeeded,
     OnOff,
     Positive,
     Ratio,
     Steps,
     StepsOrZero,
-    Whole,
+    Table,
+    number,
+    whole,
 )
 
-_loss, _norm, _trend = loss_spike.Config(), grad_spike.Config(), divergence.Config()
-_gone, _flat, _gap = vanishing.Config(), plateau.Config(), overfit.Config()
-_ratio, _ceiling = loss_ratio.Config(), loss_ceiling.Config()
-_growing, _records = instability.Config(), records.Config()
-_window, _ema, _limit = loss_window.Config(), grad_ema.Config(), grad_ceiling.Config()
+_loss, _norm = detectors.LossSpikeConfig(), detectors.GradSpikeConfig()
+_trend, _growing = detectors.DivergenceConfig(), detectors.InstabilityConfig()
+_records, _gone = detectors.RecordsConfig(), detectors.VanishingConfig()
+_flat, _gap = detectors.PlateauConfig(), detectors.OverfitConfig()
+_ratio, _window = detectors.LossRatioConfig(), detectors.LossWindowConfig()
+_ceiling, _limit = detectors.LossCeilingConfig(), detectors.GradCeilingConfig()
+_ema = detectors.GradEmaConfig()
 
-# Two orders of events that a table has to respect: a spike is sustained before it counts as the new
-# level, and a warm-up ends while the window still grows.
-_SUSTAIN_BEFORE_SHIFT = AtMost(
-    "sustain", "shift.patience", "longer", "by then the high norm is the new level"
-)
 _WARMUP_IN_WINDOW = AtMost("warmup_steps", "window", "longer", "it never holds more")
 
 
 class NonFinite(Table):
     """NaN or infinite loss or gradient. No thresholds."""
 
-    core = nonfinite.Config
+    core = detectors.NonFiniteConfig
 
 
 class LossSpike(Table):
     """One bad batch, or a sustained departure from the run's own noise."""
 
-    core = loss_spike.Config
+    core = detectors.LossSpikeConfig
 
     z_threshold: Positive = _loss.z_threshold
-    evidence: Annotated[float, Number(above=0, most=15)] = _loss.evidence
+    evidence: Annotated[float, number(above=0, most=15)] = _loss.evidence
     window: Steps = _loss.window
     min_noise: Positive = _loss.min_noise
 
 
-class NormSpike(Table):
+class NormSpike(LossSpike):
     """A norm far above its own recent level: of the gradient, or of the update."""
 
-    core = grad_spike.Config
+    core = detectors.GradSpikeConfig
 
-    z_threshold: Positive = _norm.z_threshold
-    evidence: Annotated[float, Number(above=0, most=15)] = _norm.evidence
-    window: Steps = _norm.window
     min_noise: Positive = _norm.min_noise
 
 
 class UpdateSpike(NormSpike):
     """The same rule on the norm of the update."""
 
-    core = update_spike.Config
+    core = detectors.UpdateSpikeConfig
 
 
 class Divergence(Table):
     """The smoothed loss is above its best level and does not come back."""
 
-    core = divergence.Config
+    core = detectors.DivergenceConfig
 
     rise: Positive = _trend.rise
     patience: Steps = _trend.patience
@@ -99,51 +77,51 @@ class Divergence(Table):
 class Instability(Table):
     """Loss and gradient norm grow together from update to update."""
 
-    core = instability.Config
+    core = detectors.InstabilityConfig
 
     growth: NotNegative = _growing.growth
-    records: Annotated[int, Whole(least=2, most=1000)] = _growing.records
-    norm_ratio: Annotated[float, Number(least=1)] = _growing.norm_ratio
+    records: Annotated[int, whole(least=2, most=1000)] = _growing.records
+    norm_ratio: Annotated[float, number(least=1)] = _growing.norm_ratio
     patience: Steps = _growing.patience
 
 
 class Records(Table):
     """The loss sets all-time records more often than well-mixed data can."""
 
-    core = records.Config
+    core = detectors.RecordsConfig
 
-    alpha: Annotated[float, Number(least=1e-9, below=1)] = _records.alpha
+    alpha: Annotated[float, number(least=1e-9, below=1)] = _records.alpha
     record_rate: Fraction = _records.record_rate
     growth: NotNegative = _records.growth
-    warmup_steps: Annotated[int, Whole(least=1, most=1000)] = _records.warmup_steps
+    warmup_steps: Annotated[int, whole(least=1, most=1000)] = _records.warmup_steps
 
 
 class Vanishing(Table):
     """The gradient norm stays below a floor."""
 
-    core = vanishing.Config
+    core = detectors.VanishingConfig
 
     # Norms below 1e-12 are zero to the core (numerics.TINY).
-    threshold: Annotated[float, Number(above=1e-12)] = _gone.threshold
+    threshold: Annotated[float, number(above=1e-12)] = _gone.threshold
     patience: Steps = _gone.patience
 
 
 class Plateau(Table):
     """The loss has stopped falling, or sits at the level of guessing."""
 
-    core = plateau.Config
+    core = detectors.PlateauConfig
 
-    window: Annotated[int, Whole(least=2)] = _flat.window
+    window: Annotated[int, whole(least=2)] = _flat.window
     patience: Steps = _flat.patience
     min_improvement: NotNegative = _flat.min_improvement
-    chance_level: Annotated[float | None, Number(none=True)] = _flat.chance_level
+    chance_level: Annotated[float | None, number(none=True)] = _flat.chance_level
     chance_margin: Positive = _flat.chance_margin
 
 
 class Overfit(Table):
     """The evaluation loss stays far above the training loss."""
 
-    core = overfit.Config
+    core = detectors.OverfitConfig
 
     max_gap: Positive = _gap.max_gap
     patience: Steps = _gap.patience
@@ -153,14 +131,14 @@ class Overfit(Table):
 class LossRatio(Table):
     """The loss is several times the mean of the last ones."""
 
-    core = loss_ratio.Config
-    at_most = (
+    core = detectors.LossRatioConfig
+    rules = (
         _WARMUP_IN_WINDOW,
         AtMost("sustain", "escape", "longer", "by then the high loss is the new level"),
     )
 
-    ratio: Annotated[float, Number(above=1)] = _ratio.ratio
-    window: Annotated[int, Whole(least=1, most=4096)] = _ratio.window
+    ratio: Annotated[float, number(above=1)] = _ratio.ratio
+    window: Annotated[int, whole(least=1, most=4096)] = _ratio.window
     warmup_steps: Steps = _ratio.warmup_steps
     sustain: Steps = _ratio.sustain
     escape: Steps = _ratio.escape
@@ -169,33 +147,31 @@ class LossRatio(Table):
 class LossCeiling(Table):
     """The loss is above a fixed level, or above all that its first steps had."""
 
-    core = loss_ceiling.Config
+    core = detectors.LossCeilingConfig
+    rules = (
+        OneNeeded(
+            "ceiling",
+            "first_steps",
+            "a number where first_steps is 0: there is nothing else to stay below",
+            "ceiling = 5.0, or first_steps = 100",
+        ),
+    )
 
-    ceiling: Annotated[float | None, Number(none=True)] = _ceiling.ceiling
+    ceiling: Annotated[float | None, number(none=True)] = _ceiling.ceiling
     first_steps: StepsOrZero = _ceiling.first_steps
     first_ratio: Ratio = _ceiling.first_ratio
     sustain: Steps = _ceiling.sustain
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """There has to be a ceiling."""
-        if self.ceiling is None and not self.first_steps:
-            yield Conflict(
-                ("ceiling",),
-                "none",
-                "a number where first_steps is 0: there is nothing else to stay below",
-                "ceiling = 5.0, or first_steps = 100",
-            )
 
 
 class LossWindow(Table):
     """The loss is many standard deviations above the mean of the last ones."""
 
-    core = loss_window.Config
-    at_most = (_WARMUP_IN_WINDOW,)
+    core = detectors.LossWindowConfig
+    rules = (_WARMUP_IN_WINDOW,)
 
     sigmas: Positive = _window.sigmas
-    window: Annotated[int, Whole(least=2, most=4096)] = _window.window
-    warmup_steps: Annotated[int, Whole(least=2, most=4096)] = _window.warmup_steps
+    window: Annotated[int, whole(least=2, most=4096)] = _window.window
+    warmup_steps: Annotated[int, whole(least=2, most=4096)] = _window.warmup_steps
     bessel: OnOff = _window.bessel
     min_rel_std: NotNegative = _window.min_rel_std
     sustain: Steps = _window.sustain
@@ -204,57 +180,51 @@ class LossWindow(Table):
 class GradWindow(LossWindow):
     """The same rule on the gradient norm."""
 
-    core = grad_window.Config
+    core = detectors.GradWindowConfig
 
 
 class GradEma(Table):
     """The gradient norm is far above the moving average of the accepted ones."""
 
-    core = grad_ema.Config
-    at_most = (_SUSTAIN_BEFORE_SHIFT,)
+    core = detectors.GradEmaConfig
+    rules = (
+        OneNeeded(
+            "ratio",
+            "sigmas",
+            "a number where sigmas is none too: nothing else is compared",
+            "ratio = 20.0, or sigmas = 20.0",
+        ),
+        AtMost("sustain", "shift.patience", "longer", "by then the high norm is the new level"),
+    )
 
-    ratio: Annotated[float | None, Number(above=1, none=True)] = _ema.ratio
+    ratio: Annotated[float | None, number(above=1, none=True)] = _ema.ratio
     sigmas: Limit = _ema.sigmas
     ema_decay: Fraction = _ema.ema_decay
     warmup_steps: Steps = _ema.warmup_steps
     min_rel_std: NotNegative = _ema.min_rel_std
-    sustain: Annotated[int, Whole(least=1, most=1_000_000)] = _ema.sustain
+    sustain: Annotated[int, whole(least=1, most=1_000_000)] = _ema.sustain
     shift: Shift = Shift()
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """There has to be a test."""
-        if self.ratio is None and self.sigmas is None:
-            yield Conflict(
-                ("ratio",),
-                "none",
-                "a number where sigmas is none too: nothing else is compared",
-                "ratio = 20.0, or sigmas = 20.0",
-            )
-        yield from super().conflicts()
 
 
 class GradCeiling(Table):
     """The gradient norm is above an absolute limit, or many times the largest of the first."""
 
-    core = grad_ceiling.Config
-    at_most = (AtMost("sustain", "escape", "longer", "then the first norms are counted again"),)
+    core = detectors.GradCeilingConfig
+    rules = (
+        OneNeeded(
+            "ceiling",
+            "first_ratio",
+            "a number where first_ratio is none too: there is nothing else to stay below",
+            "ceiling = 100.0, or first_ratio = 10.0",
+        ),
+        AtMost("sustain", "escape", "longer", "then the first norms are counted again"),
+    )
 
     ceiling: Limit = _limit.ceiling
-    first_ratio: Annotated[float | None, Number(least=1, none=True)] = _limit.first_ratio
+    first_ratio: Annotated[float | None, number(least=1, none=True)] = _limit.first_ratio
     first_steps: Steps = _limit.first_steps
     sustain: Steps = _limit.sustain
     escape: Steps = _limit.escape
-
-    def conflicts(self) -> Iterator[Conflict]:
-        """There has to be a ceiling."""
-        if self.ceiling is None and self.first_ratio is None:
-            yield Conflict(
-                ("ceiling",),
-                "none",
-                "a number where first_ratio is none too: there is nothing else to stay below",
-                "ceiling = 100.0, or first_ratio = 10.0",
-            )
-        yield from super().conflicts()
 
 
 class Detect(Table):

@@ -1,10 +1,11 @@
-"""Defines `Policy`, a whole policy file, and turns it into the config of an engine."""
+"""A whole policy file (`Policy`): its engine, its text, and its differences from another one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import tomli_w
 from pydantic import BeforeValidator, Field
 
 from healcore.core.detectors import CAUSES, DETECTORS
@@ -12,11 +13,28 @@ from healcore.core.engine import Engine, EngineConfig
 from healcore.core.verdict import Cause
 from healcore.policy.clip import Clip, NoClip, UpdateClip
 from healcore.policy.detect import Detect
-from healcore.policy.faults import FAULTS, Hang, Retry, SkipBatch
-from healcore.policy.recovery import Budget, IncidentPolicy, Lr, Rollback
-from healcore.policy.respond import Respond
-from healcore.policy.table import Conflict, Table
-from healcore.policy.values import Listed, Mode, Name, StepsOrZero, Text, Whole, Words, broken
+from healcore.policy.errors import dotted
+from healcore.policy.recovery import (
+    Budget,
+    Hang,
+    IncidentPolicy,
+    Lr,
+    Retry,
+    Rollback,
+    SkipBatch,
+)
+from healcore.policy.respond import FAULTS, Respond
+from healcore.policy.table import (
+    NONE,
+    Conflict,
+    Mode,
+    StepsOrZero,
+    Table,
+    broken,
+    listed,
+    text,
+    whole,
+)
 
 SCHEMA = 1
 """Version of the file format that this release reads and writes."""
@@ -41,10 +59,10 @@ class Policy(Table):
 
     host_only = frozenset({"retry", "skip_batch", "hang"})
 
-    schema_version: Annotated[int, Whole(least=SCHEMA, most=SCHEMA)] = Field(alias="schema")
-    name: Name
-    description: Words = ""
-    references: Annotated[tuple[str, ...], Listed(Text(empty=False), empty=True)] = ()
+    schema_version: Annotated[int, whole(least=SCHEMA, most=SCHEMA)] = Field(alias="schema")
+    name: Annotated[str, text(empty=False)]
+    description: Annotated[str, text()] = ""
+    references: Annotated[tuple[str, ...], listed(text(empty=False), empty=True)] = ()
     mode: Mode = "heal"
     max_skips: StepsOrZero = EngineConfig().max_skips
     grace_steps: StepsOrZero = EngineConfig().grace_steps
@@ -132,3 +150,78 @@ class Policy(Table):
 def detector_of(cause: str) -> str:
     """The table under [detect] for a cause; NaN in loss and in gradient share one."""
     return "nonfinite" if cause.startswith("nonfinite_") else cause
+
+
+def dumps(policy: Policy) -> str:
+    """Writes a policy as TOML with every key, so that a later default changes nothing in it.
+
+    `loads(dumps(policy)) == policy`: numbers have all their digits and are not rounded to float32.
+    """
+    return tomli_w.dumps(to_dict(policy))
+
+
+def to_dict(policy: Policy) -> dict[str, Any]:
+    """The document as plain mappings, lists, strings, bools and numbers; JSON-safe."""
+    return _plain(policy)
+
+
+def _plain(table: Table) -> dict[str, Any]:
+    """Absent tables are left out; an absent limit is the string "none"."""
+    written: dict[str, Any] = {}
+    for name, field in type(table).model_fields.items():
+        value = getattr(table, name)
+        key = field.alias or name
+        if isinstance(value, Table):
+            written[key] = _plain(value)
+        elif isinstance(value, tuple):
+            written[key] = [_plain(v) if isinstance(v, Table) else v for v in value]
+        elif value is not None:
+            written[key] = value
+        elif field.metadata:  # a number or none; a table that may be absent has no metadata
+            written[key] = NONE
+    return written
+
+
+class Difference(NamedTuple):
+    """One key with two values; None for a policy without the key."""
+
+    key: str
+    left: Any
+    right: Any
+
+
+def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
+    """The keys whose values differ, in the order of the file, defaults included.
+
+    Rules are compared by position. A table that only one policy has is listed key by key, an empty
+    one as a whole.
+    """
+    a, b = dict(_flat(to_dict(left))), dict(_flat(to_dict(right)))
+    keys = [*a, *(key for key in b if key not in a)]
+    pairs = ((key, a.get(key), b.get(key)) for key in keys)
+    return tuple(Difference(key, x, y) for key, x, y in pairs if x != y)
+
+
+def _flat(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict):
+        parts = list(data.items())
+    elif isinstance(data, list) and data and isinstance(data[0], dict):
+        parts = list(enumerate(data))
+    else:
+        yield dotted(path), data
+        return
+    if not parts:
+        yield dotted(path), {}
+    for key, value in parts:
+        yield from _flat(value, (*path, key))
+
+
+def fingerprint(policy: Policy) -> str:
+    """Sixteen hex digits, equal for equal numbers in the core (within one release of healcore).
+
+    Name, description and references do not count, and numbers count as float32: 0.97 and
+    0.9700000001 are one policy. The same as `Engine.fingerprint`.
+    """
+    found = policy.engine().fingerprint
+    assert found is not None, "the numbers of a policy file are Python's"
+    return found

@@ -1,24 +1,30 @@
-"""Reads a policy from a name, a file or text, and checks it."""
+"""Reads a policy from a name, a file or text, and checks it.
+
+The policies that come with healcore are one TOML file each in `healcore.policies`.
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
 import tomllib
-from collections.abc import Mapping
-from typing import Any, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from typing import Any, Literal, TypedDict, Unpack
 
 from pydantic import ValidationError
 
 from healcore import regular_file
 from healcore.core.engine import Engine, EngineConfig
-from healcore.policy.document import SCHEMA, Policy
-from healcore.policy.errors import PolicyError, Problem, shown
-from healcore.policy.overrides import Overrides, merged
-from healcore.policy.presets import preset_names, preset_text, recipe_names
-from healcore.policy.problems import problems_in
-from healcore.policy.serialization import to_dict
+from healcore.policy.document import SCHEMA, Policy, to_dict
+from healcore.policy.errors import PolicyError, Problem, problems_in, shown
+
+PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
+"""healcore's own policies. All others are recipes: published settings, written as policies."""
+
+_SUFFIX = ".toml"
 
 PolicySource = str | os.PathLike[str] | Policy
 """What has a document: a preset's name, a file, or a policy."""
@@ -28,6 +34,37 @@ _LARGEST_FILE = 1 << 20  # bytes; a policy has a few kB, a checkpoint given by m
 _MOST_PARTS = 32
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"""(?<![\w.'"-])(?:{_PART}){{{_MOST_PARTS}}}""")
+
+
+_Table = Mapping[str, Any]
+
+
+class Overrides(TypedDict, total=False):
+    """The keywords of `load` and of everything with a `policy` argument: keys of a policy file.
+
+    A table is a mapping with the keys to change, `clip={"max_norm": None}`; its other keys stay.
+    None is no limit for a number that may be absent, no detector for a table under `detect`, and no
+    clipping for `clip` and `update_clip`. Lists are replaced as a whole, and so is `clip` if its
+    `kind` changes.
+    """
+
+    name: str
+    description: str
+    references: Sequence[str]
+    mode: Literal["heal", "observe"]
+    max_skips: int
+    grace_steps: int
+    clip: _Table | None
+    update_clip: _Table | None
+    detect: _Table
+    respond: Sequence[_Table]
+    incident: _Table
+    rollback: _Table
+    lr: _Table
+    budget: _Table
+    retry: _Table
+    skip_batch: _Table
+    hang: _Table
 
 
 def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
@@ -62,7 +99,7 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
         if overrides:
             rule += f", where {', '.join(overrides)} is given as a keyword"
         write = '"default", or from_dict(...) for a mapping'
-        raise PolicyError(type(policy).__name__, (Problem("policy", shown(policy), rule, write),))
+        raise _error(type(policy).__name__, shown(policy), rule, write, key="policy")
     if overrides:
         source = f"{source} with {', '.join(overrides)} given as keywords"
     return from_dict(merged(data, overrides), source=source)
@@ -79,8 +116,7 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
         PolicyError: As `load`.
     """
     if not isinstance(text, str):
-        problem = Problem("", shown(text), "TOML text, a str", "text.decode(), or load(path)")
-        raise PolicyError(source, (problem,))
+        raise _error(source, shown(text), "TOML text, a str", "text.decode(), or load(path)")
     return from_dict(_parsed(text, source), source=source)
 
 
@@ -92,16 +128,15 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
     long = (line for line in text.split("\n") if line.count(".") >= _MOST_PARTS)
     if any(map(_LONG_KEY.search, long)):
         rule = f"keys of at most {_MOST_PARTS} parts, as in clip.max_norm"
-        problem = Problem("", "a dotted key of many parts", rule, "the keys of docs/policies.md")
-        raise PolicyError(source, (problem,))
+        raise _error(source, "a dotted key of many parts", rule, "the keys of docs/policies.md")
     try:
         return tomllib.loads(text)
     # Not only TOMLDecodeError: impossible dates and numbers of too many digits are ValueErrors, a
     # thousand nested brackets a RecursionError.
     except (ValueError, RecursionError) as error:
         reason = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
-        problem = Problem("", reason, "TOML (https://toml.io)", "correct the syntax at that place")
-        raise PolicyError(source, (problem,)) from error
+        write = "correct the syntax at that place"
+        raise _error(source, reason, "TOML (https://toml.io)", write) from error
 
 
 def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
@@ -117,32 +152,32 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
     # First: the keys of another schema would give many wrong errors.
     schema = data.get("schema") if isinstance(data, Mapping) else None
     if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
-        problem = Problem(
-            "schema",
-            shown(schema),
-            f"{SCHEMA}, the version of the file format that this healcore reads",
-            "schema = 1, or upgrade healcore if a newer one wrote the file",
-        )
-        raise PolicyError(source, (problem,))
+        rule = f"{SCHEMA}, the version of the file format that this healcore reads"
+        write = "schema = 1, or upgrade healcore if a newer one wrote the file"
+        raise _error(source, shown(schema), rule, write, key="schema")
     try:
         return Policy.model_validate(dict(data) if isinstance(data, Mapping) else data)
     except ValidationError as error:
-        raise PolicyError(source, problems_in(error)) from error
+        raise PolicyError(source, problems_in(error, Policy)) from error
+
+
+def _error(
+    source: str, value: str, rule: str, write: str, *, key: str = "", unreadable: bool = False
+) -> PolicyError:
+    """An error with one problem."""
+    return PolicyError(source, (Problem(key, value, rule, write),), unreadable=unreadable)
 
 
 def _no_preset(name: str) -> PolicyError:
     known = (*preset_names(), *recipe_names())
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    problem = Problem(
-        "policy", shown(name), f"one of {', '.join(known)}", f"{hint}a file is given as {name}.toml"
-    )
-    return PolicyError(shown(name), (problem,), unreadable=True)
+    rule, write = f"one of {', '.join(known)}", f"{hint}a file is given as {name}.toml"
+    return _error(shown(name), shown(name), rule, write, key="policy", unreadable=True)
 
 
 def _read(path: str | os.PathLike[str]) -> str:
     """The file's text; raises `PolicyError`."""
-    name = os.fsdecode(path)
     try:
         with open(path, "rb", opener=regular_file.opener) as file:
             content = file.read(_LARGEST_FILE + 1)
@@ -154,9 +189,8 @@ def _read(path: str | os.PathLike[str]) -> str:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         rule = "a file that can be read"
-    known = ", ".join(preset_names())
-    problem = Problem("", reason, rule, f"the path of a TOML file, or a preset: {known}")
-    raise PolicyError(name, (problem,), unreadable=True)
+    write = f"the path of a TOML file, or a preset: {', '.join(preset_names())}"
+    raise _error(os.fsdecode(path), reason, rule, write, unreadable=True)
 
 
 PolicyLike = PolicySource | Engine | EngineConfig
@@ -186,3 +220,68 @@ def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
     """
     found = resolve(policy, overrides)
     return found if isinstance(found, Engine) else found.engine()
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of healcore's own policies, "default" first."""
+    return PRESETS
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the published recipes that come with healcore, sorted."""
+    names = (entry.name for entry in resources.files("healcore.policies").iterdir())
+    found = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
+    return tuple(sorted(name for name in found if name not in PRESETS))
+
+
+def name_of(fingerprint: str | None) -> str | None:
+    """The name of the preset or recipe with this fingerprint, or None."""
+    names = (*preset_names(), *recipe_names())
+    return next((name for name in names if engine_of(name).fingerprint == fingerprint), None)
+
+
+def preset_text(name: str) -> str:
+    """The file of a preset or of a recipe, comments and all.
+
+    Args:
+        name: One of `preset_names()` or of `recipe_names()`.
+
+    Raises:
+        KeyError: There is no such policy.
+    """
+    if name not in (*preset_names(), *recipe_names()):
+        raise KeyError(name)
+    path = resources.files("healcore.policies") / (name + _SUFFIX)
+    with path.open(encoding="utf-8") as file:
+        return file.read()
+
+
+def check_keywords(function: Callable[..., Any], overrides: Mapping[str, Any]) -> None:
+    """Raises TypeError for a keyword that looks like a misspelt option of a function.
+
+    Keywords that are like a key of a policy are left to the policy's own check.
+    """
+    keys = list(Overrides.__annotations__)
+    parameters = inspect.signature(function).parameters.values()
+    options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    for name in overrides:
+        close = difflib.get_close_matches(name, [*options, *keys], n=1)
+        if name not in keys and close and close[0] in options:
+            raise TypeError(
+                f"{name!r} is neither an option of {function.__qualname__.split('.')[0]} nor a key "
+                f"of a policy: did you mean {close[0]!r}?"
+            )
+
+
+def merged(data: _Table, overrides: _Table) -> dict[str, Any]:
+    """A copy of a document with some values replaced; neither argument is checked or changed."""
+    new = dict(data)
+    for key, value in overrides.items():
+        old = new.get(key, {})
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            kind = old.get("kind")
+            # The numbers of one kind of clipping mean nothing to another.
+            new[key] = merged(old if value.get("kind", kind) == kind else {}, value)
+        else:
+            new[key] = {"kind": "none"} if key == "clip" and value is None else value
+    return new

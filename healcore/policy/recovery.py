@@ -1,16 +1,31 @@
-"""The tables `[incident]`, `[rollback]`, `[lr]` and `[budget]`: how a run recovers, how often."""
+"""Tables on how a run recovers, and how often.
+
+`[incident]`, `[rollback]`, `[lr]` and `[budget]` are for trouble that detectors find; `[retry]`,
+`[skip_batch]` and `[hang]` for faults, which only the host sees.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from healcore.core.engine import BudgetConfig, IncidentConfig, LrConfig, RollbackConfig
-from healcore.policy.table import AtMost, Table
-from healcore.policy.values import Fraction, Number, OneOf, OnOff, Steps, StepsOrZero, Whole
+from healcore.policy.table import (
+    AtMost,
+    Fraction,
+    OnOff,
+    Positive,
+    Ratio,
+    Steps,
+    StepsOrZero,
+    Table,
+    number,
+    one_of,
+    whole,
+)
 
 _incident, _rollback, _lr, _budget = IncidentConfig(), RollbackConfig(), LrConfig(), BudgetConfig()
 _Answer = Literal["alert", "rollback", "stop"]
-_Few = Annotated[int, Whole(least=0, most=1000)]
+_Few = Annotated[int, whole(least=0, most=1000)]
 
 
 class IncidentPolicy(Table):
@@ -30,14 +45,14 @@ class Rollback(Table):
         {"probation", "skip_batches", "confirm", "evidence", "nonfinite_state", "reset_moments"}
     )
 
-    depth: Annotated[int, Whole(least=1, most=1000)] = _rollback.depth
+    depth: Annotated[int, whole(least=1, most=1000)] = _rollback.depth
     deepen: _Few = _rollback.deepen
     region: StepsOrZero = _rollback.region
     probation: Steps = 100
     skip_batches: StepsOrZero = 0
     confirm: OnOff = False
-    evidence: Annotated[float, Number(least=10)] = 1e4
-    nonfinite_state: Annotated[_Answer, OneOf.of(_Answer)] = "rollback"
+    evidence: Annotated[float, number(least=10)] = 1e4
+    nonfinite_state: Annotated[_Answer, one_of(*get_args(_Answer))] = "rollback"
     reset_moments: OnOff = False
 
 
@@ -45,13 +60,13 @@ class Lr(Table):
     """Soft steps; the cut of the rate, and the ramp after it, to exactly 1 or to the ceiling."""
 
     core = LrConfig
-    at_most = (AtMost("floor", "factor", "larger", "the first cut would not reach it"),)
+    rules = (AtMost("floor", "factor", "larger", "the first cut would not reach it"),)
 
     factor: Fraction = _lr.factor
-    floor: Annotated[float, Number(above=0, most=1)] = _lr.floor
+    floor: Annotated[float, number(above=0, most=1)] = _lr.floor
     hold_steps: StepsOrZero = _lr.hold_steps
     ramp_steps: StepsOrZero = _lr.ramp_steps
-    ceiling: Annotated[float, Number(least=0, most=1)] = _lr.ceiling
+    ceiling: Annotated[float, number(least=0, most=1)] = _lr.ceiling
     soft_step: Fraction = _lr.soft_step
     reset_moments: OnOff = _lr.reset_moments
 
@@ -66,3 +81,40 @@ class Budget(Table):
     lr_cuts: _Few = _budget.lr_cuts
     shrinks: _Few = 6
     refund_after: Steps = _budget.refund_after
+
+
+class Retry(Table):
+    """`[retry]`: how a failed network call is repeated.
+
+    The wait after attempt n is `base_delay_s * factor ** (n - 1)`, at most `max_delay_s`, less a
+    random part of up to `jitter` of it, so that many processes do not come back at once.
+    """
+
+    rules = (AtMost("base_delay_s", "max_delay_s", "longer"),)
+
+    base_delay_s: Positive = 1.0
+    factor: Ratio = 2.0
+    max_delay_s: Positive = 60.0
+    jitter: Annotated[float, number(least=0, most=1)] = 0.5
+    attempts: Annotated[int, whole(least=1, most=1000)] = 8
+
+
+class Hang(Table):
+    """`[hang]`: when a step counts as one that never returns.
+
+    The limit grows with the run: it is at least three times the longest step so far.
+    """
+
+    timeout_s: Positive = 300.0
+    first_step_s: Positive = 7200.0
+    between_steps: OnOff = False
+
+
+class SkipBatch(Table):
+    """`[skip_batch]`: how many unreadable batches are skipped before the error ends the run."""
+
+    rules = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))
+
+    consecutive: Annotated[int, whole(least=1, most=1000)] = 3
+    count: Annotated[int, whole(least=1, most=100_000)] = 10
+    within: Steps = 1000

@@ -1,4 +1,9 @@
-"""`[[respond]]`: the rules that say what is done about which causes, and when."""
+"""`[[respond]]`: the rules that say what is done about which causes, and when.
+
+Rules name causes that detectors find, or faults, which only the host sees: exceptions, and steps
+that never return. No step is judged for a fault. So `Policy.config` leaves the rules for faults
+out, and the runtime carries them out.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +12,34 @@ from typing import Annotated
 
 from healcore.core.detectors import CAUSES
 from healcore.core.engine import RuleConfig
-from healcore.core.verdict import Action
-from healcore.policy.faults import FAULT_ACTIONS, FAULTS
-from healcore.policy.table import Conflict, Table
-from healcore.policy.values import Listed, OneOf, OnOff, Whole
+from healcore.core.verdict import Action, Cause
+from healcore.policy.table import Conflict, OnOff, Table, listed, one_of, whole
+
+FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
+    "oom": (Cause.OOM, ("shrink_microbatch", "clear_cache", "save")),
+    "data": (Cause.DATA, ("skip_batch", "save")),
+    "network": (Cause.NETWORK, ("retry", "save")),
+    "hang": (Cause.HANG, ("alert", "stop")),
+    "unknown": (Cause.UNKNOWN, ("save",)),
+}
+"""The faults that `to` may name: the flag, and what `do` may answer. Each is logged in any case."""
+
+_FAULT_ACTIONS = tuple(dict.fromkeys(name for _, names in FAULTS.values() for name in names))
 
 SKIP = "skip"
 ACTIONS = {action.name.lower(): action for action in Action if action.name}
-"""What `do` may name besides "skip", which is no action: the device does it within the step."""
-_DO = tuple(dict.fromkeys((SKIP, *ACTIONS, *FAULT_ACTIONS)))
+"""What `do` may name, in addition to "skip", which the device does within the step."""
+_DO = tuple(dict.fromkeys((SKIP, *ACTIONS, *_FAULT_ACTIONS)))
 
 
 class When(Table):
     """The condition: all that is written has to hold."""
 
     sustained: OnOff = False
-    consecutive: Annotated[int, Whole(least=1, most=1_000_000)] = 1
+    consecutive: Annotated[int, whole(least=1, most=1_000_000)] = 1
     # The window is a ring of int32 in the engine's state: its length is memory in every checkpoint.
-    count: Annotated[int, Whole(least=0, most=4096)] = 0
-    within: Annotated[int, Whole(least=0, most=4096)] = 0
+    count: Annotated[int, whole(least=0, most=4096)] = 0
+    within: Annotated[int, whole(least=0, most=4096)] = 0
 
     def conflicts(self) -> Iterator[Conflict]:
         """Both of `count` and `within` or neither, and the count has to fit."""
@@ -49,8 +63,8 @@ class When(Table):
 class Respond(Table):
     """One rule: for causes that detectors find, or for faults; never for both."""
 
-    to: Annotated[tuple[str, ...], Listed(OneOf((*CAUSES, *FAULTS)))]
-    do: Annotated[tuple[str, ...], Listed(OneOf(_DO))]
+    to: Annotated[tuple[str, ...], listed(one_of(*CAUSES, *FAULTS))]
+    do: Annotated[tuple[str, ...], listed(one_of(*_DO))]
     when: When = When()
 
     @property

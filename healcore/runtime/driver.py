@@ -53,7 +53,7 @@ class Generators(Protocol):
 
 
 def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
-    """Raises StateError unless all of these engines are among those of the run."""
+    """Raises StateError unless the run (`present`) has all of these engines."""
     known = list(present)
     for name in engines:
         if name not in known:
@@ -81,7 +81,7 @@ class Driver(Protocol):
     def replace(self, restored: Mapping[str, Any]) -> None:
         """Loads `Restored.state` of `items` into the live state, and zeroes accumulators.
 
-        Accumulators are gradients that no step has used yet, and those of optax.MultiSteps.
+        Accumulators are gradients that no step has used yet, also inside optax.MultiSteps.
 
         Raises:
             StateMismatch: the state does not fit; nothing was changed.
@@ -96,7 +96,7 @@ class Driver(Protocol):
         ...
 
     def moments_obstacle(self) -> str:
-        """Why `reset_moments` cannot know what an optimizer began with; "": it does."""
+        """Reason why the moments cannot be reset, or an empty string."""
         ...
 
     def healing(self) -> dict[str, dict[str, Any]]:
@@ -112,7 +112,7 @@ class Driver(Protocol):
         ...
 
     def poll_step(self) -> PendingDispatch | None:
-        """The dispatch since the last call, its copy to the host started; None: there was none."""
+        """The dispatch since the last call, or None. Starts its copy to the host."""
         ...
 
     def on_step(self, call: Callable[[], None]) -> None:
@@ -120,10 +120,10 @@ class Driver(Protocol):
         ...
 
     def request_vote(self, wanted: bool) -> bool:
-        """Marks the steps from now on for all ranks, or with False no more, without a message more.
+        """Marks the steps from now on for all ranks, or with False no longer.
 
-        Returns whether it can: the mark travels with what the ranks exchange at each step anyway,
-        and comes back as `PendingDispatch.vote_requested`. Also called by a handler of signals.
+        Returns whether it can. The mark is part of what the ranks exchange at each step anyway, and
+        comes back as `PendingDispatch.vote_requested`. A signal handler calls this too.
         """
         ...
 
@@ -136,9 +136,10 @@ class Driver(Protocol):
         ...
 
     def undo_window(self) -> str:
-        """Undoes what batches since the last step have changed; why it cannot, or "".
+        """Undoes what batches since the last step have changed.
 
-        Called before a save that an exception within a step makes: the batches come again.
+        Returns the reason if it cannot, or an empty string. Called before a save after an exception
+        within a step: the batches come again.
         """
         ...
 
@@ -147,9 +148,9 @@ class Driver(Protocol):
         ...
 
     def copy_weights(self) -> Any:
-        """A copy of the trainable parameters, for `losses_of`; of an accelerator's on the host.
+        """A copy of the trainable parameters on the host, for `losses_of`.
 
-        Of sharded parameters each rank copies its shards.
+        Each rank copies its shards of sharded parameters.
         """
         ...
 
@@ -158,13 +159,13 @@ class Driver(Protocol):
     ) -> list[float]:
         """The loss of each batch, in the mode of training and without gradients.
 
-        Every call draws the same random numbers, those that the next step will draw, so that two
-        calls differ by the weights only. The run's state is unchanged afterwards.
+        Every call draws the random numbers that the next step will draw, so that two calls differ
+        by the weights only. The run's state is unchanged afterwards.
 
         Args:
             loss_fn: takes the batch, preceded by the state if that is a value (JAX).
-            batches: that the loop has received.
-            weights: of `copy_weights`, or None for the current weights. Buffers stay as they are.
+            batches: as the loop has received them.
+            weights: from `copy_weights`, or None for the current weights. Buffers are not replaced.
         """
         ...
 
@@ -184,13 +185,13 @@ class Driver(Protocol):
         """The hyperparameters in the state: name -> number, text, bool, or a list of them.
 
         In torch the classes of optimizers and schedulers come first.
-        A schedule's own changes do not count where its start value is known. A value with which a
-        scheduler was built is one of them: a checkpoint restores it too.
+        A schedule's own changes do not count where its start value is known. Values that a
+        scheduler was built with are included: a checkpoint restores them too.
         """
         ...
 
     def learning_rate(self) -> float | None:
-        """The user's own learning rate now, without the multiplier; None: unknown."""
+        """The user's own learning rate now, without the multiplier, or None if unknown."""
         ...
 
     def expect_change(self) -> None:
@@ -212,7 +213,7 @@ class Driver(Protocol):
         ...
 
     def generators(self) -> Generators | None:
-        """The framework's global random generators; None: the state holds its keys itself."""
+        """The framework's global random generators, or None if the state holds its keys itself."""
         ...
 
     def close(self) -> None:
@@ -221,7 +222,7 @@ class Driver(Protocol):
 
 
 def json_setting(value: Any) -> Any:
-    """A hyperparameter as JSON holds it, or None if it is none: a tensor, a function, an object."""
+    """A hyperparameter as a JSON value, or None for a tensor, a function or another object."""
     if isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
@@ -237,7 +238,7 @@ class UnknownState(HealcoreError, TypeError):
 
 
 def trainer_limit(state: Any) -> float | None:
-    """The norm at which the trainer clips that owns an optimizer of the state; None: none does."""
+    """Max gradient norm of the trainer that owns an optimizer of the state, or None."""
     parts = state.values() if isinstance(state, Mapping) else ()
     limits = [getattr(part, "trainer_limit", None) for part in parts if hasattr(part, "heal")]
     return min((limit for limit in limits if limit is not None), default=None)
@@ -262,10 +263,10 @@ def framework_of(state: Any) -> str:
 def driver_for(
     state: Any, engine: Engine, framework: str | None, attach: Mapping[str, Any]
 ) -> Driver:
-    """The driver of a state; `framework` None: detected. Imports only a framework that is used.
+    """The driver of a state. Imports only a framework that is used.
 
-    `attach` are options of `healcore.torch.attach`. Raises UnknownState if no driver supports the
-    state.
+    `framework` is detected if it is None; `attach` holds options of `healcore.torch.attach`. Raises
+    UnknownState if no driver supports the state.
     """
     name = framework_of(state) if framework is None else framework
     if name not in FRAMEWORKS:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from healcore import console
 from healcore.core.verdict import Cause, names
-from healcore.policy.faults import Hang
-from healcore.runtime.events.models import Ending
+from healcore.events.models import Ending
+from healcore.policy.recovery import Hang
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
 from healcore.runtime.run_log import RunLog
@@ -202,12 +202,12 @@ class HangGuard:
         events = self._log.events
         if not ends or events.path is None:
             return
-        end = postmortem.end_of_hung(events.path, step=mine.step, why=why)
-        problem = postmortem.write_hung(end, events, stacks)
+        hung = postmortem.of_hung(events.path, step=mine.step, why=why, stacks=stacks)
+        problem = postmortem.write(postmortem.path_for(events.path, events.run), hung)
         if problem:
             console.warning(problem)
-        self._log.event("stop", step=end.step, why=why, diagnosis=postmortem.explain(end))
-        self._log.event("end", step=end.step, ending=Ending.STOPPED, incidents=end.incidents)
+        self._log.event("stop", step=mine.step, why=why, diagnosis=postmortem.explain(hung.end))
+        self._log.event("end", step=mine.step, ending=Ending.STOPPED, incidents=hung.end.incidents)
 
 
 def _listed(ranks: list[int]) -> str:

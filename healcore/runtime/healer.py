@@ -21,20 +21,19 @@ from typing import (
 
 from healcore.console import Console
 from healcore.core.errors import HealcoreError
+from healcore.events.log import Log
+from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
-from healcore.policy.overrides import check_keywords
+from healcore.policy.loader import check_keywords
 from healcore.runtime.data.cursor import Loader
 from healcore.runtime.data.position import BatchId
 from healcore.runtime.driver import Driver, trainer_limit
-from healcore.runtime.events.log import Log
-from healcore.runtime.events.models import Ending
-from healcore.runtime.faults import classify
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import EventHook, Hook, Hooks
-from healcore.runtime.loop.lifecycle import close, ending_of
+from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.run_facts import run_end
+from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
 from healcore.runtime.postmortem.diagnosis import RunEnd
@@ -81,19 +80,18 @@ class Healer(Generic[State]):
             the step returns, or name -> nnx module and optimizer.
         store: a directory for checkpoints (with a faster tier in host memory), a store, or None:
             host memory only, which is lost with the process.
-        events: the events file; None: `healcore.events.jsonl` in the store's directory, if any.
+        events: the events file, or None for `healcore.events.jsonl` in the store's directory.
         metrics: a file with one line per step (loss, norm, threshold, decision), about 300 bytes,
-            for `healcore replay`, `report` and `watch`; "auto": next to the events, if those go to
-            a file, and thinned in long runs; None: no file.
-        save_every: steps between two checkpoints; None: the policy's `rollback.probation`, and
-            between two of them a restart point, the newest state on disk for the start after a
-            kill: after 10 steps or more, and a quarter of those done, as far as 2 % of the time
-            allows. No rollback goes to one.
-        restart_every: steps after which a restart point is saved at the latest, also with
-            `save_every`; None: none but those.
+            for `healcore replay`, `report` and `watch`. "auto": next to the events file, thinned in
+            long runs. None: no file.
+        save_every: steps between two checkpoints. None: the policy's `rollback.probation`, with
+            restart points in between. A restart point is for a restart after a kill; no rollback
+            restores it. It is saved after 10 steps or a quarter of the steps done, whichever is
+            more, within 2 % of the time.
+        restart_every: most steps between two restart points, also with `save_every`.
         lag: steps after which a decision is read on the host; the same on every rank.
-        keep: how many checkpoints of each kind stay; None: the newest few, and of the older
-            known-good ones one at each doubling of the distance (`Keep(older=True)`).
+        keep: how many checkpoints of each kind are kept. None: the newest few, and one older
+            known-good checkpoint at each doubling of the distance (`Keep(older=True)`).
         loss_fn: the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
             `loss_fn(state, batch)` if the state is a pytree. Called without gradients, with the
             current weights and with earlier ones: better earlier weights are evidence for a
@@ -106,28 +104,28 @@ class Healer(Generic[State]):
             `seconds`; see docs/events.md. Called on every rank, between two steps.
         on_rollback: functions that receive the event of each rollback in the same way: `step`,
             `checkpoint`, `onset`, `cause`, `lr`, `lr_limit`, `batches`.
-        rerun: before a rollback, go back once with nothing changed, to distinguish a transient
-            fault from a reproducible one. Only if the data can be rewound.
+        rerun: before a rollback, repeat the steps once with nothing changed, to distinguish a
+            transient fault from a reproducible one. Only if the data can be rewound.
         resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
-            completed; True resumes either; False refuses a store that is not empty. Hyperparameters
-            that differ from those at the run's start are named in a line; "auto" refuses a
-            completed run then.
+            completed. True resumes both. False raises StoreNotEmpty if there is a checkpoint. A
+            line names hyperparameters that have changed since the run's start; "auto" then raises
+            StoreNotEmpty for a completed run.
         nonfinite_ok: patterns of array names (`model.*.mask`) in which NaN and Inf are allowed.
-        ranks: the processes of this run; None: those of the framework.
-        framework: "torch" or "jax"; None: detected from the state.
+        ranks: the processes of this run, or None for the framework's.
+        framework: "torch" or "jax", or None to detect it from the state.
         attach: options of `healcore.torch.attach`.
         driver: replaces the framework's own driver.
-        trust: pickle objects that have no plain form (of the state and of loaders), and read what
-            was pickled. Reading a pickle runs whatever code its writer put there: only for a
-            directory that nobody else can write to. A store that you make has a `trust` of its own.
-        trackers: where metrics and events go besides the files: "wandb", "trackio", "mlflow",
+        trust: pickle objects of the state and of loaders that have no plain form, and unpickle
+            them. A pickle runs the code that its writer put there: only for a directory that nobody
+            else can write to. A store that you construct has its own `trust`.
+        trackers: further places for metrics and events: "wandb", "trackio", "mlflow",
             "tensorboard" or "stdout", with a project, experiment or directory as "wandb:project";
             a live wandb, trackio or mlflow run or a SummaryWriter, which stays open; or objects
-            with the methods of `healcore.Tracker`. They run in threads, and one that fails or
-            hangs is reported and left. See docs/trackers.md.
-        stop_file: a file that ends the run once it is there, on all ranks at the same step, with
-            the last state saved and exit status 0. Looked for once a second, on every rank; it is
-            left there, and while it is no run starts. None: there is none.
+            with the methods of `healcore.Tracker`. They run in threads. A tracker that fails or
+            hangs is reported and then ignored. See docs/trackers.md.
+        stop_file: a file whose existence ends the run on all ranks at the same step, with the last
+            state saved and exit status 0. Every rank looks for it once a second. No run starts
+            while it exists. None: no such file.
         console: whether lines are printed to standard error. "auto": only if the program has set
             up no logging for the logger `healcore`; False: never; True: unless the program's
             logging prints them to the terminal already.
@@ -195,7 +193,7 @@ class Healer(Generic[State]):
             stop_file=stop_file,
             console=console,
         ).checked()
-        self._run: Loop | None = None
+        self._run: Loop[CheckpointSaver] | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._pid = 0
@@ -232,10 +230,10 @@ class Healer(Generic[State]):
                 SystemExit of status 1.
             IncompleteRun: the loop has ended, and the Healer has seen no step, or the loop called
                 neither `batches` nor `after_step`; a SystemExit of status 1.
-            RunStopped: more than half of the steps were skipped or had their batches left out.
+            RunStopped: more than half of the steps, or of their batches, were skipped.
         """
         run = self._live
-        self._error, self._ending = error, ending_of(error, run.termination.signal_number)
+        self._error, self._ending = error, ending_of(error, run.ranks.termination.signal_number)
         if os.getpid() == self._pid:  # a forked child must not end its parent's run
             instead = close(run, error)
             if instead is not None:
@@ -255,7 +253,7 @@ class Healer(Generic[State]):
 
         Args:
             loader: what the loop would iterate over.
-            epochs: passes over it; None: without end.
+            epochs: passes over it, or None for no end.
 
         Raises:
             RunStopped: the policy ends the run.
@@ -272,6 +270,7 @@ class Healer(Generic[State]):
         ignore_index: int = -100,
         total: SupportsFloat | None = None,
         most: int | None = None,
+        last_resort: Callable[[], str] | None = None,
     ) -> Iterator[Microbatch[Batch]]:
         """Yields a batch in parts that fit into memory; usually one, the batch itself.
 
@@ -282,8 +281,8 @@ class Healer(Generic[State]):
 
         If a part runs out of memory and the policy's rule for `oom` has `shrink_microbatch`, what
         it holds is freed, gradients and observed losses since the last optimizer step are dropped,
-        and the parts of all batches since then come again, half as large. The sum of the gradients
-        is that of the whole batch.
+        and the parts of all batches since then come again, half as large. The sum of their
+        gradients is the gradient of the whole batch.
 
         Args:
             batch: an array or a structure of arrays, split along their first axis, or a list of
@@ -292,16 +291,20 @@ class Healer(Generic[State]):
                 whose elements count unless they are `ignore_index`, or a function of a part. None:
                 samples. Only called where a batch is split, or with `total`.
             ignore_index: see `count`.
-            total: what the mean counts in all batches of this optimizer step, if it is known
-                beforehand; None: each batch has the weight 1.
-            most: samples in a part, at most; None: as many as fit.
+            last_resort: called where no smaller part is left. Makes a step take less memory
+                (gradient checkpointing, say) and returns what it has changed, or "" if it cannot;
+                then the parts come again. With several ranks it has to do the same on each.
+            total: what the mean counts in all batches of this optimizer step, or None if that is
+                unknown: each batch has the weight 1.
+            most: most samples in a part, or None for as many as fit.
 
         Raises:
             RunStopped: a single sample does not fit, or `budget.shrinks` is used.
             UnsplittableBatch: `most` is given, and the batch has no common number of samples.
             MicrobatchError: the loop does not enter each part with `with part:`.
         """
-        return self._live.out_of_memory.window.parts(
+        self._live.memory.last_resort = last_resort
+        return self._live.memory.window.parts(
             batch,
             count=count,
             ignore_index=ignore_index,
@@ -318,7 +321,7 @@ class Healer(Generic[State]):
 
         Returns:
             Whether the run was rolled back: `step` has changed then, and in JAX `state`. After the
-            last step the loop has to go on.
+            last step the loop has to continue then.
 
         Raises:
             RunStopped, Terminated: as in `batches`.
@@ -329,9 +332,9 @@ class Healer(Generic[State]):
         """Whether the batch that `batches` yielded last is the last one of its epoch.
 
         Args:
-            length: batches of the epoch. Those after this one may all be left out by a rollback.
+            length: batches of the epoch. Rollbacks may skip all batches after this one.
         """
-        return self._live.loaders.is_last(length)
+        return self._live.data.loaders.is_last(length)
 
     def loss(self, batch: object, optimizer: str | None = None) -> Tensor:
         """torch: the `loss_fn` of a batch, for `backward`, observed.
@@ -371,14 +374,14 @@ class Healer(Generic[State]):
 
         Args:
             loss: one number or a tensor with one element.
-            optimizer: its name in the state; None: all optimizers.
+            optimizer: its name in the state, or None for all optimizers.
             batch: if `loss` is what the `loss_fn` returns for this batch; saves calling it again.
         """
         if batch is not None:
             self._live.observed(batch)
         method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
         self._live.guard.resume()  # from here to the optimizer's step nothing takes long
-        part = self._live.out_of_memory.window.part
+        part = self._live.memory.window.part
         if part is None:
             method(loss, optimizer)
         else:
@@ -432,39 +435,12 @@ class Healer(Generic[State]):
         line in the log, and a signal that asks the run to end ends a wait too.
 
         Args:
-            call: what to call; it has to be one that may be made twice.
+            call: what to call. It has to be idempotent.
 
         Raises:
             TypeError: `call` is a coroutine function or a generator.
         """
-        return self._live.faults.retrying(call)
-
-    def mark_step(self) -> Callable[[], None]:
-        """Prepares to repeat a step that fails, for trainers that are not loops of the user's.
-
-        Returns:
-            A function that restores random states and batch statistics to their present values.
-            The caller drops the gradients.
-        """
-        loop = self._live
-        states = loop.restorer.host.drawn()
-
-        def restore() -> None:
-            loop.restorer.host.set_generators(states)
-            if why_not := loop.driver.undo_window():
-                loop.warn(f"a step is repeated, and something else differs: {why_not}")
-
-        return restore
-
-    def report_fault(self, error: BaseException, problem: str, answer: str) -> None:
-        """Writes an event about an exception that the loop has dealt with itself.
-
-        Args:
-            error: what was raised.
-            problem: what was wrong and is done about it, as a sentence.
-            answer: the word of the policy's rule.
-        """
-        self._live.faults.report(classify(error), problem, answer=answer)
+        return self._live.data.retrying(call)
 
     def stop(self, why: str) -> NoReturn:
         """Ends the run with a diagnosis, as an order of the policy does.
@@ -476,45 +452,45 @@ class Healer(Generic[State]):
 
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
-        self._live.save_requested()
+        self._live.save()
 
     # -- the state of the run -------------------------------------------------------------------
 
     @property
     def step(self) -> int:
         """Steps done (in JAX: updates); a rollback decreases it."""
-        return self._loop.step
+        return self._loop.data.step
 
     @property
     def unused(self) -> tuple[BatchId, ...]:
         """Ids of the batches that the loop has received since the last step, of its last loader."""
-        return self._loop.unused
+        return self._loop.data.unused
 
     @property
     def had_completed(self) -> bool:
         """Whether the run in the store had completed, and its last state was restored."""
-        return self._loop.had_completed
+        return self._loop.data.had_completed
 
     @property
     def good(self) -> int | None:
         """Step of the newest known-good checkpoint."""
-        return self._loop.checkpoints.good
+        return self._loop.saver.checkpoints.good
 
     @property
     def rollbacks(self) -> int:
         """Rollbacks so far, in earlier processes too."""
-        return self._loop.journal.state.rollbacks
+        return self._loop.recovery.rollbacks
 
     @property
     def left_out(self) -> frozenset[BatchId]:
-        """Ids of the batches that rollbacks have left out so far, of all loaders."""
-        ids = self._loop.loaders.left_out().values()
+        """Ids of the batches that rollbacks have skipped so far, of all loaders."""
+        ids = self._loop.data.loaders.left_out().values()
         return frozenset(BatchId(*each) for some in ids for each in some)
 
     @property
     def incidents(self) -> tuple[IncidentRecord, ...]:
         """The incidents so far, oldest first, in earlier processes too."""
-        return tuple(self._loop.ledger.incidents)
+        return tuple(self._loop.recovery.ledger.incidents)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger: of the newest step that was read, and counts so far; no sync.
@@ -526,7 +502,7 @@ class Healer(Generic[State]):
         `heal/incidents`; with several optimizers `heal/<name>/loss` and so on. A step is read `lag`
         steps after it. Empty before the first; no `heal/clips` if tensors are clipped one by one.
         """
-        return self._loop.monitor.metrics.values()
+        return self._loop.recovery.monitor.metrics.values()
 
     @property
     def events(self) -> Log:
@@ -548,19 +524,19 @@ class Healer(Generic[State]):
             attempts=self.rollbacks,
             incidents=self.incidents,
             driver=loop.driver,
-            counts={"shrinks": loop.out_of_memory.sizes.used},
+            counts={"shrinks": loop.memory.sizes.used},
             postmortem=path if self._ending and path is not None and path.exists() else None,
             error=self._error,
         )
 
     def run_end(self) -> RunEnd:
         """The facts about the run as it is now: incidents, rollbacks, the last known-good."""
-        return run_end(self._loop, Ending.COMPLETED)
+        return self._loop.recovery.run_end(Ending.COMPLETED)
 
     @property
     def store(self) -> CheckpointStore:
         """The checkpoints."""
-        return self._loop.checkpoints.store
+        return self._loop.saver.checkpoints.store
 
     @property
     def driver(self) -> Driver:
@@ -570,13 +546,13 @@ class Healer(Generic[State]):
     # -- within ---------------------------------------------------------------------------------
 
     @property
-    def _loop(self) -> Loop:
+    def _loop(self) -> Loop[CheckpointSaver]:
         if self._run is None:
             raise HealerError("use it as `with Healer(...) as healer:`, inside of the block")
         return self._run
 
     @property
-    def _live(self) -> Loop:
+    def _live(self) -> Loop[CheckpointSaver]:
         if self._ending is not None:
             raise HealerError("the `with` block of this Healer is over: create another one")
         return self._loop

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from healcore.core.verdict import Cause, names
+from healcore.events import json_lines
+from healcore.events.models import Ending
 from healcore.runtime.driver import Driver
-from healcore.runtime.events import json_lines
-from healcore.runtime.events.models import Ending
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import (
     RunEnd,
@@ -45,9 +45,9 @@ class HealingReport:
     rollbacks: tuple[Rollback, ...]
     """The rollbacks, oldest first."""
     counts: dict[str, int]
-    """Name of a cause -> number of incidents. Besides: `skips` and `clips` (steps), `undone_skips`
+    """Name of a cause -> number of incidents. Also `skips` and `clips` (steps), `undone_skips`
     (skips that a rollback has undone), `lr_cuts`, `shrinks` of the micro-batch, and
-    `not_carried_out` (rollbacks ordered under a transformers callback, which has none)."""
+    `not_carried_out` (rollbacks that a transformers callback could not carry out)."""
     lr_scale: float
     """Multiplier of the schedule's learning rate."""
     last_good: int | None
@@ -76,7 +76,7 @@ class HealingReport:
         error: BaseException | None,
         **others: Any,
     ) -> HealingReport:
-        """The report from the facts at the end of a run, or so far with `ending` ""."""
+        """The report of a run; `ending` is an empty string before its end."""
         causes = Counter(name for each in incidents for name in names(Cause(each.cause)))
         tallies = [each["state"]["tally"] for each in driver.healing().values()]
         return cls(

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from healcore.core.engine import Engine
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyLike, dumps
-from healcore.policy.faults import Hang, Retry, SkipBatch
 from healcore.policy.loader import resolve
-from healcore.policy.recovery import Rollback
+from healcore.policy.recovery import Hang, Retry, Rollback, SkipBatch
 from healcore.policy.trainer_limit import with_limit
 
 
@@ -26,7 +25,7 @@ class HostPolicy(NamedTuple):
     probation: int
     """Healthy steps after a checkpoint until it is known-good."""
     skip_batches: int
-    """Batches to leave out besides those of the bad window."""
+    """Batches to skip in addition to the batches of the trouble."""
     region: int
     """Incidents that begin fewer steps apart than this count as the same trouble."""
     recoveries: int
@@ -41,7 +40,7 @@ class HostPolicy(NamedTuple):
     reset_moments: bool = False
     """A rollback resets the optimizers' moments too."""
     faults: Mapping[Cause, frozenset[str]] = MappingProxyType({})
-    """What the rules answer to a fault: words such as "retry"; see `healcore.policy.faults`."""
+    """What the rules answer to a fault: words such as "retry"; see `healcore.policy.respond`."""
     retry: Retry = Retry()
     skip_batch: SkipBatch = SkipBatch()
     hang: Hang = Hang()
@@ -54,7 +53,7 @@ class HostPolicy(NamedTuple):
     ) -> HostPolicy:
         """The host's part of a policy; an Engine gets defaults for keys only policy files have.
 
-        `limit` is at which norm the trainer clips that owns the optimizer.
+        `limit` is the max gradient norm of the trainer that owns the optimizer, or None.
         """
         found = with_limit(resolve(policy, overrides), limit)
         if isinstance(found, Engine):

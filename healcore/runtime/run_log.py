@@ -1,14 +1,19 @@
-"""What a run reports: events in its file and to trackers, and lines on the console."""
+"""What a run reports: events and metrics in files and to trackers, and lines on the console."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from healcore import console
 from healcore.console import Console
-from healcore.runtime.events import Log
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import names
+from healcore.events import Log
+from healcore.events.metrics import Metrics
+from healcore.runtime.faults import Fault
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.trackers import Trackers
 
@@ -17,39 +22,49 @@ _LOCAL = frozenset({"problem", "damaged", "save_failed", "fault", "hook"})
 
 
 class RunLog:
-    """Events, to the file and to trackers, and lines for people, of one rank.
+    """Events, metrics and lines of one rank.
 
-    The lines are at INFO and WARNING; see `healcore.console` for where they go. A `silent` rank
-    has none.
+    The lines are at INFO and WARNING; see `healcore.console` for where they go.
+
+    Args:
+        events: the events file.
+        metrics: the metrics file, or None for no file.
+        console: as for `Healer`.
+        silent: whether there are no lines.
+        trackers: receive events and metrics.
+        hooks: the user's functions for events.
+        on_local: called with the text of an event that other ranks may not have, or None.
     """
 
     def __init__(
         self,
         events: Log,
         *,
+        metrics: Metrics | None = None,
         console: Console = "auto",
         silent: bool = False,
         trackers: Trackers | None = None,
         hooks: Hooks | None = None,
+        on_local: Callable[[str], object] | None = None,
     ) -> None:
         self.events = events
-        self._hooks = Hooks() if hooks is None else hooks
         self.trackers = Trackers() if trackers is None else trackers
-        self._console: Console = console
-        self._silent = silent
         self.answered: Counter[str] = Counter()
         """Word of a rule for faults -> how often it was the answer."""
-        self.on_local: Callable[[str], object] | None = None
-        """Called with what one rank may be the only one to see: the others must hear of it."""
+        self._metrics = metrics
+        self._hooks = Hooks() if hooks is None else hooks
+        self._console: Console = console
+        self._silent = silent
+        self._on_local = on_local
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Writes an event, see `Log.write`, and passes it to the trackers and the user's hooks."""
         if kind == "fault" and fields.get("answer"):
             self.answered[fields["answer"]] += 1
         self.events.write(kind, step=step, **fields)
-        if self.on_local is not None and kind in _LOCAL:
+        if self._on_local is not None and kind in _LOCAL:
             text = fields.get("problem") or f"{fields.get('hook')} returns {fields.get('action')}"
-            self.on_local(f"{kind}: {text}")
+            self._on_local(f"{kind}: {text}")
         self.trackers.event(kind, step=step, **fields)
         for problem in self._hooks.on_event(kind, {"step": step, **fields}):
             self.problem(step, problem)
@@ -58,6 +73,46 @@ class RunLog:
         """Writes an event, and logs a warning."""
         self.event("problem", step=step, problem=problem)
         self.warning(problem)
+
+    def fault(
+        self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: Any
+    ) -> None:
+        """Writes the event of a fault, and logs a warning.
+
+        Args:
+            step: that the run is at.
+            fault: what has failed.
+            problem: what was wrong, and what is done about it.
+            answer: word of the policy's rule, or None if the exception propagates.
+            fields: more fields of the event.
+        """
+        self.event(
+            "fault",
+            step=step,
+            cause=names(fault.cause),
+            sign=fault.sign,
+            problem=problem,
+            severity=fault.failure.severity,
+            diagnosis=fault.failure.diagnosis,
+            references=list(fault.failure.references),
+            answer=answer,
+            **fields,
+        )
+        self.warning(f"step {step}: {problem}")
+
+    def records(self, index: int, records: list[StepRecord]) -> None:
+        """Writes the metrics of one step."""
+        if self._metrics is None:
+            return
+        for record in records:
+            fields = self._metrics.write(index, record, several=len(records) > 1)
+            if fields is not None:
+                self.trackers.metrics(index, record, fields)
+
+    def on_rollback(self) -> None:
+        """Expects the steps of the engines again that a rollback has undone."""
+        if self._metrics is not None:
+            self._metrics.went_back()
 
     def info(self, line: str) -> None:
         """Logs at INFO."""
@@ -73,3 +128,13 @@ class RunLog:
         """Reports what has failed in trackers since the last call."""
         for problem in self.trackers.problems():
             self.problem(step, problem)
+
+    def close(self) -> None:
+        """Closes trackers and files. Never raises."""
+        with suppress(Exception):
+            for problem in self.trackers.close():
+                self.warning(problem)
+        for each in (self._metrics, self.events):
+            with suppress(Exception):
+                if each is not None:
+                    each.close()

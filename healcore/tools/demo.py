@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from healcore import adapter_registry
+from healcore import adapter_registry, events
 from healcore import policy as policies
 from healcore.demo.runs import (
     ARMS,
@@ -34,7 +34,6 @@ from healcore.demo.scenario import Scenario, load_corpus
 from healcore.extras import require
 from healcore.history import Curves
 from healcore.policy import Policy
-from healcore.runtime import events
 from healcore.tools import terminal
 from healcore.tools.output_files import OutputError, check_chosen, replacing
 from healcore.tools.report import page, picture

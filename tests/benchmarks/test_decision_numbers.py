@@ -34,17 +34,16 @@ PAGE = (ROOT / "docs" / "numbers.md").read_text()
 CLASSES = ("principle", "published", "measured", "not measured")
 
 DECIDING = (
-    *(f"core/detectors/{name}" for name in (*load(POLICY).detect.model_fields_set, "spike")),
-    *("core/detectors/noise", "core/detectors/norm_spike", "core/loss_records", "core/signals"),
-    *("core/clipping/recent_max", "core/clipping/fixed", "core/clipping/verdict"),
-    *(f"core/engine/{name}" for name in ("budget", "engine", "enforce", "incident", "judge")),
-    *(f"core/engine/{name}" for name in ("lr", "rules", "skip_limit")),
-    *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/loop/saves"),
+    *(f"core/detectors/{name}" for name in ("spike", "noise", "divergence", "limits", "records")),
+    "core/signals",
+    *("core/clipping/recent_max", "core/clipping/fixed"),
+    *(f"core/engine/{name}" for name in ("engine", "incident", "judge", "lr", "rules")),
+    *("runtime/dominance/anchor", "runtime/dominance/dominance", "runtime/loop/saver"),
+    "runtime/loop/recovery",
     *(
         f"runtime/recovery/{name}"
         for name in (
-            *("change", "checkpoint_choice", "engine_states", "ledger", "monitor", "recovery"),
-            "restoring",
+            *("checkpoint_choice", "engine_states", "evidence", "ledger", "monitor", "restoring"),
         )
     ),
     *("runtime/checkpoints/catalog", "runtime/store/retention"),
@@ -59,7 +58,6 @@ ARITHMETIC = {
 }
 """Bounds of arithmetic and memory, and the version of a file's layout."""
 COUNTS = {
-    "core/loss_records": ["range(3)"],
     "core/engine/lr": ["range(4)"],
     "runtime/dominance/dominance": ["evaluations += 2", "max(1, len(self.anchors) - ANCHORS + 2)"],
     "runtime/store/retention": ["(('good', 1), ('candidates', 2), ('quarantined', 0))"],

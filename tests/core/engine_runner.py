@@ -58,7 +58,7 @@ class Runner:
 
 def watching(name: str, *rules: RuleConfig, **settings: Any) -> EngineConfig:
     """A config with one detector, its thresholds and rules; unlimited skips, no grace window."""
-    config = DETECTORS[name].Config(**settings)
+    config = DETECTORS[name](**settings)
     return EngineConfig(detectors=((name, config),), rules=rules, max_skips=1 << 20, grace_steps=0)
 
 

@@ -11,8 +11,8 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 _FLIPPED: dict[type, type] = {
     ast.Gt: ast.Lt,
@@ -32,12 +32,12 @@ class Mutant(NamedTuple):
     """One planted error."""
 
     module: ModuleType
-    function: str
+    function: Any
     line: int
     before: str
     after: str
     tree: ast.Module
-    """The module's syntax tree with the error in it."""
+    """The function's syntax tree with the error in it."""
 
     def __str__(self) -> str:
         name = self.module.__name__.removeprefix("healcore.core.")
@@ -45,10 +45,18 @@ class Mutant(NamedTuple):
 
 
 def mutants(module: ModuleType) -> Iterator[Mutant]:
-    """All errors that can be planted into the functions of `module`."""
+    """All errors that can be planted into the functions and methods of `module`."""
     whole = ast.parse(inspect.getsource(module))
-    functions = [node for node in whole.body if isinstance(node, ast.FunctionDef)]
-    for function in functions:
+    places: list[tuple[object, list[ast.stmt]]] = [(module, whole.body)]
+    classes = (node for node in whole.body if isinstance(node, ast.ClassDef))
+    places += [(getattr(module, node.name), node.body) for node in classes]
+    functions = [
+        (owner, node)
+        for owner, body in places
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    for owner, function in functions:
         for index, node in enumerate(ast.walk(function)):
             kind = _operator(node)
             if kind is None or isinstance(getattr(node, "parent", None), ast.arg):
@@ -64,7 +72,7 @@ def mutants(module: ModuleType) -> Iterator[Mutant]:
             tree = ast.Module([changed], [])
             yield Mutant(
                 module,
-                function.name,
+                getattr(owner, function.name),
                 node.lineno,  # type: ignore[attr-defined]
                 ast.unparse(node),
                 ast.unparse(target),
@@ -75,19 +83,15 @@ def mutants(module: ModuleType) -> Iterator[Mutant]:
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
     """The core with the error in it."""
-    module = mutant.module
-    original = getattr(module, mutant.function)
-    assert isinstance(original, FunctionType)
-    exec(compile(mutant.tree, f"<{mutant}>", "exec"), module.__dict__)
+    original, found = mutant.function, {}
+    exec(compile(mutant.tree, f"<{mutant}>", "exec"), mutant.module.__dict__, found)
+    code = original.__code__
     try:
         # Others may hold the function itself (`from x import f`): change it from the inside.
-        wrong = getattr(module, mutant.function)
-        code, defaults = original.__code__, original.__kwdefaults__
-        original.__code__ = wrong.__code__
+        original.__code__ = found[original.__name__].__code__
         yield
     finally:
-        original.__code__, original.__kwdefaults__ = code, defaults
-        setattr(module, mutant.function, original)
+        original.__code__ = code
 
 
 def _operator(node: ast.AST) -> type | None:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
-from healcore.core.engine.enforce import pick
 from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves
+from healcore.core.tree import map_leaves, pick
 from healcore.core.verdict import Action, Decision
 from tests.core import fuzz
 from tests.core.reference import engine as reference

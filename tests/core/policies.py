@@ -18,13 +18,13 @@ from healcore.core.engine import (
 from healcore.core.verdict import Action, Cause
 
 CLIPS: dict[str, Any] = {
-    "recent_max": RULES["recent_max"].RecentMaxConfig(max_norm=100.0),
-    "zclip": RULES["zclip"].ZClipConfig(warmup_steps=20),
-    "zclip-mean": RULES["zclip"].ZClipConfig(target="mean", max_norm=None, warmup_steps=11),
-    "zclip-max": RULES["zclip"].ZClipConfig(target="max", z_threshold=3.0, max_norm=100.0),
-    "fixed": RULES["fixed"].FixedConfig(max_norm=0.7),
-    "autoclip": RULES["autoclip"].AutoClipConfig(percentile=40.0, window=30),
-    "adagc": RULES["adagc"].AdaGCConfig(warmup_steps=30),
+    "recent_max": RULES["recent_max"](max_norm=100.0),
+    "zclip": RULES["zclip"](warmup_steps=20),
+    "zclip-mean": RULES["zclip"](target="mean", max_norm=None, warmup_steps=11),
+    "zclip-max": RULES["zclip"](target="max", z_threshold=3.0, max_norm=100.0),
+    "fixed": RULES["fixed"](max_norm=0.7),
+    "autoclip": RULES["autoclip"](percentile=40.0, window=30),
+    "adagc": RULES["adagc"](warmup_steps=30),
 }
 """One config of each clipping rule; the key up to a dash is the rule's name."""
 
@@ -143,9 +143,9 @@ def growing(*names: str, **changes: Any) -> EngineConfig:
 
 def _watching(names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
     modules = ((name, detectors.DETECTORS[name]) for name in names)
-    return tuple((n, m.Config(**_known(m, SETTINGS.get(n, {})))) for n, m in modules)
+    return tuple((n, m(**_known(m, SETTINGS.get(n, {})))) for n, m in modules)
 
 
 def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Keeps the settings that this detector has, so that tuned thresholds do not break tests."""
-    return {key: value for key, value in settings.items() if key in module.Config._fields}
+    return {key: value for key, value in settings.items() if key in module._fields}

@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies as st
 
+from healcore.core.baseline import ShiftConfig
 from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import (
@@ -17,7 +18,6 @@ from healcore.core.engine import (
     RollbackConfig,
     RuleConfig,
 )
-from healcore.core.level_shift import ShiftConfig
 
 # Deterministic and short: `make test` has two cores and a few minutes for everything.
 BOUNDED: dict[str, Any] = {
@@ -46,14 +46,14 @@ shifts = st.builds(
 
 CLIPS: dict[str, st.SearchStrategy] = {
     "recent_max": st.builds(
-        RULES["recent_max"].RecentMaxConfig,
+        RULES["recent_max"],
         ratio=number(1.0, 16.0),
         decay=decays,
         warmup_steps=counts,
         max_norm=limits,
     ),
     "zclip": st.builds(
-        RULES["zclip"].ZClipConfig,
+        RULES["zclip"],
         z_threshold=number(0.5, 8.0),
         ema_decay=decays,
         warmup_steps=counts,
@@ -62,15 +62,15 @@ CLIPS: dict[str, st.SearchStrategy] = {
         min_rel_std=number(0.001953125, 0.25),
         shift=shifts,
     ),
-    "fixed": st.builds(RULES["fixed"].FixedConfig, max_norm=number(0.03125, 64.0)),
+    "fixed": st.builds(RULES["fixed"], max_norm=number(0.03125, 64.0)),
     "autoclip": st.builds(
-        RULES["autoclip"].AutoClipConfig,
+        RULES["autoclip"],
         percentile=number(1.0, 99.0),
         window=st.integers(2, 60),
         max_norm=limits,
     ),
     "adagc": st.builds(
-        RULES["adagc"].AdaGCConfig,
+        RULES["adagc"],
         ratio=number(1.0, 4.0),
         ema_decay=decays,
         warmup_steps=counts,
@@ -161,7 +161,7 @@ SETTINGS["grad_ceiling"] = {
 
 def detector(name: str) -> st.SearchStrategy:
     """(name, config)."""
-    config = DETECTORS[name].Config
+    config = DETECTORS[name]
     settings = {k: v for k, v in SETTINGS.get(name, {}).items() if k in config._fields}
     return st.tuples(st.just(name), st.builds(config, **settings))
 

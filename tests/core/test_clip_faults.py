@@ -13,11 +13,11 @@ from healcore.core.tree import leaves
 from tests.core.engine_runner import Runner
 
 CLIPS = {
-    "recent_max": RULES["recent_max"].RecentMaxConfig(),
-    "zclip": RULES["zclip"].ZClipConfig(max_norm=None),
-    "fixed": RULES["fixed"].FixedConfig(max_norm=2.0),
-    "autoclip": RULES["autoclip"].AutoClipConfig(percentile=90.0),
-    "adagc": RULES["adagc"].AdaGCConfig(warmup_steps=25, max_norm=100.0),
+    "recent_max": RULES["recent_max"](),
+    "zclip": RULES["zclip"](max_norm=None),
+    "fixed": RULES["fixed"](max_norm=2.0),
+    "autoclip": RULES["autoclip"](percentile=90.0),
+    "adagc": RULES["adagc"](warmup_steps=25, max_norm=100.0),
 }
 FAULTS = {
     "nan": [np.nan],

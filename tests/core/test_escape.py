@@ -20,12 +20,12 @@ from healcore.core.signals import Signals
 
 BEFORE, AFTER = 400, 800
 ZClip, AutoClip, AdaGC = (
-    RULES["zclip"].ZClipConfig,
-    RULES["autoclip"].AutoClipConfig,
-    RULES["adagc"].AdaGCConfig,
+    RULES["zclip"],
+    RULES["autoclip"],
+    RULES["adagc"],
 )
 CLIPS = {
-    "recent_max": ("recent_max", RULES["recent_max"].RecentMaxConfig()),
+    "recent_max": ("recent_max", RULES["recent_max"]()),
     "zclip": ("zclip", ZClip(max_norm=None)),
     "zclip-mean": ("zclip", ZClip(max_norm=None, target="mean")),
     "zclip-max": ("zclip", ZClip(max_norm=None, target="max")),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from healcore.core.engine import BudgetConfig, Engine, LrConfig, RuleConfig
-from healcore.core.tree import leaves, map_leaves
+from healcore.core.tree import leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, oracle, policies
 from tests.core.engine_runner import Runner, ordered
@@ -219,10 +219,3 @@ def test_a_limited_policy_takes_the_rate_and_scales_updates():
     ):
         assert not Engine(other).may_be_limited
         assert not Engine(other).scales_lr
-
-
-def test_a_state_keeps_its_shapes():
-    state = Engine(ESCALATION).init()
-    engine = Engine(ESCALATION)
-    limited_state = engine.limit_lr(state, np.float32(0.5), None, xp=np)
-    assert same(map_leaves(np.shape, limited_state), map_leaves(np.shape, state))

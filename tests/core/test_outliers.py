@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from healcore.core.detectors import windows
 from healcore.core.verdict import Action, Cause
 from tests.core.engine_runner import Runner, alarms, ordered, sustained, watching
 
@@ -81,14 +82,12 @@ def test_norms_that_run_away_are_no_level(name):
 
 def test_it_is_the_clipped_entry_that_lets_a_window_follow(monkeypatch):
     """The planted error: outliers left out altogether. Then a shift is out of line for ever."""
-    from healcore.core import window
-
-    real = window.push
+    real = windows.push
 
     def refuse(held, length, value, learn, *, xp):
         return real(held, length, value, learn & (value < 2), xp=xp)
 
-    monkeypatch.setattr(window, "push", refuse)
+    monkeypatch.setattr(windows, "push", refuse)
     values = scatter(600)
     values[200:] *= 30
     assert run("grad_window", values)[200:].all()

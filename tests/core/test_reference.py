@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action
 from tests.core import fuzz, oracle, policies
+from tests.core.random_policies import BOUNDED, engine_configs
 
 STEPS, LANES = 300, 12
 some_lanes = pytest.mark.parametrize("lanes", [LANES, pytest.param(30, marks=pytest.mark.stress)])
@@ -91,3 +94,32 @@ def test_the_traces_reach_everything():
     assert got["lr_scale"][~soft].min() == np.float32(0.2)
     assert got["lr_scale"][soft].min() == np.float32(0.2) * np.float32(0.125)
     assert ((got["grad_scale"] > 0) & (got["grad_scale"] < 1)).any()
+
+
+FEW_LANES, FEW_STEPS = 6, 150
+
+
+any_run = given(config=engine_configs(), seed=st.integers(0, 1 << 20), wild=st.booleans())
+
+
+@settings(max_examples=15, **BOUNDED)
+@any_run
+def test_random_policies(config, seed, wild):
+    decides_as_the_reference(config, seed, wild)
+
+
+@pytest.mark.stress
+@settings(max_examples=300, **BOUNDED)
+@any_run
+def test_more_random_policies(config, seed, wild):
+    decides_as_the_reference(config, seed, wild)
+
+
+def decides_as_the_reference(config, seed, wild):
+    groups = policies.GROUPS if config.clip and config.clip[0] == "adagc" else 0
+    trace = fuzz.signals(
+        np.random.default_rng(seed), FEW_STEPS, FEW_LANES, groups=groups, wild=wild
+    )
+    outcome = oracle.agree(oracle.known_to_reference(config), trace, groups=groups)
+    assert outcome.wrong is None, outcome.wrong
+    assert outcome.ties <= FEW_LANES // 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.loop.lifecycle import release
+from healcore.runtime.loop.end import release
 
 
 class Crash(BaseException):
@@ -15,8 +15,8 @@ class Crash(BaseException):
 
 
 def end_without_log(run: Any, error: BaseException | None) -> None:
-    run.checkpoints.wait()
-    run.termination.stop()
+    run.saver.checkpoints.wait()
+    run.ranks.termination.stop()
     run.driver.close()
     release(run)
     assert error is None or isinstance(error, Crash)

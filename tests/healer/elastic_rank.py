@@ -37,8 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 from healcore import policy as policies
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop import lifecycle
-from healcore.runtime.recovery.recovery import Recovery
+from healcore.runtime.loop import start as run_start
+from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.store import commit
 from healcore.torch.store import DCPStore
 
@@ -121,8 +121,8 @@ class Watched:
         self._begun: dict[str, int] = dict.fromkeys(PHASES, 0)
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
-        self._watch(Recovery, "_roll_back", BACK)
-        self._watch(lifecycle, "_finish_rollback", BACK)
+        self._watch(Recovery, "roll_back", BACK)
+        self._watch(run_start, "finish_rollback", BACK)
 
     def begin(self, phase: str) -> None:
         """Marks a phase as under way."""

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.loop import lifecycle
-from healcore.runtime.loop.setup import AlreadyCompleted
-from healcore.runtime.recovery.recovery import Recovery
+from healcore.runtime.loop import start as run_start
+from healcore.runtime.loop.recovery import Recovery
+from healcore.runtime.loop.termination import AlreadyCompleted
 from healcore.runtime.store import commit
 from tests.healer.training_loops import Faults, loop_of, rules, train
 
@@ -88,8 +88,8 @@ class Watched:
         """The most calls of each phase."""
         self._watch(CheckpointManager, "save", SAVE)
         self._watch(commit, "commit", WRITE)
-        self._watch(Recovery, "_roll_back", BACK)
-        self._watch(lifecycle, "_finish_rollback", BACK)
+        self._watch(Recovery, "roll_back", BACK)
+        self._watch(run_start, "finish_rollback", BACK)
         for name in CALLS:
             self._count(name)
 

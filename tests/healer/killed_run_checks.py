@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.events import read
+from healcore.events import read
 from healcore.runtime.postmortem import postmortem
 
 NAME = "healcore.events.jsonl"

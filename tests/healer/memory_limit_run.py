@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from healcore import policy as policies
-from healcore.jax.state import HealStateError
+from healcore.jax.heal_state import HealStateError
 from healcore.runtime.healer import Healer
 from tests.healer import memory_limit
 

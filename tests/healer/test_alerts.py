@@ -10,10 +10,10 @@ import torch
 
 from healcore import Healer, IncidentContext
 from healcore import policy as policies
+from healcore.events import read
 from healcore.history.incident import IncidentOutcome
 from healcore.history.run import runs_of
-from healcore.runtime.events import read
-from healcore.tools.watch.lines import event_line
+from healcore.tools.watch.live_run import event_line
 from tests.healer.run_directory import events
 
 POLICY = policies.loads(

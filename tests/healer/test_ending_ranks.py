@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import read
+from healcore.events import read
 from tests.healer.ending_ranks import AT, CASES, GRACE, RAISES, RESTART, TIMEOUT, WORLD
 from tests.healer.run_directory import postmortems
 

@@ -19,7 +19,7 @@ from torch.optim import Adam
 
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop import stop_file
+from healcore.runtime.loop import termination
 from healcore.runtime.loop.termination import EndRequested, RunStopped, Terminated
 from tests import forked_programs
 from tests.healer.run_directory import events, postmortems
@@ -61,7 +61,7 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     text = str(stopped.value)
     assert "budget" in text
     assert "nonfinite_loss" in text
-    assert "went back from step" in text
+    assert "rolled back from step" in text
     assert f"checkpoint of step {stopped.value.last_good}" in text
     (found,) = postmortems(tmp_path)
     assert found["ending"] == "stopped"
@@ -73,13 +73,13 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
 def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_there(
     framework, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(stop_file, "LOOK_S", 0.01)
+    monkeypatch.setattr(termination, "LOOK_S", 0.01)
     store, path = tmp_path / "store", tmp_path / "STOP"
 
     def ask(healer, number):
         if number == 7:
             path.touch()
-            while not healer._live.stop_file.found:
+            while not healer._live.ranks.stop_file.found:
                 time.sleep(0.01)
 
     loop = loop_of(framework, policy=rules())

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from healcore.core.verdict import Cause
 from healcore.policy import load
-from healcore.policy.faults import FAULTS
-from healcore.policy.respond import Respond
+from healcore.policy.respond import FAULTS, Respond
 from healcore.runtime.faults import FAILURES
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems

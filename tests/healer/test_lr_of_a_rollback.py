@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from healcore import Healer
+from healcore.events import read
+from healcore.events.models import record
 from healcore.history import Run
-from healcore.runtime.events import read
-from healcore.runtime.events.models import record
-from healcore.tools.watch.lines import event_line
+from healcore.tools.watch.live_run import event_line
 
 RATE, CUT = 0.01, 0.25
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import healcore
-from healcore.runtime import events
+from healcore import events
 from healcore.runtime.microbatches.window import MicrobatchError
 from tests import forked_programs
-from tests.runtime.events.checked_events import problems
+from tests.events.sample_events import problems
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has")
 

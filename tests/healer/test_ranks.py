@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import read
+from healcore.events import read
 from tests.healer.two_ranks import (
     BAD,
     CORRUPT,
@@ -214,12 +214,10 @@ def test_a_stop_file_on_one_rank_ends_both_at_one_step_with_its_save(pair):
     assert f"the stop file {root / 'stop on rank 1'}" in postmortem.read_text()
 
 
-def test_the_most_severe_proposal_is_carried_out_by_all(pair):
+def test_a_proposal_to_end_is_carried_out_by_all(pair):
     logged = pair.result("proposed")
-    assert (logged["stopped"], logged["step"]) == ("the device has failed", BAD + 2)
+    assert (logged["stopped"], logged["step"]) == ("exit status 0", TOLD + 2)
     events = read(pair.root / "proposed" / "run.events.jsonl").events
-    saved, stopped = (e for e in events if e["kind"] == "vote")
-    assert (saved["step"], saved["outcome"]) == (TOLD + 2, "save")
-    requested = [e["step"] for e in events if e["kind"] == "save" and e["why"] == "requested"]
-    assert requested == [TOLD + 2]
-    assert [each["outcome"] for each in stopped["of_ranks"]] == ["report", "stop"]
+    (vote,) = (e for e in events if e["kind"] == "vote")
+    assert (vote["step"], vote["outcome"], vote["why"]) == (TOLD + 2, "end", "the device is needed")
+    assert [each["outcome"] for each in vote["of_ranks"]] == ["report", "end"]

@@ -10,7 +10,7 @@ import torch
 from healcore import policy as policies
 from healcore.policy import PolicyError
 from healcore.runtime.healer import Healer
-from healcore.runtime.recovery.recovery import Recovery
+from healcore.runtime.loop.recovery import Recovery
 from tests.healer.crashes import crash
 from tests.healer.run_directory import events
 from tests.healer.training_loops import Faults, loop_of, rules, same, train
@@ -51,7 +51,7 @@ def test_the_same_after_a_crash_before_the_next_save(tmp_path, monkeypatch):
         train(loop, RESETS, range(40), store=tmp_path / "killed")
         return loop
 
-    crash(monkeypatch, Recovery, "_log_rollback", lambda *_: True, go)
+    crash(monkeypatch, Recovery, "report", lambda *_: True, go)
     assert same(go().weights(), clean.weights())
 
 

@@ -14,8 +14,8 @@ import torch
 
 from healcore import Healer
 from healcore import policy as policies
+from healcore.events import read
 from healcore.runtime.checkpoints import restart_points
-from healcore.runtime.events import read
 
 STEPS = 60
 NAN_ONLY = policies.loads(

@@ -10,8 +10,8 @@ import torch
 
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.healer import Healer
+from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.recovery.recovery import Recovery
 from healcore.runtime.store import StateMismatch
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.torch.store import DCPStore
@@ -27,7 +27,7 @@ def test_a_rollback_is_logged_once_although_its_process_was_killed(tmp_path, mon
         loop = loop_of("torch", Faults(always=BAD))
         return train(loop, rules(), range(40), store=tmp_path)
 
-    crash(monkeypatch, Recovery, "_log_rollback", lambda *_: True, go)
+    crash(monkeypatch, Recovery, "report", lambda *_: True, go)
     go()
     (logged,) = events(tmp_path, "rollback")
     assert (logged["number"], logged["onset"], logged["checkpoint"]) == (1, 23, 15)
@@ -43,7 +43,7 @@ def test_a_request_is_not_lost_behind_a_save(tmp_path, monkeypatch):
         loop = loop_of("torch", Faults(always=[24]))
         return loop, train(loop, rules(), range(40), store=tmp_path / "killed")
 
-    crash(monkeypatch, Recovery, "_roll_back", lambda *_: True, go)
+    crash(monkeypatch, Recovery, "roll_back", lambda *_: True, go)
     loop, facts = go()
     assert facts["rollbacks"] == 1
     assert same(loop.weights(), clean.weights())
@@ -79,14 +79,14 @@ def test_random_numbers_of_later_epochs_are_new_ones(tmp_path, monkeypatch):
     assert second == clean[5:]
 
 
-@pytest.mark.parametrize("point", ["_log_rollback", "_finished"])
+@pytest.mark.parametrize("point", ["report", "_finished"])
 def test_data_that_only_runs_forward_is_not_read_twice(point, tmp_path, monkeypatch):
     def go(folder: str) -> Any:
         loop = loop_of("torch", Faults(always=[23]))
         return loop, train(loop, rules(), iter(range(50)), store=tmp_path / folder)
 
     clean, expected = go("clean")
-    if point == "_log_rollback":
+    if point == "report":
         crash(monkeypatch, Recovery, point, lambda *_: True, lambda: go("killed"))
     else:
         at = lambda self, steps, now: bool(steps)  # noqa: E731
@@ -106,7 +106,7 @@ def test_incidents_are_counted_on_through_a_rollback_that_was_cut_short(tmp_path
     seen = {}
 
     def look(healer: Any, number: int) -> None:
-        seen.setdefault("counted", healer._run.ledger.incident_count)
+        seen.setdefault("counted", healer._run.recovery.ledger.incident_count)
 
     loop = loop_of("torch", Faults(always=[13, 33]))
     train(loop, rules(), range(50), store=tmp_path, before=look)
@@ -148,7 +148,7 @@ def test_a_disk_that_verifies_slowly_does_not_make_a_rollback_deeper(tmp_path, m
     assert logged["checkpoint"] == 15
 
 
-@pytest.mark.parametrize("point", ["quarantine", "_log_rollback"])
+@pytest.mark.parametrize("point", ["quarantine", "report"])
 def test_a_second_try_is_still_one_after_a_crash(point, tmp_path, monkeypatch):
     def go(folder: str) -> Any:
         loop = loop_of("torch", Faults(always=[23]))

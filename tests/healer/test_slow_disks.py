@@ -14,7 +14,7 @@ from healcore.jax import store as jax_stores
 from healcore.runtime.checkpoints import manager, wait_limit
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.manager import CheckpointManager
-from healcore.runtime.loop.last_state import LastState
+from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Keep
@@ -43,7 +43,7 @@ class Gates:
         wait, roll_back, save_last = (
             CheckpointManager.wait,
             Restorer.apply,
-            LastState.save,
+            CheckpointSaver.save_last,
         )
 
         def waits(checkpoints: Any) -> None:
@@ -61,7 +61,7 @@ class Gates:
 
         monkeypatch.setattr(CheckpointManager, "wait", waits)
         monkeypatch.setattr(Restorer, "apply", goes_back)
-        monkeypatch.setattr(LastState, "save", ends)
+        monkeypatch.setattr(CheckpointSaver, "save_last", ends)
         monkeypatch.setattr(manager, "MAX_WAIT", float("inf"))
         for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
             self._hold_up(monkeypatch, kind, writes, proofs)

@@ -196,7 +196,7 @@ class JaxLoop:
 
     def weights(self) -> list[np.ndarray]:
         """Everything that a step changes, as NumPy arrays, without the healing state."""
-        from healcore.jax.state_transfer import without_heal_state
+        from healcore.jax.opt_state import without_heal_state
 
         return [np.asarray(leaf) for leaf in jax.tree.leaves(without_heal_state(self.state))]
 

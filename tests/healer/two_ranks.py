@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop import start_of_ranks
-from healcore.runtime.loop import stop_file as stop_files
+from healcore.runtime.loop import rank_group, termination
+from healcore.runtime.loop.rank_group import Proposal
 from healcore.runtime.loop.termination import (
     EndRequested,
     Interrupted,
@@ -34,7 +34,6 @@ from healcore.runtime.loop.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.loop.votes import Proposal, Severity
 from healcore.runtime.store import Keep, StoreError
 from healcore.runtime.store.memory import SnapshotStore
 from healcore.runtime.store.tiered import TieredStore
@@ -132,18 +131,16 @@ def interrupt(healer: Healer, number: int) -> None:
 
 
 def propose(healer: Healer, number: int) -> None:
-    """Several proposals of different weight, the severest on this rank."""
+    """A report, and a proposal to end, on this rank."""
     if number == TOLD:
-        healer._live.votes.propose(Proposal(Severity.SAVE, "a good moment"))
-    if number == BAD:
-        healer._live.votes.propose(Proposal(Severity.REPORT, "a slow disk"))
-        healer._live.votes.propose(Proposal(Severity.STOP, "the device has failed"))
+        healer._live.ranks.propose(Proposal("a slow disk"))
+        healer._live.ranks.propose(Proposal("the device is needed", ends=True))
 
 
 def stop_file(healer: Healer, number: int) -> None:
     """The stop file of this rank appears."""
     if number == TOLD:
-        found = healer._live.stop_file
+        found = healer._live.ranks.stop_file
         assert found.path is not None
         found.path.touch()
         while not found.found:
@@ -229,7 +226,7 @@ def store_of_each(root: Path) -> str:
     """What a Healer says whose store is another directory on each rank."""
     net = torch.nn.Linear(4, 1)
     state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
-    start_of_ranks._VISIBLE_S = 0.2
+    rank_group._VISIBLE_S = 0.2
     try:
         with Healer(rules(), state=state, store=root / f"of {dist.get_rank()}"):
             return ""
@@ -242,7 +239,7 @@ def destroyed_group(root: Path) -> str:
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     state = {"model": net, "optimizer": optimizer}
-    start_of_ranks._SILENT_S = 0.2
+    rank_group.SILENT_S = 0.2
     time.sleep(dist.get_rank())  # rank 0 has to wait for it
     try:
         with Healer(rules(), state=state, store=root / "destroyed") as healer:
@@ -285,7 +282,7 @@ def main(rank: int, root: Path, scenarios: list[str]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
     )
-    stop_files.LOOK_S = 0.01
+    termination.LOOK_S = 0.01
     for scenario in scenarios:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(json.dumps(run(scenario, root / scenario)), flush=True)

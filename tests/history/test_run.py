@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import healcore.history
+from healcore.events.log import Event
+from healcore.events.models import RerunVerdict
 from healcore.history import IncidentOutcome, Mode, Run, runs_of
 from healcore.history.process import RunState
-from healcore.runtime.events.log import Event
-from healcore.runtime.events.models import RerunVerdict
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
 NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}
@@ -41,7 +41,7 @@ def test_an_incident_with_its_rollback():
     (case,) = run.incidents
     assert (case.number, case.onset_step, case.step, case.skipped) == (1, 4.0, 5.0, 2)
     assert (case.outcome, case.mode) == (IncidentOutcome.ROLLBACK, Mode.HEAL)
-    assert (case.checkpoint, case.left_out) == (2, ((0, 4), (0, 5)))
+    assert (case.checkpoint, case.skipped_batches) == (2, ((0, 4), (0, 5)))
     assert case.lr_path == (1.0, 0.5)
     assert case.evidence[0].name == "w"
     assert [each.kind for each in case.measures] == ["rollback"]

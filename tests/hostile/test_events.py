@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-READING = "healcore.runtime.events.log"
+READING = "healcore.events.log"
 EVENT = json.dumps({"schema": 1, "seq": 0, "run": "r", "kind": "start", "step": 0}).encode() + b"\n"
 
 

@@ -20,8 +20,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from healcore.events import log
 from healcore.policy import PolicyError, dumps, load, loads
-from healcore.runtime.events import log
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe.checkpoint import probe_checkpoint

@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 
 OF_THE_SYSTEM = {
-    "healcore/runtime/events/process.py", "healcore/runtime/store/host_memory.py",
+    "healcore/events/process.py", "healcore/runtime/store/host_memory.py",
 }  # fmt: skip
 """They read /proc, /sys and /etc only."""
 OF_THE_INSTALLATION = {
-    "adapters/torch/trainers/huggingface/dry_run.py", "healcore/policy/presets.py",
+    "adapters/torch/trainers/huggingface/dry_run.py",
     "healcore/tools/report/page.py", "healcore/demo/scenario.py"
 }  # fmt: skip
 """They read what is part of Python or healcore, or what they have just written."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.events.models import Ending
+from healcore.events.models import Ending
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes
 

@@ -11,7 +11,7 @@ import torch
 
 from healcore.runtime.store import checksummed_json
 from healcore.runtime.store.manifest import MANIFEST, SCHEMA
-from healcore.tools.probe.contents.saved_state import parsed
+from healcore.tools.probe.saved_state import parsed
 from healcore.torch.store import DCPStore
 
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 import healcore
-from healcore.jax.state_transfer import without_heal_state
+from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore  # noqa: F401  (imported once, before the forks)
 from tests.jax import trained_together
 from tests.jax.processes import free_port, join

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from healcore.core import detectors
-from healcore.core.clipping.adagc import AdaGCConfig
-from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.detectors import grad_spike, nonfinite, update_spike
+from healcore.core.clipping import AdaGCConfig, ZClipConfig
+from healcore.core.detectors import GradSpikeConfig, NonFiniteConfig, UpdateSpikeConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 
@@ -14,15 +13,15 @@ WARMUP = 3
 
 ZCLIP = EngineConfig(
     clip=("zclip", ZClipConfig()),
-    detectors=(("nonfinite", nonfinite.Config()),),
+    detectors=(("nonfinite", NonFiniteConfig()),),
     rules=(RuleConfig(NONFINITE, skip=True),),
 )
 
 # Nothing clips, so that a step without a skip is the inner optimizer's own.
 SKIP = EngineConfig(
     detectors=(
-        ("nonfinite", nonfinite.Config()),
-        ("grad_spike", grad_spike.Config(window=WARMUP)),
+        ("nonfinite", NonFiniteConfig()),
+        ("grad_spike", GradSpikeConfig(window=WARMUP)),
     ),
     rules=(RuleConfig(NONFINITE | int(Cause.GRAD_SPIKE), skip=True),),
 )
@@ -44,13 +43,13 @@ SOFT = SKIP._replace(
 )
 
 UPDATES = EngineConfig(
-    detectors=(("update_spike", update_spike.Config(window=WARMUP)),),
+    detectors=(("update_spike", UpdateSpikeConfig(window=WARMUP)),),
     rules=(RuleConfig(int(Cause.UPDATE_SPIKE), skip=True),),
 )
 
 EVERYTHING = EngineConfig(
     clip=("zclip", ZClipConfig()),
-    detectors=tuple((name, module.Config()) for name, module in detectors.DETECTORS.items()),
+    detectors=tuple((name, detector()) for name, detector in detectors.DETECTORS.items()),
     rules=(
         RuleConfig(NONFINITE, skip=True),
         RuleConfig(NONFINITE, action=int(Action.ROLLBACK | Action.CUT_LR), count=5, within=20),

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.clipping import ZClipConfig
 from healcore.jax import HealState, heal, heal_zclip, last_decision, metrics, protect
 from tests.jax import policies
-from tests.jax.bit_comparison import assert_same_bits, differs
+from tests.jax.bit_comparison import assert_same_bits, avals, differs
 
 # Small policies mostly: XLA takes two seconds for one with every detector.
 OPTIMIZERS = {
@@ -128,7 +128,7 @@ def test_keeps_shapes_dtypes_and_weak_types(name, dtype):
         state = tx.init(params)
         updates, new = jax.eval_shape(step, params, state, jnp.bool_(True))
         assert all(u.dtype == dtype for u in updates)
-        assert _avals(new) == _avals(state)
+        assert avals(new) == avals(state)
 
 
 def test_hyperparameters_can_be_injected():
@@ -268,7 +268,7 @@ def test_double_precision_thresholds_do_not_widen_the_state():
         ):
             state = tx.init(params)
             _, new = jax.eval_shape(tx.update, params, state, params)
-            assert _avals(new) == _avals(state)
+            assert avals(new) == avals(state)
 
 
 @pytest.mark.parametrize("name", ["protect"])
@@ -355,7 +355,3 @@ def _is_heal(node):
 def _heal(state):
     (found,) = [x for x in jax.tree.leaves(state, is_leaf=_is_heal) if _is_heal(x)]
     return found
-
-
-def _avals(tree):
-    return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]

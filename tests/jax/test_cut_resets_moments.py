@@ -11,7 +11,7 @@ import optax
 import pytest
 from optax import contrib
 
-from healcore.core.detectors import grad_spike
+from healcore.core.detectors import GradSpikeConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import protect
@@ -20,7 +20,7 @@ from tests.jax.bit_comparison import assert_same_bits
 SPIKE, STEPS = 12, 20
 _RULE = RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR))
 CUTS = EngineConfig(
-    detectors=(("grad_spike", grad_spike.Config(window=5)),),
+    detectors=(("grad_spike", GradSpikeConfig(window=5)),),
     rules=(_RULE,),
     lr=LrConfig(factor=0.5, hold_steps=30, reset_moments=True),
 )
@@ -71,7 +71,7 @@ def test_otherwise_they_stay(policy: EngineConfig):
     assert int(optax.tree.get(run(policy), "count")) == STEPS - (policy is SKIPS_TOO)
 
 
-def test_a_schedule_goes_on():
+def test_a_schedule_continues():
     inner = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
     counts = [int(n) for _, n in optax.tree.get_all_with_path(run(CUTS, inner), "count")]
     assert sorted(counts) == [STEPS - SPIKE - 1, STEPS]

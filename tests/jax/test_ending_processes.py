@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import read
+from healcore.events import read
 from tests.healer.run_directory import postmortems
 from tests.jax.ending_processes import FAULTS, LENGTH, REGULAR
 from tests.runtime.store.programs import run

@@ -19,7 +19,7 @@ import pytest
 from healcore import policy
 from healcore.core import host
 from healcore.jax import heal_zclip, namespace, protect
-from healcore.jax.one_kernel import one_kernel
+from healcore.jax.compilation import one_kernel
 from tests.jax import policies
 
 PARAMS = {"w": jnp.ones((4, 4)), "b": jnp.zeros(4)}

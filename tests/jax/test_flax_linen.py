@@ -59,7 +59,7 @@ def whole(state):
     return state.step, state.params, state.batch_stats, state.opt_state.inner_state
 
 
-def test_a_bad_batch_is_taken_back_whole_and_training_goes_on():
+def test_a_bad_batch_is_undone_whole_and_training_continues():
     state = create(protect(optax.adamw(0.05), policies.ZCLIP))
     chex.clear_trace_counter()
     compiled = jax.jit(chex.assert_max_traces(step, n=1))

@@ -40,7 +40,7 @@ def copied(tree):
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(tree)))
 
 
-def test_a_bad_batch_is_taken_back_whole_and_training_goes_on():
+def test_a_bad_batch_is_undone_whole_and_training_continues():
     model, optimizer = build(protect(optax.adamw(0.05), policies.ZCLIP))
     first, decision = step(model, optimizer, X)
     assert not bool(decision.skip)

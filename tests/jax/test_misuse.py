@@ -1,4 +1,4 @@
-"""Typical first mistakes: a TypeError with the rule, or a warning where it may be intended."""
+"""Typical first mistakes: an error with the rule, or a warning where it may be intended."""
 
 from __future__ import annotations
 
@@ -13,28 +13,25 @@ import pytest
 from flax import nnx
 
 from healcore.jax import HealStateError, heal, heal_zclip, last_decision, metrics, protect
-from healcore.jax.driver import JaxDriver, engines
-from healcore.policy import PolicyError, engine_of, load
+from healcore.jax.driver import JaxDriver
+from healcore.policy import PolicyError, load
 
 PARAMS = {"w": jnp.ones(4)}
 UNLIKE = load("default", max_skips=7)
 
 
 @pytest.mark.parametrize(
-    ("inner", "message"),
+    ("inner", "got"),
     [
-        (optax.adam, r"the function adam itself: write protect\(adam\(\.\.\.\)\)"),
-        (optax.adam(1e-3).init, "has init and update"),
-        (optax.MultiSteps, "function MultiSteps itself"),
-        (1e-3, r"the number 0.001: write protect\(optax.adamw\(0.001\)\)"),
-        ("default", "the policy comes second"),
-        (None, "got a NoneType"),
-        ((optax.adam(1e-3),), "got a tuple"),
-        (nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param), "tx="),
+        (optax.adam, "adam"),
+        (optax.MultiSteps, "MultiSteps"),
+        (1e-3, "a float"),
+        ("default", "a str"),
+        (nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param), "a Opt"),
     ],
 )
-def test_protect_takes_a_transformation(inner, message):
-    with pytest.raises(TypeError, match=message):
+def test_protect_takes_a_transformation(inner, got):
+    with pytest.raises(TypeError, match=f"got {got}.*: write protect"):
         protect(inner)
 
 
@@ -47,7 +44,7 @@ def test_a_transformation_of_optax_is_accepted():
 @pytest.mark.parametrize("wrong", [optax.adam(1e-3), "default", True, (1.0,)])
 @pytest.mark.parametrize("name", ["z_threshold", "ema_decay", "warmup_steps", "max_norm"])
 def test_zclip_takes_numbers(name, wrong):
-    with pytest.raises(TypeError, match=f"{name} must be a number or a 0-d array, got"):
+    with pytest.raises(PolicyError, match=f"clip.{name} = .*\\s*rule:"):
         heal_zclip(**{name: wrong})
     for right in (np.float32(0.5), jnp.float32(0.5)):
         heal_zclip(z_threshold=right)
@@ -76,7 +73,7 @@ def test_healing_behind_the_optimizer_is_warned_of(name):
         with pytest.warns(UserWarning, match=r"optax\.chain\(heal_zclip\(\), optax\.adamw"):
             look(state)
     with pytest.warns(UserWarning, match="the healing first"):
-        driver_of({"params": PARAMS, "opt_state": state})
+        JaxDriver({"params": PARAMS, "opt_state": state}, "zclip")
 
 
 @pytest.mark.parametrize("name", BEFORE)
@@ -85,13 +82,8 @@ def test_healing_before_the_optimizer_is_not(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         last_decision(state)
-        driver_of((PARAMS, state))
-        driver_of((PARAMS, optax.adam(1e-3).init(PARAMS), state))
-
-
-def driver_of(state):
-    """As ``Healer("zclip")``, the policy of `heal_zclip`, looks at a state at its start."""
-    return engines.find(state, state, engine_of("zclip"))
+        JaxDriver((PARAMS, state), "zclip")
+        JaxDriver((PARAMS, optax.adam(1e-3).init(PARAMS), state), "zclip")
 
 
 @pytest.mark.parametrize("make", [lambda **o: protect(optax.sgd(1.0), "zclip", **o), heal])
@@ -110,7 +102,7 @@ def test_one_number_of_a_policy_needs_no_file(make):
 def test_two_policies_that_differ_are_both_named(made_with, optimizer):
     state = protect(optax.sgd(0.1), made_with).init(PARAMS)
     with pytest.raises(HealStateError, match=f'made with {optimizer}, .* here is "default"'):
-        engines.find(state, state, engine_of("default"))
+        JaxDriver(state, "default")
 
 
 def test_sam_gets_only_the_keywords_that_it_names():

@@ -13,7 +13,7 @@ import pytest
 
 from healcore import Healer
 from healcore.jax import protect
-from healcore.jax.state_transfer import without_heal_state
+from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from tests.jax import trained_together
 from tests.jax.processes import Program
@@ -128,7 +128,7 @@ def test_a_signal_to_one_process_ends_both_after_the_same_step(two: Program):
     assert found[0]["votes"] == [[found[0]["step"], "end", "signal 15"]]
 
 
-def test_a_run_of_two_processes_goes_on_in_one(two: Program, folder: Path):
+def test_a_run_of_two_processes_continues_in_one(two: Program, folder: Path):
     ended = two.of("terminated")[0]
     params = {name: jnp.asarray(each, jnp.float32) for name, each in initial().items()}
     tx = protect(optax.adamw(1e-2), GOES_BACK)

@@ -95,7 +95,7 @@ def test_a_skip_changes_no_bit(name, kind):
 
 
 @every_optimizer
-def test_the_run_goes_on_as_if_the_bad_step_had_never_been(name):
+def test_the_run_continues_as_if_the_bad_step_had_never_been(name):
     step, params, state = training(name)
     p, s = params, state
     for kind in ("nan", "finite_spike"):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from healcore.core.clipping.zclip import ZClipConfig
+from healcore.core.clipping import ZClipConfig
 from healcore.core.engine import EngineConfig
 from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from tests.jax import policies

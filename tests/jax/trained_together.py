@@ -25,12 +25,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from healcore.core import step_record
-from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.detectors import grad_spike, loss_spike, nonfinite
+from healcore.core.clipping import ZClipConfig
+from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.verdict import Cause
 from healcore.jax import protect, state_layout
-from healcore.jax.state import find
+from healcore.jax.heal_state import find
 from healcore.jax.store import OrbaxStore
 from tests.jax import processes
 from tests.jax.processes import join, report
@@ -52,9 +52,9 @@ NOT_FINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 POLICY = EngineConfig(
     clip=("zclip", ZClipConfig(warmup_steps=20)),
     detectors=(
-        ("nonfinite", nonfinite.Config()),
-        ("loss_spike", loss_spike.Config(window=20)),
-        ("grad_spike", grad_spike.Config()),
+        ("nonfinite", NonFiniteConfig()),
+        ("loss_spike", LossSpikeConfig(window=20)),
+        ("grad_spike", GradSpikeConfig()),
     ),
     rules=(RuleConfig(NOT_FINITE | int(Cause.LOSS_SPIKE), skip=True),),
 )

@@ -29,11 +29,11 @@ from jax.sharding import PartitionSpec as P
 
 import healcore
 from healcore import policy as policies
+from healcore.events import read
 from healcore.jax import protect
-from healcore.jax.state_transfer import without_heal_state
+from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.events import read
 from healcore.runtime.loop.termination import RunStopped, Terminated
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import RankFailed

@@ -18,12 +18,14 @@ from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
 from healcore.jax import namespace as jax_namespace
-from healcore.jax.one_kernel import one_kernel
+from healcore.jax.compilation import one_kernel
 from healcore.torch import namespace
 from tests.core import fuzz
 
 Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
+
+_TORCH = namespace.on("cpu")
 
 NAMES = (
     "numpy", "host", "recorded", "jax", "jax-scalars", "torch", "torch-compiled", "torch-graph",
@@ -56,11 +58,11 @@ def runner(backend: str, engine: Engine) -> Run:
     if backend.startswith("jax"):
         return _jax(engine, one_by_one=backend == "jax-scalars")
     if backend == "torch":
-        return _stepwise(lambda s, x: engine.step(s, x, xp=namespace), _tensor)
+        return _stepwise(lambda s, x: engine.step(s, x, xp=_TORCH), _tensor)
     if backend in ("torch-compiled", "torch-graph"):
         torch.compiler.reset()  # or the recompilation limit would count other tests' engines
         compiled = torch.compile(
-            lambda s, x: engine.step(s, x, xp=namespace),
+            lambda s, x: engine.step(s, x, xp=_TORCH),
             fullgraph=True,
             backend="inductor" if backend == "torch-compiled" else "eager",
         )

@@ -24,7 +24,7 @@ import healcore.jax
 import healcore.torch
 from healcore import EndRequested, Healer
 from healcore import policy as policies
-from healcore.runtime.events import log as event_log
+from healcore.events import log as event_log
 from healcore.torch import HealingCallback, LightningHealingCallback
 from tests.healer.training_loops import Faults, JaxLoop
 from tests.torch.trainers.huggingface import small_runs

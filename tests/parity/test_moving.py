@@ -10,7 +10,7 @@ import pytest
 from healcore.core.engine import Engine
 from healcore.core.tree import leaves, map_leaves
 from tests.core import fuzz, policies
-from tests.parity import backends, compare, lockstep
+from tests.parity import backends, lockstep
 
 LEGS = ("jax", "torch", "numpy", "host", "jax", "host", "torch")
 STEPS, CHUNK = 210, 30
@@ -38,7 +38,7 @@ def test_from_jax_to_torch_to_numpy_and_on(clip):
             assert text == json.dumps(engine.to_dict(there), sort_keys=True), name
             state = engine.from_dict(json.loads(text))
             assert all(isinstance(leaf, np.ndarray) for leaf in leaves(state))
-        assert compare.first_difference(whole_run(stayed), whole_run(parts)) is None
+        assert lockstep.first_difference(whole_run(stayed), whole_run(parts)) is None
 
 
 def whole_run(parts):
@@ -56,4 +56,4 @@ def test_cut_anywhere():
         stayed, *a = run(stayed, step)
         data = json.loads(json.dumps(engine.to_dict(moved), allow_nan=False))
         moved, *b = run(backends.start("host", engine.from_dict(data)), step)
-        assert compare.first_difference(tuple(a), tuple(b)) is None
+        assert lockstep.first_difference(tuple(a), tuple(b)) is None

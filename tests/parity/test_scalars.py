@@ -11,7 +11,7 @@ import pytest
 from healcore.core.engine import Engine
 from healcore.core.tree import map_leaves
 from tests.core import fuzz, policies
-from tests.parity import backends, compare, lockstep
+from tests.parity import backends, lockstep
 
 STEPS = 150
 
@@ -38,7 +38,7 @@ def test_a_lane_is_a_run_of_its_own(clip):
         fresh = backends.start("host", engine.init(groups=groups))
         _, *single = alone(fresh, lockstep.scalar(trace, lane))
         mine = map_leaves(lambda leaf, lane=lane: leaf[:, lane], tuple(together))
-        assert compare.first_difference(mine, tuple(single)) is None
+        assert lockstep.first_difference(mine, tuple(single)) is None
 
 
 def test_two_batch_axes():
@@ -49,4 +49,4 @@ def test_two_batch_axes():
     square = map_leaves(lambda leaf: leaf.reshape(60, 3, 4), trace)
     _, *folded = run(engine.init(batch=(3, 4)), square)
     folded = map_leaves(lambda leaf: leaf.reshape(60, 12, *leaf.shape[3:]), tuple(folded))
-    assert compare.first_difference(tuple(flat), folded) is None
+    assert lockstep.first_difference(tuple(flat), folded) is None

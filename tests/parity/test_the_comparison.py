@@ -11,7 +11,7 @@ from healcore.core import numerics
 from healcore.core.engine import Engine
 from healcore.core.tree import map_leaves
 from tests.core import fuzz, policies
-from tests.parity import compare, lockstep
+from tests.parity import lockstep
 
 
 def states():
@@ -20,7 +20,7 @@ def states():
 
 
 def test_equal_trees_have_no_difference():
-    assert compare.first_difference(states(), states()) is None
+    assert lockstep.first_difference(states(), states()) is None
 
 
 @pytest.mark.parametrize("field", ["mean", "var"])
@@ -28,16 +28,16 @@ def test_one_ulp_is_a_difference(field):
     other = states()
     leaf = getattr(other.clip, field)
     leaf[1, 2] = np.nextafter(leaf[1, 2], np.float32(1))
-    found = compare.first_difference(states(), other)
+    found = lockstep.first_difference(states(), other)
     assert found is not None
     assert found.startswith(f"clip.{field}[1, 2]")
 
 
 def test_the_sign_of_zero_a_dtype_and_a_shape_are_differences():
     a = (np.zeros(3, np.float32),)
-    assert compare.first_difference(a, (-a[0],)) is not None
-    assert compare.first_difference(a, (np.zeros(3, np.float64),)) is not None
-    assert compare.first_difference(a, (np.zeros((3, 1), np.float32),)) is not None
+    assert lockstep.first_difference(a, (-a[0],)) is not None
+    assert lockstep.first_difference(a, (np.zeros(3, np.float64),)) is not None
+    assert lockstep.first_difference(a, (np.zeros((3, 1), np.float32),)) is not None
 
 
 def test_a_fused_multiply_add_in_the_core_would_be_seen(monkeypatch):

@@ -13,7 +13,7 @@ from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.tree import map_leaves
 from tests.core import fuzz, policies
-from tests.parity import backends, compare, lockstep
+from tests.parity import backends, lockstep
 
 VARIANTS, STEPS = 500, 120
 
@@ -32,7 +32,7 @@ def zclip_variants(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def policy(numbers: dict[str, Any]) -> EngineConfig:
     """A ZClip policy; the rest as in the other tests."""
-    config = RULES["zclip"].ZClipConfig(**numbers)
+    config = RULES["zclip"](**numbers)
     return policies.full("zclip")._replace(
         clip=("zclip", config), detectors=policies.full().detectors[:2]
     )
@@ -59,9 +59,9 @@ def test_vmap_over_policies_equals_one_run_each():
         _, states, alone = host(backends.start("host", engine.init()), trace)
         mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], got[0])
         theirs = map_leaves(lambda leaf: leaf[-1:], states)
-        assert compare.first_difference(mine, theirs) is None, plain
+        assert lockstep.first_difference(mine, theirs) is None, plain
         mine = map_leaves(lambda leaf, i=i: leaf[i], got[1])
-        assert compare.first_difference(mine, alone) is None, plain
+        assert lockstep.first_difference(mine, alone) is None, plain
 
 
 CATALOGUE: dict[str, dict[str, tuple[float, float]]] = {
@@ -106,7 +106,7 @@ def test_vmap_over_the_catalogue():
             detectors=tuple(
                 (
                     name,
-                    DETECTORS[name].Config(**numbers[name], **(window if name in WINDOWS else {})),
+                    DETECTORS[name](**numbers[name], **(window if name in WINDOWS else {})),
                 )
                 for name in CATALOGUE  # a dict through jit is in the order of the alphabet
             ),
@@ -129,9 +129,9 @@ def test_vmap_over_the_catalogue():
         _, states, alone = host(backends.start("host", engine.init()), trace)
         mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], got[0])
         theirs = map_leaves(lambda leaf: leaf[-1:], states)
-        assert compare.first_difference(mine, theirs) is None, plain
+        assert lockstep.first_difference(mine, theirs) is None, plain
         mine = map_leaves(lambda leaf, i=i: leaf[i], got[1])
-        assert compare.first_difference(mine, alone) is None, plain
+        assert lockstep.first_difference(mine, alone) is None, plain
 
 
 def test_the_same_in_numpy_with_a_policy_per_lane():
@@ -148,7 +148,7 @@ def test_the_same_in_numpy_with_a_policy_per_lane():
             backends.start("host", alone.init()), lockstep.scalar(one, 0)
         )
         mine = map_leaves(lambda leaf, i=i: leaf[:, i], tuple(outputs))
-        assert compare.first_difference(mine, tuple(single)) is None
+        assert lockstep.first_difference(mine, tuple(single)) is None
 
 
 def limited(numbers: dict[str, Any]) -> EngineConfig:
@@ -207,6 +207,6 @@ def test_vmap_over_growth_and_the_ceiling_of_the_learning_rate():
         _, states, alone = host(backends.start("host", engine.init()), trace)
         mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], last)
         theirs = map_leaves(lambda leaf: leaf[-1:], states)
-        assert compare.first_difference(mine, theirs) is None, plain
+        assert lockstep.first_difference(mine, theirs) is None, plain
         mine = map_leaves(lambda leaf, i=i: leaf[i], decisions)
-        assert compare.first_difference(mine, alone) is None, plain
+        assert lockstep.first_difference(mine, alone) is None, plain

@@ -7,7 +7,8 @@ import pytest
 from healcore.core.engine import EngineConfig
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyError, diff, dumps, fingerprint, load, loads, preset_names
-from healcore.policy.faults import FAULTS, Retry, SkipBatch
+from healcore.policy.recovery import Retry, SkipBatch
+from healcore.policy.respond import FAULTS
 from healcore.runtime.host_policy import HostPolicy
 
 HEAD = 'schema = 1\nname = "x"\n[detect.nonfinite]\n'
@@ -76,7 +77,7 @@ def test_diff_shows_them():
          "{'consecutive': 2}", "causes of a step", "drop when"),
         (rule(["oom"], ["shrink_microbatch"], "[budget]\nshrinks = 0\n"), "respond[0].do[0]",
          '"shrink_microbatch"', "budget.shrinks is 0", "budget.shrinks = 3"),
-        (HEAD + "[retry]\nbase_delay_s = 90\n", "retry.max_delay_s", "60.0", "at least base", "90"),
+        (HEAD + "[retry]\nbase_delay_s = 90\n", "retry.base_delay_s", "90.0", "at most max", "60"),
         (HEAD + "[retry]\njitter = 1.5\n", "retry.jitter", "1.5", "at most 1", "jitter = 0.5"),
         (HEAD + "[retry]\nattempts = 0\n", "retry.attempts", "0", "from 1", "attempts = 8"),
         (rule(["hang"], ["save"]), "respond[0].do[0]", '"save"', '"alert", "stop"', "drop"),

@@ -1,22 +1,26 @@
-"""The tables of a policy file match the configs of the core."""
+"""The tables of a policy file match the core's configs, and docs/policies.md lists every key."""
 
 from __future__ import annotations
 
+import re
 import typing
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic_core import PydanticUndefined
 
 from healcore.core.clipping import RULES
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.verdict import Action
 from healcore.policy import Policy, load, loads
-from healcore.policy.clip import KINDS, ZClip
+from healcore.policy.clip import KINDS, Shift, ZClip
 from healcore.policy.detect import Detect
 from healcore.policy.document import detector_of
-from healcore.policy.respond import ACTIONS, When
-from healcore.policy.table import Table
+from healcore.policy.respond import ACTIONS, Respond, When
+from healcore.policy.table import NONE, Table
 
 HEAD = 'schema = 1\nname = "x"\n'
 
@@ -82,7 +86,7 @@ def test_every_part_of_the_engine_config_is_filled():
 def test_detector_tables_reach_their_detector(name):
     ((got, config),) = loads(f"{HEAD}[detect.{name}]\n").config().detectors
     assert got == name
-    assert type(config) is DETECTORS[name].Config
+    assert type(config) is DETECTORS[name]
 
 
 @pytest.mark.parametrize("kind", RULES)
@@ -91,7 +95,7 @@ def test_clip_tables_reach_their_rule(kind):
     assert clip is not None
     got, config = clip
     assert got == kind
-    assert RULES[kind].init(config, groups=2) is not None
+    assert config.init(groups=2) is not None
 
 
 def test_no_clip_table_is_no_clipping():
@@ -126,3 +130,60 @@ def test_a_policy_is_frozen_hashable_and_loads_to_itself():
     assert load(policy) is policy
     assert hash(policy) == hash(load("default"))
     assert policy == load("default") != load("observe")
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+
+
+def headings() -> Iterator[tuple[str, type[Table]]]:
+    """Every table as the page heads it."""
+    yield "Top of the file", Policy
+    for kind, table in KINDS.items():
+        if kind != NONE:
+            yield f'`[clip]` with `kind = "{kind}"`', table
+    yield "`[….shift]`", Shift
+    for name in ("incident", "rollback", "lr", "budget", "retry", "skip_batch", "hang"):
+        yield f"`[{name}]`", tables_in(Policy.model_fields[name].annotation)[0]
+    detect = tables_in(Policy.model_fields["detect"].annotation)[0]
+    for name, field in detect.model_fields.items():
+        yield f"`[detect.{name}]`", tables_in(field.annotation)[0]
+    yield "`[[respond]]`", Respond
+    yield "`when`", When
+
+
+def rows(table: type[Table]) -> Iterator[str]:
+    """The first three cells of each key's row."""
+    for name, field in table.model_fields.items():
+        if tables_in(field.annotation) or name == "kind":
+            continue
+        default, rule = field.default, field.metadata[0].rule
+        if default is PydanticUndefined:
+            shown = "required"
+        elif default is None:
+            shown = f'`"{NONE}"`'
+        elif isinstance(default, bool):
+            shown = f"`{str(default).lower()}`"
+        elif isinstance(default, tuple):
+            shown = "`[]`"
+        else:
+            shown = f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
+        yield f"| `{field.alias or name}` | {shown} | {rule} |"
+
+
+@pytest.mark.parametrize(
+    ("heading", "table"), list(headings()), ids=lambda x: x if type(x) is str else ""
+)
+def test_every_key_is_in_its_section(heading, table):
+    assert f"## {heading}\n" in PAGE
+    section = re.split(r"^#+ ", PAGE.partition(f"## {heading}\n")[2], maxsplit=1, flags=re.M)[0]
+    wanted = list(rows(table))
+    missing = "\n".join(row for row in wanted if row not in section)
+    assert not missing, f"write in docs/policies.md under {heading}:\n{missing}"
+    assert sum(line.startswith("| `") for line in section.splitlines()) == len(wanted)
+
+
+def test_the_examples_on_the_page_load():
+    blocks = re.findall(r"^```toml\n(.*?)^```", PAGE, flags=re.M | re.S)
+    assert blocks
+    for block in blocks:
+        loads(block, source="docs/policies.md")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.events import read, schema
+from healcore.events import read
 from healcore.runtime.hang_guard import EXIT_STATUS
+from tests.events.sample_events import problems
 from tests.healer.run_directory import events, postmortems
 
 BOUND_S = 1200
@@ -96,7 +97,7 @@ def test_every_event_of_a_hang_is_valid(runs):
     for how in ("python", "slow"):
         history = read(runs.folder(how) / "healcore.events.jsonl")
         assert history.problems == []
-        assert [each for event in history.events for each in schema.problems(event)] == []
+        assert [each for event in history.events for each in problems(event)] == []
 
 
 @pytest.mark.parametrize(

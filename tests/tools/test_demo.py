@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from healcore import events
 from healcore.demo.runs import ARMS, DemoRun
 from healcore.demo.scenario import Scenario, load_corpus
-from healcore.runtime import events
 from healcore.runtime.postmortem import postmortem
 from healcore.tools.demo import DemoResult, run_demo
-from tests.runtime.events.checked_events import problems
+from tests.events.sample_events import problems
 
 STEPS = 40
 TINY: dict[str, Any] = {"batch": 4, "context": 16, "layers": 2, "width": 16, "heads": 2}

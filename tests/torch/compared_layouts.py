@@ -1,14 +1,8 @@
-"""One of several ranks that evaluate earlier weights; prints a JSON line for each layout.
-
-python -m tests.torch.compared_layouts RANK WORLD RENDEZVOUS LAYOUTS...
-"""
+"""One of several ranks that evaluate earlier weights, in each layout of `LAYOUTS`."""
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +29,9 @@ from torch.optim import AdamW
 
 from healcore.torch.driver import TorchDriver
 from tests.torch import policies
+from tests.torch.worlds import serve
 
 SECONDS = 200
-"""After which ranks that wait for each other show where, and end."""
 STEPS, KEPT = 8, 3
 """Steps of a run, and the step whose weights are evaluated again after each later one."""
 Model = tuple[nn.Module, Callable[[Tensor], Tensor], int]
@@ -220,15 +214,10 @@ def run(build: Callable[[], Model], *, compares: bool) -> dict[str, Any]:
     return {"losses": losses, "again": again, "kept": KEPT, "digest": digest(held)}
 
 
-def main(rank: int, world: int, rendezvous: str, layouts: list[str]) -> None:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    for name in layouts:
-        build = LAYOUTS[world][name]
-        found = {"without": run(build, compares=False), "with": run(build, compares=True)}
-        print(json.dumps([name, found]), flush=True)
-    dist.destroy_process_group()
+def compared(name: str) -> dict[str, Any]:
+    build = LAYOUTS[dist.get_world_size()][name]
+    return {"without": run(build, compares=False), "with": run(build, compares=True)}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    serve(compared, seconds=SECONDS)

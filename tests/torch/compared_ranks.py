@@ -1,15 +1,12 @@
-"""One of several ranks that heal a run with a `loss_fn`; prints a JSON line for each run.
+"""One of several ranks that heal a run with a `loss_fn`. All worlds have the same global batches.
 
-    python -m tests.torch.compared_ranks RANK WORLD RENDEZVOUS LAYOUTS...
-
-All worlds train on the same global batches.
+A case is a layout and a fault, or one of `FAILURES`: the `loss_fn` fails on rank 1, or its clock.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import sys
+import time
 from typing import Any
 
 import torch
@@ -26,16 +23,18 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from healcore.runtime.dominance.dominance import Dominance
+from healcore.runtime.dominance import dominance, exchange
 from healcore.runtime.healer import Healer
+from tests.torch.worlds import serve
 
 SECONDS = 300
-"""After which ranks that wait for each other show where, and end."""
 STEPS, FAULT, SAVE_EVERY, ROWS = 110, 65, 20, 16
 """Steps of a run, step of its fault, steps between two checkpoints, rows of a global batch."""
 RATE, JUMP = 1e-2, 100.0
 FAULTS = ("damage", "rate", "healthy")
 """Two layers x 50, once; the rate x 100; targets x 10 from then on, which is no fault."""
+FAILURES = ("clock", "raises", "wrong", "gathered")
+FAILING_STEPS, FAILING_FAULT, WAIT_S = 60, 45, 2.0
 
 
 def layout(kind: str) -> tuple[nn.Module, Any, slice]:
@@ -59,9 +58,9 @@ def layout(kind: str) -> tuple[nn.Module, Any, slice]:
     return module, DistributedDataParallel(module), mine
 
 
-def watched(dominance: Dominance, seen: list[Any]) -> None:
+def watched(comparisons: dominance.Dominance, seen: list[Any]) -> None:
     """Notes every pair of losses that is compared, and the anchor."""
-    evaluate = dominance._losses_of
+    evaluate = comparisons._losses_of
 
     def losses_of(steps: Any, anchor: Any, known: Any = None) -> Any:
         found = evaluate(steps, anchor, known)
@@ -72,7 +71,7 @@ def watched(dominance: Dominance, seen: list[Any]) -> None:
             seen.append({"steps": indices, "anchor": anchor.step, "now": now, "then": then})
         return found
 
-    dominance._losses_of = losses_of  # type: ignore[method-assign]
+    comparisons._losses_of = losses_of  # type: ignore[method-assign]
 
 
 def run(kind: str, fault: str) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def run(kind: str, fault: str) -> dict[str, Any]:
         on_rollback=[lambda event: rollbacks.append(dict(event))],
         console=False,
     ) as healer:
-        watched(healer._loop.dominance, seen)  # type: ignore[union-attr]
+        watched(healer._loop.recovery.dominance, seen)  # type: ignore[union-attr]
         for part in healer.batches(list(range(STEPS * parts))):
             step, which = divmod(part, parts)
             if fault == "damage" and step == FAULT and not damaged:
@@ -132,18 +131,78 @@ def run(kind: str, fault: str) -> dict[str, Any]:
     }
 
 
-def main(rank: int, world: int, rendezvous: str, kinds: list[str]) -> None:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    if world > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world
-        )
-    for kind in kinds:
-        for fault in FAULTS:
-            print(json.dumps([f"{kind}, {fault}", run(kind, fault)]), flush=True)
-    if world > 1:
-        dist.destroy_process_group()
+class Clock:
+    """Stands still."""
+
+    @staticmethod
+    def monotonic() -> float:
+        """Always the same time."""
+        return 5.0
+
+
+def failing(case: str) -> dict[str, Any]:
+    """A run with damage, in which `loss_fn` fails on rank 1 at one of the next comparisons."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model: nn.Module = net
+    if case == "gathered":
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = DistributedDataParallel(net)
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    calls, asked_at = 0, -1
+
+    def loss_of(step: int) -> torch.Tensor:
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+    def loss_fn(step: int) -> Any:
+        nonlocal calls, asked_at
+        calls, asked_at = calls + 1, done
+        if case == "wrong" and rank == 1:
+            return torch.ones(2)
+        if case in ("raises", "gathered") and rank == 1 and done > FAILING_FAULT + 3:
+            raise ValueError("no such row")
+        return loss_of(step)
+
+    done, said = 0, ""
+    problems: list[str] = []
+    began = time.monotonic()
+    dominance.time = Clock if case == "clock" and rank == 1 else time  # type: ignore[assignment]
+    healer = Healer(
+        "default", state={"model": net, "optimizer": optimizer}, loss_fn=loss_fn, save_every=20,
+        console=False,
+    )  # fmt: skip
+    try:
+        with healer:
+            loop: Any = healer._loop
+            loop.recovery.dominance.warn = problems.append
+            for step in healer.batches(list(range(FAILING_STEPS))):
+                if done == FAILING_FAULT:
+                    with torch.no_grad():
+                        net[2].weight.mul_(50.0)  # type: ignore[operator, union-attr]
+                loss = loss_of(step)
+                healer.observe(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    taken = time.monotonic() - began
+    weights = [] if case == "gathered" else [float(p.detach().sum()) for p in net.parameters()]
+    return {"steps": done, "calls": calls, "asked at": asked_at, "said": said, "took": taken,
+            "problems": problems, "rank": rank, "weights": weights}  # fmt: skip
+
+
+def outcome(case: str) -> dict[str, Any]:
+    if case in FAILURES:
+        exchange.WAIT_S = WAIT_S
+        return failing(case)
+    kind, fault = case.split(", ")
+    return run(kind, fault)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    serve(outcome, seconds=SECONDS, ends="gathered" not in sys.argv)  # its groups are broken

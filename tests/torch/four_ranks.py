@@ -1,14 +1,8 @@
-"""One of four ranks that train one model: python -m tests.torch.four_ranks RANK ROOT.
-
-Prints a JSON line for each case. They share one world, because starting it costs more than they do.
-"""
+"""One of four ranks that train one model, in each of `CASES`."""
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
-import json
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -31,22 +26,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from healcore.core.clipping.update_clip import UpdateClipConfig
-from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.detectors import grad_spike, loss_spike, nonfinite
+from healcore.core.clipping import ZClipConfig
+from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine
 from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, RanksDisagreeError, attach
 from healcore.torch.driver import TorchDriver
 from tests.torch import policies
+from tests.torch.optimizer_cases import HOST_AND_DEVICE
+from tests.torch.worlds import folder, serve
 
 WORLD, ROWS = 4, 4
-STEPS = {"alone": 200, "DDP": 200, "FSDP2": 200, "HSDP": 90}
+STEPS = {"alone": 200, "DDP": 200, "DDP, device": 90, "FSDP2": 200, "HSDP": 90}
 NAN = float("nan")
-ROOT = "root"
-"""Stands for the folder of this run."""
 SECONDS = 400
-"""After which ranks that wait for each other show where, and end."""
 
 BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART = 40, 55, 70, 85
 FAULTS = {BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART}
@@ -55,19 +48,14 @@ POLICY = Engine(
     policies.LOSSES.config._replace(
         clip=("zclip", ZClipConfig(warmup_steps=20)),
         detectors=(
-            ("nonfinite", nonfinite.Config()),
-            ("loss_spike", loss_spike.Config()),
-            ("grad_spike", grad_spike.Config()),
+            ("nonfinite", NonFiniteConfig()),
+            ("loss_spike", LossSpikeConfig()),
+            ("grad_spike", GradSpikeConfig()),
         ),
     )
 )
 """Clips, and skips what is not finite and spikes of the loss."""
 
-CLIPS_UPDATES = Engine(
-    policies.SKIPS.config._replace(
-        update_clip=UpdateClipConfig(warmup_steps=4), detectors=policies.SKIPS.config.detectors[:1]
-    )
-)
 UPDATES = {"DDP": 16, "HSDP": 8, "tensor parallel": 8}
 """Bytes of the second all_reduce."""
 
@@ -133,14 +121,15 @@ def trained(kind: str) -> dict[str, Any]:
         return {}
     net = small_net()
     model: nn.Module = net
-    if kind == "DDP":
+    if kind.startswith("DDP"):
         model = DistributedDataParallel(net)
     elif kind == "FSDP2":
         model = sharded(net, init_device_mesh("cpu", (WORLD,)))
     elif kind == "HSDP":
         model = sharded(net, hybrid_mesh())
     optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
-    heal = attach(optimizer, POLICY, process_group=None if kind == "alone" else "auto")
+    group, where = (None if kind == "alone" else "auto"), ("device" if "device" in kind else "auto")
+    heal = attach(optimizer, POLICY, process_group=group, engine=where)  # type: ignore[arg-type]
     mine = range(WORLD) if kind == "alone" else [rank]
     records, unmoved, added = [], True, set()
     for i in range(STEPS[kind]):
@@ -213,7 +202,7 @@ LAYOUTS = (
 
 
 def judged(kind: str) -> dict[str, Any]:
-    """The norm that is judged, that of the whole gradients, and what healing adds to a step."""
+    """The judged norm, the whole gradients' norm, and the bytes that healing adds to a step."""
     outcome: dict[str, Any] = {"norms": [], "calls": []}
     weights = []
     for healed in (False, True):
@@ -294,10 +283,10 @@ def scaled(kind: str) -> dict[str, Any]:
 
 
 def updates(kind: str) -> dict[str, Any]:
-    """The norm of an update, that of the move of the whole parameters, and what is sent."""
+    """The norm of an update, the norm of the parameters' move, and the bytes sent."""
     net, model, data = layout(kind)
     optimizer = SGD(net.parameters(), lr=0.1)
-    heal = attach(optimizer, CLIPS_UPDATES)
+    heal = attach(optimizer, policies.CLIPS_UPDATES)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(data))
     for i in range(7):
         heal.observe(1.0)
@@ -358,6 +347,73 @@ def pipeline(kind: str) -> dict[str, Any]:
     outcome["skips"] = float(heal.metrics()["heal/skips"])
     outcome["unmoved"] = digest([part(p) for p in net.parameters()]) == before
     return outcome
+
+
+# -- one rank that differs -------------------------------------------------------------------------
+
+ODD, TAKEN = 12, 20
+APART = [
+    f"{what}, {where}"
+    for what in (
+        "NaN gradient", "clipped", "no gradient", "fresh state", "change expected", "no exchange",
+    )
+    for where in HOST_AND_DEVICE
+]  # fmt: skip
+
+
+def apart(case: str) -> dict[str, Any]:
+    """Ranks that step with gradients of their own; rank 1 differs at step `ODD`."""
+    what, where = case.split(", ")
+    net = small_net()
+    model = DistributedDataParallel(net) if what == "change expected" else net
+    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
+    policy = policies.fixed(0.01) if what == "clipped" else policies.LOSSES
+    group = None if what == "no exchange" else "auto"
+    heal = attach(optimizer, policy, engine=where, process_group=group)  # type: ignore[arg-type]
+    if what == "fresh state" and dist.get_rank() == 1:
+        get_optimizer_state_dict(net, optimizer)  # torch makes the state with a step
+    random = torch.Generator().manual_seed(100 + dist.get_rank())
+    calls: list[int] = []
+    for i in range(TAKEN):
+        odd = what if i == ODD and dist.get_rank() == 1 else ""
+        x = torch.randn(16, 4, generator=random)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        if odd == "change expected":
+            heal.expect_change()
+        heal.observe(loss.detach() * (1e4 if odd == "change expected" else 1.0))
+        (loss * (NAN if odd == "NaN gradient" else 1.0)).backward()
+        if odd == "no gradient":
+            optimizer.zero_grad()
+        try:
+            with Collectives() as counted:
+                optimizer.step()
+        except RanksDisagreeError as error:
+            return {"raised": f"{i}: {error}"}
+        calls += counted.nbytes
+        optimizer.zero_grad()
+    metrics = {name: float(value) for name, value in heal.metrics().items()}
+    decided = [metrics["heal/skips"], metrics["heal/grad_scale"]]
+    finite = all(bool(p.isfinite().all()) for p in net.parameters())
+    return {"raised": "", "calls": calls, "decided": decided, "finite": finite}
+
+
+def healer_apart(case: str) -> dict[str, Any]:
+    """The same under a Healer whose engines exchange nothing."""
+    net = small_net()
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    state = {"model": net, "optimizer": optimizer}
+    options = {"process_group": None}
+    try:
+        with Healer(policies.LOSSES, state=state, attach=options, save_every=5) as healer:
+            for i in healer.batches(range(TAKEN)):
+                loss = net(torch.ones(1, 4)).square().mean()
+                healer.observe(loss * (1e4 if i == ODD and dist.get_rank() == 1 else 1.0))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except RanksDisagreeError as error:
+        return {"raised": str(error)}
+    return {"raised": ""}
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -423,16 +479,17 @@ def cold_start(kind: str) -> dict[str, Any]:
     return {"norm": float(heal.metrics()["heal/grad_norm"])}
 
 
-def part_of_the_program(root: Path) -> dict[str, Any]:
+def part_of_the_program(case: str) -> dict[str, Any]:
     """Two of the four ranks train a sharded model under a Healer; the others do something else."""
     pair = dist.new_group([2, 3])
     if dist.get_rank() < 2:
         return {}
-    return {"stopped": paired(pair, root / "pair", 6), "resumed": paired(pair, root / "pair", 9)}
+    store = folder() / "pair"
+    return {"stopped": paired(pair, store, 6), "resumed": paired(pair, store, 9)}
 
 
 def paired(pair: Any, store: Path, steps: int) -> dict[str, Any]:
-    """A run of two ranks that ends after so many steps, and goes on from the one before."""
+    """A run of two ranks that ends after `steps`, and continues the run before."""
     net = sharded(small_net(), DeviceMesh.from_group(pair, "cpu"))
     optimizer = AdamW(net.parameters(), lr=1e-2)
     state = {"model": net, "optimizer": optimizer}
@@ -451,7 +508,7 @@ def paired(pair: Any, store: Path, steps: int) -> dict[str, Any]:
     return {"world": world, "skips": skips, "first": first}
 
 
-CASES: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+CASES: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
     **{kind: (trained, kind) for kind in STEPS},
     **{f"judged, {kind}": (judged, kind) for kind in LAYOUTS},
     **{f"fused, {where}": (fused, where) for where in ("host", "device")},
@@ -460,19 +517,17 @@ CASES: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     **{f"pipeline, {kind}": (pipeline, kind) for kind in ("four stages", "two stages")},
     "refused": (refused, ""),
     "cold start": (cold_start, ""),
-    "part of the program": (part_of_the_program, ROOT),
+    "part of the program": (part_of_the_program, ""),
+    **{case: (apart, case) for case in APART},
+    "Healer": (healer_apart, ""),
 }
 
 
-def main(rank: int, root: Path) -> None:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    address = f"file://{root}/rendezvous"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
-    for case, (run, what) in CASES.items():
-        dist.barrier()
-        print(json.dumps([case, run(root if what is ROOT else what)]), flush=True)
-    dist.destroy_process_group()
+def outcome(case: str) -> dict[str, Any]:
+    dist.barrier()
+    run, what = CASES[case]
+    return run(what)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    serve(outcome, seconds=SECONDS, cases=CASES)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from healcore.core.clipping.adagc import AdaGCConfig
-from healcore.core.clipping.fixed import FixedConfig
-from healcore.core.clipping.zclip import ZClipConfig
-from healcore.core.detectors import DETECTORS, grad_spike, loss_spike, nonfinite
+from healcore import policy
+from healcore.core.clipping import AdaGCConfig, FixedConfig, UpdateClipConfig, ZClipConfig
+from healcore.core.detectors import DETECTORS, GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine, EngineConfig, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 
@@ -14,8 +13,8 @@ NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 
 _SKIP = EngineConfig(
     detectors=(
-        ("nonfinite", nonfinite.Config()),
-        ("grad_spike", grad_spike.Config(window=WARMUP)),
+        ("nonfinite", NonFiniteConfig()),
+        ("grad_spike", GradSpikeConfig(window=WARMUP)),
     ),
     rules=(RuleConfig(NONFINITE | int(Cause.GRAD_SPIKE), skip=True),),
 )
@@ -41,10 +40,17 @@ SOFTENS = Engine(
 )
 """A quarter of a step for every finite spike."""
 
+CLIPS_UPDATES = Engine(
+    _SKIP._replace(
+        update_clip=UpdateClipConfig(warmup_steps=4), detectors=(("nonfinite", NonFiniteConfig()),)
+    )
+)
+"""Skips what is not finite, clips updates."""
+
 ADAGC = Engine(
     EngineConfig(
         clip=("adagc", AdaGCConfig(warmup_steps=WARMUP, max_norm=1e9)),
-        detectors=(("nonfinite", nonfinite.Config()),),
+        detectors=(("nonfinite", NonFiniteConfig()),),
         rules=(RuleConfig(NONFINITE, skip=True),),
     )
 )
@@ -52,7 +58,7 @@ ADAGC = Engine(
 EVERYTHING = Engine(
     EngineConfig(
         clip=("zclip", ZClipConfig(warmup_steps=WARMUP)),
-        detectors=tuple((name, module.Config()) for name, module in DETECTORS.items()),
+        detectors=tuple((name, detector()) for name, detector in DETECTORS.items()),
         rules=(
             RuleConfig(NONFINITE | int(Cause.LOSS_SPIKE | Cause.GRAD_SPIKE), skip=True),
             RuleConfig(NONFINITE, action=int(Action.ROLLBACK | Action.CUT_LR), count=2, within=9),
@@ -63,8 +69,8 @@ EVERYTHING = Engine(
 LOSSES = Engine(
     EngineConfig(
         detectors=(
-            ("nonfinite", nonfinite.Config()),
-            ("loss_spike", loss_spike.Config(window=8)),  # fewer losses do not show their noise
+            ("nonfinite", NonFiniteConfig()),
+            ("loss_spike", LossSpikeConfig(window=8)),  # fewer losses do not show their noise
         ),
         rules=(RuleConfig(NONFINITE | int(Cause.LOSS_SPIKE), skip=True),),
     )
@@ -74,3 +80,24 @@ LOSSES = Engine(
 def fixed(max_norm: float) -> Engine:
     """Clips to `max_norm`, and skips what is not finite."""
     return Engine(SKIPS.config._replace(clip=("fixed", FixedConfig(max_norm)), detectors=()))
+
+
+ROLLS_BACK = policy.loads(
+    """
+schema = 1
+name = "first-nan"
+[detect.nonfinite]
+[[respond]]
+to = ["nonfinite"]
+do = ["skip", "rollback", "cut_lr"]
+[incident]
+quiet_steps = 2
+patience = 5
+[rollback]
+probation = 2
+[lr]
+hold_steps = 3
+ramp_steps = 4
+"""
+)
+"""A policy for short runs: it rolls back at the first NaN; a checkpoint is good two steps on."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from healcore import Healer
-from healcore.runtime.events import read
+from healcore.events import read
 from healcore.torch import attach
 from tests.torch import simulated_device
 from tests.torch.simulated_device import DEVICE, uploads, waits
@@ -136,7 +136,7 @@ def trained(device: torch.device, folder: Path, optimizer: str) -> tuple[float, 
 
 
 def rollback(optimizer: str = "AdamW") -> None:
-    """A Healer on the device skips, compares weights and goes back as on the CPU."""
+    """A Healer on the device skips, compares weights and rolls back as on the CPU."""
     with tempfile.TemporaryDirectory() as folder:
         on_cpu = trained(CPU, Path(folder), optimizer)
         on_device = trained(DEVICE, Path(folder), optimizer)
@@ -146,7 +146,7 @@ def rollback(optimizer: str = "AdamW") -> None:
 
 
 def save() -> None:
-    """The state of the engine is read in one copy, whatever the number of its leaves."""
+    """The state of the engine is read in one copy, for any number of leaves."""
     run = Run(DEVICE)
     heal = attach(run.optimizer, "default", engine="device", compile=False)
     loss = run.loss(run.batch(0))

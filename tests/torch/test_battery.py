@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
+from healcore.core.engine import Engine
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
-from tests.torch.optimizer_cases import CASES, Case, Where, host_and_device
+from tests.torch.optimizer_cases import (
+    CASES,
+    FUSED,
+    HOST_AND_DEVICE,
+    NAN,
+    Case,
+    Where,
+    host_and_device,
+)
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -25,13 +34,28 @@ def test_every_optimizer_of_torch_is_tested():
 
 @host_and_device
 @every_case
-def test_a_neutral_decision_changes_no_bit(case: Case, where: Where):
+@pytest.mark.parametrize("policy", [policies.SKIPS, policies.CUTS], ids=["skips", "cuts"])
+def test_a_neutral_decision_changes_no_bit(case: Case, where: Where, policy: Engine):
+    """Nor does a policy that may cut the rate, until it does."""
     mine, twin = case.build(), case.build()
-    heal = attach(mine, policies.SKIPS, engine=where)
+    heal = attach(mine, policy, engine=where)
     for i in range(6):
         case.step(mine, i, heal=heal)
         case.step(twin, i)
     assert_same(snapshot(mine), snapshot(twin))
+
+
+@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
+@pytest.mark.parametrize("policy", [policies.fixed(0.5), policies.CUTS], ids=["clips", "cuts"])
+def test_both_engines_clip_and_cut_to_the_same_bits(case: Case, policy: Engine):
+    runs = []
+    for where in HOST_AND_DEVICE:
+        optimizer = case.build()
+        heal = attach(optimizer, policy, engine=where)  # type: ignore[arg-type]
+        for i in range(6):
+            case.step(optimizer, i, heal=heal, factor=NAN if i == 1 else 1.0)
+        runs.append(snapshot(optimizer))
+    assert_same(*runs)
 
 
 @host_and_device

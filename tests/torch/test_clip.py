@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, parameters, snapshot
-from tests.torch.optimizer_cases import CASES, FUSED, Case, Where, host_and_device
+from tests.torch.optimizer_cases import CASES, Case, Where, host_and_device
 
 MAX_NORM = 0.5
 
@@ -68,18 +68,6 @@ def test_lbfgs_gets_one_factor_for_all_evaluations_of_a_step(line_search: str | 
     assert tight[0] == free[0]
     assert tight[1:] != free[1:]  # and it moves all the same:
     assert tight[-1] < tight[0]
-
-
-@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
-def test_both_engines_clip_to_the_same_bits(case: Case):
-    runs = []
-    for where in ("host", "device"):
-        optimizer = case.build()
-        heal = attach(optimizer, policies.fixed(MAX_NORM), engine=where)
-        for i in range(5):
-            case.step(optimizer, i, heal=heal)
-        runs.append(snapshot(optimizer))
-    assert_same(*runs)
 
 
 @host_and_device

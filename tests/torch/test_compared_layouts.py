@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.torch.compared_layouts import KEPT, LAYOUTS, SECONDS
-from tests.torch.worlds import Worlds
+from tests.torch.worlds import Worlds, worlds_of
 
 FAST = ("DDP", "FSDP2", "FSDP2, one group", "FSDP2, bfloat16", "tensor parallel", "loss in parts")
 SLOW = tuple(name for name in LAYOUTS[2] if name not in FAST)
@@ -16,14 +16,11 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    folder = tmp_path_factory.mktemp("worlds")
-    return Worlds("tests.torch.compared_layouts", folder, seconds=SECONDS + 30)
+worlds = worlds_of("tests.torch.compared_layouts", SECONDS)
 
 
 @pytest.mark.parametrize(("world", "layouts", "name"), CASES)
-def test_earlier_weights_have_the_loss_that_they_had(
+def test_earlier_weights_have_their_loss_and_training_does_not_notice(
     world: int, layouts: tuple[str, ...], name: str, worlds: Worlds
 ):
     for each in worlds.of(world, layouts, name):
@@ -31,12 +28,5 @@ def test_earlier_weights_have_the_loss_that_they_had(
         assert len(each["with"]["again"]) > 3
         for losses in each["with"]["again"]:
             assert losses == [then]  # to the bit: after each step, and twice in a row
-
-
-@pytest.mark.parametrize(("world", "layouts", "name"), CASES)
-def test_training_goes_on_as_if_nothing_had_been_evaluated(
-    world: int, layouts: tuple[str, ...], name: str, worlds: Worlds
-):
-    for each in worlds.of(world, layouts, name):
         assert each["with"]["losses"] == each["without"]["losses"]
         assert each["with"]["digest"] == each["without"]["digest"]

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.torch.compared_ranks import FAULT, FAULTS, SECONDS
-from tests.torch.worlds import Worlds
+from tests.torch.compared_ranks import (
+    FAILING_FAULT,
+    FAILING_STEPS,
+    FAILURES,
+    FAULT,
+    FAULTS,
+    SECONDS,
+    WAIT_S,
+)
+from tests.torch.worlds import Worlds, worlds_of
 
 FAST, SLOW = ("DDP", "FSDP2"), ("tensor parallel", "accumulated")
 SPREAD = [
@@ -21,14 +29,15 @@ the difference, from 1e-7 to 4e-3 within 30 steps. At 100 times the rate trainin
 current weights differ."""
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    folder = tmp_path_factory.mktemp("worlds")
-    return Worlds("tests.torch.compared_ranks", folder, seconds=SECONDS + 30)
+worlds = worlds_of("tests.torch.compared_ranks", SECONDS)
+
+
+def cases(*kinds: str) -> list[str]:
+    return [f"{kind}, {fault}" for kind in kinds for fault in FAULTS]
 
 
 def alone(worlds: Worlds, fault: str) -> Any:
-    [found] = worlds.of(1, ["alone"], f"alone, {fault}")
+    [found] = worlds.of(1, cases("alone"), f"alone, {fault}")
     return found
 
 
@@ -48,7 +57,7 @@ def test_several_ranks_decide_as_one(
     world: int, kinds: tuple[str, ...], kind: str, fault: str, worlds: Worlds
 ):
     one = alone(worlds, fault)
-    outcomes = worlds.of(world, kinds, f"{kind}, {fault}")
+    outcomes = worlds.of(world, cases(*kinds), f"{kind}, {fault}")
     assert len(outcomes) == world
     for each in outcomes:
         assert each == outcomes[0]  # to the bit
@@ -63,3 +72,37 @@ def test_several_ranks_decide_as_one(
         if fault in TOLERANCE:
             near = pytest.approx(expected["now"], rel=TOLERANCE[fault], nan_ok=True)
             assert mine["now"] == near
+
+
+# -- a `loss_fn` that fails on one of two ranks, and clocks that differ ----------------------------
+
+
+def test_a_clock_that_stands_still_on_one_rank_keeps_no_rank_waiting(worlds: Worlds):
+    first, second = worlds.of(2, FAILURES[:3], "clock")
+    assert first["steps"] == second["steps"] == FAILING_STEPS
+    assert first["calls"] == second["calls"] > 10
+    assert first["weights"] == second["weights"]
+
+
+def test_a_loss_fn_that_raises_on_one_rank_is_not_called_again_on_any(worlds: Worlds):
+    outcomes = worlds.of(2, FAILURES[:3], "raises")
+    for each in outcomes:
+        assert (each["steps"], each["said"]) == (FAILING_STEPS, "")
+        assert FAILING_FAULT < each["asked at"] == outcomes[0]["asked at"] < FAILING_STEPS - 5
+        assert each["problems"] == [
+            "loss_fn raised ValueError: no such row; it is not called again"
+        ]
+        assert each["weights"] == outcomes[0]["weights"]
+
+
+def test_a_wrong_loss_fn_of_one_rank_is_an_error_on_all_at_the_first_step(worlds: Worlds):
+    for each in worlds.of(2, FAILURES[:3], "wrong"):
+        assert "one number, got shape (2,)" in each["said"]
+        assert each["steps"] < 5
+
+
+def test_a_rank_that_raises_while_others_gather_parameters_ends_the_run(worlds: Worlds):
+    first, second = worlds.of(2, FAILURES[3:], "gathered")
+    assert second["said"] == "ValueError: no such row"
+    assert "Connection closed" in first["said"]
+    assert max(first["took"], second["took"]) < WAIT_S + 40

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.torch.forked_ranks import run_ranks
-from tests.torch.four_ranks import FAULTS, LAYOUTS, SECONDS, STEPS, UPDATES, WORLD
+from tests.torch.four_ranks import FAULTS, LAYOUTS, ODD, SECONDS, STEPS, TAKEN, UPDATES, WORLD
 from tests.torch.optimizer_cases import host_and_device
+from tests.torch.worlds import Worlds, worlds_of
 
-SPREAD = ("DDP", "FSDP2", "HSDP")
-COPIES = {"DDP": 4, "FSDP2": 1, "HSDP": 2}
+COPIES = {"DDP": 4, "DDP, device": 4, "FSDP2": 1, "HSDP": 2}
 TOLERANCE = 1e-5
 """Relative, of losses and norms: four processes add up in another order than one does."""
 
 
-class World:
-    """What each rank wrote, case by case."""
+Of = Callable[[str], list[dict[str, Any]]]
+"""Takes the name of a case; returns its outcome on each rank."""
 
-    def __init__(self, root: Path) -> None:
-        found = run_ranks("tests.torch.four_ranks", root, world=WORLD, seconds=SECONDS + 60)
-        self.errors = "\n".join(errors[-3000:] for _, errors in found)
-        self._outcomes = [dict(map(json.loads, out.splitlines())) for out, _ in found]
-
-    def of(self, case: str) -> list[dict[str, Any]]:
-        """The outcome on each rank."""
-        assert all(case in each for each in self._outcomes), self.errors
-        return [each[case] for each in self._outcomes]
+worlds = worlds_of("tests.torch.four_ranks", SECONDS)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"))
+@pytest.fixture
+def of(worlds: Worlds) -> Of:
+    return partial(worlds.of, WORLD, [])
 
 
-@pytest.mark.parametrize("kind", SPREAD)
-def test_all_ranks_skip_what_is_bad_on_one(kind: str, world: World):
-    outcomes = world.of(kind)
+@pytest.mark.parametrize("kind", COPIES)
+def test_all_ranks_skip_what_is_bad_on_one(kind: str, of: Of):
+    outcomes = of(kind)
     for each in outcomes:
         assert each["records"] == outcomes[0]["records"]
         assert {i for i, record in enumerate(each["records"]) if record[3]} == FAULTS
@@ -50,23 +41,23 @@ def test_all_ranks_skip_what_is_bad_on_one(kind: str, world: World):
     assert all(parts.count(part) == COPIES[kind] for part in parts)
 
 
-@pytest.mark.parametrize("kind", SPREAD)
-def test_four_processes_decide_as_one_does(kind: str, world: World):
-    alone = world.of("alone")[0]["records"][: STEPS[kind]]
-    for four, one in zip(world.of(kind)[0]["records"], alone, strict=True):
+@pytest.mark.parametrize("kind", COPIES)
+def test_four_processes_decide_as_one_does(kind: str, of: Of):
+    alone = of("alone")[0]["records"][: STEPS[kind]]
+    for four, one in zip(of(kind)[0]["records"], alone, strict=True):
         assert four[:4] == one[:4]
         assert four[4:] == pytest.approx(one[4:], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", SPREAD)
-def test_a_step_is_given_one_all_reduce_of_64_bytes(kind: str, world: World):
-    for each in world.of(kind):
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_step_is_given_one_all_reduce_of_64_bytes(kind: str, of: Of):
+    for each in of(kind):
         assert each["added"] == [[64]]
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_the_global_norm_counts_every_part_once(kind: str, world: World):
-    for each in world.of(f"judged, {kind}"):
+def test_the_global_norm_counts_every_part_once(kind: str, of: Of):
+    for each in of(f"judged, {kind}"):
         judged, norm = each["norms"]
         assert judged == pytest.approx(norm, rel=1e-6)
         assert each["ranks"] == WORLD
@@ -80,20 +71,20 @@ def test_the_global_norm_counts_every_part_once(kind: str, world: World):
 
 
 @host_and_device
-def test_a_fused_step_of_sharded_parameters_is_skipped_exactly(where: str, world: World):
-    outcomes = world.of(f"fused, {where}")
+def test_a_fused_step_of_sharded_parameters_is_skipped_exactly(where: str, of: Of):
+    outcomes = of(f"fused, {where}")
     for each in outcomes:
         assert each["skips"][:3] == [1.0, True, [64]]
         skips, exact, added, _ = each["per tensor"]
         assert (skips, exact) == (1.0, True)
         assert added == [64 + 8 * 6]  # a number for each parameter
         assert each == outcomes[0]
-    assert outcomes == world.of("fused, host")
+    assert outcomes == of("fused, host")
 
 
 @pytest.mark.parametrize("kind", ["fused", "not fused"])
-def test_an_overflow_in_one_part_is_skipped_on_all_and_not_counted(kind: str, world: World):
-    outcomes = world.of(f"scaled, {kind}")
+def test_an_overflow_in_one_part_is_skipped_on_all_and_not_counted(kind: str, of: Of):
+    outcomes = of(f"scaled, {kind}")
     for each in outcomes:
         assert each["skipped"] == [False, False, False, True, False]
         assert (each["scale"], each["skips"]) == (512.0, 0.0)
@@ -101,8 +92,8 @@ def test_an_overflow_in_one_part_is_skipped_on_all_and_not_counted(kind: str, wo
 
 
 @pytest.mark.parametrize("kind", UPDATES)
-def test_updates_are_clipped_by_their_global_norm(kind: str, world: World):
-    for each in world.of(f"updates, {kind}"):
+def test_updates_are_clipped_by_their_global_norm(kind: str, of: Of):
+    for each in of(f"updates, {kind}"):
         judged, norm = each["norms"]
         assert judged == pytest.approx(norm, rel=1e-3)
         assert each["clips"] == 1.0
@@ -111,8 +102,8 @@ def test_updates_are_clipped_by_their_global_norm(kind: str, world: World):
 
 
 @pytest.mark.parametrize("kind", ["four stages", "two stages"])
-def test_norms_are_added_up_over_pipeline_stages(kind: str, world: World):
-    outcomes = world.of(f"pipeline, {kind}")
+def test_norms_are_added_up_over_pipeline_stages(kind: str, of: Of):
+    outcomes = of(f"pipeline, {kind}")
     for each in outcomes:
         judged, norm = each["norms"]
         assert judged == pytest.approx(norm, rel=1e-6)
@@ -122,8 +113,8 @@ def test_norms_are_added_up_over_pipeline_stages(kind: str, world: World):
         assert each["unmoved"]
 
 
-def test_what_cannot_work_is_refused_in_words(world: World):
-    for said in world.of("refused"):
+def test_what_cannot_work_is_refused_in_words(of: Of):
+    for said in of("refused"):
         assert "unrelated meshes" in said["unrelated meshes"]
         assert "leave process_group out" in said["alone"]
         assert "that step together are" in said["small group"]
@@ -134,12 +125,45 @@ def test_what_cannot_work_is_refused_in_words(world: World):
         assert (said["pair"], said["both"]) == (2, WORLD)
 
 
-def test_a_healer_of_two_of_the_ranks_needs_no_others(world: World):
+def test_a_healer_of_two_of_the_ranks_needs_no_others(of: Of):
     alike = {"world": 2, "skips": 1.0}
     whole = {"stopped": {**alike, "first": 0}, "resumed": {**alike, "first": 6}}
-    assert world.of("part of the program") == [{}, {}, whole, whole]
+    assert of("part of the program") == [{}, {}, whole, whole]
 
 
-def test_a_warm_up_from_zero_waits_for_nobody(world: World):
-    for each in world.of("cold start"):
+def test_a_warm_up_from_zero_waits_for_no_rank(of: Of):
+    for each in of("cold start"):
         assert each["norm"] == 2.0
+
+
+@host_and_device
+@pytest.mark.parametrize(("what", "skips"), [("NaN gradient", 1), ("clipped", 0)])
+def test_gradients_that_are_not_reduced_are_treated_alike(
+    what: str, skips: int, where: str, of: Of
+):
+    outcomes = of(f"{what}, {where}")
+    for each in outcomes:
+        assert each["decided"] == [skips, outcomes[0]["decided"][1]]
+        assert each["finite"]
+
+
+@host_and_device
+@pytest.mark.parametrize("what", ["no gradient", "fresh state"])
+def test_a_rank_that_lacks_something_keeps_no_rank_waiting(what: str, where: str, of: Of):
+    """Gradients; and a torch function on one rank steps the optimizer to make its state."""
+    for each in of(f"{what}, {where}"):
+        assert each["raised"] == ""
+        assert each["calls"] == [64] * TAKEN
+    assert of(f"no exchange, {where}")[0]["calls"] == []
+
+
+@host_and_device
+def test_decisions_that_differ_are_an_error(where: str, of: Of):
+    for each in of(f"change expected, {where}"):
+        assert each["raised"].startswith(f"{ODD + 1}: ")
+        assert "expect_change" in each["raised"]
+
+
+def test_a_healer_whose_engines_exchange_nothing_raises_instead_of_waiting(of: Of):
+    for each in of("Healer"):
+        assert "process_group" in each["raised"]

@@ -1,4 +1,4 @@
-"""The norm is taken in float32, whatever the gradients are."""
+"""The norm is taken in float32, for gradients of any dtype."""
 
 from __future__ import annotations
 

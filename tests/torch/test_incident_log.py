@@ -15,8 +15,8 @@ from healcore.core.engine import Engine, RuleConfig
 from healcore.core.verdict import Action
 from healcore.runtime.healer import Healer
 from healcore.torch import Healing, attach
-from healcore.torch.driver import TorchDriver
-from healcore.torch.incident_log import EVERY, WITHOUT_LOSS, WITHOUT_STEP
+from healcore.torch.engines import READ_EVERY
+from healcore.torch.incident_log import WITHOUT_LOSS, WITHOUT_STEP
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
 
@@ -70,7 +70,7 @@ def test_a_run_without_alarms_logs_nothing(where: Where, lines: Lines):
 @host_and_device
 def test_an_incident_is_one_line_of_any_length(where: Where, lines: Lines):
     loop = Loop(where=where)
-    loop.steps(*[1.0] * 4, *[NAN] * 40, *[1.0] * 2 * EVERY)
+    loop.steps(*[1.0] * 4, *[NAN] * 40, *[1.0] * 2 * READ_EVERY)
     (line,) = logged(lines)
     assert re.match(r"AdamW( \d+)?: step 4: incident 1: nonfinite loss and nonfinite grad; ", line)
     assert where == "device" or line.endswith("; skipped")
@@ -145,58 +145,6 @@ def test_a_replaced_or_copied_optimizer_is_logged(lines: Lines):
     loop.steps(*[1.0] * 2 * WITHOUT_STEP)
     (line,) = logged(lines)
     assert "replaced or copied" in line
-
-
-def clears_data(loop: Loop) -> None:
-    if loop.p.grad is not None:
-        loop.p.grad.data.zero_()  # which raises no version
-
-
-CLEARED = {
-    "nothing": lambda loop: None,
-    "clip": lambda loop: torch.nn.utils.clip_grad_norm_([loop.p], 1e-3),
-    "none": lambda loop: loop.optimizer.zero_grad(),
-    "zero": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
-    "data": clears_data,
-}
-
-
-@pytest.mark.parametrize("cleared", CLEARED)
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("by_product", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_forgotten_zero_grad_is_logged_once(
-    lines: Lines, cleared: str, parts: int, by_product: bool, fused: bool
-):
-    """Neither an accumulation, nor gradients of another network's backward pass, are one."""
-    loop = Loop()
-    loop.heal.detach()
-    loop.optimizer = AdamW([loop.p], fused=fused)
-    loop.heal = attach(loop.optimizer, policies.SKIPS)
-    for _ in range(12):
-        if cleared != "clip":
-            CLEARED[cleared](loop)
-        for _ in range(parts):
-            (loop.p**2).sum().backward()
-        if cleared == "clip":
-            CLEARED[cleared](loop)
-        loop.optimizer.step()
-        if by_product:
-            loop.p.sum().backward()
-    assert len(logged(lines, "zero_grad()")) == (cleared in ("nothing", "clip"))
-    assert not loop.p._backward_hooks
-
-
-def test_a_healer_warns_of_a_forgotten_zero_grad():
-    loop = Loop()
-    state = {"p": [loop.p], "optimizer": loop.optimizer}
-    driver = TorchDriver(state, policies.SKIPS)
-    for _ in range(12):
-        driver.observe(1.0)
-        (loop.p**2).sum().backward()
-        loop.optimizer.step()
-        driver.poll_step()
-    assert sum("zero_grad()" in line for line in driver.warnings) == 1
 
 
 def test_a_long_accumulation_is_fine(lines: Lines):

@@ -198,5 +198,5 @@ def test_the_optimizer_still_pickles_and_copies(where: Where):
     run(optimizer, heal, range(2))
     twin = copy.deepcopy(optimizer)
     assert_same(snapshot(twin), snapshot(optimizer))
-    CASE.step(twin, 2)  # heals nobody
+    CASE.step(twin, 2)  # is not healed
     assert int(heal.metrics()["heal/steps"]) == 2

@@ -7,26 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import SGD, AdamW
 
-from healcore.core.clipping.update_clip import UpdateClipConfig
+from healcore.core.clipping import UpdateClipConfig
 from healcore.core.engine import Engine
-from healcore.torch import AttachError, attach
+from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, Where, host_and_device
-
-CLIPS = Engine(
-    policies.SKIPS.config._replace(
-        update_clip=UpdateClipConfig(warmup_steps=4), detectors=policies.SKIPS.config.detectors[:1]
-    )
-)
-"""Skips NaN, clips updates."""
 
 
 def run(
     sizes: list[float],
     where: Where,
-    policy: Any = CLIPS,
+    policy: Any = policies.CLIPS_UPDATES,
     dtype: Any = torch.float32,
     **options: Any,
 ) -> tuple[list[float], Any, Any, Parameter]:
@@ -58,7 +51,7 @@ def test_an_update_that_stands_out_is_shortened_to_what_its_history_allows(where
 def test_moments_and_counters_are_those_that_the_optimizer_made(where: Where):
     ours, theirs = Parameter(torch.ones(3)), Parameter(torch.ones(3))
     healed, plain = AdamW([ours], lr=0.1, fused=True), AdamW([theirs], lr=0.1, fused=True)
-    attach(healed, CLIPS, engine=where)
+    attach(healed, policies.CLIPS_UPDATES, engine=where)
     for size in [1.0, 1.1, 0.9, 1.0, 1e-6, 1.0, 50.0, 1.0]:
         for p, optimizer in ((ours, healed), (theirs, plain)):
             p.grad = torch.full((3,), size)
@@ -72,7 +65,7 @@ def test_an_ordinary_update_keeps_every_bit(where: Where):
     p = Parameter(torch.tensor([-0.0, 0.0, 1e-40, 1.0]))
     q = Parameter(p.detach().clone())
     ours, plain = SGD([p], lr=0.1, fused=True), SGD([q], lr=0.1, fused=True)
-    attach(ours, CLIPS, engine=where)
+    attach(ours, policies.CLIPS_UPDATES, engine=where)
     for _ in range(8):
         for each, optimizer in ((p, ours), (q, plain)):
             each.grad = torch.tensor([0.0, -0.0, 0.0, 0.01])
@@ -116,7 +109,7 @@ def test_half_precision(where: Where):
 @host_and_device
 def test_observe_mode_judges_and_moves_as_the_optimizer_does(where: Where):
     sizes = [1.0, 1.1, 0.9, 1.0, 1.05, 64.0, 1.0]
-    observes = Engine(CLIPS.config._replace(mode="observe"))
+    observes = Engine(policies.CLIPS_UPDATES.config._replace(mode="observe"))
     moved, heal, *_ = run(sizes, where, observes)
     assert moved == run(sizes, where, None)[0]
     assert int(heal.metrics()["heal/update_clips"]) == 1
@@ -127,7 +120,11 @@ def test_a_policy_that_reads_update_norms_gets_them_without_a_call(where: Where)
     spikes = policies.EVERYTHING.config.detectors
     watched = tuple(each for each in spikes if each[0] == "update_spike")
     assert watched
-    policy = Engine(CLIPS.config._replace(detectors=(*CLIPS.config.detectors, *watched)))
+    policy = Engine(
+        policies.CLIPS_UPDATES.config._replace(
+            detectors=(*policies.CLIPS_UPDATES.config.detectors, *watched)
+        )
+    )
     _, heal, *_ = run([1.0, 1.1], where, policy)
     assert heal.report().waiting_for == ("loss",), "and not for update_norm"
 
@@ -139,8 +136,3 @@ def test_the_copy_is_declared_and_gone_without_the_table():
     _, plain, *_ = run([1.0], "host", policies.SKIPS)
     assert plain.report().update_clip == ""
     assert plain.hooks.update_clip is None
-
-
-def test_lbfgs_is_refused():
-    with pytest.raises(AttachError, match="LBFGS"):
-        attach(LBFGS([Parameter(torch.ones(1))]), CLIPS)

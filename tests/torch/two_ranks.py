@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    """A port of this machine that no program uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def run_two_ranks(module: str, *args: Path | str, seconds: float) -> list[tuple[str, str]]:

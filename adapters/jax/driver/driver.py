@@ -9,15 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.jax import moments
 from healcore.jax.driver import engines as in_state
-from healcore.jax.driver.checkpoint_layout import CheckpointLayout, as_live
-from healcore.jax.driver.gradient_window import GradientWindow
+from healcore.jax.driver.gradient_window import GradientWindow, differ
+from healcore.jax.driver.live_state import array_of, as_live, live_state_of
 from healcore.jax.driver.pending_dispatch import Dispatch, PendingReadback
-from healcore.jax.driver.state_accessor import accessor_for, value
-from healcore.jax.lr import injected_hyperparameters, injected_rates
-from healcore.jax.state import HealState, HealStateError, check_leaves
-from healcore.jax.state_transfer import without_heal_state
+from healcore.jax.heal_state import HealState, HealStateError
+from healcore.jax.opt_state import without_heal_state
+from healcore.jax.optax_states import (
+    check_leaves,
+    injected_hyperparameters,
+    injected_rates,
+    moments_obstacle,
+    reset_moments,
+)
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import json_setting
 from healcore.runtime.store.protocol import CheckpointStore
@@ -44,11 +48,13 @@ class JaxDriver:
 
     def __init__(self, state: Any, policy: PolicyLike = "default") -> None:
         self._engine = engine_of(policy)
-        self._accessor = accessor_for(state)
-        tree = self._accessor.read()
+        self._live = live_state_of(state)
+        tree = self._live.read()
         check_leaves(tree, "state", _ARRAYS_ONLY)
-        self._engines = in_state.find(tree, self._accessor.trained(), self._engine)
-        self._layout = CheckpointLayout(tree, named=self._accessor.named)
+        self._engines = in_state.find(tree, self._live.trained(), self._engine)
+        parts = [each.parameters for each in self._engines]
+        self._parameters = frozenset().union(*parts) if all(parts) else frozenset()
+        """Paths of the parameters; empty where the state does not show all of them."""
         self._not_finite = self._nonfinite_parameters()
         self._step: Dispatch | None = None
         self._stride: int | None = None
@@ -79,7 +85,7 @@ class JaxDriver:
     @property
     def state(self) -> Any:
         """The live state, as the user passed it."""
-        return self._accessor.state
+        return self._live.state
 
     def update(self, state: Any = None) -> None:
         """Takes the state that a step has returned; None where nnx objects were updated in place.
@@ -90,22 +96,22 @@ class JaxDriver:
         """
         self._on_step()
         if state is None:
-            if not self._accessor.in_place:
+            if not self._live.in_place:
                 raise HealStateError(
                     "update takes the state that the step returns, got None: does the step have "
                     f"its `return`? Write `{_LINE}`"
                 )
             return
-        before, self._accessor.state = self._accessor.state, state
+        before, self._live.state = self._live.state, state
         try:
-            self._layout.check(self._accessor.read())
+            self._live.check()
             states = self._states()
             if self._edit_is_new:  # a sync, in the first update after an edit only
                 self._edit_is_new = any(each != self._edit for each in in_state.edits(states))
                 if self._edit_is_new:
                     raise HealStateError(_STALE)
         except HealStateError:
-            self._accessor.state = before
+            self._live.state = before
             raise
 
     def on_step(self, call: Callable[[], None]) -> None:
@@ -118,11 +124,9 @@ class JaxDriver:
         Every new state is a step. If no engine has judged it (optax.MultiSteps), which only the
         device knows, `StepRecord.step` stays the same.
         """
-        states = self._states()
-        counters = _counter_arrays(states)
-        if self._all_polled(counters):
+        if self._all_polled():
             return None
-        before, self._readback = self._readback, PendingReadback(self._engines, states)
+        before, self._readback = self._readback, PendingReadback(self._states())
         if self._step is not None:
             self._stride = self._step.steps_read or self._stride
         # A sync at the first dispatch only. A wrong number of steps (the last dispatch of an epoch
@@ -134,9 +138,9 @@ class JaxDriver:
             self._usual,
             self._stride,
             self._note_missing,
-            _never if self._marks is None else self._marks.begin_dispatch(),
+            bool if self._marks is None else self._marks.begin_dispatch(),
         )
-        self._last_counters = counters
+        self._last_counters = self._counters()
         self._stride = self._step.count
         return self._step
 
@@ -144,11 +148,11 @@ class JaxDriver:
 
     def items(self) -> dict[str, Any]:
         """The live state to save, without healing state. Nothing is copied."""
-        return self._layout.items(self._accessor.read())
+        return self._live.items()
 
     def replace(self, restored: Mapping[str, Any]) -> None:
         """Replaces the live state by a restored one; the healing state stays."""
-        self._put(self._layout.restored(restored, self._accessor.read()))
+        self._put(self._live.restored(restored))
 
     def reset_moments(self) -> None:
         """Sets moments and bias correction to zero; the counts of schedules stay."""
@@ -156,11 +160,11 @@ class JaxDriver:
         def zeroed(leaf: Any) -> Any:
             return as_live(jnp.zeros_like(leaf), leaf)
 
-        self._edit_state(moments.reset(self._accessor.read(), zeroed))
+        self._edit_state(reset_moments(self._live.read(), zeroed))
 
     def moments_obstacle(self) -> str:
         """Names an array of the optimizers whose first value is not known."""
-        return moments.obstacle(self._accessor.read(), [each.path for each in self._engines])
+        return moments_obstacle(self._live.read(), [each.path for each in self._engines])
 
     def request_vote(self, wanted: bool) -> bool:
         """Marks one of the next dispatches in all processes, not always the very next one."""
@@ -175,22 +179,22 @@ class JaxDriver:
 
     def may_save(self) -> bool:
         """False during an accumulation by optax.MultiSteps; reads the device then."""
-        return self._layout.between_steps(self._accessor.read())
+        return self._live.between_steps()
 
     # -- engines ----------------------------------------------------------------------------------
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """Engine name -> `Engine.to_dict`. Reads the device."""
-        return in_state.dicts(self._engine, self._engines, self._accessor.read())
+        return in_state.dicts(self._engine, self._engines, self._live.read())
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces engine states; those not named stay."""
-        tree = self._accessor.read()
+        """Replaces the named engine states; the others stay."""
+        tree = self._live.read()
         self._put(in_state.loaded(self._engine, self._engines, tree, engines))
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        self._edit_state(in_state.with_change_expected(self._accessor.read()))
+        self._edit_state(in_state.with_change_expected(self._live.read()))
 
     def interrupted(self) -> bool:
         """False: an update makes new arrays, and the state is replaced as a whole."""
@@ -215,12 +219,7 @@ class JaxDriver:
 
         All floating arrays count where the state does not show which of them are parameters.
         """
-        names = self._parameter_names
-        return {
-            name: _copy(leaf)
-            for name, leaf in _by_path(without_heal_state(self._accessor.read())).items()
-            if (name in names if names else jnp.issubdtype(_dtype(leaf), jnp.floating))
-        }
+        return {name: _copy(leaf) for name, leaf in self._weights().items()}
 
     def losses_of(
         self,
@@ -232,31 +231,34 @@ class JaxDriver:
 
         The random keys in the state are the current ones with either weights.
         """
-        live, in_place = self._accessor.read(), self._accessor.in_place
-        state = live if weights is None else _with(live, weights)
-        if in_place and weights is not None:
-            self._accessor.write(state)
-        try:
-            return [
-                float(loss_fn(batch) if in_place else loss_fn(state, batch)) for batch in batches
-            ]
-        finally:
-            if in_place:
-                self._accessor.write(live)
+        return self._called(loss_fn, batches, weights or {}, float)
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """Calls it, for nnx objects with the batch alone."""
-        live = self._accessor.read()
+        (found,) = self._called(loss_fn, [batch], {}, jax.device_get)
+        return found
+
+    def _called(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        weights: Mapping[str, Any],
+        read: Callable[[Any], Any],
+    ) -> list[Any]:
+        live, in_place = self._live.read(), self._live.in_place
+        state = _with(live, weights)
         try:
-            arguments = (batch,) if self._accessor.in_place else (live, batch)
-            return jax.device_get(loss_fn(*arguments))
+            if in_place and weights:
+                self._live.write(state)
+            arguments = () if in_place else (state,)
+            return [read(loss_fn(*arguments, batch)) for batch in batches]
         finally:
-            if self._accessor.in_place:
-                self._accessor.write(live)
+            if in_place:
+                self._live.write(live)
 
     def gradient_window(self) -> GradientWindow:
         """The gradients since the last step, which the loop sums up."""
-        return GradientWindow(lambda: _counter_arrays(self._states()), self._accessor.read)
+        return GradientWindow(self._counters, self._live.read)
 
     def optimizer_reports(self) -> dict[str, object]:
         """Empty: the transformation in the step has nothing to report."""
@@ -264,7 +266,7 @@ class JaxDriver:
 
     def hyperparameters(self) -> dict[str, Any]:
         """The numbers that optax.inject_hyperparams holds. Reads the device."""
-        found = jax.device_get(injected_hyperparameters(self._accessor.read()))
+        found = jax.device_get(injected_hyperparameters(self._live.read()))
         short = [path.rpartition("['")[2].removesuffix("']") for path in found]
         names = short if len(set(short)) == len(short) else list(found)
         # The shortest decimal number: 0.001 and not 0.0010000000474974513.
@@ -276,7 +278,7 @@ class JaxDriver:
 
         Read from the device. None without exactly one.
         """
-        found = {float(rate) for rate in injected_rates(self._accessor.read())}
+        found = {float(rate) for rate in injected_rates(self._live.read())}
         if not found:
             rates = (each["state"]["lr"]["rate"] for each in self.healing().values())
             found = {rate for rate in rates if rate not in (0.0, 1.0)}  # 1: none was given
@@ -290,7 +292,7 @@ class JaxDriver:
             sum(shard.data.nbytes for shard in leaf.addressable_shards if not shard.replica_id)
             if isinstance(leaf, jax.Array)
             else getattr(leaf, "nbytes", 0)
-            for leaf in jax.tree.leaves(self._accessor.read())
+            for leaf in jax.tree.leaves(self._live.read())
         )
 
     def store(
@@ -316,7 +318,7 @@ class JaxDriver:
         return self._ranks
 
     def generators(self) -> None:
-        """None: JAX has no global generators; the state holds its keys."""
+        """Nothing: JAX has no global generators; the state holds its keys."""
 
     def close(self) -> None:
         """Ends threads of several processes. Healing is in the optimizer, without hooks."""
@@ -335,41 +337,52 @@ class JaxDriver:
             )
 
     def _nonfinite_parameters(self) -> set[str]:
-        """Paths of the parameters with a NaN or an Inf in them."""
-        return _not_finite(self._accessor.read(), self._parameter_names or None)
+        """Paths of the parameters with a NaN or an Inf; of all arrays where they are not known."""
+        found = {name: jnp.isfinite(leaf).all() for name, leaf in self._weights().items()}
+        return {name for name, finite in jax.device_get(found).items() if not finite}
 
-    @property
-    def _parameter_names(self) -> frozenset[str]:
-        """Paths of the parameters; empty where the state does not show all of them."""
-        parts = [each.parameters for each in self._engines]
-        return frozenset().union(*parts) if all(parts) else frozenset()
+    def _weights(self) -> dict[str, Any]:
+        """Path -> each parameter, or each floating array where the parameters are not known.
+
+        In the same order in all processes.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(without_heal_state(self._live.read()))
+        arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        return {
+            name: leaf
+            for name, leaf in arrays.items()
+            if (name in self._parameters if self._parameters else _is_floating(leaf))
+        }
 
     def _states(self) -> list[HealState]:
-        roots = self._accessor.roots()
+        roots = self._live.roots()
         return [in_state.at(roots, each.path) for each in self._engines]
+
+    def _counters(self) -> list[Any]:
+        """The arrays with the engines' counters, which each step replaces."""
+        return [array_of(each.heal_ints) for each in self._states()]
+
+    def _all_polled(self) -> bool:
+        return not differ(self._counters(), self._last_counters)
+
+    def _edit_state(self, tree: Any) -> None:
+        """Makes the tree the live state, from which the next step has to start; it is no step."""
+        all_polled = self._all_polled()
+        if not self._live.in_place:
+            self._edit, self._edit_is_new = self._edit + 1, True
+            tree = in_state.with_edit(tree, self._edit)
+        self._live.write(tree)
+        if all_polled:  # otherwise `poll_step` has to see the step before the edit
+            self._last_counters = self._counters()
 
     def _put(self, tree: Any) -> None:
         """Makes the tree the live state; a step that was not polled yet is dropped."""
         self._edit_state(tree)
         self._remember_step()
 
-    def _all_polled(self, counters: list[Any]) -> bool:
-        return all(now is then for now, then in zip(counters, self._last_counters, strict=True))
-
-    def _edit_state(self, tree: Any) -> None:
-        """Makes the tree the live state, from which the next step has to start; it is no step."""
-        all_polled = self._all_polled(_counter_arrays(self._states()))
-        if not self._accessor.in_place:
-            self._edit, self._edit_is_new = self._edit + 1, True
-            tree = in_state.with_edit(tree, self._edit)
-        self._accessor.write(tree)
-        if all_polled:  # otherwise `poll_step` has to see the step before the edit
-            self._last_counters = _counter_arrays(self._states())
-
     def _remember_step(self) -> None:
-        states = self._states()
-        self._readback = PendingReadback(self._engines, states)
-        self._last_counters = _counter_arrays(states)
+        self._readback = PendingReadback(self._states())
+        self._last_counters = self._counters()
 
 
 _ARRAYS_ONLY = (
@@ -385,22 +398,12 @@ _STALE = (
 )
 
 
-def _never() -> bool:
-    return False
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    """Path as text -> leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
-def _dtype(leaf: Any) -> Any:
-    return getattr(leaf, "dtype", np.dtype(object))
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jnp.floating)
 
 
 def _copy(leaf: Any) -> Any:
-    """A copy that a donation of the state leaves alone; in host memory if that is not the CPU's."""
+    """A copy that outlives a donation of the state, in the host's memory."""
     if not isinstance(leaf, jax.Array):
         return leaf
     if next(iter(leaf.sharding.device_set)).platform == "cpu":
@@ -417,21 +420,3 @@ def _with(live: Any, weights: Mapping[str, Any]) -> Any:
         return jax.device_put(saved, leaf.sharding) if moved else saved
 
     return jax.tree_util.tree_map_with_path(one, live)
-
-
-def _not_finite(tree: Any, only: frozenset[str] | None) -> set[str]:
-    """Those of the floating arrays at the paths `only`, or of all, with a NaN or an Inf in them."""
-    arrays = {
-        name: leaf
-        for name, leaf in _by_path(without_heal_state(tree)).items()
-        if jnp.issubdtype(_dtype(leaf), jnp.floating)
-    }
-    # In the same order in all processes.
-    names = [name for name in arrays if only is None or name in only]
-    finite = jax.device_get({name: jnp.isfinite(arrays[name]).all() for name in names})
-    return {name for name, fine in finite.items() if not fine}
-
-
-def _counter_arrays(states: list[HealState]) -> list[Any]:
-    """The arrays with the engines' counters. Each step makes new ones, so identity shows a step."""
-    return [value(each.heal_ints) for each in states]

@@ -11,21 +11,12 @@ import numpy as np
 import optax
 
 from healcore.core.engine import Engine
-from healcore.jax import state as heal_state
-from healcore.jax import state_layout
-from healcore.jax.driver.checkpoint_layout import as_live
-from healcore.jax.driver.state_accessor import value
+from healcore.jax import heal_state, state_layout
+from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
-from healcore.jax.lr import ScaleByHealLrState, check_second_iterates, has_lr_scale
-from healcore.jax.state import (
-    HealState,
-    HealStateError,
-    child,
-    map_nodes,
-    nodes,
-    warn_if_after_optimizer,
-)
-from healcore.jax.state_transfer import without_heal_state
+from healcore.jax.heal_state import HealState, HealStateError, map_nodes, nodes
+from healcore.jax.opt_state import without_heal_state
+from healcore.jax.optax_states import ScaleByHealLrState, check_second_iterates, has_lr_scale
 from healcore.runtime.driver import check_engines
 
 Path = tuple[Any, ...]
@@ -47,13 +38,13 @@ class EngineEntry(NamedTuple):
 def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     """The engines of a state; `trained` is a tree with the parameters in it.
 
-    HealStateError if there is none, or one is of another policy, or of several runs (`vmap`).
+    HealStateError if there is no engine, or one is of another policy, or of several runs (`vmap`).
     """
     states = dict(nodes(HealState, tree))
     if not states:
         raise HealStateError(
-            f"no healing state in this {type(tree).__name__}: the state to heal holds that of an "
-            "optimizer made with protect(), heal() or heal_zclip()"
+            f"no healing state in this {type(tree).__name__}: the state to heal holds the state of "
+            "an optimizer made with protect(), heal() or heal_zclip()"
         )
     if engine.scales_lr and engine.mode != "observe" and has_lr_scale(tree):
         check_second_iterates(tree, "scale_by_heal_lr")
@@ -61,24 +52,26 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     optimizers = [path[: max(1, len(path) - 1)] for path in states]
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
-        heal_state.engine_state(engine, state)  # raises unless the policy is that of the optimizer
+        heal_state.engine_state(engine, state)  # raises unless the policy is the optimizer's
         _check_single(path, state)
-        warn_if_after_optimizer(tree, path)
+        heal_state.warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
         parts = _parts(trained, count)
         names = _tensor_names(parts, name, path, count, optimizers)
-        parameters = frozenset() if _is_masked(tree, path) else _parameters(parts, optimizers)
+        # Any of the parts outside the optimizers may be trained.
+        outside = [part for place, part in parts.items() if not _within(place, optimizers)]
+        if _is_masked(tree, path):
+            outside = []
+        parameters = frozenset(jax.tree_util.keystr(leaf) for part in outside for leaf in part)
         found.append(EngineEntry(name, path, names, parameters))
     return found
 
 
 def at(root: Any, path: Path) -> HealState:
     """The HealState at a path; HealStateError if there is none."""
-    node = root
     try:
-        for entry in path:
-            node = child(node, entry)
+        node = heal_state.at(root, path)
     except (AttributeError, LookupError, TypeError):
         node = None
     if not isinstance(node, HealState):
@@ -103,14 +96,16 @@ def loaded(
 ) -> Any:
     """The tree with the engine states in `data`, and their multiplier in `scale_by_heal_lr`.
 
-    StateError if a state is of another policy or model, or of no engine of this run.
+    StateError if a state is of another policy or model, or this run has no such engine.
     """
     paths = {each.name: each.path for each in engines}
     check_engines(data, paths)
     states = {name: engine.from_dict(each) for name, each in data.items()}
-    new = {
-        paths[name]: _packed(engine, at(tree, paths[name]), state) for name, state in states.items()
-    }
+    new = {}
+    for name, state in states.items():
+        live = at(tree, paths[name])
+        packed = heal_state.with_engine_state(engine, live, state)
+        new[paths[name]] = jax.tree.map(as_live, heal_state.with_neutral_decision(packed), live)
     scales = {float(state.lr.scale) for state in states.values()}
     scale = scales.pop() if len(scales) == 1 and engine.mode != "observe" else None
 
@@ -140,12 +135,6 @@ def with_edit(tree: Any, number: int) -> Any:
     return _with_ints(lambda ints: state_layout.with_edit(ints, number), tree)
 
 
-def edits(states: Sequence[HealState]) -> list[int]:
-    """The number of the last edit in each state. A sync."""
-    found = [state_layout.header(value(each.heal_ints)).edit for each in states]
-    return [int(each) for each in jax.device_get(found)]
-
-
 def _with_ints(change: Callable[[Any], jax.Array], tree: Any) -> Any:
     def one(state: HealState) -> HealState:
         return state._replace(heal_ints=as_live(change(state.heal_ints), state.heal_ints))
@@ -153,8 +142,30 @@ def _with_ints(change: Callable[[Any], jax.Array], tree: Any) -> Any:
     return map_nodes(HealState, one, tree)
 
 
+def edits(states: Sequence[HealState]) -> list[int]:
+    """The number of the last edit in each state. A sync."""
+    found = [state_layout.header(array_of(each.heal_ints)).edit for each in states]
+    return [int(each) for each in jax.device_get(found)]
+
+
+def _check_single(path: Path, state: HealState) -> None:
+    """Raises HealStateError for a state with a leading axis, from `vmap` or `pmap`."""
+    lanes = jnp.shape(state.heal_decision["heal_skip"])
+    if lanes:
+        raise HealStateError(
+            f"the healing state at state{jax.tree_util.keystr(path)} holds {lanes[0]} runs at once "
+            "(a leading axis, as vmap and pmap make it), and a Healer saves and restores one run. "
+            "Without a Healer protect() heals each lane by itself. For a Healer pass the state of "
+            "one run: shard its batch with jit or shard_map, and run the lanes of a sweep one "
+            "after the other"
+        )
+
+
+# -- which tensors an engine judges -------------------------------------------------------------
+
+
 def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
-    """The outermost parts of a tree with `count` floating tensors, and the paths of these."""
+    """The outermost parts of a tree with `count` floating tensors, and the paths of the tensors."""
     parts: dict[Path, list[Path]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
         if is_gradient(leaf):
@@ -164,12 +175,6 @@ def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
     return {
         path: leaves for path, leaves in fitting.items() if not path or path[:-1] not in fitting
     }
-
-
-def _parameters(parts: Mapping[Path, Sequence[Path]], optimizers: Sequence[Path]) -> frozenset[str]:
-    """Paths of the tensors in all parts outside the optimizers: any of the parts may be trained."""
-    outside = [part for path, part in parts.items() if not _within(path, optimizers)]
-    return frozenset(jax.tree_util.keystr(leaf) for part in outside for leaf in part)
 
 
 def _is_masked(tree: Any, engine: Path) -> bool:
@@ -187,13 +192,19 @@ def _tensor_names(
 ) -> tuple[str, ...]:
     """Names (paths) of the tensors that an engine judges; numbers where they are ambiguous.
 
-    An optimizer state does not name the part of the train state that it optimizes. This takes the
-    part with as many floating tensors as the engine gets gradients, `count`; of several the one
-    called `params` or `model`, or the one whose place is most like that of the HealState, at the
-    path `engine`. Where two networks are equally likely, the engine's name is part of the tensors'.
+    An optimizer state does not name the part of the train state that it optimizes. `parts` have as
+    many floating tensors as the engine gets gradients, `count`. The likeliest is called `params` or
+    `model`, is outside the optimizers, and is at a path most like `engine`, the HealState's. Where
+    two networks are equally likely, the engine's name is part of the tensors'.
     """
-    best = min((_unlikely(path, engine, optimizers) for path in parts), default=None)
-    likeliest = [path for path in parts if _unlikely(path, engine, optimizers) == best]
+
+    def unlikely(path: Path) -> tuple[bool, bool, int]:
+        is_named = bool(path) and _name(path[-1]) in _PARAMETERS
+        alike = sum(one == other for one, other in zip(path, engine, strict=False))
+        return not is_named, _within(path, optimizers), -alike
+
+    best = min(map(unlikely, parts), default=None)
+    likeliest = [path for path in parts if unlikely(path) == best]
     if len(likeliest) == 1:
         return tuple(jax.tree_util.keystr(leaf) for leaf in parts[likeliest[0]])
     within = {tuple(leaf[len(path) :] for leaf in parts[path]) for path in likeliest}
@@ -203,35 +214,9 @@ def _tensor_names(
     return tuple(f"{which}gradient {i} of {count}" for i in range(count))
 
 
-def _unlikely(path: Path, engine: Path, optimizers: Sequence[Path]) -> tuple[bool, bool, int]:
-    """A sort key that puts the part first that is likeliest to be the parameters."""
-    last = _name(path[-1]) if path else ""
-    alike = sum(one == other for one, other in zip(path, engine, strict=False))
-    return last not in _PARAMETERS, _within(path, optimizers), -alike
-
-
 def _within(path: Path, others: Sequence[Path]) -> bool:
     return any(path[: len(each)] == each for each in others)
 
 
 def _name(key: Any) -> str:
     return str(next(getattr(key, kind) for kind in ("name", "key", "idx") if hasattr(key, kind)))
-
-
-def _check_single(path: Path, state: HealState) -> None:
-    """Raises HealStateError for a state with a leading axis, from `vmap` or `pmap`."""
-    lanes = jnp.shape(state.heal_decision["heal_skip"])
-    if lanes:
-        raise HealStateError(
-            f"the healing state at state{jax.tree_util.keystr(path)} is that of {lanes[0]} runs at "
-            "once: it has a leading axis, as vmap and pmap make it, and a Healer saves and "
-            "restores one run. Without a Healer protect() heals each lane by itself. For a Healer "
-            "pass the state of one run: shard its batch with jit or shard_map, and run the lanes "
-            "of a sweep one after the other"
-        )
-
-
-def _packed(engine: Engine, live: HealState, state: Any) -> HealState:
-    new = heal_state.with_engine_state(engine, live, state)
-    new = new._replace(heal_decision=heal_state.neutral_decision(live))
-    return jax.tree.map(as_live, new, live)

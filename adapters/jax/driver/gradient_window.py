@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from healcore.jax.state import HealStateError
+from healcore.jax.heal_state import HealStateError
 from healcore.runtime.store.ranks import Ranks
 
 
@@ -35,9 +35,7 @@ class GradientWindow:
 
     def has_stepped(self) -> bool:
         """Whether the state is another one than at `begin_window`."""
-        if self._begin is None:
-            return False
-        return any(a is not b for a, b in zip(self._counters(), self._begin, strict=True))
+        return self._begin is not None and differ(self._counters(), self._begin)
 
     def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
         """Frees what nothing refers to any more; XLA keeps no cache of device memory to empty.
@@ -63,3 +61,8 @@ class GradientWindow:
             "the other processes wait in the collectives of the compiled step, which this one has "
             "left"
         )
+
+
+def differ(arrays: list[Any], others: list[Any]) -> bool:
+    """Whether an array was replaced, by which a step shows."""
+    return any(a is not b for a, b in zip(arrays, others, strict=True))

@@ -1,4 +1,4 @@
-"""Copies the records of a dispatch's steps to the host while the loop goes on.
+"""Copies the records of a dispatch's steps to the host while the loop continues.
 
 They are copied as one vector, because each copy has a fixed cost, and right after the step, because
 the next one may donate the state.
@@ -19,8 +19,8 @@ from healcore.core.evidence import Evidence, evidence
 from healcore.core.step_record import StepRecord
 from healcore.jax import state_layout
 from healcore.jax.driver.engines import EngineEntry
-from healcore.jax.driver.state_accessor import value
-from healcore.jax.state import HealState, HealStateError
+from healcore.jax.driver.live_state import array_of
+from healcore.jax.heal_state import HealState, HealStateError
 from healcore.jax.state_layout import StepCounts, last_record, records_between
 
 _SEEN = [step_record.FIELDS.index(name) for name in ("loss", "grad_norm")]
@@ -39,10 +39,13 @@ class Readback(NamedTuple):
 class PendingReadback:
     """The `Readback` of each engine, being copied to the host; its states may be donated then."""
 
-    def __init__(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> None:
-        wanted = [_wanted(state) for state in states]
-        self._shapes = [(records.shape, norms.shape[0]) for _, records, norms in wanted]
-        self._packed = _pack(wanted)
+    def __init__(self, states: Sequence[HealState]) -> None:
+        arrays = [
+            (array_of(each.heal_ints), array_of(each.heal_records), array_of(each.heal_leaf_norms))
+            for each in states
+        ]
+        self._shapes = [(records.shape, norms.shape[0]) for _, records, norms in arrays]
+        self._packed = _pack(arrays)
         self._packed.copy_to_host_async()
         self._read: list[Readback] | None = None
 
@@ -51,29 +54,26 @@ class PendingReadback:
         if self._read is None:
             packed, self._read = np.asarray(self._packed), []
             for shape, tensors in self._shapes:
-                norms = 2 + math.prod(shape)
-                counts = StepCounts(int(packed[0]), int(packed[1]))
-                self._read.append(
-                    Readback(
-                        counts,
-                        packed[2:norms].reshape(shape),
-                        packed[norms : norms + tensors].view(np.float32),
-                    )
-                )
-                packed = packed[norms + tensors :]
+                (steps, orders), packed = packed[:2].tolist(), packed[2:]
+                records, packed = np.split(packed, [math.prod(shape)])
+                norms, packed = np.split(packed, [tensors])
+                counts = StepCounts(steps, orders)
+                read = Readback(counts, records.reshape(shape), norms.view(np.float32))
+                self._read.append(read)
         return self._read
-
-    def steps(self) -> np.ndarray:
-        """Number of steps that each engine had judged, int (engines,)."""
-        return np.asarray([each.counts.steps for each in self.read()])
 
 
 class Dispatch:
     """A dispatch whose records are being copied; a `healcore.runtime.driver.PendingDispatch`.
 
-    `usual` has each engine's norms at its last step without an alarm, and is updated here. `count`
-    is the assumed number of steps; None reads it from the device. `on_missing` is called with the
-    number of steps and of those without a record. `votes`: see `vote_requested`.
+    Args:
+        engines: the engines of the run.
+        before: from the dispatch before, or the start.
+        after: from this dispatch.
+        usual: norms of each engine at its last step without an alarm; updated here.
+        count: the assumed number of steps; None reads it from the device.
+        on_missing: called with the number of steps, and of steps without a record.
+        votes: whether the processes of the run vote after it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Dispatch:
 
     @property
     def steps_read(self) -> int | None:
-        """Number of its steps; None until it was read."""
+        """Number of its steps; None until they were read."""
         return None if self._steps is None else len(self._steps)
 
     def steps(self) -> list[list[StepRecord]]:
@@ -114,15 +114,18 @@ class Dispatch:
         HealStateError if an engine has begun again, as a fresh `tx.init` makes it.
         """
         if self._steps is None:
-            for each in zip(self._engines, self._before.read(), self._after.read(), strict=True):
+            parts = list(zip(self._engines, self._before.read(), self._after.read(), strict=True))
+            for each in parts:
                 self._check_continues(*each)
             self._steps = [[] for _ in range(self._count_steps())]
-            for each in zip(self._engines, self._before.read(), self._after.read(), strict=True):
+            for each in parts:
                 self._add(*each, self._steps)
         return self._steps
 
     def _count_steps(self) -> int:
-        return min((moved for moved in self._moved() if moved > 0), default=1)
+        pairs = zip(self._after.read(), self._before.read(), strict=True)
+        moved = (after.counts.steps - before.counts.steps for after, before in pairs)
+        return min((steps for steps in moved if steps > 0), default=1)
 
     def _check_continues(self, engine: EngineEntry, before: Readback, after: Readback) -> None:
         now, then = after.counts.steps, before.counts.steps
@@ -161,22 +164,6 @@ class Dispatch:
             self._usual[engine.name] = norms
             return ()
         return evidence(norms, self._usual.get(engine.name), engine.leaves)
-
-    def read(self) -> list[StepRecord]:
-        """The last step; each engine has a record, even if it has not judged the step."""
-        return self.steps()[-1]
-
-    def moved(self) -> np.ndarray:
-        """Number of steps that each engine has judged in this dispatch, int (engines,)."""
-        return np.asarray(self._moved())
-
-    def _moved(self) -> list[int]:
-        pairs = zip(self._after.read(), self._before.read(), strict=True)
-        return [after.counts.steps - before.counts.steps for after, before in pairs]
-
-
-def _wanted(state: HealState) -> tuple[Any, Any, Any]:
-    return value(state.heal_ints), value(state.heal_records), value(state.heal_leaf_norms)
 
 
 @jax.jit

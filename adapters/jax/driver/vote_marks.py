@@ -1,10 +1,10 @@
 """Marks the dispatch at which the processes of a run vote, the same in all of them.
 
-torch's ranks exchange a few numbers of healcore's own at each step, and a bit of them is the mark.
-Compiled steps of JAX exchange nothing of the host's. So a process that wants a vote says so in the
-key-value store of the coordination service, and a thread in each process sees it there. The threads
-then exchange how many dispatches their process has begun, and the one after the largest
-number is marked: no process has begun it, because none begins one meanwhile. (JAX's
+In torch the mark is a bit in the numbers that the ranks exchange at each step. Compiled steps of
+JAX exchange nothing of the host's. A process that wants a vote therefore says so in the key-value
+store of the coordination service, and a thread in each process sees the request there. The threads
+then exchange how many dispatches their process has begun. The dispatch after the largest number is
+marked: no process has begun it, because no process begins a dispatch meanwhile. (JAX's
 `multihost_utils.reached_preemption_sync_point` works like this, for SIGTERM alone.)
 """
 
@@ -21,13 +21,13 @@ import jax
 from healcore.jax.store.coordination import CoordinatedRanks
 
 _LOOKS_EVERY_S = 0.5
-"""A look takes about 1 ms, in the thread."""
+"""Seconds between two looks for a request. A look takes about 1 ms, in the thread."""
 _ASKS_AGAIN_S = 5.0
-"""After which a wish that was not answered is repeated: a rollback has undone the marked step."""
+"""Seconds until a request without an answer is repeated: a rollback may undo the marked step."""
 _ANSWER_S = 120.0
-"""For which the loop may stand still while the processes exchange their numbers."""
+"""Longest time for which the loop waits while the processes exchange their numbers."""
 _ENDS_WITHIN_S = 5.0
-"""For which the end of a run waits for a thread that waits for another process."""
+"""Longest time for which the end of a run waits for the thread."""
 
 
 class VoteMarks:
@@ -44,7 +44,7 @@ class VoteMarks:
         self._thread: threading.Thread | None = None
 
     def request(self, wanted: bool) -> None:
-        """Wants a vote, or no more. Takes no lock: also called by a handler of signals."""
+        """Requests a vote, or withdraws the request. No lock: signal handlers call it too."""
         self._wanted, self._asked_at = wanted, None
 
     def begin_dispatch(self) -> Callable[[], bool]:
@@ -61,13 +61,13 @@ class VoteMarks:
         return lambda: number in self._marked
 
     def close(self) -> None:
-        """Ends the thread: at the end of the program it must not come back from a call in C++."""
+        """Ends the thread, which must not return from a call in C++ while the program exits."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_ENDS_WITHIN_S)
 
     def _look(self) -> None:
-        """Says that this process wants a vote; marks a dispatch if any does."""
+        """Publishes the request of this process; marks a dispatch if there is a request."""
         now = time.monotonic()
         if self._wanted and (self._asked_at is None or now - self._asked_at > _ASKS_AGAIN_S):
             self._asked_at = now

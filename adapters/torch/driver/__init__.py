@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from healcore.torch.driver.driver import TorchDriver
-from healcore.torch.driver.live_state import RngState
+from healcore.torch.live_state import RngState
 
 __all__ = ["RngState", "TorchDriver"]

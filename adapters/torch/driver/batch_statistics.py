@@ -1,8 +1,8 @@
 """Restores batch statistics (`running_mean`, ...) after a skipped step.
 
-A forward pass in train mode writes them before the step is judged, and a NaN would stay. They are
-copied after each step, into one flat tensor for each dtype and device, which takes few kernels.
-Rejected: a hook in the forward, which would be traced into a compiled model.
+A forward pass in train mode writes them before the step is judged, and a NaN would stay. After each
+step they are copied into one flat tensor for each dtype and device, which takes few kernels.
+Rejected: a hook in the forward pass, which would be traced into a compiled model.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from healcore.torch import gradients
 from healcore.torch.healing import Healing
 
 NAMES = ("running_mean", "running_var", "num_batches_tracked")
-"""torch's names for these buffers; other libraries' layers use the same."""
+"""torch's names of these buffers, which other libraries' layers use too."""
 
 
 class BatchStatistics:
     """The batch statistics of a whole state. Does nothing in observe mode, or without such layers.
 
-    A skipped step restores the layers that its optimizer trains to their values after that
-    optimizer's last step.
+    A skipped step of an optimizer restores the layers that the optimizer trains, to their values
+    after its last step.
     """
 
     def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
         self._state = state
         self._healings = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
         self._layers: dict[str | None, LayerStatistics] = {}
-        """By the optimizer that trains them; None: no optimizer does."""
+        """By the name of the optimizer that trains the layers, or None for untrained layers."""
         self.find_layers()
 
     def find_layers(self) -> None:
-        """Finds layers that were added to the model. Visits all modules."""
+        """Finds layers that the model has now. Visits all modules."""
         found = layers_of(self._state, self._healings) if self._healings else {}
         known, self._layers = self._layers, {}
         for owner, layers in found.items():
-            self._layers[owner] = known.get(owner) or LayerStatistics(layers)
+            self._layers[owner] = known.get(owner) or LayerStatistics()
             self._layers[owner].cover(layers)
         for i, (name, healing) in enumerate(self._healings.items()):
             first = i == 0 and None in self._layers
@@ -50,17 +50,17 @@ class BatchStatistics:
             healing.hooks.on_ended = partial(self._end, name, first) if wanted else None
 
     def save(self) -> None:
-        """Saves the present values, non-finite ones too."""
+        """Saves the current values, including values that are not finite."""
         for each in self._layers.values():
             each.save()
 
     def save_finite(self) -> None:
-        """Restores non-finite values, then saves the present ones."""
+        """Restores values that are not finite, then saves the current values."""
         for each in self._layers.values():
             each.end(False)
 
     def restore(self) -> None:
-        """Restores the values from after the last step of the optimizer that trains the layers."""
+        """Restores trained layers to their values after their optimizer's last step."""
         for owner, each in self._layers.items():
             if owner is not None:  # averages of the weights are written between two steps
                 each.end(True)
@@ -74,33 +74,32 @@ class BatchStatistics:
         if name in self._layers:
             self._layers[name].end(skipped)
         if first:
-            # Averages of the weights, for example: other code writes them between two steps.
+            # For example averages of the weights, which other code writes between two steps.
             self._layers[None].end(False)
 
 
 class LayerStatistics:
-    """The statistics of some layers, as they were after the last step that was not skipped."""
+    """The statistics of some layers after the last step that was not skipped."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = list(layers)
+    def __init__(self) -> None:
+        self._layers: Sequence[nn.Module] = ()
         self._buffers: list[Tensor] = []
         self._blocks: list[_BufferBlock] = []
-        self.save()
 
     def cover(self, layers: Sequence[nn.Module]) -> None:
-        """Replaces the layers. Saved values stay if the buffers are the same."""
-        self._layers = list(layers)
+        """Replaces the layers. Keeps the saved values if the buffers are the same."""
+        self._layers = layers
         if not self._is_current():
             self.save()
 
     @torch.no_grad()
     def save(self) -> None:
-        """Saves the present values."""
+        """Saves the current values."""
         self._buffers = statistics(self._layers)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for each in self._buffers:
             # .data is written without autograd's version counter, as by the layers' own kernels: a
-            # backward would raise for the change, though in train mode it does not read them.
+            # backward pass would raise for the change, although it reads no buffer in train mode.
             local = each.to_local() if hasattr(each, "to_local") else each  # type: ignore[operator]
             kinds.setdefault((each.device, each.dtype), []).append(local.data.view(-1))
         self._blocks = [_BufferBlock(buffers) for buffers in kinds.values()]
@@ -109,11 +108,11 @@ class LayerStatistics:
     def end(self, skipped: bool | Tensor) -> None:
         """Ends a step: restores after a skip (a bool, or a 0-d float32 of 0 or 1), else saves.
 
-        Non-finite values are always restored, because a GradScaler or the loop may have dropped the
-        step before unnoticed.
+        Values that are not finite are always restored, because a GradScaler or the loop may have
+        dropped the step before without a call.
         """
         if not self._is_current():
-            self.save()  # moved to another device, say: there is nothing to restore
+            self.save()  # for example moved to another device: there is nothing to restore
             return
         for block in self._blocks:
             if skipped is True:
@@ -141,7 +140,7 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 class _BufferBlock:
-    """Statistics of one dtype on one device; `buffers` are 1-d views of them."""
+    """Statistics of one dtype on one device, from 1-d views of their buffers."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
@@ -155,7 +154,7 @@ class _BufferBlock:
         torch._foreach_copy_(self._buffers, saved)  # pyright: ignore[reportPrivateImportUsage]
 
     def save(self, skipped: Tensor | None) -> None:
-        """Restores after a skip, and non-finite values; saves all others."""
+        """Restores after a skip, and values that are not finite; saves all other values."""
         torch.cat(self._buffers, out=self._now)
         if skipped is None and (not self._now.is_floating_point() or self._is_finite()):
             self._saved, self._now = self._now, self._saved
@@ -179,7 +178,7 @@ def layers_of(
     """Layers with batch statistics, by the name of the optimizer that trains them.
 
     A layer without trained parameters belongs to the optimizer of the nearest module around it that
-    has some, or to None (in an averaged copy, for example).
+    has trained parameters, or to None (for example in an averaged copy).
     """
     owners = {
         id(p): name for name, heal in healings.items() for p in gradients.parameters(heal.optimizer)
@@ -199,7 +198,7 @@ def layers_of(
 
 
 def _trainers(root: nn.Module, path: str, owners: Mapping[int, str]) -> Iterator[str | None]:
-    """The optimizer of the module at this path, then of the module around it, and so on."""
+    """The optimizer of the module at this path, then of each module around it."""
     while True:
         params = root.get_submodule(path).parameters()
         yield next((owners[id(p)] for p in params if id(p) in owners), None)

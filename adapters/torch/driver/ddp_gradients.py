@@ -1,17 +1,17 @@
 """`DDPGradients`: DistributedDataParallel in a loop whose parts may run out of memory on one rank.
 
 DDP exchanges within a part: it broadcasts buffers in the forward pass, and reduces gradients in the
-backward pass, bucket by bucket. A rank that fails there would leave the others waiting. So
+backward pass, bucket by bucket. A rank that fails there would leave the other ranks waiting. So
 
 - buffers are broadcast before a batch's first part;
-- only the last part of a batch reduces. In the first two windows, and where DDP is used in another
-  way than one forward and one backward pass in each part, no part does: gradients are reduced after
-  the ranks have voted that none has failed (`reduce`);
-- a rank that fails reduces nothing instead of what it has not reduced yet (`complete`), and all
-  ranks throw the result away.
+- only the last part of a batch reduces gradients. No part reduces in the first two windows, and
+  where a part is not one forward and one backward pass of DDP: then gradients are reduced after the
+  ranks have voted that no rank has failed (`reduce`);
+- a rank that fails completes the reduction without gradients (`complete`), and all ranks drop the
+  result.
 
-Both are done by DDP itself, with its buckets, communication hooks and unused parameters: a backward
-pass over `_Nothing` makes it believe that all gradients have arrived.
+DDP itself does both, with its buckets, communication hooks and unused parameters: a backward pass
+through `_Nothing` tells its reducer that all gradients have arrived.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from healcore.torch.ranks import StepRanks
 from healcore.torch.store.gloo import GlooRanks
 
 _WINDOWS = 2
-"""Windows that are looked at before gradients are reduced within backward passes. DDP itself
-changes its buckets after the first."""
+"""Windows that are observed before gradients are reduced within backward passes. DDP itself
+changes its buckets after the first window."""
 SECONDS = 120.0
-"""That a rank that has failed waits for the others, which are in their parts."""
+"""Seconds that a failed rank waits for the other ranks, which are in their parts."""
 _ELSEWHERE = "the other ranks wait in a collective that this one has left: "
 
 
 def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: list[int]) -> str:
-    """Why ranks that train these modules cannot do a step again together; "": they can.
+    """Reason why ranks that train these modules cannot repeat a step together, or an empty string.
 
     Args:
-        ranks: of each optimizer.
-        modules: all that the run trains, with those within them.
+        ranks: the ranks of each optimizer.
+        modules: all modules that the run trains, with their submodules.
         members: the ranks that vote, in the default group.
     """
     if any(each.has_parts for each in ranks):
@@ -83,9 +83,9 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
 
 
 def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules with all that are within, and the DDP modules that train any of `params`.
+    """The modules with their submodules, and the DDP modules that train any of `params`.
 
-    A state often has the module that DDP wraps, which does not know of it. Visits all objects.
+    A state often has the module inside DDP, which has no reference to DDP. Visits all objects.
     """
     trained = {*map(id, params)}
     found = {id(m): m for root in roots for m in root.modules()}
@@ -101,9 +101,9 @@ class DDPGradients:
     """Implements `healcore.runtime.microbatches.window.Synchronization`.
 
     Args:
-        modules: the DDP modules. Without any the loop reduces gradients itself, after the parts.
-        optimizers: which must not step within a part.
-        ranks: that vote.
+        modules: the DDP modules. Without DDP the loop reduces gradients itself, after the parts.
+        optimizers: the optimizers, which must not step within a part.
+        ranks: the ranks that vote.
     """
 
     def __init__(
@@ -133,30 +133,30 @@ class DDPGradients:
         self._handles += [each.register_step_pre_hook(check) for each in optimizers]
 
     def begin_window(self) -> None:
-        """Decides whether backward passes reduce: the same on every rank."""
+        """Decides whether backward passes reduce, the same on every rank."""
         self._windows += 1
         self._overlaps = self._windows > _WINDOWS and not self._unusual
         for each in self._replicas:
             each.syncs_at_begin = each.ddp.require_forward_param_sync
 
     def begin_batch(self) -> None:
-        """What a forward pass of DDP exchanges."""
+        """Exchanges what the first forward pass of DDP would exchange."""
         self._wanted = self._completed = False
         for each in self._replicas:
             each.before_batch()
 
     def begin_part(self, *, last: bool) -> None:
-        """From now on forward passes are prepared for `last` part or another one."""
+        """Prepares forward passes of a part; `last` is the last part of a batch."""
         self._in_part, self._last = True, last
         for each in self._replicas:
             each.forwards, each.marked = 0, each.marks()
 
     def end_part(self) -> None:
-        """Forward passes are the loop's own again."""
+        """Leaves forward passes to the loop again."""
         self._in_part = False
 
     def complete(self) -> bool:
-        """Reduces nothing, instead of the gradients that the others reduce in their last part."""
+        """Takes part, without gradients, in the reduction of the other ranks' last part."""
         self._completed = True
         if not self._overlaps:
             return True
@@ -165,7 +165,7 @@ class DDPGradients:
 
         def run() -> None:
             done = False
-            with suppress(RuntimeError):  # the part has failed within the reducer
+            with suppress(RuntimeError):  # the part has failed inside the reducer
                 replica.complete(self._last)
                 done = True
             outcome.put(done)
@@ -176,7 +176,7 @@ class DDPGradients:
         return False
 
     def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
-        """One `all_reduce` of 4 bytes, on the host: nothing waits for a device."""
+        """One `all_reduce` of 4 bytes, on the host: no rank waits for a device."""
         if not failed and not self._completed:
             self._look()
         votes = [failed, grows, self._unusual, self._wanted]
@@ -196,7 +196,7 @@ class DDPGradients:
                 each.reduce_all()
 
     def restart(self) -> None:
-        """Parts of a window that is done again do not reduce."""
+        """Begins a repeated window, whose parts do not reduce."""
         self._overlaps = False
         for each in self._replicas:
             each.restart()
@@ -233,7 +233,7 @@ class DDPGradients:
             )
 
     def _look(self) -> None:
-        """Whether the last part has used DDP in the usual way."""
+        """Notes whether the last part has used DDP in an unusual way."""
         for each in self._replicas:
             reduced = not self._overlaps or each.marks() != each.marked
             self._unusual |= each.forwards != 1 or not reduced
@@ -245,7 +245,7 @@ def _run_all(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class _Replica:
-    """A DDP module, and what its reducer has got."""
+    """A DDP module, and the gradients that its reducer has received."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = ddp
@@ -254,33 +254,33 @@ class _Replica:
         self.may_complete = hasattr(self._reducer, "_reset_state")
         self.may_complete &= len(self._params) == len(self.marks())
         self.forwards = 0
-        """Forward passes of this part whose gradients the loop wants to be reduced."""
+        """Forward passes of this part whose gradients the loop wants reduced."""
         self.wants = False
-        """Whether the last forward pass was one of these."""
+        """Whether the loop wants the last forward pass's gradients reduced."""
         self.marked: list[int] = []
-        """`marks` at the begin of the part."""
+        """`marks` at the start of the part."""
         self.syncs_at_begin = True
         self._held: bool | None = None
 
     def marks(self) -> list[int]:
-        """A number for each parameter, another one after each reduction of its gradient."""
+        """A number for each parameter, which changes with each reduction of its gradient."""
         return self._reducer.get_backward_stats()
 
     def before_batch(self) -> None:
-        """Exchanges what the next forward pass would."""
+        """Rebuilds buckets and broadcasts buffers, as the next forward pass would."""
         self._reducer._rebuild_buckets()
         if self.ddp.will_sync_module_buffers():
             self.ddp._sync_buffers()
             self.ddp.require_forward_param_sync = False
 
     def hold_back(self, *, reduces: bool) -> None:
-        """Before a forward pass: it broadcasts nothing, and its backward pass may not reduce."""
+        """Prepares a forward pass without a broadcast, whose backward pass may not reduce."""
         self._held = self.ddp.require_backward_grad_sync
         self.ddp.require_forward_param_sync = False
         self.ddp.require_backward_grad_sync &= reduces
 
     def let_go(self) -> None:
-        """After it. The next batch begins with a broadcast if this one's gradients are reduced."""
+        """Ends it. The next batch begins with a broadcast if this batch's gradients are reduced."""
         if self._held is not None:
             self.ddp.require_backward_grad_sync, self._held = self._held, None
             self.ddp.require_forward_param_sync = self.wants
@@ -291,12 +291,12 @@ class _Replica:
         self.ddp.require_forward_param_sync = self.syncs_at_begin
 
     def reduce_all(self) -> None:
-        """Reduces all gradients as they are."""
+        """Reduces all gradients."""
         self._reduce([p for p in self._params if p.requires_grad], begins=True)
         self._forget()
 
     def complete(self, last: bool) -> None:
-        """Reduces what a part that failed has not reduced."""
+        """Reduces the gradients that a failed part has not reduced."""
         now = self.marks()
         done = [last and a != b for a, b in zip(self.marked, now, strict=True)]
         missing = [p for p, each in zip(self._params, done, strict=True) if not each]
@@ -304,10 +304,10 @@ class _Replica:
             self._reduce(missing, begins=not any(done))
 
     def _forget(self) -> None:
-        """Forgets in which order gradients have arrived, on every rank.
+        """Forgets the order in which gradients have arrived, on every rank.
 
-        DDP makes its buckets in that order, and they overlap with a backward pass only if it is
-        that of a real one.
+        DDP builds its buckets in that order. They overlap with a backward pass only if the order is
+        the order of a real backward pass.
         """
         if self.may_complete:
             self._reducer._reset_state()
@@ -326,7 +326,7 @@ class _Replica:
 
 
 class _Nothing(torch.autograd.Function):
-    """Sends no gradient to its arguments, which is an arrival all the same."""
+    """Sends no gradient to its arguments, which the reducer counts as an arrival."""
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:

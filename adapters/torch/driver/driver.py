@@ -15,19 +15,19 @@ from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import check_engines
 from healcore.runtime.store.protocol import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.torch import gradients, moments
+from healcore.torch import gradients, live_state
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.attachment import healing_of
-from healcore.torch.driver import live_state
 from healcore.torch.driver.batch_statistics import BatchStatistics
-from healcore.torch.driver.gradient_window import GradientWindow
-from healcore.torch.driver.optimizer_hooks import Accumulation, UntrackedOptimizers
+from healcore.torch.driver.gradient_window import Accumulation, GradientWindow
+from healcore.torch.driver.loss_evaluation import LossEvaluation
 from healcore.torch.driver.pending_step import PendingEntries, PendingStep, Recorder
-from healcore.torch.driver.undisturbed import Undisturbed
+from healcore.torch.enforcer import moments_obstacle, reset_moments
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
 from healcore.torch.incident_log import WITHOUT_LOSS
-from healcore.torch.state_identity import optimizers, parameter_names
+from healcore.torch.live_state import optimizers, parameter_names
+from healcore.torch.loop_mistakes import UntrackedOptimizers
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized, restart_obstacle
 from healcore.torch.store.state import flatten
@@ -74,6 +74,7 @@ class TorchDriver:
         ]
         self._accumulations = [Accumulation(healing) for healing in self.healings.values()]
         self._statistics = BatchStatistics(self._state, self.healings)
+        self._evaluation = LossEvaluation(self._state, self.healings)
         self._windows: list[GradientWindow] = []
         self._ranks: Ranks | None = None
         self._wants_vote = False
@@ -89,27 +90,27 @@ class TorchDriver:
         *,
         weight: float = 1.0,
     ) -> None:
-        """Reports a loss, by default to all optimizers; see `Healing.observe`."""
+        """Reports a loss, by default to all optimizers. See `Healing.observe`."""
         for healing in self._healings_of(optimizer):
             healing.observe(loss, weight=weight)
 
     def observe_eval(
         self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
     ) -> None:
-        """Reports an evaluation's loss; see `Healing.observe_eval`."""
+        """Reports an evaluation's loss. See `Healing.observe_eval`."""
         for healing in self._healings_of(optimizer):
             healing.observe_eval(eval_loss)
 
     # -- the protocol ---------------------------------------------------------------------------
 
     def items(self) -> dict[str, Any]:
-        """The state as the user passed it. After a step that raised it is restored first."""
+        """The state as the user passed it. Restores it first after a step that raised."""
         self._settle()
         self._statistics.find_layers()
         return dict(self._state)
 
     def replace(self, restored: Mapping[str, Any]) -> None:
-        """Loads a restored state; drops gradients, and losses of a step that was not taken."""
+        """Loads a restored state. Drops gradients, and losses of a step that was not taken."""
         self._settle()
         hyperparameters = [
             live_state.TensorHyperparameters(h.optimizer) for h in self.healings.values()
@@ -126,22 +127,21 @@ class TorchDriver:
         self._statistics.save()
 
     def reset_moments(self) -> None:
-        """Empties every optimizer's `state`, which torch's optimizers fill at their next step."""
+        """See `Driver.reset_moments`."""
         for healing in self.healings.values():
-            moments.reset(healing.optimizer)
+            reset_moments(healing.optimizer)
 
     def moments_obstacle(self) -> str:
-        """Names an optimizer that is not torch's own."""
-        return next(
-            filter(None, (moments.obstacle(h.optimizer) for h in self.healings.values())), ""
-        )
+        """See `Driver.moments_obstacle`."""
+        obstacles = [moments_obstacle(h.optimizer) for h in self.healings.values()]
+        return next(filter(None, obstacles), "")
 
     def healing(self) -> dict[str, dict[str, Any]]:
         """The engines' states by optimizer name, JSON-safe. A sync on an accelerator."""
         return {name: healing.state_dict() for name, healing in self.healings.items()}
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces engine states; steps that were not polled yet are dropped."""
+        """Replaces engine states. Drops steps that were not polled yet."""
         check_engines(engines, self.healings)
         for name, data in engines.items():
             self.healings[name].live_engine.parsed(data)
@@ -155,8 +155,8 @@ class TorchDriver:
         """What was judged since the last call; reads nothing on the host."""
         for healing in self.healings.values():
             healing.judge_dropped()
-        # If several have all stepped, gradients and losses that are left are by-products (a GAN's
-        # generator leaves some in its discriminator).
+        # If several optimizers have all stepped, the gradients and losses that are left are
+        # by-products: a GAN's generator leaves some in its discriminator.
         several = len(self._accumulations) > 1
         all_stepped = several and all(each.stepped for each in self._accumulations)
         for each in self._accumulations:
@@ -179,7 +179,7 @@ class TorchDriver:
             accumulation.on_step = call
 
     def request_vote(self, wanted: bool) -> bool:
-        """A bit in the all_reduce of each optimizer that all ranks of the run step together."""
+        """Sets a bit in the all_reduce of each optimizer that all ranks step together."""
         self._wants_vote, everyone = wanted, len(self._members)
         for healing in self.healings.values():
             all_reduce = healing.hooks.all_reduce
@@ -196,7 +196,6 @@ class TorchDriver:
         """The gradients since the last step, of all optimizers."""
         window = GradientWindow(
             self._accumulations,
-            self.healings.values(),
             self._statistics,
             live_state.scaler(self._state),
             [each for each in self._state.values() if isinstance(each, nn.Module)],
@@ -209,9 +208,9 @@ class TorchDriver:
         return any(healing.in_update for healing in self.healings.values())
 
     def undo_window(self) -> str:
-        """Restores batch statistics, and parts that FSDP2 has gathered; no gradients are saved."""
+        """Restores batch statistics, and parameters that FSDP2 has gathered."""
         self._statistics.restore()
-        self._reshard()
+        self._evaluation.reshard()
         return ""
 
     def optimizer_reports(self) -> dict[str, object]:
@@ -219,12 +218,12 @@ class TorchDriver:
         return {name: healing.report() for name, healing in self.healings.items()}
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Those of the optimizers' parameter groups, and of the schedulers."""
+        """See `live_state.hyperparameters`."""
         self._settle()
         return live_state.hyperparameters(self._state)
 
     def learning_rate(self) -> float | None:
-        """The first optimizer's, of its first group. A sync if it is a tensor on a device."""
+        """The rate of the first optimizer's first group. A sync if it is a tensor on a device."""
         self._settle()
         groups = next(iter(self.healings.values())).optimizer.param_groups
         rate = groups[0].get("lr")
@@ -244,11 +243,8 @@ class TorchDriver:
         return bool(torch.isfinite(norm))
 
     def copy_weights(self) -> list[Tensor]:
-        """The trainable parameters of all modules and optimizers, on the host; shards of DTensors.
-
-        A copy on the host, so that an accelerator's memory holds one set of weights.
-        """
-        return [local.detach().to("cpu", copy=True) for local in self._trainable()]
+        """See `LossEvaluation.copy_weights`."""
+        return self._evaluation.copy_weights()
 
     def losses_of(
         self,
@@ -256,36 +252,12 @@ class TorchDriver:
         batches: Iterable[Any],
         weights: Sequence[Tensor] | None = None,
     ) -> list[float]:
-        """The losses without gradients, with `weights` in place if given.
-
-        Modules stay in training mode, as the loop has set it. All that a forward pass
-        changes is restored.
-        """
-        undisturbed = Undisturbed(self._modules())
-        current = None if weights is None else self.copy_weights()
-        try:
-            if weights is not None:
-                self._write_weights(weights)
-            with torch.no_grad():
-                return [float(_whole(loss_fn(batch))) for batch in batches]
-        finally:
-            if current is not None:
-                self._write_weights(current)
-            else:
-                self._reshard()
-            undisturbed.restore()
+        """See `Driver.losses_of`."""
+        return self._evaluation.losses_of(loss_fn, batches, weights)
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """Calls it as `losses_of` does."""
-        found: list[Any] = []
-
-        def call(each: Any) -> float:
-            loss = _whole(loss_fn(each))
-            found.append(loss.tolist() if isinstance(loss, Tensor) else loss)
-            return 0.0
-
-        self.losses_of(call, [batch])
-        return found[0]
+        """See `Driver.try_loss_fn`."""
+        return self._evaluation.try_loss_fn(loss_fn, batch)
 
     def state_bytes(self) -> int:
         """Size of the arrays in the state. An optimizer without moments yet counts as Adam."""
@@ -302,7 +274,7 @@ class TorchDriver:
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """The default store: memory, and with a directory `where` also DCP. One on every rank."""
+        """See `Driver.store`; with `where` also a `DCPStore`. Call it on every rank."""
         memory = MemoryStore(nonfinite_ok=nonfinite_ok, trust=trust)
         if where is None:
             return memory
@@ -312,9 +284,9 @@ class TorchDriver:
         return TieredStore(memory, disk)
 
     def ranks(self) -> Ranks:
-        """Exchanges between the ranks that step together; without any, between all.
+        """Exchanges between the ranks that step together, or between all ranks.
 
-        The first call makes a gloo group, and needs every one of them.
+        The first call makes a gloo group, so all of these ranks have to call it.
         """
         if self._ranks is None:
             self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
@@ -327,7 +299,7 @@ class TorchDriver:
         return live_state.RngState()
 
     def close(self) -> None:
-        """Removes hooks and handles; those of an earlier `attach` stay."""
+        """Removes hooks and handles, except the handles of an earlier `attach`."""
         self._untracked.close()
         self._statistics.close()
         for window in self._windows:
@@ -342,29 +314,6 @@ class TorchDriver:
         self._detach()
 
     # -- internal -------------------------------------------------------------------------------
-
-    def _modules(self) -> list[nn.Module]:
-        """All modules of the state, once each."""
-        named = (item for item in self._state.values() if isinstance(item, nn.Module))
-        return list({id(module): module for item in named for module in item.modules()}.values())
-
-    def _reshard(self) -> None:
-        """Frees parameters that a forward pass of FSDP2 has gathered: they hide the shards."""
-        for module in self._modules():
-            if hasattr(module, "set_reshard_after_forward"):  # an FSDPModule
-                module.reshard()  # type: ignore[operator]
-
-    def _trainable(self) -> list[Tensor]:
-        """The trainable parameters, of DTensors the local shards."""
-        self._reshard()
-        params = [p for module in self._modules() for p in module.parameters(recurse=False)]
-        params += [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
-        unique = {id(p): p for p in params if p.requires_grad}.values()
-        return [p.to_local() if hasattr(p, "to_local") else p for p in unique]  # type: ignore[operator]
-
-    def _write_weights(self, weights: Sequence[Tensor]) -> None:
-        for local, saved in zip(self._trainable(), weights, strict=True):
-            local.data.copy_(saved)
 
     def _attach(self, engine: Any, options: dict[str, Any]) -> None:
         for name, optimizer in optimizers(self._state).items():
@@ -392,7 +341,7 @@ class TorchDriver:
     def _members(self) -> list[int]:
         """The ranks that step together, in the default group; empty for engines that decide alone.
 
-        The most that any optimizer has: another one's may be a part of them.
+        The longest list of any optimizer: another optimizer's list may be a part of it.
         """
         return max(
             (each.hooks.all_reduce.ranks.members for each in self.healings.values()), key=len
@@ -444,8 +393,3 @@ class TorchDriver:
             f"there is no optimizer {optimizer!r:.60} in the state: pass one of "
             f"{', '.join(self.healings)}, by name or as the object"
         )
-
-
-def _whole(loss: Any) -> Any:
-    """The loss; of a DTensor the value that all ranks have together."""
-    return loss.full_tensor() if hasattr(loss, "full_tensor") else loss

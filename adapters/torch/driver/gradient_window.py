@@ -1,10 +1,10 @@
-"""The gradients since the last optimizer step: dropped where their batches are done again."""
+"""The gradients since the last optimizer step: whether there are any, and how to drop them."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,38 +12,117 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch import gradients
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.ddp_gradients import DDPGradients, obstacle, replicas
-from healcore.torch.driver.live_state import RngState
-from healcore.torch.driver.optimizer_hooks import Accumulation
 from healcore.torch.healing import Healing
+from healcore.torch.live_state import RngState
 from healcore.torch.store.gloo import GlooRanks
 
 _MOST, _DEPTH = 1000, 4
 """Longest container that is searched for tensors, and how deep."""
 
 
+class Accumulation:
+    """Whether `.grad` holds gradients that an optimizer has not stepped with.
+
+    Many loops clear gradients only before the next backward pass, so hooks record each backward
+    pass and step. Losses count too, because some wrappers write `.grad` without autograd.
+
+    Attributes:
+        stepped: whether the optimizer has stepped; the reader resets it.
+        steps: number of steps so far.
+        on_step: called after each step, or None.
+    """
+
+    def __init__(self, healing: Healing) -> None:
+        self.healing = healing
+        self._reached = self.stepped = False
+        self.steps = 0
+        self.on_step: Callable[[], None] | None = None
+        # They must not be traced into a compiled step.
+        on_step: Any = torch.compiler.disable(self._on_step)
+        self._backward_hook: Any = torch.compiler.disable(self._on_backward)
+        self._step_handle = healing.optimizer.register_step_post_hook(on_step)
+        self._watched: Tensor | None = None
+        self._backward_handle: Any = None
+        self._watch()
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether there are gradients that the optimizer has not stepped with."""
+        self._watch()
+        if not (self._reached or self.healing.has_loss):
+            return False
+        return any(p.grad is not None for p in self._params)
+
+    def drop_by_products(self) -> None:
+        """Ignores gradients and losses that a step of another optimizer has left.
+
+        `zero_grad` drops the gradients. The losses are dropped here, because a checkpoint has no
+        losses: a run that is restored judges the next step without them.
+        """
+        self._reached = False
+        self.healing.drop_losses()
+
+    def clear(self) -> None:
+        """Drops the gradients."""
+        for p in self._params:
+            p.grad = None
+        self._reached = False
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        self._step_handle.remove()
+        if self._backward_handle is not None:
+            self._backward_handle.remove()
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return gradients.parameters(self.healing.optimizer)
+
+    def _watch(self) -> None:
+        """Moves the hook to a trained parameter if the watched parameter has been frozen."""
+        if self._watched is not None and self._watched.requires_grad:
+            return
+        found = next((p for p in self._params if p.requires_grad and p.is_leaf), None)
+        if found is None:
+            return  # all are frozen while another network trains
+        if self._backward_handle is not None:
+            self._backward_handle.remove()
+        self._watched = found
+        self._backward_handle = found.register_post_accumulate_grad_hook(self._backward_hook)
+
+    def _on_backward(self, _: Tensor) -> None:
+        self._reached = True
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._reached, self.stepped = False, True
+        self.steps += 1
+        self._watch()
+        if self.on_step is not None:
+            self.on_step()
+
+
 class GradientWindow:
     """Implements `healcore.runtime.microbatches.window.Gradients`.
 
-    What a window begins with is kept without a copy of arrays: no gradients, the batch statistics
-    that `BatchStatistics` has saved in any case, and the states of torch's random generators. So a
-    window that is done again gives bit for bit what it would have given at that size at once.
+    A window begins without gradients, with the batch statistics that `BatchStatistics` has saved in
+    any case, and with the states of torch's random generators. So no arrays are copied, and a
+    repeated window gives bit for bit the result of a window that began with the smaller parts.
     """
 
     def __init__(
         self,
         accumulations: list[Accumulation],
-        healings: Iterable[Healing],
         statistics: BatchStatistics,
         scaler: torch.amp.GradScaler | None,
         modules: Iterable[nn.Module] = (),
     ) -> None:
         self._accumulations = accumulations
-        self._healings = list(healings)
         self._statistics = statistics
         self._scaler = scaler
         self._modules = list(modules)
@@ -56,7 +135,7 @@ class GradientWindow:
         return any(each.in_progress for each in self._accumulations)
 
     def begin_window(self) -> None:
-        """Remembers the state that a window begins with."""
+        """Saves the state at the start of a window."""
         self._steps, self._updates = self._count(), self._scaler_records()
         self._random = self._generators.state_dict()
         self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
@@ -70,9 +149,8 @@ class GradientWindow:
         """Drops gradients and observed losses; restores random states and batch statistics."""
         for accumulation in self._accumulations:
             accumulation.clear()
-        for healing in self._healings:
-            healing.discard()
-            healing.hooks.late_loss.cancel()
+            accumulation.healing.discard()
+            accumulation.healing.hooks.late_loss.cancel()
         self._statistics.restore()
         self._generators.load_state_dict(self._random)
         free_graphs(held, since=self._node)
@@ -82,12 +160,13 @@ class GradientWindow:
             torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
     def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
-        """Makes the ranks' replicas do a window again together; or says why they cannot."""
+        """What lets the ranks' replicas repeat a window together, or the reason why they cannot."""
         assert isinstance(ranks, GlooRanks)
-        optimizers = [each.optimizer for each in self._healings]
+        healings = [each.healing for each in self._accumulations]
+        optimizers = [each.optimizer for each in healings]
         params = [p for each in optimizers for p in gradients.parameters(each)]
         modules = replicas(params, self._modules)
-        step_ranks = [each.hooks.all_reduce.ranks for each in self._healings]
+        step_ranks = [each.hooks.all_reduce.ranks for each in healings]
         why_not = obstacle(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
         if why_not:
             return why_not
@@ -108,14 +187,14 @@ class GradientWindow:
 
 
 def free_graphs(values: Iterable[Any], *, since: int) -> None:
-    """Frees what the graphs of these tensors have saved for a backward pass that will not come.
+    """Frees what the graphs of these tensors have saved for a backward pass that does not come.
 
     A variable of the loop (`loss`) keeps its graph, and so the activations, until it is assigned
-    again, which is after the next forward pass.
+    again, after the next forward pass.
 
     Args:
-        values: tensors, containers of tensors, anything else.
-        since: nodes with a lower sequence number are left alone, and what is behind them.
+        values: tensors, containers of tensors, or other objects, which are ignored.
+        since: lowest sequence number of the nodes that are freed.
     """
     pending = [each.grad_fn for each in _tensors(values, _DEPTH)]
     seen = set[Any]()
@@ -131,18 +210,18 @@ def free_graphs(values: Iterable[Any], *, since: int) -> None:
 
 
 def _free(node: Any, name: str) -> None:
-    """Frees saved tensors: a hook that is set later replaces at once what has been saved."""
+    """Frees saved tensors, because a hook on a saved tensor replaces it immediately."""
     with suppress(RuntimeError):  # freed by a backward pass
         saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
-            with suppress(RuntimeError):  # there is none
+            with suppress(RuntimeError):  # nothing is saved
                 each.register_hooks(lambda _: None, _was_freed)
 
 
 def _was_freed(_: None) -> Tensor:
     raise RuntimeError(
         "this graph belongs to a micro-batch that ran out of memory, and its activations were "
-        "freed: call backward only on the loss of the present part"
+        "freed: call backward only on the loss of the current part"
     )
 
 

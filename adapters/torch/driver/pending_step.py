@@ -1,4 +1,4 @@
-"""Steps that the loop has taken: the records of the engines, before the host reads them."""
+"""Steps that the loop has taken: records of the engines that the host has not read yet."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from healcore.runtime.store.ranks import Ranks
 from healcore.torch.engines import PendingRecord
 from healcore.torch.errors import RanksDisagreeError
 from healcore.torch.healing import Healing
+from healcore.torch.loop_mistakes import NormCeiling
 from healcore.torch.measurement import AsyncCopy, StepNorms
-from healcore.torch.norm_ceiling import NormCeiling
 from healcore.torch.signal_allreduce import requests_vote
 
 MOST = 64
 """Entries that are kept. A loop may take several steps between two batches, as in RL."""
 
 _NEVER_POLLED, _POLLED_BEFORE = 100, 1000
-"""Steps without a poll after which a warning is logged."""
+"""Steps after which a loop that does not poll gets a warning: before its first poll, and later."""
 
 
 class PendingEntry(NamedTuple):
@@ -31,14 +31,14 @@ class PendingEntry(NamedTuple):
     recorder: Recorder
     record: PendingRecord
     before: PendingRecord | int
-    """The record of the step before, or the number of steps before this one."""
+    """Record of the step before this step, or the number of steps before."""
     norms: StepNorms
     marks: AsyncCopy | None
     """See `SignalAllReduce.last_marks`."""
 
 
 class PendingEntries:
-    """The entries since the last `take`: the newest `MOST`, and as many of those with a cause."""
+    """Entries since the last `take`: the newest `MOST`, and the newest `MOST` older alarms."""
 
     def __init__(self) -> None:
         self._entries: list[PendingEntry] = []
@@ -46,7 +46,7 @@ class PendingEntries:
         self._polled = self._warned = False
 
     def add(self, entry: PendingEntry) -> None:
-        """Adds an entry; drops old ones."""
+        """Adds an entry, and drops old entries."""
         self._entries.append(entry)
         self._count += 1
         if len(self._entries) >= 3 * MOST:
@@ -92,13 +92,13 @@ class Recorder:
         self._pending = pending
         self._before: PendingRecord | int = 0
         self._usual: StepNorms | None = None
-        """Norms of the last step without an alarm."""
+        """Gradient norms of the last step without an alarm."""
         self.restart()
         healing.hooks.on_judged = self._record
         healing.hooks.on_problem = warn
 
     def restart(self) -> None:
-        """Call it when the engine's state was replaced. A sync."""
+        """Call it after the engine's state is replaced. A sync."""
         self._before = int(self.healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
@@ -108,11 +108,11 @@ class Recorder:
         self._before = record
 
     def read(self, entry: PendingEntry) -> StepRecord:
-        """The record of an entry, with evidence if there was a cause, which takes a sync."""
+        """The record of an entry. With a cause it has evidence, which takes a sync."""
         record = entry.record()._replace(engine=self.name)
         before = entry.before if isinstance(entry.before, int) else entry.before().step
         if record.step == before:
-            # A GradScaler has skipped it, and the state still holds the record of the step before.
+            # A GradScaler has skipped this step: the state has the record of the step before.
             return record.unjudged()
         if clipped := self._ceiling.add(record.grad_norm):
             self._warn(clipped)
@@ -123,7 +123,7 @@ class Recorder:
         return record
 
     def _evidence(self, norms: StepNorms) -> tuple[Evidence, ...]:
-        """Compares the norms of a step with an alarm to those of the last step without one.
+        """Compares the norms of an alarm's step with the last step that had no alarm.
 
         Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
         """
@@ -137,10 +137,14 @@ class Recorder:
 
 
 class PendingStep:
-    """What was judged between two calls of `poll_step`, in the order of judging.
+    """The judged steps between two calls of `poll_step`, in order.
 
-    An optimizer that was stepped twice has two entries. `ranks` are those to compare decisions
-    with, where the engines exchange nothing; `asks` says then whether this rank wants a vote.
+    An optimizer that has stepped twice has two entries.
+
+    Args:
+        entries: to be read.
+        ranks: to compare decisions with, where the engines exchange nothing; else None.
+        asks: whether this rank wants a vote, if `ranks` are given.
     """
 
     count = 1
@@ -158,10 +162,11 @@ class PendingStep:
         self.vote_requested = False
 
     def steps(self) -> list[list[StepRecord]]:
-        """The records of the one step. Waits only for what has not arrived yet.
+        """The records of the one step. Waits only for records that have not arrived yet.
 
-        RanksDisagreeError, on all ranks, if one decided something else: a rank that went back alone
-        would wait for ever.
+        Raises:
+            RanksDisagreeError: on all ranks, if one rank decided differently. A rank that rolled
+                back alone would wait for ever.
         """
         if self._ranks is not None:
             self.vote_requested = _compare(self._entries, self._ranks, self._asks())
@@ -174,13 +179,13 @@ class PendingStep:
 
 
 def _compare(entries: list[PendingEntry], ranks: Ranks, asks: bool) -> bool:
-    """Whether any rank asks for a vote; RanksDisagreeError if one decided something else."""
+    """Whether any rank asks for a vote. RanksDisagreeError if a rank decided differently."""
     mine = [(each.recorder.name, each.record()) for each in entries]
     decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
     of_ranks = ranks.gather((decided, asks))
     if any(other != decided for other, _ in of_ranks):
         raise RanksDisagreeError(
-            "the ranks have decided different things, and with process_group=None they exchange no "
+            "the ranks have decided differently, and with process_group=None they exchange no "
             "losses: leave process_group out, or observe the same loss and step with the same "
             "gradients on every rank"
         )

@@ -22,8 +22,8 @@ from healcore.runtime.store.errors import (
     pickled,
 )
 from healcore.runtime.store.structure import Flat
+from healcore.torch.live_state import identities
 from healcore.torch.plain_values import node_of
-from healcore.torch.state_identity import identities
 
 HOW = "the store (or to the Healer that makes it)"
 

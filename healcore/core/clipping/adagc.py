@@ -14,17 +14,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import level_shift, numerics
-from healcore.core.clipping.verdict import Clip, scale_to
+from healcore.core import baseline, numerics
+from healcore.core.clipping.fixed import Clip, scale_to
 from healcore.core.signals import Observed
 
 # Ratio 1.04 rejects more than half of all noisy norms. So each accepted norm takes eight rejections
 # off the count.
-_SHIFT = level_shift.ShiftConfig(patience=25, gain=1, forgive=8)
+_SHIFT = baseline.ShiftConfig(patience=25, gain=1, forgive=8)
+
+
+class AdaGCState(NamedTuple):
+    """State of n tensors."""
+
+    count: Any  # int32 0-d: steps learnt, up to the end of warm-up
+    gamma: Any  # float32 (n,): level of each tensor's norm; 0 = nothing seen yet
+    shift: baseline.ShiftState  # arrays of shape (n,)
 
 
 class AdaGCConfig(NamedTuple):
-    """Thresholds; numbers may be arrays."""
+    """Numbers of AdaGC."""
 
     ratio: Any = 1.04
     """A norm above this multiple of gamma is brought down to it (the paper's lambda_rel)."""
@@ -34,59 +42,47 @@ class AdaGCConfig(NamedTuple):
     """Steps of global clipping (the paper's T_start)."""
     max_norm: Any = 1.0
     """Global limit in warm-up (the paper's lambda_abs)."""
-    shift: level_shift.ShiftConfig = _SHIFT
+    shift: baseline.ShiftConfig = _SHIFT
 
+    def init(self, *, groups: int = 0) -> AdaGCState:
+        """A rule over `groups` tensors at the start of its warm-up."""
+        gamma = np.zeros((groups,), np.float32)
+        return AdaGCState(np.zeros((), np.int32), gamma, baseline.no_rejections((groups,)))
 
-class AdaGCState(NamedTuple):
-    """State of n tensors."""
+    def update(
+        self, state: AdaGCState, seen: Observed, learn: Any, *, xp: Any
+    ) -> tuple[AdaGCState, Clip]:
+        """Judges `seen.group_norms` (n,), then learns them; `Clip` holds arrays of shape (n,)."""
+        norms = seen.group_norms
+        count = xp.where(seen.restart, 0, state.count)
+        warm = count < self.warmup_steps
+        learn = learn & seen.finite
+        over_all = seen.grad_norm > self.max_norm
+        shared = scale_to(self.max_norm, seen.grad_norm, over_all, xp=xp)
 
-    count: Any  # int32 0-d: steps learnt, up to the end of warm-up
-    gamma: Any  # float32 (n,): level of each tensor's norm; 0 = nothing seen yet
-    shift: level_shift.ShiftState  # arrays of shape (n,)
+        warm_n, shared_n, learn_n = warm[..., None], shared[..., None], learn[..., None]
+        restart_n = seen.restart[..., None]
+        gamma = xp.where(restart_n, 0.0, state.gamma)
+        unknown = gamma == 0
+        limit = self.ratio * gamma
+        over = ~warm_n & ~unknown & (norms > limit)
+        own = scale_to(limit, norms, over, xp=xp)
+        scale = xp.where(warm_n, shared_n, own)
 
-
-def init(config: AdaGCConfig, *, groups: int = 0) -> AdaGCState:
-    """A rule over `groups` tensors at the start of its warm-up."""
-    del config
-    return AdaGCState(
-        np.zeros((), np.int32), np.zeros((groups,), np.float32), level_shift.init((groups,))
-    )
-
-
-def update(
-    config: AdaGCConfig, state: AdaGCState, seen: Observed, learn: Any, *, xp: Any
-) -> tuple[AdaGCState, Clip]:
-    """Judges `seen.group_norms` (n,), then learns them; `Clip` holds arrays of shape (n,)."""
-    norms = seen.group_norms
-    count = xp.where(seen.restart, 0, state.count)
-    warm = count < config.warmup_steps
-    learn = learn & seen.finite
-    over_all = seen.grad_norm > config.max_norm
-    shared = scale_to(config.max_norm, seen.grad_norm, over_all, xp=xp)
-
-    warm_n, shared_n, learn_n = warm[..., None], shared[..., None], learn[..., None]
-    restart_n = seen.restart[..., None]
-    gamma = xp.where(restart_n, 0.0, state.gamma)
-    unknown = gamma == 0
-    limit = config.ratio * gamma
-    over = ~warm_n & ~unknown & (norms > limit)
-    own = scale_to(limit, norms, over, xp=xp)
-    scale = xp.where(warm_n, shared_n, own)
-
-    learn_n = learn_n & (norms > 0)
-    accepted = xp.where(over, limit, norms)
-    clipped = numerics.settle(norms * shared_n, xp=xp)
-    lowest = xp.where(unknown, clipped, numerics.smaller(gamma, clipped, xp=xp))
-    rate = numerics.complement(config.ema_decay, norms)
-    followed = xp.where(unknown, norms, numerics.ema(gamma, accepted, rate, learn_n, xp=xp))
-    gamma = xp.where(learn_n, xp.where(warm_n, lowest, followed), gamma)
-    watch, shift = level_shift.update(
-        config.shift, state.shift, norms, over, learn_n & ~warm_n, restart_n, xp=xp
-    )
-    gamma = xp.where(shift.escaped, shift.level, gamma)
-    count = xp.where(learn & warm & (seen.grad_norm > 0), count + 1, count)
-    threshold = xp.where(warm_n, config.max_norm, limit)
-    zero = norms - norms
-    return AdaGCState(count, gamma, watch), Clip(
-        scale, zero + threshold, zero, (warm_n & over_all[..., None]) | over
-    )
+        learn_n = learn_n & (norms > 0)
+        accepted = xp.where(over, limit, norms)
+        clipped = numerics.settle(norms * shared_n, xp=xp)
+        lowest = xp.where(unknown, clipped, numerics.smaller(gamma, clipped, xp=xp))
+        rate = numerics.complement(self.ema_decay, norms)
+        followed = xp.where(unknown, norms, numerics.ema(gamma, accepted, rate, learn_n, xp=xp))
+        gamma = xp.where(learn_n, xp.where(warm_n, lowest, followed), gamma)
+        watch, shift = baseline.watch_level(
+            self.shift, state.shift, norms, over, learn_n & ~warm_n, restart_n, xp=xp
+        )
+        gamma = xp.where(shift.escaped, shift.level, gamma)
+        count = xp.where(learn & warm & (seen.grad_norm > 0), count + 1, count)
+        threshold = xp.where(warm_n, self.max_norm, limit)
+        zero = norms - norms
+        return AdaGCState(count, gamma, watch), Clip(
+            scale, zero + threshold, zero, (warm_n & over_all[..., None]) | over
+        )

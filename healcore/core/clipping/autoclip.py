@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.clipping.verdict import Clip, scale_to
+from healcore.core.clipping.fixed import Clip, scale_to
 from healcore.core.signals import Observed
 
 _PER_OCTAVE = 16
@@ -26,61 +26,59 @@ EDGES = np.exp2(
 BINS = len(EDGES) - 1  # number of bins of the histogram
 
 
-class AutoClipConfig(NamedTuple):
-    """Thresholds; numbers may be arrays."""
-
-    percentile: Any = 10.0
-    """Percentile of the recent norms to clip at, in (0, 100)."""
-    window: Any = 200
-    """Between one and two times this many norms count."""
-    max_norm: Any | None = None
-    """Absolute limit besides; None for none."""
-
-
 class AutoClipState(NamedTuple):
     """The recent norms."""
 
     counts: Any  # int32 (BINS,): norms per bin; edges are `EDGES`
 
 
-def init(config: AutoClipConfig, *, groups: int = 0) -> AutoClipState:
-    """An empty histogram."""
-    del config, groups
-    return AutoClipState(np.zeros((BINS,), np.int32))
+class AutoClipConfig(NamedTuple):
+    """Numbers of AutoClip."""
 
+    percentile: Any = 10.0
+    """Percentile of the recent norms to clip at, in (0, 100)."""
+    window: Any = 200
+    """Between one and two times this many norms count."""
+    max_norm: Any | None = None
+    """Absolute limit in addition, or None for no limit."""
 
-def update(
-    config: AutoClipConfig, state: AutoClipState, seen: Observed, learn: Any, *, xp: Any
-) -> tuple[AutoClipState, Clip]:
-    """Puts `seen.grad_norm` into the histogram and clips it at the percentile, itself included."""
-    norm = seen.grad_norm
-    learn = learn & seen.finite & (norm > 0)
-    edges = xp.asarray(EDGES)
-    above = norm[..., None] >= edges
-    index = xp.sum(xp.astype(above, xp.int32), axis=-1) - 1
-    index = xp.where(index < 0, 0, xp.where(index > BINS - 1, BINS - 1, index))
-    bins = xp.arange(BINS)
-    hit = (bins == index[..., None]) & learn[..., None]
+    def init(self, *, groups: int = 0) -> AutoClipState:
+        """An empty histogram."""
+        del groups
+        return AutoClipState(np.zeros((BINS,), np.int32))
 
-    counts = xp.where(seen.restart[..., None], 0, state.counts)
-    counts = xp.where(hit, counts + 1, counts)
-    total = xp.sum(counts, axis=-1)
-    full = total >= 2 * config.window
-    percentile = _percentile(config.percentile, counts, total, edges, xp=xp)
+    def update(
+        self, state: AutoClipState, seen: Observed, learn: Any, *, xp: Any
+    ) -> tuple[AutoClipState, Clip]:
+        """Puts `seen.grad_norm` into the histogram, then clips it at the percentile."""
+        norm = seen.grad_norm
+        learn = learn & seen.finite & (norm > 0)
+        edges = xp.asarray(EDGES)
+        above = norm[..., None] >= edges
+        index = xp.sum(xp.astype(above, xp.int32), axis=-1) - 1
+        index = xp.where(index < 0, 0, xp.where(index > BINS - 1, BINS - 1, index))
+        bins = xp.arange(BINS)
+        hit = (bins == index[..., None]) & learn[..., None]
 
-    known = total > 0
-    target = xp.where(known, percentile, norm)
-    threshold = xp.where(known, percentile, 0.0)
-    if config.max_norm is not None:
-        target = numerics.smaller(target, config.max_norm, xp=xp)
-        threshold = xp.where(known, target, config.max_norm)
-    over = norm > target
-    limit = xp.where(over, target, norm)
-    zero = norm - norm
-    kept = xp.where(full[..., None], counts // 2, counts)
-    return AutoClipState(xp.astype(kept, xp.int32)), Clip(
-        scale_to(limit, norm, over, xp=xp), zero + threshold, zero, over
-    )
+        counts = xp.where(seen.restart[..., None], 0, state.counts)
+        counts = xp.where(hit, counts + 1, counts)
+        total = xp.sum(counts, axis=-1)
+        full = total >= 2 * self.window
+        percentile = _percentile(self.percentile, counts, total, edges, xp=xp)
+
+        known = total > 0
+        target = xp.where(known, percentile, norm)
+        threshold = xp.where(known, percentile, 0.0)
+        if self.max_norm is not None:
+            target = numerics.smaller(target, self.max_norm, xp=xp)
+            threshold = xp.where(known, target, self.max_norm)
+        over = norm > target
+        limit = xp.where(over, target, norm)
+        zero = norm - norm
+        kept = xp.where(full[..., None], counts // 2, counts)
+        return AutoClipState(xp.astype(kept, xp.int32)), Clip(
+            scale_to(limit, norm, over, xp=xp), zero + threshold, zero, over
+        )
 
 
 def _percentile(percent: Any, counts: Any, total: Any, edges: Any, *, xp: Any) -> Any:

@@ -1,4 +1,4 @@
-"""ZClip: clip a gradient norm that is unusually large for its own recent history.
+"""ZClip: clip a norm, of the gradient or of the update, that is unusually large for its history.
 
 Kumar et al., 2025, arXiv:2504.02507 (package `zclip` 1.0.0). After `warmup_steps` raw norms, with
 mean mu, population variance v and z = (g - mu) / sqrt(v), a norm with z above the threshold k is
@@ -7,7 +7,7 @@ mu' = a mu + (1 - a) u and v' = a v + (1 - a) (u - mu')^2, where u is T if it wa
 
 Differs from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md):
 
-* The baseline follows true level shifts (`level_shift`), and the warm-up is robust (`warmup`).
+* The baseline follows true level shifts, and the warm-up is robust (`baseline`).
 * NaN, Inf and zero norms teach nothing: one NaN disables the published rule for good, and a run of
   zeros makes it clip to zero. sigma is at least `min_rel_std` of mu.
 """
@@ -18,13 +18,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import level_shift, numerics, warmup
-from healcore.core.clipping.verdict import Clip, scale_to
-from healcore.core.signals import Observed
+from healcore.core import baseline, numerics
+from healcore.core.clipping.fixed import Clip, scale_to
+from healcore.core.signals import Observed, Signals, observe
+
+
+class ZClipState(NamedTuple):
+    """Statistics of the accepted norms."""
+
+    count: Any  # int32: norms learnt, up to the end of warm-up
+    mean: Any  # float32
+    var: Any  # float32: population variance in warm-up, then its moving average
+    shift: baseline.ShiftState
 
 
 class ZClipConfig(NamedTuple):
-    """Thresholds; numbers may be arrays."""
+    """Numbers of ZClip."""
 
     z_threshold: Any = 2.5
     """z-score above which a norm is a spike (paper: 2.5; 2.0 at learning rates >= 3e-3)."""
@@ -35,84 +44,68 @@ class ZClipConfig(NamedTuple):
     target: str = "reciprocal"
     """What a spike is brought down to: reciprocal, mean or max. Static."""
     max_norm: Any | None = 1.0
-    """Absolute limit besides, in warm-up too; None for none."""
+    """Absolute limit in addition, in warm-up too, or None for no limit."""
     min_rel_std: Any = 0.01
     """Floor of sigma as a fraction of the mean."""
-    shift: level_shift.ShiftConfig = level_shift.ShiftConfig()
+    shift: baseline.ShiftConfig = baseline.ShiftConfig()
     """When clipping has become the rule."""
 
+    def init(self, *, groups: int = 0) -> ZClipState:
+        """A rule at the start of its warm-up."""
+        del groups
+        mean, var = np.zeros((), np.float32), np.zeros((), np.float32)
+        return ZClipState(np.zeros((), np.int32), mean, var, baseline.no_rejections())
 
-class ZClipState(NamedTuple):
-    """Statistics of the accepted norms."""
+    def update(
+        self, state: ZClipState, seen: Observed, learn: Any, *, xp: Any
+    ) -> tuple[ZClipState, Clip]:
+        """Judges `seen.grad_norm`, then learns it."""
+        norm = seen.grad_norm
+        count = xp.where(seen.restart, 0, state.count)
+        warm = count < self.warmup_steps
+        # Separate products, and the floor again after the root: XLA makes (m m) c^2 of (c m)(c m),
+        # and |x| of sqrt(x x).
+        floor = numerics.product(self.min_rel_std, state.mean, xp=xp)
+        var = numerics.larger(state.var, numerics.product(floor, floor, xp=xp), xp=xp)
+        sigma = numerics.larger(xp.sqrt(state.var), floor, xp=xp)
 
-    count: Any  # int32: norms learnt, up to the end of warm-up
-    mean: Any  # float32
-    var: Any  # float32: population variance in warm-up, then its moving average
-    shift: level_shift.ShiftState
+        # z > k without a root: gap^2 > k^2 v. In two products, so that a Python number and an array
+        # (a vmapped sweep) round alike, and XLA does not make it (k k) v.
+        k = self.z_threshold
+        gap = norm - state.mean
+        limit = k * numerics.product(k, var, xp=xp)
+        spike = ~warm & (gap > 0) & (gap * gap > limit)
+        safe_gap = xp.where(spike, gap, 1.0)
+        if self.target == "reciprocal":
+            target = state.mean + xp.where(spike, numerics.quotient(limit, safe_gap, xp=xp), 0.0)
+        elif self.target == "mean":
+            target = state.mean
+        else:
+            target = state.mean + xp.where(spike, numerics.product(k, sigma, xp=xp), 0.0)
 
+        accepted = xp.where(spike, target, norm)
+        effective = accepted
+        threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
+        if self.max_norm is not None:
+            effective = numerics.smaller(effective, self.max_norm, xp=xp)
+            lower = (threshold == 0) | (threshold > self.max_norm)
+            threshold = xp.where(lower, self.max_norm, threshold)
+        over = norm > effective
+        scale = scale_to(effective, norm, over, xp=xp)
+        known = ~warm & (sigma > 0)
+        z = xp.where(known, numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp), 0.0)
 
-def init(config: ZClipConfig, *, groups: int = 0) -> ZClipState:
-    """A rule at the start of its warm-up."""
-    del config, groups
-    zero = np.zeros((), np.float32)
-    return ZClipState(
-        count=np.zeros((), np.int32),
-        mean=zero,
-        var=zero.copy(),
-        shift=level_shift.init(),
-    )
-
-
-def update(
-    config: ZClipConfig, state: ZClipState, seen: Observed, learn: Any, *, xp: Any
-) -> tuple[ZClipState, Clip]:
-    """Judges `seen.grad_norm`, then learns it; `learn` is false for a step that is skipped."""
-    norm = seen.grad_norm
-    count = xp.where(seen.restart, 0, state.count)
-    warm = count < config.warmup_steps
-    # Separate products, and the floor again after the root: XLA makes (m m) c^2 of (c m)(c m), and
-    # |x| of sqrt(x x).
-    floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
-    var = numerics.larger(state.var, numerics.product(floor, floor, xp=xp), xp=xp)
-    sigma = numerics.larger(xp.sqrt(state.var), floor, xp=xp)
-
-    # z > k without a root: gap^2 > k^2 v. In two products, so that a Python number and an array (a
-    # vmapped sweep) round alike, and XLA does not make it (k k) v.
-    k = config.z_threshold
-    gap = norm - state.mean
-    limit = k * numerics.product(k, var, xp=xp)
-    spike = ~warm & (gap > 0) & (gap * gap > limit)
-    safe_gap = xp.where(spike, gap, 1.0)
-    if config.target == "reciprocal":
-        target = state.mean + xp.where(spike, numerics.quotient(limit, safe_gap, xp=xp), 0.0)
-    elif config.target == "mean":
-        target = state.mean
-    else:
-        target = state.mean + xp.where(spike, numerics.product(k, sigma, xp=xp), 0.0)
-
-    accepted = xp.where(spike, target, norm)
-    effective = accepted
-    threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
-    if config.max_norm is not None:
-        effective = numerics.smaller(effective, config.max_norm, xp=xp)
-        lower = (threshold == 0) | (threshold > config.max_norm)
-        threshold = xp.where(lower, config.max_norm, threshold)
-    over = norm > effective
-    scale = scale_to(effective, norm, over, xp=xp)
-    known = ~warm & (sigma > 0)
-    z = xp.where(known, numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp), 0.0)
-
-    learn = learn & seen.finite & (norm > 0)
-    learnt = _learn(config, state, count, norm, accepted, learn, xp=xp)
-    watch, shift = level_shift.update(
-        config.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
-    )
-    return ZClipState(
-        count=learnt.count,
-        mean=xp.where(shift.escaped, shift.level, learnt.mean),
-        var=xp.where(shift.escaped, shift.spread, learnt.var),
-        shift=watch,
-    ), Clip(scale, threshold, z, over)
+        learn = learn & seen.finite & (norm > 0)
+        learnt = _learn(self, state, count, norm, accepted, learn, xp=xp)
+        watch, shift = baseline.watch_level(
+            self.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
+        )
+        return ZClipState(
+            count=learnt.count,
+            mean=xp.where(shift.escaped, shift.level, learnt.mean),
+            var=xp.where(shift.escaped, shift.spread, learnt.var),
+            shift=watch,
+        ), Clip(scale, threshold, z, over)
 
 
 def _learn(
@@ -127,7 +120,7 @@ def _learn(
 ) -> ZClipState:
     """Running mean and population variance in warm-up (Welford), moving averages after it."""
     warm = count < config.warmup_steps
-    value, first_were_outliers = warmup.robust(accepted, state.mean, count, warm, xp=xp)
+    value, first_were_outliers = baseline.robust(accepted, state.mean, count, warm, xp=xp)
     count = xp.where(learn & first_were_outliers, 0, count)
     known = count > 0
     mean = xp.where(known, state.mean, 0.0)
@@ -137,11 +130,11 @@ def _learn(
     divisor = numerics.as_float(xp.where(seen > 0, seen, 1), xp=xp)
     rate = numerics.complement(config.ema_decay, norm)
     gap = value - mean
-    mean = mean + xp.where(learn, warmup.step(gap, divisor, rate, warm, xp=xp), 0.0)
+    mean = mean + xp.where(learn, _step(gap, divisor, rate, warm, xp=xp), 0.0)
     rest = value - mean
     square = numerics.product(xp.where(warm, gap, rest), rest, xp=xp)
     off = square - var
-    step = warmup.step(off, divisor, rate, warm, xp=xp)
+    step = _step(off, divisor, rate, warm, xp=xp)
     var = var + xp.where(learn, step, 0.0)
     # Rounding can leave a variance of -1e-12 after equal values.
     var = xp.where(var > 0, var, 0.0)
@@ -149,3 +142,76 @@ def _learn(
     mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
     mean, var = numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp)
     return state._replace(count=seen, mean=mean, var=var)
+
+
+def _step(gap: Any, count: Any, rate: Any, warm: Any, *, xp: Any) -> Any:
+    """The change of an average: `gap / count` while `warm` (a plain mean), else `rate * gap`."""
+    plain = numerics.quotient(gap, count, xp=xp)
+    return xp.where(warm, plain, numerics.product(rate, gap, xp=xp))
+
+
+class UpdateClipState(NamedTuple):
+    """Statistics of the accepted update norms, and the last step."""
+
+    rule: ZClipState
+    restart: Any  # bool: a change was expected since the last update
+    norm: Any  # float32: last finite norm, before the clip and without the LR multiplier
+    scale: Any  # float32: factor on the last update
+    clips: Any  # int32: updates clipped
+
+
+class UpdateClipConfig(NamedTuple):
+    """Clip of the update by its own history: an update far longer than the recent ones is cut.
+
+    Levanter's `clip_update_by_historical_norm`: at most mean + k standard deviations of the last
+    128 update norms. A decayed second moment makes a huge step of an ordinary gradient, which no
+    clipping of gradients sees. In Marin's 32B run such updates came before the loss spikes.
+
+    The rule is ZClip's with `target = "max"`, on another norm: moving averages instead of the
+    window, robust warm-up, clipped values enter as clipped, and after a true shift of the level it
+    becomes the baseline. In Levanter values enter unclipped, so that one spike raises the limit for
+    the next 128 steps. Its comment gives the reason: clipped values could lock in. Here `baseline`
+    prevents this.
+    """
+
+    z_threshold: Any = 3.0
+    """Standard deviations above the mean to which a longer update is brought down."""
+    ema_decay: Any = 0.984375
+    """Decay of mean and variance per step; as long a memory as a window of 128."""
+    warmup_steps: Any = 64
+    """Updates learnt before one is clipped."""
+    min_rel_std: Any = 0.01
+    """Floor of the standard deviation as a fraction of the mean."""
+    shift: baseline.ShiftConfig = baseline.ShiftConfig()
+    """When clipping has become the rule."""
+
+    def init(self) -> UpdateClipState:
+        """A rule at the start of its warm-up."""
+        return UpdateClipState(
+            self._rule().init(),
+            restart=np.zeros((), bool),
+            norm=np.zeros((), np.float32),
+            scale=np.ones((), np.float32),
+            clips=np.zeros((), np.int32),
+        )
+
+    def update(
+        self, state: UpdateClipState, norm: Any, learn: Any, *, xp: Any
+    ) -> tuple[UpdateClipState, Any]:
+        """Judges the norm of one update, then learns it; returns the factor on the update.
+
+        Where `learn` is false (the step is skipped, or soft) the update is judged and not learnt.
+        An update that is not finite is not learnt either, and its factor is 1.
+        """
+        seen = observe(Signals(grad_norm=norm), state.restart, xp=xp)
+        rule, clip = self._rule().update(state.rule, seen, learn, xp=xp)
+        return UpdateClipState(
+            rule=rule,
+            restart=state.restart & False,
+            norm=xp.where(seen.finite, seen.grad_norm, state.norm),
+            scale=clip.scale,
+            clips=xp.where(clip.clipped & learn, state.clips + 1, state.clips),
+        ), clip.scale
+
+    def _rule(self) -> ZClipConfig:
+        return ZClipConfig(target="max", max_norm=None, **self._asdict())

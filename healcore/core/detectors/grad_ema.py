@@ -1,14 +1,4 @@
-"""Gradient EMA: the norm is far above the bias-corrected moving average of the accepted ones.
-
-AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py) with an adaptive
-`drop_norm`: the step is dropped when g >= 20 mu (`drop_norm_by_grad_norm_ema`, here `ratio`) or
-when g >= mu + 20 sigma after 500 steps (`drop_norm_by_grad_norm_stddev`, here `sigmas`), with the
-moments of the accepted norms, weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
-
-Differs from it (docs/recipes.md): the first norm is learnt, not compared with 1. The average
-follows true level shifts. The variance is that of the deviations, since E[g^2] - E[g]^2 becomes 0
-or negative. sigma is at least `min_rel_std` of mu, zero norms teach nothing, `warmup` is robust.
-"""
+"""Gradient EMA: the norm is far above the bias-corrected moving average of the accepted norms."""
 
 from __future__ import annotations
 
@@ -16,20 +6,39 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import level_shift, numerics, warmup
+from healcore.core import baseline, numerics
 from healcore.core.signals import Observed
-from healcore.core.verdict import Cause, Reading, flag
-
-NEEDS = frozenset({"grad_norm"})
+from healcore.core.verdict import Cause, Reading
 
 
-class Config(NamedTuple):
-    """Thresholds; numbers may be arrays."""
+class GradEmaState(NamedTuple):
+    """Moments of the accepted norms."""
+
+    count: Any  # int32: norms learnt, up to the end of warm-up
+    weight: Any  # float32: 1 - decay ** (norms learnt), the sum of the weights
+    mean: Any  # float32
+    var: Any  # float32
+    shift: baseline.ShiftState
+
+
+class GradEmaConfig(NamedTuple):
+    """AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py) with adaptive limits.
+
+    A step is dropped when g >= 20 mu (`drop_norm_by_grad_norm_ema`, here `ratio`) or when
+    g >= mu + 20 sigma after 500 steps (`drop_norm_by_grad_norm_stddev`, here `sigmas`), with the
+    moments of the accepted norms, weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
+
+    Differs from it (docs/recipes.md): the first norm is learnt, not compared with 1. The average
+    follows true level shifts. The variance is the mean square of the deviations, since
+    E[g^2] - E[g]^2 becomes 0 or negative. sigma is at least `min_rel_std` of mu. Zero norms teach
+    nothing, and the warm-up is robust (`baseline`).
+    """
 
     ratio: Any | None = 20.0
-    """Multiple of the average from which on a norm is out of line; None for no such test."""
+    """Least ratio of an outlier to the average, or None for no such test."""
     sigmas: Any | None = None
-    """Standard deviations above the average from which on it is, too; None for no such test."""
+    """Least height of an outlier above the average, in standard deviations, or None for no such
+    test."""
     ema_decay: Any = 0.99
     """Decay of average and variance per accepted step."""
     warmup_steps: Any = 1
@@ -38,79 +47,63 @@ class Config(NamedTuple):
     """Floor of the standard deviation as a fraction of the average."""
     sustain: Any = 5
     """Rejections in a row (leaky) that make it sustained."""
-    shift: level_shift.ShiftConfig = level_shift.ShiftConfig()
+    shift: baseline.ShiftConfig = baseline.ShiftConfig()
     """When the high norm has become the level."""
 
+    CAUSE = Cause.GRAD_SPIKE
+    NEEDS = frozenset({"grad_norm"})
 
-class State(NamedTuple):
-    """Moments of the accepted norms."""
+    def init(self) -> GradEmaState:
+        """No norm seen."""
+        floats = (np.zeros((), np.float32) for _ in ("weight", "mean", "var"))
+        return GradEmaState(np.zeros((), np.int32), *floats, shift=baseline.no_rejections())
 
-    count: Any  # int32: norms learnt, up to the end of warm-up
-    weight: Any  # float32: 1 - decay ** (norms learnt), the sum of the weights
-    mean: Any  # float32
-    var: Any  # float32
-    shift: level_shift.ShiftState
+    def update(
+        self, state: GradEmaState, seen: Observed, *, xp: Any
+    ) -> tuple[GradEmaState, Reading]:
+        """Judges `seen.grad_norm`, then learns it if accepted."""
+        norm = seen.grad_norm
+        learn = seen.finite & (norm > 0)
+        count = xp.where(seen.restart, 0, state.count)
+        warm = count < self.warmup_steps
+        alarm = learn & ~warm & _far(self, state, norm, xp=xp)
+        watch, shift = baseline.watch_level(
+            self.shift, state.shift, norm, alarm, learn & ~warm, seen.restart, xp=xp
+        )
+        taught = learn & ~alarm
+        value, first_were_outliers = baseline.robust(norm, state.mean, count, warm, xp=xp)
+        count = xp.where(taught & first_were_outliers, 0, count)
+        first = count == 0
+        old = xp.where(first, 0.0, state.weight)
+        rest = numerics.complement(self.ema_decay, norm)
+        weight = numerics.ema(old, norm - norm + 1.0, rest, taught, xp=xp)
+        # The weight of one value among all: 1 for the first, 1 - decay in the long run.
+        rate = numerics.quotient(rest, xp.where(weight > 0, weight, 1.0), xp=xp)
+        start = xp.where(first, 0.0, state.mean)
+        mean = numerics.ema(start, value, rate, taught, xp=xp)
+        square = numerics.settle(numerics.product(value - start, value - mean, xp=xp), xp=xp)
+        var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, taught, xp=xp)
+        var = xp.where(var > 0, var, 0.0)
 
-
-def init(config: Config) -> State:
-    """No norm seen."""
-    del config
-    floats = (np.zeros((), np.float32) for _ in range(3))
-    return State(np.zeros((), np.int32), *floats, shift=level_shift.init())
-
-
-def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Judges `seen.grad_norm`, then learns it if accepted."""
-    norm = seen.grad_norm
-    learn = seen.finite & (norm > 0)
-    count = xp.where(seen.restart, 0, state.count)
-    warm = count < config.warmup_steps
-    gap = norm - state.mean
-    floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
-    sigma = numerics.larger(xp.sqrt(state.var), floor, xp=xp)
-    far = _far(config, state, norm, gap, floor, xp=xp)
-    alarm = learn & ~warm & far
-    known = ~warm & (sigma > 0)
-    z = numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp)
-
-    watch, shift = level_shift.update(
-        config.shift, state.shift, norm, alarm, learn & ~warm, seen.restart, xp=xp
-    )
-    taught = learn & ~alarm
-    value, first_were_outliers = warmup.robust(norm, state.mean, count, warm, xp=xp)
-    count = xp.where(taught & first_were_outliers, 0, count)
-    first = count == 0
-    old = xp.where(first, 0.0, state.weight)
-    rest = numerics.complement(config.ema_decay, norm)
-    weight = numerics.ema(old, norm - norm + 1.0, rest, taught, xp=xp)
-    # The weight of one value among all: 1 for the first, 1 - decay in the long run.
-    rate = numerics.quotient(rest, xp.where(weight > 0, weight, 1.0), xp=xp)
-    start = xp.where(first, 0.0, state.mean)
-    mean = numerics.ema(start, value, rate, taught, xp=xp)
-    square = numerics.settle(numerics.product(value - start, value - mean, xp=xp), xp=xp)
-    var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, taught, xp=xp)
-    var = xp.where(var > 0, var, 0.0)
-
-    sustained = alarm & (watch.run >= config.sustain * config.shift.gain)
-    learnt = State(
-        count=xp.where(taught & warm, count + 1, count),
-        weight=xp.where(taught, weight, state.weight),
-        mean=xp.where(shift.escaped, shift.level, xp.where(taught, mean, state.mean)),
-        var=xp.where(shift.escaped, shift.spread, xp.where(taught, var, state.var)),
-        shift=watch,
-    )
-    cause = flag(alarm, Cause.GRAD_SPIKE, xp=xp)
-    z = xp.where(known & learn, z, 0.0)
-    return learnt, Reading(alarm, sustained | shift.escaped, cause, z)
+        sustained = alarm & (watch.run >= self.sustain * self.shift.gain)
+        learnt = GradEmaState(
+            count=xp.where(taught & warm, count + 1, count),
+            weight=xp.where(taught, weight, state.weight),
+            mean=xp.where(shift.escaped, shift.level, xp.where(taught, mean, state.mean)),
+            var=xp.where(shift.escaped, shift.spread, xp.where(taught, var, state.var)),
+            shift=watch,
+        )
+        return learnt, Reading(alarm, sustained | shift.escaped)
 
 
-def _far(config: Config, state: State, norm: Any, gap: Any, floor: Any, *, xp: Any) -> Any:
+def _far(config: GradEmaConfig, state: GradEmaState, norm: Any, *, xp: Any) -> Any:
     """Whether one of the two tests finds the norm too large."""
     far = norm < 0
     if config.ratio is not None:
         far = far | (norm >= config.ratio * state.mean)
     if config.sigmas is not None:
-        k = config.sigmas
+        k, gap = config.sigmas, norm - state.mean
+        floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
         least = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
         limit = k * numerics.product(k, numerics.larger(state.var, least, xp=xp), xp=xp)
         square = numerics.settle(numerics.product(gap, gap, xp=xp), xp=xp)

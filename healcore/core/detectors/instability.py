@@ -2,8 +2,8 @@
 
 A loss far above its level means a damaged model or different data. Different data are there at
 once, and then the loss falls as they are learnt. A model damaged by its own updates sets record
-after record (`loss_records`), with a gradient norm many times its usual size. A few such steps,
-each soon after the last, are an alarm, also in the first steps of a run, where records alone are no
+after record (`records`), with a gradient norm many times its usual size. A few such steps, each
+soon after the last, are an alarm, also in the first steps of a run, where records alone are no
 evidence yet. A step that is not finite right after such a step counts as another one.
 
 After an alarm, and where a change is expected, the history restarts.
@@ -15,18 +15,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core import loss_records, numerics
+from healcore.core import numerics
+from healcore.core.detectors import records
 from healcore.core.signals import Observed
-from healcore.core.verdict import Cause, Reading, flag
-
-NEEDS = frozenset({"loss", "grad_norm"})
+from healcore.core.verdict import Cause, Reading
 
 _NORM = 0.03125  # weight of a norm in its usual size: about the last 32 steps count
 _COUNTED = 1 << 22  # far beyond where the weight of a step still changes
 
 
-class Config(NamedTuple):
-    """Thresholds; numbers may be arrays."""
+class InstabilityState(NamedTuple):
+    """Extremes of the loss, the usual norm, and the growth in progress."""
+
+    count: Any  # int32: steps learnt since the start of the history
+    history: records.History
+    usual: Any  # float32: usual size of the gradient norm
+    records: Any  # int32: records with a large norm, each at most `patience` steps after the last
+    since: Any  # int32: steps since the last of them
+
+
+class InstabilityConfig(NamedTuple):
+    """Thresholds of an instability."""
 
     growth: Any = 0.25
     """Share of the last record's height above the lowest loss by which a record exceeds it."""
@@ -37,54 +46,44 @@ class Config(NamedTuple):
     patience: Any = 8
     """Steps from one such record to the next, at most."""
 
+    CAUSE = Cause.INSTABILITY
+    NEEDS = frozenset({"loss", "grad_norm"})
 
-class State(NamedTuple):
-    """Extremes of the loss, the usual norm, and the growth in progress."""
+    def init(self) -> InstabilityState:
+        """No step seen."""
+        none = np.zeros((), np.int32)
+        usual = np.zeros((), np.float32)
+        return InstabilityState(none, records.no_loss(), usual, none.copy(), none.copy())
 
-    count: Any  # int32: steps learnt since the start of the history
-    history: loss_records.History
-    usual: Any  # float32: usual size of the gradient norm
-    records: Any  # int32: records with a large norm, each at most `patience` steps after the last
-    since: Any  # int32: steps since the last of them
+    def update(
+        self, state: InstabilityState, seen: Observed, *, xp: Any
+    ) -> tuple[InstabilityState, Reading]:
+        """Compares loss and norm with the run so far, then learns them."""
+        learn, norm = seen.finite, seen.grad_norm
+        before = xp.where(seen.restart, 0, state.count)
+        first = before == 0
+        grown = xp.where(first, 0, state.records)
+        history, record = records.add_loss(
+            state.history, seen.loss, self.growth, first, learn, xp=xp
+        )
+        usual = xp.where(first, 0.0, state.usual)
+        large = numerics.product(self.norm_ratio, usual, xp=xp)
+        grows = (record & (norm > large)) | (~learn & (grown > 0) & (state.since == 0))
+        lasts = state.since < self.patience
+        grown = xp.where(grows, xp.where(lasts, grown + 1, 1), xp.where(lasts, grown, 0))
+        alarm = grows & (grown >= self.records)
 
-
-def init(config: Config) -> State:
-    """No step seen."""
-    del config
-    none = np.zeros((), np.int32)
-    return State(none, loss_records.init(), np.zeros((), np.float32), none.copy(), none.copy())
-
-
-def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Compares loss and norm with the run so far, then learns them."""
-    learn, norm = seen.finite, seen.grad_norm
-    before = xp.where(seen.restart, 0, state.count)
-    first = before == 0
-    records = xp.where(first, 0, state.records)
-    history, record = loss_records.update(
-        state.history, seen.loss, config.growth, first, learn, xp=xp
-    )
-    usual = xp.where(first, 0.0, state.usual)
-    large = numerics.product(config.norm_ratio, usual, xp=xp)
-    grows = (record & (norm > large)) | (~learn & (records > 0) & (state.since == 0))
-    lasts = state.since < config.patience
-    records = xp.where(grows, xp.where(lasts, records + 1, 1), xp.where(lasts, records, 0))
-    alarm = grows & (records >= config.records)
-
-    count = xp.where(learn & (before < _COUNTED), before + 1, before)
-    learnt = xp.where(usual > 0, numerics.smaller(norm, large, xp=xp), norm)
-    one = norm - norm + 1.0
-    share = numerics.quotient(one, xp.where(count > 0, numerics.as_float(count, xp=xp), one), xp=xp)
-    weight = numerics.larger(share, _NORM, xp=xp)
-    step = numerics.product(weight, learnt - usual, xp=xp)
-    new_usual = usual + xp.where(learn, step, 0.0)
-    new = State(
-        count=xp.where(alarm, 0, count),
-        history=history,
-        usual=numerics.settle(new_usual, xp=xp),
-        records=xp.where(alarm, 0, records),
-        since=xp.where(grows, 0, xp.where(learn & lasts, state.since + 1, state.since)),
-    )
-    z = numerics.quotient(norm, xp.where(usual > 0, usual, one), xp=xp)
-    z = xp.where(learn & (usual > 0), z, 0.0)
-    return new, Reading(alarm, alarm, flag(alarm, Cause.INSTABILITY, xp=xp), z)
+        count = xp.where(learn & (before < _COUNTED), before + 1, before)
+        learnt = xp.where(usual > 0, numerics.smaller(norm, large, xp=xp), norm)
+        one = norm - norm + 1.0
+        steps = xp.where(count > 0, numerics.as_float(count, xp=xp), one)
+        weight = numerics.larger(numerics.quotient(one, steps, xp=xp), _NORM, xp=xp)
+        step = numerics.product(weight, learnt - usual, xp=xp)
+        new = InstabilityState(
+            count=xp.where(alarm, 0, count),
+            history=history,
+            usual=numerics.settle(usual + xp.where(learn, step, 0.0), xp=xp),
+            records=xp.where(alarm, 0, grown),
+            since=xp.where(grows, 0, xp.where(learn & lasts, state.since + 1, state.since)),
+        )
+        return new, Reading(alarm, alarm)

@@ -13,27 +13,10 @@ import numpy as np
 
 from healcore.core import numerics
 from healcore.core.signals import Observed
-from healcore.core.verdict import Cause, Reading, flag
-
-NEEDS = frozenset({"loss"})
+from healcore.core.verdict import Cause, Reading
 
 
-class Config(NamedTuple):
-    """Thresholds; numbers may be arrays."""
-
-    window: Any = 500
-    """Steps per window."""
-    patience: Any = 3
-    """Windows without improvement that make the alarm."""
-    min_improvement: Any = 0.1
-    """What a better window gains at least, in mean absolute step-to-step changes."""
-    chance_level: Any | None = None
-    """Loss of guessing, for example 0.6931 (ln 2); None switches this part off."""
-    chance_margin: Any = 0.01
-    """Distance from `chance_level` that still counts as guessing."""
-
-
-class State(NamedTuple):
+class PlateauState(NamedTuple):
     """The current window, the best one, and the change per step."""
 
     count: Any  # int32: steps in the current window
@@ -46,59 +29,65 @@ class State(NamedTuple):
     chance: Any  # bool: the last finished window was at chance level
 
 
-def init(config: Config) -> State:
-    """No step seen."""
-    del config
-    zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
-    return State(
-        count=none,
-        mean=zero,
-        best=zero.copy(),
-        windows=none.copy(),
-        stale=none.copy(),
-        last=zero.copy(),
-        change=zero.copy(),
-        chance=np.zeros((), bool),
-    )
+class PlateauConfig(NamedTuple):
+    """Thresholds of a plateau."""
 
+    window: Any = 500
+    """Steps per window."""
+    patience: Any = 3
+    """Windows without improvement that make the alarm."""
+    min_improvement: Any = 0.1
+    """Least gain of a better window, in mean absolute step-to-step changes."""
+    chance_level: Any | None = None
+    """Loss of guessing, for example 0.6931 (ln 2), or None for no such comparison."""
+    chance_margin: Any = 0.01
+    """Distance from `chance_level` that still counts as guessing."""
 
-def update(config: Config, state: State, seen: Observed, *, xp: Any) -> tuple[State, Reading]:
-    """Adds `seen.loss` to its window; the alarm lasts until a window is better."""
-    learn, loss = seen.finite, seen.loss
-    started = (state.windows > 0) | (state.count > 0)
-    count = xp.where(learn, state.count + 1, state.count)
-    divisor = numerics.as_float(xp.where(count > 0, count, 1), xp=xp)
-    step = numerics.quotient(loss - state.mean, divisor, xp=xp)
-    mean = state.mean + xp.where(learn, step, 0.0)
-    moved = xp.where(started, xp.abs(loss - state.last), 0.0)
-    change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
-    # The first change counts whole: with a slow average from zero, noise would be an improvement.
-    change = xp.where(learn & started & (state.change == 0), moved, change)
+    CAUSE = Cause.PLATEAU
+    NEEDS = frozenset({"loss"})
 
-    done = learn & (count >= config.window)
-    first = done & (state.windows == 0)
-    gain = state.best - mean
-    needed = xp.where(done, config.min_improvement * change, 0.0)
-    better = first | (done & (gain > needed))
-    more = xp.where(state.stale < config.patience, state.stale + 1, state.stale)
-    stale = xp.where(done, xp.where(better, 0, more), state.stale)
-    best = xp.where(better, mean, state.best)
-    guessing = state.chance
-    if config.chance_level is not None:
-        near = xp.abs(mean - config.chance_level) <= config.chance_margin
-        guessing = xp.where(done, near, guessing)
+    def init(self) -> PlateauState:
+        """No step seen."""
+        counts = {name: np.zeros((), np.int32) for name in ("count", "windows", "stale")}
+        floats = {name: np.zeros((), np.float32) for name in ("mean", "best", "last", "change")}
+        return PlateauState(**counts, **floats, chance=np.zeros((), bool))
 
-    restart = seen.restart
-    alarm = learn & ~restart & ((stale >= config.patience) | guessing)
-    new = State(
-        count=xp.where(restart | done, 0, count),
-        mean=numerics.settle(xp.where(restart | done, 0.0, mean), xp=xp),
-        best=best,
-        windows=xp.where(restart, 0, xp.where(done, 1, state.windows)),
-        stale=xp.where(restart, 0, stale),
-        last=xp.where(learn, loss, state.last),
-        change=change,
-        chance=guessing & ~restart,
-    )
-    cause = flag(alarm, Cause.PLATEAU, xp=xp)
-    return new, Reading(alarm, alarm, cause, loss - loss)
+    def update(
+        self, state: PlateauState, seen: Observed, *, xp: Any
+    ) -> tuple[PlateauState, Reading]:
+        """Adds `seen.loss` to its window; the alarm lasts until a window is better."""
+        learn, loss, restart = seen.finite, seen.loss, seen.restart
+        started = (state.windows > 0) | (state.count > 0)
+        count = xp.where(learn, state.count + 1, state.count)
+        divisor = numerics.as_float(xp.where(count > 0, count, 1), xp=xp)
+        step = numerics.quotient(loss - state.mean, divisor, xp=xp)
+        mean = state.mean + xp.where(learn, step, 0.0)
+        moved = xp.where(started, xp.abs(loss - state.last), 0.0)
+        change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
+        # The first change counts whole: with a slow average from zero, noise would be an
+        # improvement.
+        change = xp.where(learn & started & (state.change == 0), moved, change)
+
+        done = learn & (count >= self.window)
+        first = done & (state.windows == 0)
+        needed = xp.where(done, self.min_improvement * change, 0.0)
+        better = first | (done & (state.best - mean > needed))
+        more = xp.where(state.stale < self.patience, state.stale + 1, state.stale)
+        stale = xp.where(done, xp.where(better, 0, more), state.stale)
+        guessing = state.chance
+        if self.chance_level is not None:
+            near = xp.abs(mean - self.chance_level) <= self.chance_margin
+            guessing = xp.where(done, near, guessing)
+
+        alarm = learn & ~restart & ((stale >= self.patience) | guessing)
+        new = PlateauState(
+            count=xp.where(restart | done, 0, count),
+            mean=numerics.settle(xp.where(restart | done, 0.0, mean), xp=xp),
+            best=xp.where(better, mean, state.best),
+            windows=xp.where(restart, 0, xp.where(done, 1, state.windows)),
+            stale=xp.where(restart, 0, stale),
+            last=xp.where(learn, loss, state.last),
+            change=change,
+            chance=guessing & ~restart,
+        )
+        return new, Reading(alarm, alarm)

@@ -1,9 +1,10 @@
-"""Spike: one outlier, or several within a short time, of a loss or a norm (docs/detectors.md).
+"""Spikes of the loss, the gradient norm and the update norm (docs/detectors.md).
 
-The level falls at once to the higher of two successive values and rises slowly. A value above the
-threshold is an outlier. The threshold is learnt: a streaming quantile (Robbins and Monro, 1951) of
-the run's own values, so that recurring outliers become noise. Each value has a vote between 0 and
-1: a full vote is an `alarm`, a faded sum of votes above `evidence` is `sustained`.
+A spike is one outlier, or several outliers within a short time. The level falls at once to the
+higher of two successive values and rises slowly. A value above the threshold is an outlier. The
+threshold is learnt: a streaming quantile (Robbins and Monro, 1951) of the run's own values, so that
+recurring outliers become noise. Each value has a vote between 0 and 1. A full vote is an `alarm`. A
+faded sum of votes above `evidence` is `sustained`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import numpy as np
 
 from healcore.core import numerics
 from healcore.core.detectors import noise
+from healcore.core.signals import Observed
+from healcore.core.tree import map_leaves
+from healcore.core.verdict import Cause, Reading
 
 LEARN = 0.2  # a full vote raises the threshold by this share
 OUTLIERS = 1.0 / 256.0  # mean vote at which the threshold settles
@@ -21,21 +25,7 @@ LASTS = 2  # windows of a sustained spike after which its level is the level
 LOWEST = 0.5  # share of `z_threshold` below which the threshold does not fall
 
 
-class Config(NamedTuple):
-    """Thresholds; numbers may be arrays."""
-
-    z_threshold: Any = 5.5
-    """Height above the level, in units of the noise, at which a value begins to be an outlier, and
-    at twice which its vote is full. The learnt threshold starts here, see `LOWEST`."""
-    evidence: Any = 2.0
-    """Votes above which a spike is sustained."""
-    window: Any = noise.WINDOW
-    """Values learnt before any is judged. Afterwards the weight of a value is 1 / window."""
-    min_noise: Any = noise.SMALL
-    """Noise taken at least, as a share of the level."""
-
-
-class State(NamedTuple):
+class SpikeState(NamedTuple):
     """The level, the threshold and the votes."""
 
     values: noise.NoiseState
@@ -45,24 +35,77 @@ class State(NamedTuple):
     lasting: Any  # int32: values since the spike became sustained, 0 = it is not
 
 
-class Spike(NamedTuple):
-    """The result for one value."""
+class LossSpikeConfig(NamedTuple):
+    """One bad batch, or a sustained departure of the loss from the run's own noise."""
 
-    alarm: Any
-    sustained: Any
-    z: Any  # float32: height above the level in units of the noise
+    z_threshold: Any = 5.5
+    """Height above the level, in units of the noise, at which a value begins to be an outlier. At
+    twice this height its vote is full. The learnt threshold starts here, see `LOWEST`."""
+    evidence: Any = 2.0
+    """Votes above which a spike is sustained."""
+    window: Any = noise.WINDOW
+    """Values learnt before any is judged. Afterwards the weight of a value is 1 / window."""
+    min_noise: Any = noise.SMALL
+    """Least noise, as a share of the level."""
+
+    CAUSE = Cause.LOSS_SPIKE
+    NEEDS = frozenset({"loss"})
+
+    def init(self) -> SpikeState:
+        """The state before the first value."""
+        return _init()
+
+    def update(self, state: SpikeState, seen: Observed, *, xp: Any) -> tuple[SpikeState, Reading]:
+        """Judges `seen.loss`, then learns it. The reading's `z` is in units of the noise."""
+        return _judge(self, state, seen.loss, seen.finite, seen.restart, xp=xp)
 
 
-def init(config: Any) -> State:
-    """No value seen."""
-    del config
+class GradSpikeConfig(NamedTuple):
+    """A global gradient norm far above its recent level.
+
+    The norm rises before the loss does (BLOOM-176B: 0.24, 0.95, 2.4, 16, 145, 960 in the iterations
+    up to the loss peak). Norms of 0 are neither judged nor learnt.
+    """
+
+    z_threshold: Any = LossSpikeConfig().z_threshold
+    evidence: Any = LossSpikeConfig().evidence
+    window: Any = LossSpikeConfig().window
+    min_noise: Any = 0.18
+    """Least noise, as a share of the level: an alarm is three times the level or more."""
+
+    CAUSE = Cause.GRAD_SPIKE
+    NEEDS = frozenset({"grad_norm"})
+
+    def init(self) -> SpikeState:
+        """The state before the first norm."""
+        return _init()
+
+    def update(self, state: SpikeState, seen: Observed, *, xp: Any) -> tuple[SpikeState, Reading]:
+        """Judges the norm, then learns it."""
+        (signal,) = self.NEEDS
+        norm = getattr(seen, signal)
+        return _judge(self, state, norm, seen.finite & (norm > 0), seen.restart, xp=xp)
+
+
+class UpdateSpikeConfig(GradSpikeConfig):
+    """A last update far longer than the recent updates.
+
+    Marin 32B had update-norm spikes before its loss spikes, with clipping and skipping both on: a
+    decayed second moment turns an ordinary gradient into a huge step, which no gradient norm shows.
+    """
+
+    CAUSE = Cause.UPDATE_SPIKE
+    NEEDS = frozenset({"update_norm"})
+
+
+def _init() -> SpikeState:
     zero = np.zeros((), np.float32)
-    return State(noise.init(), zero, zero.copy(), zero.copy(), np.zeros((), np.int32))
+    return SpikeState(noise.init(), zero, zero.copy(), zero.copy(), np.zeros((), np.int32))
 
 
-def update(
-    config: Any, state: State, value: Any, learn: Any, restart: Any, *, xp: Any
-) -> tuple[State, Spike]:
+def _judge(
+    config: Any, state: SpikeState, value: Any, learn: Any, restart: Any, *, xp: Any
+) -> tuple[SpikeState, Reading]:
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
     values = noise.begin(state.values, value, restart, xp=xp)
     first, warm = values.count == 0, values.count < config.window
@@ -71,7 +114,7 @@ def update(
     threshold = xp.where(first, start, state.threshold)
     votes = xp.where(first, 0.0, state.votes)
     lasting = xp.where(first, 0, state.lasting)
-    before = State(values, level, threshold, votes, lasting)
+    before = SpikeState(values, level, threshold, votes, lasting)
 
     unit = noise.unit(values, level, config.min_noise, xp=xp)
     known = unit > 0
@@ -95,20 +138,13 @@ def update(
     factor = LEARN * (vote - OUTLIERS)
     learnt = threshold + numerics.product(threshold, factor, xp=xp)
     learnt = numerics.larger(learnt, LOWEST * start, xp=xp)
-    after = State(
+    after = SpikeState(
         values,
         numerics.settle(xp.where(escaped, value, level), xp=xp),
         xp.where(warm | sustained, threshold, learnt),
         numerics.settle(xp.where(escaped, 0.0, votes), xp=xp),
         xp.where(escaped, 0, lasting),
     )
-    alarm, sustained = learn & (vote >= 1), learn & sustained & (vote > 0)
-    return _choose(learn, after, before, xp=xp), Spike(alarm, sustained, z)
-
-
-def _choose(learn: Any, after: State, before: State, *, xp: Any) -> State:
-    """The state `after` where `learn` holds, else the one `before`."""
-    pairs = zip(after.values, before.values, strict=True)
-    values = noise.NoiseState(*(xp.where(learn, a, b) for a, b in pairs))
-    rest = zip(after[1:], before[1:], strict=True)
-    return State(values, *(xp.where(learn, a, b) for a, b in rest))
+    chosen = map_leaves(lambda new, old: xp.where(learn, new, old), after, before)
+    sustained = learn & sustained & (vote > 0)
+    return chosen, Reading(learn & (vote >= 1), sustained, z=xp.where(learn, z, 0.0))

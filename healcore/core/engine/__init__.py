@@ -11,8 +11,7 @@ from healcore.core.engine.config import (
     RuleConfig,
 )
 from healcore.core.engine.engine import Engine
-from healcore.core.engine.state import EngineState, Tally, neutral
-from healcore.core.engine.state_dict import StateError
+from healcore.core.engine.state import EngineState, StateError, Tally, neutral
 
 __all__ = [
     "BudgetConfig",

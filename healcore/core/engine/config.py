@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from healcore.core.clipping.update_clip import UpdateClipConfig
+from healcore.core.clipping.zclip import UpdateClipConfig
 
 
 class RuleConfig(NamedTuple):
@@ -89,7 +89,7 @@ class EngineConfig(NamedTuple):
     clip: tuple[str, Any] | None = None
     """(name in `clipping.RULES`, its config), or None."""
     update_clip: UpdateClipConfig | None = None
-    """Clip of the update that the optimizer makes; None: off."""
+    """Clip of the update that the optimizer makes, or None."""
     detectors: tuple[tuple[str, Any], ...] = ()
     """(name in `detectors.DETECTORS`, its config), in that order."""
     rules: tuple[RuleConfig, ...] = ()

@@ -5,30 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.clipping import RULES, update_clip
+from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
-from healcore.core.engine import lr, readout, state_dict
+from healcore.core.engine import lr
 from healcore.core.engine.config import EngineConfig
-from healcore.core.engine.enforce import neutral_if_skipped, observed_only, pick
 from healcore.core.engine.judge import judge
-from healcore.core.engine.state import EngineState, init
+from healcore.core.engine.state import EngineState, from_dict, init, metrics, to_dict
 from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves
+from healcore.core.tree import map_leaves, pick
 from healcore.core.verdict import Action, Decision
 
 
 class Engine:
     """The state machine of one policy: `init`, then `step` after `step`.
 
-    It holds no state: `step` is a pure function of (policy, state, signals), which can be jitted,
-    scanned, vmapped, compiled, saved and replayed. All arrays may have leading batch axes; each
-    lane is then a run of its own.
+    The engine holds no state. `step` is a pure function of (policy, state, signals), which can be
+    jitted, scanned, vmapped, compiled and replayed. All arrays may have leading batch axes; each
+    lane is then an independent run.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -74,8 +74,8 @@ class Engine:
         names: set[str] = {"grad_norm"} if self.config.clip else set()
         if self.per_tensor:
             names.add("group_norms")
-        for name, _ in self.config.detectors:
-            names |= DETECTORS[name].NEEDS
+        for name, detector in self.config.detectors:
+            names |= detector.NEEDS
             if name == "nonfinite":
                 names |= {"loss", "grad_norm"}
         return frozenset(names)
@@ -83,18 +83,17 @@ class Engine:
     @cached_property
     def cuts_lr(self) -> bool:
         """Whether a rule can cut the learning rate."""
-        return any(rule.action & int(Action.CUT_LR) for rule in self.config.rules)
+        return self._may_order(Action.CUT_LR)
 
     @cached_property
     def may_be_limited(self) -> bool:
         """Whether the host may limit the learning rate with a rollback, see `limit_lr`."""
-        goes_back = any(rule.action & int(Action.ROLLBACK) for rule in self.config.rules)
-        return goes_back and bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
+        return self._may_order(Action.ROLLBACK) and self._has_ceiling
 
     @cached_property
     def softens(self) -> bool:
         """Whether a rule can order a soft step."""
-        return any(rule.action & int(Action.SOFT_STEP) for rule in self.config.rules)
+        return self._may_order(Action.SOFT_STEP)
 
     @property
     def resets_moments(self) -> bool:
@@ -109,8 +108,7 @@ class Engine:
     @cached_property
     def limits_lr(self) -> bool:
         """Whether a cut limits the rate in absolute terms, which needs `Signals.learning_rate`."""
-        ceiling = bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
-        return (self.cuts_lr and ceiling) or self.may_be_limited
+        return (self.cuts_lr and self._has_ceiling) or self.may_be_limited
 
     @property
     def clips_updates(self) -> bool:
@@ -121,6 +119,13 @@ class Engine:
     def per_tensor(self) -> bool:
         """Whether clipping works per tensor and needs `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"
+
+    @property
+    def _has_ceiling(self) -> bool:
+        return bool(np.any(np.asarray(self.config.lr.ceiling) > 0))
+
+    def _may_order(self, action: Action) -> bool:
+        return any(rule.action & int(action) for rule in self.config.rules)
 
     # -- the state machine ----------------------------------------------------------------------
 
@@ -150,29 +155,24 @@ class Engine:
         Raises:
             ValueError: neither a loss nor a gradient norm is there.
         """
-        if xp is np:
-            # float32 scalars warn, XLA and torch do not; the core selects afterwards.
-            with np.errstate(all="ignore"):
-                return self._step(state, signals, xp=xp)
-        return self._step(state, signals, xp=xp)
-
-    def _step(
-        self, state: EngineState, signals: Signals, *, xp: Any
-    ) -> tuple[EngineState, Decision]:
         if signals.loss is None and signals.grad_norm is None:
             raise ValueError(
                 "a step needs a loss or a gradient norm, got neither: pass Signals(loss=...) or "
                 "Signals(grad_norm=...)"
             )
-        new, decision = judge(self.config, state, signals, xp=xp)
-        if self.mode == "observe":
-            new = self.charged(new, xp=xp)
-        if signals.externally_skipped is not None:
-            skipped = signals.externally_skipped
-            new = map_leaves(lambda after, before: pick(skipped, before, after, xp=xp), new, state)
-            decision = neutral_if_skipped(decision, skipped, state.lr.scale, xp=xp)
-        if self.mode == "observe":
-            decision = observed_only(decision, xp=xp)
+        with _silent(xp):
+            new, decision = judge(self.config, state, signals, xp=xp)
+            if self.mode == "observe":
+                new = self.charged(new, xp=xp)
+            if signals.externally_skipped is not None:
+                skipped = signals.externally_skipped
+                new = map_leaves(
+                    lambda after, before: pick(skipped, before, after, xp=xp), new, state
+                )
+                decision = _neutral(decision, skipped, state.lr.scale, xp=xp)
+                decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
+            if self.mode == "observe":
+                decision = _neutral(decision, decision.skip | True, 1.0, xp=xp)
         return new, decision
 
     def clip_update(
@@ -193,22 +193,13 @@ class Engine:
             The new state, and the factor on the update, float32 in [0, 1]: exactly 1 for a skipped
             step, an ordinary update and in observe mode.
         """
-        if xp is np:
-            with np.errstate(all="ignore"):
-                return self._clip_update(state, norm, skipped, xp=xp)
-        return self._clip_update(state, norm, skipped, xp=xp)
-
-    def _clip_update(
-        self, state: EngineState, norm: Any, skipped: Any, *, xp: Any
-    ) -> tuple[EngineState, Any]:
         assert self.config.update_clip is not None, "the policy has no update_clip"
         held = skipped | state.last.decision.skip  # in observe mode the latter is as ordered
         learn = ~held
         if self.softens:
             learn = learn & ((state.last.decision.action & int(Action.SOFT_STEP)) == 0)
-        clip, scale = update_clip.update(
-            self.config.update_clip, state.update_clip, norm, learn, xp=xp
-        )
+        with _silent(xp):
+            clip, scale = self.config.update_clip.update(state.update_clip, norm, learn, xp=xp)
         clip = clip._replace(scale=xp.where(held, 1.0, clip.scale))
         unchanged = held | True if self.mode == "observe" else held
         return state._replace(update_clip=clip), xp.where(unchanged, 1.0, scale)
@@ -221,9 +212,8 @@ class Engine:
         Baselines restart their warm-up, and for `grace_steps` steps only non-finite values are
         alarms.
         """
-        return state._replace(
-            change_expected=xp.where(state.step >= 0, True, state.change_expected)
-        )
+        del xp
+        return state._replace(change_expected=state.change_expected | True)
 
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
         """The state after a rollback: restored detectors, budgets and LR multiplier of now.
@@ -241,16 +231,15 @@ class Engine:
             xp: the array namespace.
         """
         closed = live.incident._replace(
-            open=xp.where(live.step >= 0, False, live.incident.open),
-            skipped=xp.where(live.step >= 0, False, live.incident.skipped),
-            quiet=xp.where(live.step >= 0, 0, live.incident.quiet),
+            open=live.incident.open & False,
+            skipped=live.incident.skipped & False,
+            quiet=live.incident.quiet * 0,
         )
         tally = live.tally._replace(rollbacks=live.tally.rollbacks + 1)
         if restored.update_clip is not None:  # its count belongs to the tally
             clip = restored.update_clip._replace(clips=live.update_clip.clips)
             restored = restored._replace(update_clip=clip)
         left = numerics.sub_one(live.budget.recoveries, xp=xp)
-        healthy = xp.where(live.step >= 0, 0, live.budget.healthy)
         then = restored.lr
         raised = (then.broken > 0) & (then.broken < live.lr.broken)
         rate = live.lr._replace(
@@ -259,7 +248,7 @@ class Engine:
         )
         return restored._replace(
             incident=closed,
-            budget=live.budget._replace(recoveries=left, healthy=healthy),
+            budget=live.budget._replace(recoveries=left, healthy=live.budget.healthy * 0),
             lr=rate,
             tally=tally,
             last=live.last,
@@ -280,25 +269,24 @@ class Engine:
         Args:
             state: the live state.
             limit: rate that is not exceeded from now on, above 0, float32 array.
-            rate: the schedule's learning rate now, float32 array, or None: taken as constantly 1.
+            rate: the schedule's learning rate now, float32 array, or None for a constant rate of 1.
             xp: the array namespace.
         """
-        left = state.budget.lr_cuts
-        new = lr.limited(self.config.lr, state.lr, limit, rate, xp=xp)
-        kept = lr.LrState(*(xp.where(left > 0, a, b) for a, b in zip(new, state.lr, strict=True)))
-        counted = xp.where(left > 0, state.tally.lr_cuts + 1, state.tally.lr_cuts)
-        return state._replace(
-            lr=kept,
-            budget=state.budget._replace(lr_cuts=xp.where(left > 0, left - 1, left)),
-            tally=state.tally._replace(lr_cuts=counted),
+        budget, tally = state.budget, state.tally
+        limited = state._replace(
+            lr=lr.limited(self.config.lr, state.lr, limit, rate, xp=xp),
+            budget=budget._replace(lr_cuts=budget.lr_cuts - 1),
+            tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
+        )
+        allowed = budget.lr_cuts > 0
+        return map_leaves(
+            lambda new, old: old if new is old else pick(allowed, new, old, xp=xp), limited, state
         )
 
     def lift_limit(self, state: EngineState, *, xp: Any) -> EngineState:
         """The state with the full learning rate: every cut and limit is undone."""
         always = state.step >= 0
-        full = lr.LrState(
-            *(xp.where(always, a, b) for a, b in zip(lr.init(), state.lr, strict=True))
-        )
+        full = map_leaves(lambda new, old: xp.where(always, new, old), lr.init(), state.lr)
         return state._replace(lr=full._replace(peak=state.lr.peak, rate=state.lr.rate))
 
     def at_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
@@ -319,13 +307,31 @@ class Engine:
     # -- reading and carrying -------------------------------------------------------------------
 
     def metrics(self, state: EngineState) -> dict[str, Any]:
-        """Named 0-d arrays for a logger, without a sync; see `readout.metrics`."""
-        return readout.metrics(state)
+        """Named 0-d arrays for a logger, without a sync; see `state.metrics`."""
+        return metrics(state)
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
-        """The state in a framework-neutral, JSON-safe form; see `state_dict.to_dict`."""
-        return state_dict.to_dict(self.config, state, self.fingerprint)
+        """The state in a framework-neutral, JSON-safe form; see `state.to_dict`."""
+        return to_dict(self.config, state, self.fingerprint)
 
     def from_dict(self, data: Mapping[str, Any]) -> EngineState:
-        """The state from `to_dict`, as NumPy arrays; see `state_dict.from_dict`."""
-        return state_dict.from_dict(self.config, data, self.fingerprint)
+        """The state from `to_dict`, as NumPy arrays; see `state.from_dict`."""
+        return from_dict(self.config, data, self.fingerprint)
+
+
+def _silent(xp: Any) -> AbstractContextManager[Any]:
+    """Without NumPy's warnings, which XLA and torch do not give: the core selects afterwards."""
+    return np.errstate(all="ignore") if xp is np else nullcontext()
+
+
+def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:
+    """The neutral decision with `lr_scale` and the same causes, where `when` holds."""
+    group = decision.group_scale
+    return decision._replace(
+        grad_scale=xp.where(when, 1.0, decision.grad_scale),
+        skip=decision.skip & ~when,
+        lr_scale=xp.where(when, lr_scale, decision.lr_scale),
+        action=xp.where(when, 0, decision.action),
+        rollback_depth=xp.where(when, 0, decision.rollback_depth),
+        group_scale=None if group is None else xp.where(when[..., None], 1.0, group),
+    )

@@ -1,4 +1,4 @@
-"""Incidents: a run of alarms with one onset, and how recovery escalates within it.
+"""Incidents: a run of alarms with one onset, how recovery escalates within it, and its budget.
 
 An incident uses one recovery, however many steps it lasts. The engine escalates (a deeper rollback,
 another cut) only when alarms continue for `patience` steps after an order, or when another incident
@@ -7,6 +7,10 @@ begins in the same region.
 A non-finite step that is skipped has changed nothing, so it is no part of other trouble: unless it
 orders a rollback or a cut itself, it neither begins nor prolongs an incident in which the model may
 get worse.
+
+With no recoveries left, the run is stopped if its numbers are not finite. Otherwise it continues,
+clipped, with an alert: a loss that still grows at a small part of the learning rate, after
+rollbacks that did not help, is more likely to grow by design than because of its updates.
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.engine.config import EngineConfig, IncidentConfig, RollbackConfig
+from healcore.core.engine.config import BudgetConfig, EngineConfig
 from healcore.core.verdict import NONFINITE, Action
 
 ACTS = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP | Action.SOFT_STEP)
 """Actions that change the run."""
+
+_NONFINITE = int(NONFINITE)
 
 
 class IncidentState(NamedTuple):
@@ -37,12 +43,24 @@ class IncidentState(NamedTuple):
     escalations: Any  # int32: recoveries in this region before the last one
 
 
-class Ordered(NamedTuple):
-    """What the incident orders at this step, before budgets."""
+class BudgetState(NamedTuple):
+    """The remaining budget."""
 
-    recover: Any  # bool: go back
-    cut: Any  # bool: cut the learning rate
-    depth: Any  # int32: how far back
+    recoveries: Any  # int32: rollbacks left
+    lr_cuts: Any  # int32: cuts left
+    healthy: Any  # int32: steps without an incident since the last refund
+
+
+class Orders(NamedTuple):
+    """Orders of one step, within the budget."""
+
+    recover: Any  # bool: a rollback
+    depth: Any  # int32: known-good checkpoints to go back, 0 without a rollback
+    cut: Any  # bool: a cut of the learning rate
+    stop: Any  # bool: no rollback is left, and the step is not finite
+    alert: Any  # bool: no rollback is left, and the run continues
+    refund: Any  # bool: one rollback and one cut are given back
+    healthy: Any  # bool: no alarm, and no open incident in which the model may get worse
 
 
 def init() -> IncidentState:
@@ -61,9 +79,18 @@ def init() -> IncidentState:
     )
 
 
+def full_budget(config: BudgetConfig) -> BudgetState:
+    """A full budget; with array sizes the state has their shape."""
+    return BudgetState(
+        np.asarray(config.recoveries, np.int32),
+        np.asarray(config.lr_cuts, np.int32),
+        np.zeros((), np.int32),
+    )
+
+
 def causes(config: EngineConfig) -> int:
-    """Causes that open an incident: those for which some rule acts, not an alert on a plateau."""
-    mask = int(NONFINITE)
+    """Causes that open an incident: the causes for which some rule acts, so no alert alone."""
+    mask = _NONFINITE
     for rule in config.rules:
         if rule.skip or rule.action & ACTS:
             mask |= rule.causes
@@ -71,24 +98,35 @@ def causes(config: EngineConfig) -> int:
 
 
 def update(
-    config: IncidentConfig,
-    rollback: RollbackConfig,
+    config: EngineConfig,
     state: IncidentState,
+    budget: BudgetState,
     step: Any,
-    alarm: Any,
-    harmless: Any,
+    cause: Any,
+    skip: Any,
     wants_recovery: Any,
     wants_cut: Any,
     *,
     xp: Any,
-) -> tuple[IncidentState, Ordered]:
-    """Takes one step's alarm and the wishes of the rules.
+) -> tuple[IncidentState, BudgetState, Orders]:
+    """Takes one step's causes and the wishes of the rules.
 
-    `alarm` is a cause for which some rule skips, cuts or goes back; `harmless`: it is only that the
-    step is not finite, and the step is skipped. `wants_recovery` and `wants_cut`: such a rule with
-    ROLLBACK or CUT_LR fired. `step` is this step's index.
+    Args:
+        config: the policy.
+        state: incidents before this step.
+        budget: the budget before this step.
+        step: int32: index of this step.
+        cause: int32: `Cause` flags of this step.
+        skip: bool: the step is skipped.
+        wants_recovery: bool: a rule with ROLLBACK fired.
+        wants_cut: bool: a rule with CUT_LR fired.
+        xp: the array namespace.
     """
-    # What skipped steps order is about them: their incident is then one like any other.
+    trouble = cause & causes(config)
+    alarm = trouble != 0
+    # Skipped, and only because the step is not finite. If such steps order something, their
+    # incident is one like any other.
+    harmless = skip & ((trouble & ~_NONFINITE) == 0)
     acts = numerics.shared(harmless & (wants_recovery | wants_cut), xp=xp)
     harmless = numerics.shared(harmless & ~acts, xp=xp)
     begun = alarm & ~harmless & ~state.open & ~(acts & state.skipped)
@@ -96,37 +134,87 @@ def update(
     opened = numerics.shared(begun | skip_begun, xp=xp)
     waited = xp.where(state.open | state.skipped, state.quiet + 1, 0)
     quiet = xp.where(alarm, xp.where(harmless & state.open, state.quiet, 0), waited)
-    lasts = quiet < config.quiet_steps
+    lasts = quiet < config.incident.quiet_steps
     open_ = numerics.shared((state.open | begun | acts) & lasts, xp=xp)
     skipped = ((state.skipped & ~begun & ~acts) | skip_begun) & lasts
     onset = xp.where(opened, step, state.onset)
 
+    patience = config.incident.patience
     recovered = xp.where(opened, -1, state.recovered)
     cut = xp.where(opened, -1, state.cut)
-    cuts = wants_cut & ((cut < 0) | (cut >= config.patience))
+    cuts = wants_cut & ((cut < 0) | (cut >= patience))
     # A cut comes with a rollback: the host may have declined an earlier order.
-    recover = wants_recovery & ((recovered < 0) | (recovered >= config.patience) | cuts)
+    recover = wants_recovery & ((recovered < 0) | (recovered >= patience) | cuts)
     recover, cuts = numerics.shared(recover, xp=xp), numerics.shared(cuts, xp=xp)
     recovered = xp.where(recover, 0, _one_more(recovered, alarm, xp=xp))
     cut = xp.where(cuts, 0, _one_more(cut, alarm, xp=xp))
 
-    again = (state.last_onset >= 0) & (onset - state.last_onset < rollback.region)
+    again = (state.last_onset >= 0) & (onset - state.last_onset < config.rollback.region)
     # Going back moves the step counter back too: an earlier onset is in the same region.
     escalations = xp.where(recover, xp.where(again, state.escalations + 1, 0), state.escalations)
-    depth = xp.where(recover, rollback.depth + rollback.deepen * escalations, 0)
-    return IncidentState(
-        open=open_,
-        skipped=skipped,
-        number=xp.where(opened, state.number + 1, state.number),
-        onset=onset,
-        quiet=quiet,
-        recovered=recovered,
-        cut=cut,
-        last_onset=xp.where(recover, onset, state.last_onset),
-        escalations=escalations,
-    ), Ordered(recover, cuts, depth)
+    depth = config.rollback.depth + config.rollback.deepen * escalations
+    healthy = numerics.shared(~open_ & ~alarm, xp=xp)
+    after, orders = _grant(
+        config.budget, budget, recover, cuts, depth, healthy, open_, cause, xp=xp
+    )
+    return (
+        IncidentState(
+            open=open_,
+            skipped=skipped,
+            number=xp.where(opened, state.number + 1, state.number),
+            onset=onset,
+            quiet=quiet,
+            recovered=recovered,
+            cut=cut,
+            last_onset=xp.where(recover, onset, state.last_onset),
+            escalations=escalations,
+        ),
+        after,
+        orders,
+    )
 
 
 def _one_more(since: Any, alarm: Any, *, xp: Any) -> Any:
-    """Counts alarms after an order; -1 (no order yet) stays."""
+    """The alarms since an order, one more; -1 (no order yet) stays."""
     return xp.where(alarm & (since >= 0), since + 1, since)
+
+
+def _grant(
+    config: BudgetConfig,
+    state: BudgetState,
+    recover: Any,
+    cut: Any,
+    depth: Any,
+    healthy: Any,
+    in_incident: Any,
+    cause: Any,
+    *,
+    xp: Any,
+) -> tuple[BudgetState, Orders]:
+    """Subtracts the cut that is ordered, and gives back after `refund_after` healthy steps.
+
+    A rollback is subtracted where it is carried out, see `Engine.on_rollback`. A step in an
+    incident resets the count of healthy steps; a skipped non-finite step alone is only not counted.
+    """
+    denied = recover & ~(state.recoveries > 0)
+    nonfinite = (cause & _NONFINITE) != 0
+    count = xp.where(healthy, state.healthy + 1, state.healthy)
+    count = xp.where(in_incident | recover | cut, 0, count)
+    refund = numerics.shared(count >= config.refund_after, xp=xp)
+    granted = numerics.shared(recover & (state.recoveries > 0), xp=xp)
+    orders = Orders(
+        recover=granted,
+        depth=xp.where(granted, depth, 0),
+        cut=numerics.shared(cut & (state.lr_cuts > 0), xp=xp),
+        stop=denied & nonfinite,
+        alert=denied & ~nonfinite,
+        refund=refund,
+        healthy=healthy,
+    )
+    left = state.recoveries
+    cuts = xp.where(orders.cut, state.lr_cuts - 1, state.lr_cuts)
+    return BudgetState(
+        recoveries=xp.where(refund & (left < config.recoveries), left + 1, left),
+        lr_cuts=xp.where(refund & (cuts < config.lr_cuts), cuts + 1, cuts),
+        healthy=xp.where(refund, 0, count),
+    ), orders

@@ -10,23 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from healcore.core import numerics
-from healcore.core.clipping import RULES, Clip
-from healcore.core.clipping.update_clip import UpdateClipState
-from healcore.core.detectors import DETECTORS
-from healcore.core.engine import budget, incident, lr, rules, skip_limit
-from healcore.core.engine.config import EngineConfig
+from healcore.core.clipping import Clip
+from healcore.core.engine import incident, lr, rules
+from healcore.core.engine.config import EngineConfig, RuleConfig
 from healcore.core.engine.state import EngineState, Tally
 from healcore.core.signals import Observed, Signals, observe
-from healcore.core.verdict import NONFINITE, Action, Decision, Reading, Telemetry, flag
+from healcore.core.verdict import Action, Decision, Reading, Telemetry, flag
 
-_NONFINITE = int(NONFINITE)
 _ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 
 
 def judge(
     config: EngineConfig, state: EngineState, signals: Signals, *, xp: Any
 ) -> tuple[EngineState, Decision]:
-    """The new state, and the decision as the policy orders it, whatever its mode."""
+    """The new state, and the decision as the policy orders it in any mode."""
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
@@ -35,60 +32,54 @@ def judge(
     seen = observe(signals, change_expected, xp=xp)
 
     detectors, readings = _read(config, state, seen, grace > 0, xp=xp)
-    alarmed, sustained = _causes(readings, seen, xp=xp)
+    alarmed, sustained = _causes(config, readings, seen, xp=xp)
     alarmed, sustained = numerics.shared(alarmed, xp=xp), numerics.shared(sustained, xp=xp)
     cause = alarmed | sustained
     memories, fired = _fire(config, state, alarmed, sustained, xp=xp)
 
     never = cause != cause
-    wished = _any([f.fired for rule, f in fired if rule.skip], never)
-    softened = [f.fired for rule, f in fired if rule.action & Action.SOFT_STEP]
-    soft = None
-    if softened:
-        skips, skip, soft = skip_limit.update_soft(
-            config.max_skips, state.skips, wished, _any(softened, never), seen, xp=xp
-        )
-        soft = numerics.shared(soft, xp=xp)
-    else:
-        skips, skip = skip_limit.update(config.max_skips, state.skips, wished, seen, xp=xp)
+    skips, skip, soft = rules.limit_skips(
+        config.max_skips,
+        state.skips,
+        _any([f.fired for rule, f in fired if rule.skip], never),
+        _softened(fired, never),
+        seen,
+        xp=xp,
+    )
     skip = numerics.shared(skip, xp=xp)
-    learn = seen.finite & ~skip if soft is None else seen.finite & ~skip & ~soft
+    learn = seen.finite & ~skip
+    if soft is not None:
+        soft = numerics.shared(soft, xp=xp)
+        learn = learn & ~soft
     clip_state, clip = _clip(config, state, seen, learn, xp=xp)
 
-    trouble = cause & incident.causes(config)
-    alarm = trouble != 0
-    incident_state, wanted = incident.update(
-        config.incident,
-        config.rollback,
+    incidents, budget, orders = incident.update(
+        config,
         state.incident,
+        state.budget,
         state.step,
-        alarm,
-        skip & ((trouble & ~_NONFINITE) == 0),
+        cause,
+        skip,
         _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], never),
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], never),
         xp=xp,
     )
-    open_ = incident_state.open
-    healthy = numerics.shared(~open_ & ~alarm, xp=xp)
-    budget_state, granted = budget.update(
-        config.budget,
-        state.budget,
-        wanted.recover,
-        wanted.cut,
-        healthy,
-        open_,
-        (cause & _NONFINITE) != 0,
-        xp=xp,
-    )
     lr_state = lr.update(
-        config.lr, state.lr, granted.cut, healthy, open_, granted.refund, seen.learning_rate, xp=xp
+        config.lr,
+        state.lr,
+        orders.cut,
+        orders.healthy,
+        incidents.open,
+        orders.refund,
+        seen.learning_rate,
+        xp=xp,
     )
 
     action = (
-        flag(granted.recover, Action.ROLLBACK, xp=xp)
-        | flag(granted.cut, Action.CUT_LR, xp=xp)
-        | flag(granted.stop, Action.STOP, xp=xp)
-        | flag(granted.alert, Action.ALERT, xp=xp)
+        flag(orders.recover, Action.ROLLBACK, xp=xp)
+        | flag(orders.cut, Action.CUT_LR, xp=xp)
+        | flag(orders.stop, Action.STOP, xp=xp)
+        | flag(orders.alert, Action.ALERT, xp=xp)
     )
     for rule, firing in fired:
         if rule.action & _ONCE:
@@ -107,11 +98,14 @@ def judge(
         lr_scale=lr_scale,
         action=action,
         cause=cause,
-        rollback_depth=xp.where(granted.recover, wanted.depth, 0),
+        rollback_depth=orders.depth,
         group_scale=group_scale,
     )
+    update_clip = state.update_clip
+    if update_clip is not None:  # it runs after the decision
+        update_clip = update_clip._replace(restart=update_clip.restart | change_expected)
     # A rollback is counted where it is carried out, see `Engine.on_rollback`.
-    counted = (clipped, skip, cause != 0, never, granted.cut)
+    counted = (clipped, skip, cause != 0, never, orders.cut)
     tally = Tally(
         *(
             xp.where(happened, count + 1, count)
@@ -126,18 +120,13 @@ def judge(
         detectors=detectors,
         rules=memories,
         skips=skips,
-        incident=incident_state,
-        budget=budget_state,
+        incident=incidents,
+        budget=budget,
         lr=lr_state,
         tally=tally,
         last=_telemetry(state.last, ordered, seen, clip, readings, xp=xp),
-        update_clip=_restarted(state.update_clip, change_expected),
+        update_clip=update_clip,
     ), ordered
-
-
-def _restarted(clip: UpdateClipState | None, restart: Any) -> UpdateClipState | None:
-    """The clip of the update, which comes after the decision, knows of an expected change."""
-    return None if clip is None else clip._replace(restart=clip.restart | restart)
 
 
 def _read(
@@ -145,34 +134,37 @@ def _read(
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
     """Runs every detector whose signals are there; in the grace window only NaN and Inf count."""
     states, readings = [], {}
-    for (name, thresholds), memory in zip(config.detectors, state.detectors, strict=True):
-        module = DETECTORS[name]
-        if all(getattr(seen, field) is not None for field in module.NEEDS):
-            memory, reading = module.update(thresholds, memory, seen, xp=xp)
-            reading = reading._replace(z=numerics.settle(reading.z, xp=xp))
+    for (name, detector), memory in zip(config.detectors, state.detectors, strict=True):
+        if all(getattr(seen, field) is not None for field in detector.NEEDS):
+            memory, reading = detector.update(memory, seen, xp=xp)
             if name != "nonfinite":
-                reading = reading._replace(
-                    alarm=reading.alarm & ~in_grace,
-                    sustained=reading.sustained & ~in_grace,
-                    cause=xp.where(in_grace, 0, reading.cause),
-                )
+                alarm, sustained = reading.alarm & ~in_grace, reading.sustained & ~in_grace
+                reading = reading._replace(alarm=alarm, sustained=sustained)
             readings[name] = reading
         states.append(memory)
     return tuple(states), readings
 
 
-def _causes(readings: Mapping[str, Reading], seen: Observed, *, xp: Any) -> tuple[Any, Any]:
-    """Flags (int32) of this step's alarms, and of those that are sustained."""
+def _causes(
+    config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: Any
+) -> tuple[Any, Any]:
+    """Flags (int32) of this step's alarms, and of the sustained alarms."""
     alarmed = sustained = xp.astype(seen.finite & False, xp.int32)
-    for reading in readings.values():
-        alarmed = alarmed | xp.where(reading.alarm, reading.cause, 0)
-        sustained = sustained | xp.where(reading.sustained, reading.cause, 0)
+    for name, detector in config.detectors:
+        reading = readings.get(name)
+        if reading is None:
+            continue
+        if reading.cause is not None:
+            alarmed, sustained = alarmed | reading.cause, sustained | reading.cause
+            continue
+        alarmed = alarmed | flag(reading.alarm, detector.CAUSE, xp=xp)
+        sustained = sustained | flag(reading.sustained, detector.CAUSE, xp=xp)
     return alarmed, sustained
 
 
 def _fire(
     config: EngineConfig, state: EngineState, alarmed: Any, sustained: Any, *, xp: Any
-) -> tuple[tuple[rules.RuleState, ...], list[tuple[Any, rules.Firing]]]:
+) -> tuple[tuple[rules.RuleState, ...], list[tuple[RuleConfig, rules.Firing]]]:
     memories, fired = [], []
     for rule, memory in zip(config.rules, state.rules, strict=True):
         hit = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
@@ -189,10 +181,10 @@ def _clip(
     """Runs the clipping rule, if there is one and its norms are there."""
     if config.clip is None:
         return None, None
-    name, thresholds = config.clip
+    name, rule = config.clip
     if seen.grad_norm is None or (name == "adagc" and seen.group_norms is None):
         return state.clip, None
-    return RULES[name].update(thresholds, state.clip, seen, learn, xp=xp)
+    return rule.update(state.clip, seen, learn, xp=xp)
 
 
 def _scales(clip: Clip | None, skip: Any, like: Any, *, xp: Any) -> tuple[Any, Any, Any]:
@@ -224,10 +216,16 @@ def _telemetry(
     if clip is not None and ordered.group_scale is None:
         threshold, z = clip.threshold, numerics.settle(clip.z, xp=xp)
     if "loss_spike" in readings:
-        z_loss = readings["loss_spike"].z
+        z_loss = numerics.settle(readings["loss_spike"].z, xp=xp)
     if ordered.group_scale is None and last.decision.group_scale is not None:
         ordered = ordered._replace(group_scale=last.decision.group_scale)
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)
+
+
+def _softened(fired: list[tuple[RuleConfig, rules.Firing]], never: Any) -> Any | None:
+    """Whether a rule wants a soft step, or None if no rule of the policy ever does."""
+    wishes = [f.fired for rule, f in fired if rule.action & Action.SOFT_STEP]
+    return _any(wishes, never) if wishes else None
 
 
 def _any(flags: list[Any], never: Any) -> Any:

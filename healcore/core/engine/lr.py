@@ -53,7 +53,7 @@ def update(
 
     In an incident the multiplier stays as it is; only the ceiling lowers it, if the schedule rises.
     `refund` (long health) raises the rate that broke the run. `rate` is the schedule's learning
-    rate at this step, or None: taken as constantly 1.
+    rate at this step, or None for a constant rate of 1.
     """
     one = state.scale - state.scale + 1.0
     rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
@@ -95,7 +95,7 @@ def update(
 def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
     """The state with the rate held at most at `limit`, as after a cut that has left this rate.
 
-    `rate` is the schedule's learning rate now; None counts as a constant rate of 1.
+    `rate` is the schedule's learning rate now, or None for a constant rate of 1.
     """
     one = state.scale - state.scale + 1.0
     rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)

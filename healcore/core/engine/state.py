@@ -1,17 +1,30 @@
-"""The engine's memory: a fixed-size pytree of NumPy, JAX or torch arrays."""
+"""The engine's memory: a fixed-size pytree of NumPy, JAX or torch arrays, and its saved form.
+
+The saved form is nested dicts of Python numbers, bools and lists. It moves a state from one
+framework, process or machine to another. `json.dumps` takes it as it is, and float32 survives
+exactly: its repr as a double is exact.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.clipping import RULES, update_clip
-from healcore.core.detectors import DETECTORS
-from healcore.core.engine import budget, incident, lr, rules
+from healcore.core.engine import incident, lr, rules
 from healcore.core.engine.config import EngineConfig
+from healcore.core.errors import HealcoreError
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Decision, Telemetry
+
+SCHEMA = 6  # version of the saved form
+
+_MOST_GROUPS = 10_000_000
+
+
+class StateError(HealcoreError, ValueError):
+    """A saved state that this policy cannot take; the message names the place and the remedy."""
 
 
 class Tally(NamedTuple):
@@ -30,7 +43,7 @@ class Tally(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """All that a decision depends on, besides the policy and this step's signals."""
+    """What a decision depends on, together with the policy and the signals of the step."""
 
     step: Any
     """int32: steps judged."""
@@ -44,9 +57,9 @@ class EngineState(NamedTuple):
     """State of each detector, in the policy's order."""
     rules: tuple[rules.RuleState, ...]
     skips: Any
-    """int32: finite steps skipped in a row; see `skip_limit`."""
+    """int32: finite steps skipped or softened in a row; see `rules.limit_skips`."""
     incident: incident.IncidentState
-    budget: budget.BudgetState
+    budget: incident.BudgetState
     lr: lr.LrState
     tally: Tally
     last: Telemetry
@@ -77,8 +90,8 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
     clip_state = None
     per_tensor = None
     if config.clip is not None:
-        name, clip_config = config.clip
-        clip_state = RULES[name].init(clip_config, groups=groups)
+        name, clip = config.clip
+        clip_state = clip.init(groups=groups)
         per_tensor = groups if name == "adagc" else None
     zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
     state = EngineState(
@@ -86,16 +99,163 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
         change_expected=np.zeros((), bool),
         grace=none.copy(),
         clip=clip_state,
-        detectors=tuple(DETECTORS[name].init(each) for name, each in config.detectors),
+        detectors=tuple(detector.init() for _, detector in config.detectors),
         rules=tuple(rules.init(rule) for rule in config.rules),
         skips=none.copy(),
         incident=incident.init(),
-        budget=budget.init(config.budget),
+        budget=incident.full_budget(config.budget),
         lr=lr.init(),
         tally=Tally(*(none.copy() for _ in Tally._fields)),
         last=Telemetry(neutral(groups=per_tensor), *(zero.copy() for _ in range(5))),
-        update_clip=None if config.update_clip is None else update_clip.init(config.update_clip),
+        update_clip=None if config.update_clip is None else config.update_clip.init(),
     )
     if not batch:
         return state
     return map_leaves(lambda leaf: np.broadcast_to(leaf, batch + leaf.shape).copy(), state)
+
+
+def metrics(state: EngineState) -> dict[str, Any]:
+    """The last step, and counts so far, as 0-d arrays for a logger; nothing is copied.
+
+    Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
+    finite ones, `heal/threshold` is 0 if none is in force, `heal/cause` and `heal/action` are
+    flags. A policy with `update_clip` has three more. In observe mode the numbers are what would
+    have been done.
+    """
+    last, tally = state.last, state.tally
+    return {
+        "heal/loss": last.loss,
+        "heal/grad_norm": last.grad_norm,
+        "heal/threshold": last.threshold,
+        "heal/z": last.z,
+        "heal/z_loss": last.z_loss,
+        "heal/grad_scale": last.decision.grad_scale,
+        "heal/skip": last.decision.skip,
+        "heal/lr_scale": last.decision.lr_scale,
+        "heal/cause": last.decision.cause,
+        "heal/action": last.decision.action,
+        "heal/steps": state.step,
+        "heal/clips": tally.clips,
+        "heal/skips": tally.skips,
+        "heal/alarms": tally.alarms,
+        "heal/rollbacks": tally.rollbacks,
+        "heal/lr_cuts": tally.lr_cuts,
+        "heal/incidents": state.incident.number,
+        **update_metrics(state),
+    }
+
+
+def update_metrics(state: EngineState) -> dict[str, Any]:
+    """The numbers of the clip of the update; empty for a policy without this clip."""
+    clip = getattr(state, "update_clip", None)
+    if clip is None:
+        return {}
+    return {
+        "heal/update_norm": clip.norm,
+        "heal/update_scale": clip.scale,
+        "heal/update_clips": clip.clips,
+    }
+
+
+def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:
+    """The state of any backend (a device sync) as JSON-safe Python data.
+
+    `{"schema": 6, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n, "state":
+    {...}}`; `policy` is from `Engine.fingerprint`.
+    """
+    scale = state.last.decision.group_scale
+    return {
+        "schema": SCHEMA,
+        "policy": policy,
+        "clip": config.clip[0] if config.clip else None,
+        "detectors": [name for name, _ in config.detectors],
+        "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
+        "state": _plain(state),
+    }
+
+
+def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None) -> EngineState:
+    """The state that `to_dict` wrote, as NumPy arrays; raises `StateError` if it does not fit."""
+    if not isinstance(data, Mapping):
+        raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
+    if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
+        raise StateError(
+            f"the saved state has schema {data.get('schema')!r}, this version reads {SCHEMA}: "
+            "start from a fresh state, or use the version that wrote it"
+        )
+    clip = config.clip[0] if config.clip else None
+    names = [name for name, _ in config.detectors]
+    if data.get("clip") != clip or data.get("detectors") != names:
+        raise StateError(
+            f"the saved state is of a policy with clip {data.get('clip')!r} and detectors "
+            f"{data.get('detectors')}, this one has clip {clip!r} and detectors {names}: "
+            "load it with the policy that it was saved under, or start from a fresh state"
+        )
+    saved = data.get("policy")  # None if the numbers of the policy were arrays
+    if saved is not None and policy is not None and saved != policy:
+        raise StateError(
+            f"the saved state is of a policy with other numbers ({saved!r:.40}), this one "
+            f"has {policy!r}: load it with the policy that it was saved under, or start from a "
+            "fresh state, whose detectors warm up again"
+        )
+    groups = data.get("groups")
+    if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MOST_GROUPS:
+        raise StateError(f"groups must be a number of tensors up to {_MOST_GROUPS}, got {groups!r}")
+    return _arrays(init(config, groups=groups), data.get("state"), "state")
+
+
+def _plain(tree: Any) -> Any:
+    """NamedTuples to dicts, tuples to lists, arrays to numbers."""
+    if tree is None:
+        return None
+    if hasattr(tree, "_fields"):
+        return {name: _plain(part) for name, part in tree._asdict().items()}
+    if isinstance(tree, tuple):
+        return [_plain(part) for part in tree]
+    return np.asarray(tree).tolist()
+
+
+def _arrays(template: Any, data: Any, place: str) -> Any:
+    """Back into the structure of `template`, with its dtypes and shapes; errors name `place`."""
+    if template is None:
+        if data is not None:
+            raise StateError(f"{place} must be null under this policy, got {type(data).__name__}")
+        return None
+    if hasattr(template, "_fields"):
+        fields = template._asdict()
+        if not isinstance(data, Mapping) or set(data) != set(fields):
+            got = sorted(data) if isinstance(data, Mapping) else type(data).__name__
+            raise StateError(f"{place} must have exactly {sorted(fields)}, got {got}")
+        parts = (_arrays(part, data[name], f"{place}.{name}") for name, part in fields.items())
+        return type(template)(*parts)
+    if isinstance(template, tuple):
+        if not isinstance(data, list | tuple) or len(data) != len(template):
+            raise StateError(
+                f"{place} must be a list of {len(template)}, got {data!r:.80}: the policy's "
+                "rules or detectors differ from those it was saved under"
+            )
+        pairs = enumerate(zip(template, data, strict=True))
+        return tuple(_arrays(part, each, f"{place}[{i}]") for i, (part, each) in pairs)
+    return _leaf(template, data, place)
+
+
+def _leaf(template: np.ndarray, data: Any, place: str) -> np.ndarray:
+    """One array, checked for kind, shape and finiteness."""
+    try:
+        array = np.asarray(data)
+        with np.errstate(over="ignore"):
+            cast = array.astype(template.dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StateError(f"{place} must be {template.dtype}, got {data!r:.80}") from error
+    kinds = {"b": "b", "i": "i", "f": "fi"}[template.dtype.kind]
+    fits = array.dtype.kind in kinds and (template.dtype.kind != "i" or (cast == array).all())
+    if array.size and not fits:
+        raise StateError(f"{place} must be {template.dtype}, got {data!r:.80}")
+    if cast.shape != template.shape:
+        raise StateError(
+            f"{place} must have shape {template.shape}, got {cast.shape}: the policy's windows or "
+            "the number of tensors differ from those it was saved under"
+        )
+    if template.dtype.kind == "f" and not np.isfinite(cast).all():
+        raise StateError(f"{place} must be finite, got {data!r:.80}")
+    return cast

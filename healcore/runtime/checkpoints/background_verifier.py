@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from healcore.runtime.events import fork_safety
+from healcore.events import fork_safety
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointStore,

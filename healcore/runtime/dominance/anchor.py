@@ -2,7 +2,7 @@
 
 The evidence is an e-detector (Shin, Ramdas and Rinaldo 2022, arXiv:2203.03532). At each comparison
 `won` says whether the earlier weights were better. While the model is healthy, `won` is true with
-probability 1/2 at most, whatever came before. Then the mean number of comparisons until the
+probability 1/2 at most, after any history. Then the mean number of comparisons until the
 evidence reaches a threshold c is at least c.
 """
 
@@ -50,11 +50,11 @@ class Anchor:
     weights: Any
     """From `Driver.copy_weights`."""
     learning_rate: float | None
-    """Learning rate at that step, multiplier included; None if unknown."""
+    """Learning rate at that step, multiplier included, or None if unknown."""
     evidence: float = 1.0
     """Evidence that these weights are better than the current ones; 1 means no evidence."""
     onset: int | None = None
-    """Step of the comparison at which the current evidence began; None without evidence."""
+    """Step of the comparison at which the current evidence began, or None without evidence."""
     sample: list[TrainedStep] = field(default_factory=list)
     trained: int = 0
     """Steps that the model has trained on since the anchor."""

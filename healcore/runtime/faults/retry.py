@@ -14,7 +14,7 @@ import tenacity
 from healcore import console
 from healcore.core.verdict import Cause
 from healcore.policy import PolicyLike
-from healcore.policy.faults import Retry
+from healcore.policy.recovery import Retry
 from healcore.runtime.faults.classify import classify
 from healcore.runtime.faults.failures import Fault
 from healcore.runtime.host_policy import HostPolicy

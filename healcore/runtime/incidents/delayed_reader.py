@@ -14,18 +14,6 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
 
 
-class QueuedDispatch(NamedTuple):
-    """A dispatch whose records have not been read yet, and its data."""
-
-    index: int
-    """Index of its first step, from 0."""
-    pending: PendingDispatch
-    batches: tuple[BatchId, ...]
-    """Several with gradient accumulation, or for several steps."""
-    contents: tuple[Any, ...] = ()
-    """These batches themselves, if weights are compared on them."""
-
-
 class StepResult(NamedTuple):
     """One step whose records have been read."""
 
@@ -33,8 +21,10 @@ class StepResult(NamedTuple):
     records: list[StepRecord]
     """One per engine, or more if an engine judged several times within the step."""
     batches: tuple[BatchId, ...]
+    """Several with gradient accumulation."""
     contents: tuple[Any, ...] = ()
-    """The batches themselves, of the whole dispatch and with its last step only."""
+    """The batches themselves if weights are compared on them: the batches of the whole dispatch,
+    with its last step only."""
     vote_requested: bool = False
     """See `PendingDispatch.vote_requested`; of the last step of a dispatch."""
 
@@ -49,15 +39,16 @@ class DelayedReader:
                 f"not {lag!r}"
             )
         self.lag = lag
-        self._queue: deque[QueuedDispatch] = deque()
+        self._queue: deque[tuple[PendingDispatch, StepResult]] = deque()
+        """Dispatches, each with index and batches of its first step."""
         self._read_steps: deque[StepResult] = deque()
         self._correction = 0
         self._accumulated: tuple[BatchId, ...] = ()
         self._contents: tuple[Any, ...] = ()
 
-    def push(self, dispatch: QueuedDispatch) -> None:
-        """Adds the latest dispatch."""
-        self._queue.append(dispatch)
+    def push(self, pending: PendingDispatch, first: StepResult) -> None:
+        """Adds the latest dispatch; `first` has index and batches, and no records yet."""
+        self._queue.append((pending, first))
 
     def due(self, *, all: bool = False) -> Iterator[StepResult]:
         """The steps to be read now, oldest first; `all`: everything that is queued."""
@@ -66,37 +57,38 @@ class DelayedReader:
                 yield self._read_steps.popleft()
             if len(self._queue) <= (0 if all else self.lag):
                 return
-            self._read_steps.extend(self._read(self._queue.popleft()))
+            self._read_steps.extend(self._read(*self._queue.popleft()))
 
     def count_correction(self) -> int:
         """Steps read since the last call minus the steps that `PendingDispatch.count` announced."""
         correction, self._correction = self._correction, 0
         return correction
 
-    def _read(self, dispatch: QueuedDispatch) -> Iterator[StepResult]:
-        steps = dispatch.pending.steps()
-        more = len(steps) - dispatch.pending.count
+    def _read(self, pending: PendingDispatch, first: StepResult) -> Iterator[StepResult]:
+        steps = pending.steps()
+        more = len(steps) - pending.count
         if more:
             self._correction += more
-            queue = [each._replace(index=each.index + more) for each in self._queue]
+            queue = [(each, step._replace(index=step.index + more)) for each, step in self._queue]
             self._queue = deque(queue)
         # As many batches as steps: one for each. Otherwise each step has used a part of all.
-        single = len(steps) > 1 and len(dispatch.batches) == len(steps)
+        single = len(steps) > 1 and len(first.batches) == len(steps)
         for i, records in enumerate(steps):
-            batches = self._accumulated + ((dispatch.batches[i],) if single else dispatch.batches)
+            batches = self._accumulated + ((first.batches[i],) if single else first.batches)
             # Accumulated batches belong to the update that their gradients go into.
-            self._accumulated = () if any(each.judged for each in records) else batches
+            has_stepped = any(each.judged for each in records)
+            self._accumulated = () if has_stepped else batches
             contents: tuple[Any, ...] = ()
-            if i == len(steps) - 1:
-                contents = self._contents + dispatch.contents
-                stepped = any(each.judged for each in records)
-                contents, self._contents = (contents, ()) if stepped else ((), contents)
+            is_last = i == len(steps) - 1
+            if is_last:
+                contents = self._contents + first.contents
+                contents, self._contents = (contents, ()) if has_stepped else ((), contents)
             yield StepResult(
-                dispatch.index + i,
+                first.index + i,
                 records,
                 () if self._accumulated else batches,
                 contents,
-                dispatch.pending.vote_requested and i == len(steps) - 1,
+                pending.vote_requested and is_last,
             )
 
     def clear(self) -> None:

@@ -27,7 +27,7 @@ class RunFacts(NamedTuple):
     framework: str = ""
     rank: int = 0
     learning_rate: float | None = None
-    """The user's own, without the multiplier; None: unknown."""
+    """The user's own, without the multiplier, or None if it is unknown."""
     rollbacks: int = 0
     """Carried out so far."""
     last_good: int | None = None
@@ -68,7 +68,7 @@ class IncidentContext(NamedTuple):
 
 
 Hook = Callable[[IncidentContext], Action | None]
-"""Takes the incident and returns the actions to take instead, or None to keep those ordered."""
+"""Takes the incident and returns the actions to take instead, or None to keep the ordered ones."""
 
 EventHook = Callable[[Mapping[str, Any]], object]
 """Takes the fields of an event, as in the events file. What it returns is ignored."""
@@ -80,9 +80,9 @@ class HookResult(NamedTuple):
     """What the hooks returned for one incident."""
 
     action: Action | None
-    """The actions to take instead; None: as ordered."""
+    """The actions to take instead, or None for the ordered ones."""
     hook: str
-    """Name of the hook that returned `action`; "": none did."""
+    """Name of the hook that returned `action`, or an empty string."""
     problems: tuple[str, ...] = ()
     """One message for each hook that raised or returned something else."""
 

@@ -23,8 +23,8 @@ METRICS = (*_LAST, "incidents", *COUNTS)
 class RunMetrics:
     """Metrics from the records that the host reads anyway, `lag` steps after the step: no sync.
 
-    Counts begin with those of the engines' states, which are on the host at the start of a run and
-    after a rollback, and go on with each record.
+    Counts are read from the engines' states at the start of a run and after a rollback, where the
+    states are on the host anyway. Each record adds to them.
 
     Args:
         per_tensor: the policy clips each tensor by itself. A record does not say whether such a
@@ -49,7 +49,7 @@ class RunMetrics:
         for record in records:
             counts = self._counts.setdefault(record.engine, dict.fromkeys(COUNTS, 0))
             last = self._last.get(record.engine)
-            # A step that a GradScaler left out was not judged: its record is the last one again.
+            # A step that a GradScaler skipped was not judged: its record is the last one again.
             if record.judged and (last is None or last.step != record.step):
                 counts["clips"] += record.grad_scale < 1 and not record.skip
                 counts["skips"] += record.skip
@@ -78,8 +78,8 @@ class RunMetrics:
 class ChangedMetrics:
     """Metrics for the rows of a trainer's own log: only what has changed since the row before.
 
-    Those of single steps are left out: they are `lag` steps older than the row, which has the loss
-    itself. A healthy row has none of the others.
+    Metrics of single steps are omitted: they are `lag` steps older than the row, which has the loss
+    itself. A healthy row has no metrics.
     """
 
     def __init__(self, values: Callable[[], Mapping[str, float]]) -> None:

@@ -4,165 +4,131 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple
 
 from healcore.core.verdict import Cause, names
 from healcore.runtime.driver import Driver
-from healcore.runtime.faults import classify
+from healcore.runtime.faults import Fault, classify
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.loop.joint_redo import NOT_TRIED, JointRedo, Overrun
-from healcore.runtime.loop.run_facts import stop
+from healcore.runtime.loop.data import Data
+from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.microbatches.sizes import CannotShrink, MicrobatchSizes, Resize
 from healcore.runtime.microbatches.splitting import BatchSize, UnsplittableBatch
-from healcore.runtime.microbatches.window import AccumulationWindow, Failure, Together
-from healcore.runtime.postmortem.diagnosis import RunEnd
-from healcore.runtime.recovery.ledger import Ledger
-from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.microbatches.window import (
+    AccumulationWindow,
+    Failure,
+    Synchronization,
+    Together,
+    released,
+)
 from healcore.runtime.run_log import RunLog
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.ranks import RankFailed, Ranks
 
 _BYTES = re.compile(r"allocat(?:e|ing)\s+([\d.]+)\s*(bytes|[KMGT]?i?B)\b", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_NOT_TRIED = "healcore has not tried smaller parts of the batch"
 
 
-@dataclass(eq=False, kw_only=True)
+class _Overrun(NamedTuple):
+    """A part that did not fit into memory."""
+
+    size: BatchSize | None
+    """Of its batch; None if there can be no smaller parts."""
+    parts: int
+    """Number of parts that the batch was split into."""
+    sign: str
+    """What the exception was recognized by."""
+    line: str
+    """First line of the exception."""
+    bytes: int | None
+    """Size of the failed allocation, or None if the exception does not say it."""
+    why_not: str
+    """Reason why there can be no smaller parts, or an empty string."""
+
+
 class OutOfMemory:
-    """Answers a part that ran out of memory, as the policy says. See `Healer.microbatches`."""
+    """Answers a part that ran out of memory, as the policy says. See `Healer.microbatches`.
 
-    policy: HostPolicy
-    driver: Driver
-    ranks: Ranks
-    ledger: Ledger
-    restorer: Restorer
-    log: RunLog
-    step: Callable[[], int]
-    run_end: Callable[[str], RunEnd]
-    """Takes the reason of a stop; returns the facts for the diagnosis."""
-    on_redo: Callable[[], object] = lambda: None
-    """Called before the parts since the last step come again."""
+    With several ranks, each changes the sizes by what all ranks have reported, so that the sizes
+    are the same on all of them.
 
-    def __post_init__(self) -> None:
-        self._answers = self.policy.answers(Cause.OOM)
-        self.sizes = MicrobatchSizes(
-            shrinks=self.policy.shrinks, grow_after=self.policy.refund_after
-        )
-        self._gradients = self.driver.gradient_window()
+    Attributes:
+        sizes: Sizes of the parts that fit, as learnt so far.
+        window: The batches since the last step.
+        last_resort: See `Healer.microbatches`.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: HostPolicy,
+        driver: Driver,
+        data: Data,
+        recovery: Recovery,
+        ranks: Ranks,
+        log: RunLog,
+    ) -> None:
+        self._policy = policy
+        self._data = data
+        self._recovery = recovery
+        self._ranks = ranks
+        self._log = log
+        self._answers = policy.answers(Cause.OOM)
+        self.last_resort: Callable[[], str] | None = None
+        self.sizes = MicrobatchSizes(shrinks=policy.shrinks, grow_after=policy.refund_after)
+        self._gradients = driver.gradient_window()
         self._alone_why = ""
-        """Why the other ranks cannot do a window again together with this one."""
+        """Reason why the ranks cannot redo a window together, or an empty string."""
         self.window = AccumulationWindow(
             self._gradients,
             self.sizes,
-            on_failure=self._failed,
-            may_grow=lambda: None if self.ledger.open else self.step(),
-            on_growth=self._grown,
-            on_redo=self.on_redo,
+            on_failure=self._redo_alone,
+            may_grow=lambda: None if recovery.ledger.open else data.step,
+            on_growth=self._report_growth,
+            on_redo=data.forget_parts,
             clear_cache="clear_cache" in self._answers,
-            together=self._together if self.ranks.world > 1 else lambda: None,
+            together=self._together if ranks.world > 1 else lambda: None,
         )
 
     def resume(self) -> None:
         """Takes over the sizes that an earlier process has found."""
-        found = self.restorer.journal.state.microbatches
+        restorer = self._recovery.restorer
+        found = None if restorer is None else restorer.journal.state.microbatches
         if found is not None:
             self.sizes.load(found)
 
-    def described(self, failure: Failure) -> Overrun | None:
-        """A part that did not fit into memory; None: it failed for another reason."""
+    # -- one rank -------------------------------------------------------------------------------
+
+    def _redo_alone(self, failure: Failure) -> bool:
+        """Whether to redo the window, where no other rank has to."""
+        overrun = self._overrun(failure)
+        if overrun is None:
+            return False
+        if overrun.why_not:
+            failure.error.add_note(f"{_NOT_TRIED}: {overrun.why_not}")
+            return False
+        self._shrink(overrun, failure.error)
+        return True
+
+    def _overrun(self, failure: Failure) -> _Overrun | None:
+        """The part that did not fit into memory, or None if it failed for another reason."""
         fault = classify(failure.error)
         if fault.cause is not Cause.OOM or not isinstance(failure.error, Exception):
             return None
-        size, why_not = None, self._why_not(failure)
+        size, why_not = None, self._obstacle(failure)
         if not why_not:
             try:
                 size = failure.size()
             except UnsplittableBatch as reason:
                 why_not = str(reason)
-        return Overrun(
-            size,
-            failure.parts,
-            fault.sign,
-            _first_line(failure.error),
-            _bytes(failure.error),
-            why_not,
-        )
+        line = f"{type(failure.error).__name__}: {failure.error}".splitlines()[0][:300]
+        nbytes = _bytes(failure.error)
+        return _Overrun(size, failure.parts, fault.sign, line, nbytes, why_not)
 
-    def shrink(self, overrun: Overrun, error: BaseException, rank: str = "") -> None:
-        """Halves the parts, and reports it.
-
-        Raises:
-            RunStopped: there is no smaller part.
-        """
-        assert overrun.size is not None  # `why_not` is empty
-        try:
-            resize = self.sizes.shrink(overrun.size, overrun.parts, self.step())
-        except CannotShrink as reason:
-            self._stop(f"{rank}{reason}", error, overrun.bytes)
-        problem = (
-            f"{rank}{resize.before} of {resize.samples} samples do not fit into memory, the step "
-            f"is done again with {resize.after} at a time: {overrun.line}"
-        )
-        self.log.event(
-            "fault",
-            step=self.step(),
-            cause=names(Cause.OOM),
-            sign=overrun.sign,
-            problem=problem,
-            answer="shrink_microbatch",
-            samples=resize.samples,
-            size_before=resize.before,
-            size=resize.after,
-            bytes=overrun.bytes,
-        )
-        self.log.warning(f"step {self.step()}: {problem}")
-        self._save_sizes()
-
-    def grow(self, size: BatchSize) -> None:
-        """Tries twice the size if it is time to, and reports it."""
-        resize = self.sizes.grow(size, self.step())
-        if resize is not None:
-            self._grown(resize)
-
-    # -- within ---------------------------------------------------------------------------------
-
-    def _failed(self, failure: Failure) -> bool:
-        """Whether to do the window again, where no other rank has to."""
-        overrun = self.described(failure)
-        if overrun is None:
-            return False
-        if overrun.why_not:
-            failure.error.add_note(f"{NOT_TRIED}: {overrun.why_not}")
-            return False
-        self.shrink(overrun, failure.error)
-        return True
-
-    def _together(self) -> Together | None:
-        """Called at the first window of several ranks: how all do windows again, if they can."""
-        if self._not_answered():
-            return None
-        found = self._gradients.between_ranks(self.ranks)
-        if isinstance(found, str):
-            self._alone_why = found
-            return None
-        self._alone_why = ""
-        redo = JointRedo(self, self.ranks, found)
-        return Together(found, redo.after_part)
-
-    def _not_answered(self) -> str:
-        """Why the policy does not permit a redo; "": it does."""
-        if self.policy.observes:
-            return "the policy only observes"
-        if "shrink_microbatch" not in self._answers:
-            return (
-                f'policy {self.policy.name} has no rule for it: to = ["oom"], '
-                'do = ["shrink_microbatch", "clear_cache"]'
-            )
-        return ""
-
-    def _why_not(self, failure: Failure) -> str:
-        """Why the policy or the loop does not permit a redo; "": they do."""
-        if self._not_answered():
-            return self._not_answered()
+    def _obstacle(self, failure: Failure) -> str:
+        """Reason why the policy or the loop does not permit a redo, or an empty string."""
+        if self._policy_obstacle():
+            return self._policy_obstacle()
         if self._alone_why:
             return (
                 f"{self._alone_why}; pass the size that fits, healer.microbatches(batch, "
@@ -175,34 +141,163 @@ class OutOfMemory:
             )
         return ""
 
-    def _grown(self, resize: Resize) -> None:
-        self.log.event(
+    def _policy_obstacle(self) -> str:
+        if self._policy.observes:
+            return "the policy only observes"
+        if "shrink_microbatch" not in self._answers:
+            return (
+                f'policy {self._policy.name} has no rule for it: to = ["oom"], '
+                'do = ["shrink_microbatch", "clear_cache"]'
+            )
+        return ""
+
+    def _shrink(self, overrun: _Overrun, error: BaseException, rank: str = "") -> None:
+        """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
+        assert overrun.size is not None  # `why_not` is empty
+        step = self._data.step
+        try:
+            resize = self.sizes.shrink(overrun.size, overrun.parts, step)
+        except CannotShrink as reason:
+            changed = "" if self.last_resort is None else self.last_resort()
+            why = f"{rank}{reason}"
+            fault, cause = Fault(Cause.OOM, overrun.sign), names(Cause.OOM)
+            if not changed:
+                self._recovery.stop(why, error, Cause.OOM, cause=cause, bytes=overrun.bytes)
+            self._log.fault(
+                step, fault, f"{why}: {changed}", answer="clear_cache", bytes=overrun.bytes
+            )
+            return
+        self._log.fault(
+            step,
+            Fault(Cause.OOM, overrun.sign),
+            f"{rank}{resize.before} of {resize.samples} samples do not fit into memory, the step "
+            f"is done again with {resize.after} at a time: {overrun.line}",
+            answer="shrink_microbatch",
+            samples=resize.samples,
+            size_before=resize.before,
+            size=resize.after,
+            bytes=overrun.bytes,
+        )
+        self._save_sizes()
+
+    def _grow(self, size: BatchSize) -> None:
+        resize = self.sizes.grow(size, self._data.step)
+        if resize is not None:
+            self._report_growth(resize)
+
+    def _report_growth(self, resize: Resize) -> None:
+        step = self._data.step
+        self._log.event(
             "grow",
-            step=self.step(),
+            step=step,
             samples=resize.samples,
             size_before=resize.before,
             size=resize.after,
         )
-        self.log.info(
-            f"step {self.step()}: tries {resize.after} samples at a time again, not {resize.before}"
+        self._log.info(
+            f"step {step}: tries {resize.after} samples at a time again, not {resize.before}"
         )
         self._save_sizes()
 
     def _save_sizes(self) -> None:
         """Writes the sizes for the next process."""
-        self.restorer.journal.state.microbatches = self.sizes.to_dict()
-        self.restorer.write_journal(self.step())
+        restorer = self._recovery.restorer
+        if restorer is not None:
+            restorer.journal.state.microbatches = self.sizes.to_dict()
+            restorer.write_journal(self._data.step)
 
-    def _stop(self, why: str, error: BaseException, size: int | None) -> NoReturn:
-        stop(self.log, self.run_end(why), error, cause=names(Cause.OOM), bytes=size)
+    # -- several ranks --------------------------------------------------------------------------
 
+    def _together(self) -> Together | None:
+        """How the ranks redo windows together, or None. Called at the first window."""
+        if self._policy_obstacle():
+            return None
+        found = self._gradients.between_ranks(self._ranks)
+        self._alone_why = found if isinstance(found, str) else ""
+        if isinstance(found, str):
+            return None
+        sync = found
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        def redo(failure: Failure | None, growing: BatchSize | None) -> bool:
+            if failure is None:
+                return self._decide(sync, None, None, growing)
+            return self._redo_together(sync, failure)
+
+        return Together(sync, redo)
+
+    def _redo_together(self, sync: Synchronization, failure: Failure) -> bool:
+        """Whether all ranks redo the window.
+
+        Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
+        rank's batch cannot be split.
+        """
+        overrun = self._overrun(failure)
+        if overrun is None:
+            return False
+        released(failure.error)  # what follows needs a little memory
+        if sync.complete() and self._decide(sync, failure.error, overrun, None):
+            return True
+        why = overrun.why_not or (
+            "the other ranks did not come out of their parts, in which they probably wait for this "
+            "one: nothing may be exchanged there but what DistributedDataParallel exchanges"
+        )
+        failure.error.add_note(f"{_NOT_TRIED}: {why}")
+        return False
+
+    def _decide(
+        self,
+        sync: Synchronization,
+        error: BaseException | None,
+        mine: _Overrun | None,
+        growing: BatchSize | None,
+    ) -> bool:
+        """Whether all ranks redo the window.
+
+        Args:
+            sync: of the ranks.
+            error: of this rank's part, or None if the last part of its batch is done.
+            mine: this rank's part, if it did not fit.
+            growing: size of the batch if it is time to try larger parts.
+        """
+        votes = sync.vote(failed=mine is not None, grows=growing is not None)
+        if votes is None:
+            return False
+        failed, grows = votes
+        if failed:
+            return self._shrink_together(error, self._ranks.gather(mine))
+        sync.reduce()
+        if grows:
+            largest: dict[str, BatchSize] = {}
+            sizes: list[BatchSize | None] = self._ranks.gather(growing)
+            for each in sizes:
+                if each is not None and each.elements >= largest.get(each.kind, each).elements:
+                    largest[each.kind] = each
+            for _, each in sorted(largest.items()):
+                self._grow(each)
+        return False
+
+    def _shrink_together(self, error: BaseException | None, found: list[_Overrun | None]) -> bool:
+        kinds: dict[str, list[tuple[float, int, _Overrun]]] = {}
+        for rank, each in enumerate(found):
+            if each is None:
+                continue
+            if each.size is None:
+                if rank == self._ranks.rank:
+                    return False  # its own exception propagates
+                raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.why_not}")
+            part = each.size.elements / each.parts
+            kinds.setdefault(each.size.kind, []).append((part, rank, each))
+        for _, kind in sorted(kinds.items()):
+            # Half of the smallest part that did not fit is below half of the others.
+            _, rank, smallest = min(kind)
+            ranks = ", ".join(str(each) for _, each, _ in kind)
+            cause = error or RankFailed(f"rank {rank}: {smallest.line}")
+            self._shrink(smallest, cause, f"rank {ranks}: ")
+        return True
 
 
 def _bytes(error: BaseException) -> int | None:
-    """What could not be allocated, where the message of torch or XLA says it."""
+    """Size of the failed allocation, where the message of torch or XLA says it."""
     found = _BYTES.search(str(error))
     if found is None:
         return None

@@ -71,7 +71,7 @@ class SettingsChange(NamedTuple):
 
 
 def start_rate(hyperparameters: Mapping[str, Any]) -> float | None:
-    """The learning rate that the schedule starts from, of the first optimizer; None: unknown."""
+    """The first optimizer's learning rate at the start of the schedule, or None if unknown."""
     for name, value in hyperparameters.items():
         if name == "learning_rate" or name.endswith((".lr", "['learning_rate']")):
             first = value[0] if isinstance(value, list) and value else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import traceback
@@ -14,6 +13,9 @@ from typing import Any, NamedTuple
 from healcore import console
 from healcore.console import Console
 from healcore.core.verdict import Cause
+from healcore.events import Log
+from healcore.events.metrics import Metrics, path_next_to
+from healcore.events.models import Ending
 from healcore.policy import PolicyError
 from healcore.policy.errors import Problem
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
@@ -21,24 +23,23 @@ from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
-from healcore.runtime.events import Log
-from healcore.runtime.events.metrics import Metrics, path_next_to
-from healcore.runtime.events.models import Ending
-from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
-from healcore.runtime.loop import start_of_ranks
-from healcore.runtime.loop.lifecycle import begin
+from healcore.runtime.loop import rank_group
+from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.rank_group import RankGroup
+from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.run_settings import (
     RunSettings,
     SettingsChange,
     change_since,
     has_trainer,
 )
-from healcore.runtime.loop.stop_file import StopFile
-from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, TerminationWatch
+from healcore.runtime.loop.saver import CheckpointSaver
+from healcore.runtime.loop.start import begin, log_start
+from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, StopFile
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.rank_notes import RankNotes
 from healcore.runtime.recovery.journal import NAME, Journal
@@ -55,7 +56,7 @@ from healcore.runtime.trackers import Selection, Trackers
 
 MOST_CANDIDATES = 8
 """Checkpoints on probation that are kept at most, unless `keep` says otherwise."""
-_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+_loops: weakref.WeakSet[Loop[CheckpointSaver]] = weakref.WeakSet()
 """Runs of this process; ended ones too while they are referenced."""
 
 
@@ -111,32 +112,33 @@ class Options(NamedTuple):
         return self
 
 
-def open_run(options: Options) -> Loop:
+def open_run(options: Options) -> Loop[CheckpointSaver]:
     """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
-    if any(loop.finalizer is not None and loop.finalizer.alive for loop in _loops):
+    if any(loop.finalizer.alive for loop in _loops):
         gc.collect()  # runs the finalizers of unreferenced Healers, which may hold the store
     driver = options.driver or driver_for(
         options.state, options.policy.engine, options.framework, options.attach
     )
     own_claim: Claim | None = None
+    loop: Loop[CheckpointSaver] | None = None
     try:
         _check_moments(options.policy, driver)
         advice = "every rank makes one, with the same arguments (docs/ranks.md)"
-        with start_of_ranks.warning_if_late("the Healer of this rank", advice):
+        with rank_group.warning_if_late("the Healer of this rank", advice):
             ranks = options.ranks or driver.ranks()
-            start_of_ranks.check_same(_shared_options(options), ranks)
+            rank_group.check_same(_shared_options(options), ranks)
         own_claim, warning = _claim(options.store, ranks)
-        start_of_ranks.check_one_directory(_given_folder(options.store), ranks)
-        loop = _start(options, driver, ranks, own_claim, warning)
-        held = (driver, loop.termination, loop.guard, loop.stop_file, loop.log)
-        loop.finalizer = weakref.finalize(loop, _clean_up, *held)
-        loop.finalizer.atexit = False
-        _loops.add(loop)
+        rank_group.check_one_directory(_given_folder(options.store), ranks)
+        loop = _construct(options, driver, ranks, own_claim)
+        _start(loop, options, warning)
     except BaseException:
+        if loop is not None:
+            loop.finalizer.detach()
         if own_claim is not None:
             own_claim.release()
         driver.close()
         raise
+    _loops.add(loop)
     return loop
 
 
@@ -159,20 +161,6 @@ def _shared_options(options: Options) -> dict[str, Any]:
         "restart_every": options.restart_every,
         "store": options.store is not None,
     }
-
-
-def _clean_up(
-    driver: Driver,
-    termination: TerminationWatch,
-    guard: HangGuard,
-    stop_file: StopFile,
-    log: RunLog,
-) -> None:
-    """Cleans up for a Healer deleted within its block; the claim has its own finalizer."""
-    closing = (termination.stop, guard.close, stop_file.close, driver.close, log.trackers.leave)
-    for end in closing:
-        with contextlib.suppress(Exception):
-            end()
 
 
 def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
@@ -203,40 +191,26 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     return own_claim, warning
 
 
-def _start(
-    options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None, warning: str | None
-) -> Loop:
-    """Constructs a run, checks `resume`, logs the start, and resumes or begins."""
-    loop = _construct(options, driver, ranks, own_claim)
-    log, policy, store = loop.log, loop.policy, loop.checkpoints.store
-    events = log.events.path
-    died = postmortem.of_killed(events) if events is not None and ranks.rank == 0 else None
-    _refuse_to_start(loop.stop_file, ranks, log)
-    loop.journal.read()
-    saves = loop.restorer.saves()
+def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -> None:
+    """Checks `resume`, logs the start, and resumes or begins."""
+    log, policy, driver, ranks = loop.log, loop.policy, loop.driver, loop.ranks
+    journal, store = loop.saver.restorer.journal, loop.saver.checkpoints.store
+    events = None if ranks.rank else log.events.path
+    after_kill = events is not None and postmortem.of_killed(events) is not None
+    _refuse_to_start(loop.ranks.stop_file, ranks, log)
+    journal.read()
+    saves = loop.saver.restorer.saves()
     settings = RunSettings.of(driver, policy, options.state)
-    change = agreed(ranks, change_since(loop.journal, settings) if saves else None)
+    change = agreed(ranks, change_since(journal, settings) if saves else None)
     try:
-        ending = agreed(ranks, loop.journal.state.ending)
+        ending = agreed(ranks, journal.state.ending)
         _check_resume(options, ending, saves, store, change)
     except AlreadyCompleted as completed:
         log.info(str(completed))
         raise
-    log.event(
-        "start",
-        step=None,
-        policy=policy.name,
-        fingerprint=policy.fingerprint,
-        policy_toml=policy.text,
-        mode=policy.engine.mode,
-        framework=driver.framework,
-        rank=ranks.rank,
-        world=ranks.world,
-        lag=options.lag,
-        save_every=loop.checkpoints.every,
-        store=store.describe(),
-        resumes=bool(saves),
-    )
+    every = loop.saver.checkpoints.every
+    fields = {"save_every": every, "store": store.describe(), "resumes": bool(saves)}
+    log_start(log, policy, driver, ranks, lag=options.lag, **fields)
     folder = store.root
     shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
     warnings = [each for each in (warning, shared) if each is not None]
@@ -245,18 +219,17 @@ def _start(
     for each in warnings:
         log.warning(each)
     try:
-        begin(loop, settings, change, resume=bool(saves), died=died)
+        begin(loop, settings, change, resume=bool(saves), after_kill=after_kill)
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
         raised = "".join(traceback.format_exception_only(error)).strip()
-        log.event("problem", step=loop.step, problem=f"the run did not start: {raised}")
-        log.event("end", step=loop.step, ending="exception")
-        loop.termination.stop()
+        step = loop.data.step
+        log.event("problem", step=step, problem=f"the run did not start: {raised}")
+        log.event("end", step=step, ending="exception")
+        loop.ranks.termination.stop()
         log.events.close()
         raise
-    log.trackers.start(loop.journal.state.lineage or log.events.run)
-    path = None if events is None else events.absolute()
-    loop.notes = RankNotes(*agreed(ranks, (path, log.events.run)))
+    log.trackers.start(journal.state.lineage or log.events.run)
     if not ranks.rank:
         loop.notes.remove()  # of earlier starts
     if Cause.HANG in policy.faults:
@@ -269,27 +242,30 @@ def _start(
             notes=loop.notes,
         )
     driver.on_step(loop.guard.on_step)
-    loop.stop_file.start()
-    return loop
+    ranks.stop_file.start()
 
 
-def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None) -> Loop:
+def _construct(
+    options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None
+) -> Loop[CheckpointSaver]:
     policy = options.policy
     store = _store(options, driver, ranks)
     folder = store.root
-    # A rank whose reports reach rank 0 needs no file of its own, see `Votes`.
-    silent = ranks.rank > 0 and driver.request_vote(False)
+    group = RankGroup(ranks, driver, options.lag, options.stop_file)
+    # A rank whose reports reach rank 0 needs no events file of its own.
+    silent = ranks.rank > 0 and group.votes
     events = Log(None) if silent else _events(options.events, folder, ranks)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
+    trackers = Trackers(selected, run=events.run)
     log = RunLog(
         events,
+        metrics=_metrics(options.metrics, events, ranks, tracked=len(trackers) > 0),
         console=options.console,
         silent=ranks.rank > 0,
-        trackers=Trackers(selected, run=events.run),
+        trackers=trackers,
         hooks=options.hooks,
+        on_local=group.report if group.votes else None,
     )
-    journal = Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0)
-    ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
     every = options.save_every or policy.probation
     checkpoints = CheckpointManager(
         store,
@@ -305,35 +281,54 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         restart_every=options.restart_every,
         restart_spread=options.save_every is None,
     )
+    ledger, loaders = Ledger(), LoaderRegistry(trust=options.trust)
+    host = HostState(loaders.position, driver.generators(), trust=options.trust)
     restorer = Restorer(
         policy=policy,
         driver=driver,
         checkpoints=checkpoints,
-        journal=journal,
+        journal=Journal(None if folder is None else folder / NAME, writes=ranks.rank == 0),
         ledger=ledger,
         loaders=loaders,
-        host=HostState(loaders.position, driver.generators(), trust=options.trust),
+        host=host,
         ranks=ranks,
         log=log,
     )
+    loss_fn = options.loss_fn if policy.goes_back_for() else None
+    data = Data(
+        loaders=loaders,
+        host=host,
+        policy=policy,
+        ranks=ranks,
+        termination=group.termination,
+        log=log,
+        journal=restorer.journal,
+        keeps_batches=loss_fn is not None,
+    )
+    recovery = Recovery(
+        policy=policy,
+        driver=driver,
+        data=data,
+        ranks=ranks,
+        log=log,
+        ledger=ledger,
+        hooks=options.hooks,
+        lag=options.lag,
+        restorer=restorer,
+        loss_fn=loss_fn,
+        reruns=options.rerun,
+    )
+    path = events.path
     return Loop(
         policy=policy,
         driver=driver,
-        ranks=ranks,
-        checkpoints=checkpoints,
-        restorer=restorer,
-        journal=journal,
-        ledger=ledger,
-        loaders=loaders,
-        reader=DelayedReader(options.lag),
-        hooks=options.hooks,
+        data=data,
+        saver=CheckpointSaver(data, recovery, restorer, own_claim),
+        recovery=recovery,
+        ranks=group,
         log=log,
-        metrics=_metrics(options.metrics, events, ranks, tracked=len(log.trackers) > 0),
-        rerun=options.rerun,
-        loss_fn=options.loss_fn,
+        notes=RankNotes(*agreed(ranks, (path and path.absolute(), events.run))),
         has_trainer=has_trainer(options.state),
-        stop_file=StopFile(options.stop_file),
-        claim=own_claim,
     )
 
 

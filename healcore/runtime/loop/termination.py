@@ -1,6 +1,7 @@
-"""Exceptions and signals that end the program, with a message and an exit status, no traceback.
+"""What ends the program: exceptions with a message and an exit status, signals, the stop file.
 
 None of the exceptions is an `Exception`: `except Exception` in a training loop does not catch them.
+They end the program without a traceback.
 
 At SIGTERM and Ctrl-C the current step is finished first, and the run is saved. One handler serves
 all Healers of a process. It calls the previous handler, and removes itself at the first signal: a
@@ -18,13 +19,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from healcore.core.errors import HealcoreError
 
+LOOK_S = 1.0
+"""Seconds between two looks for the stop file."""
 _SLICE_S = 0.1
-"""A handler of Python's does not end a sleep, so a long one is cut into pieces."""
+"""A Python signal handler does not end a sleep, so a long sleep is cut into pieces."""
 
 
 class RunStopped(HealcoreError, SystemExit):
@@ -35,7 +39,7 @@ class RunStopped(HealcoreError, SystemExit):
     Attributes:
         diagnosis: what was seen, what was tried, what a person should check.
         why: the reason, in short.
-        last_good: step of the newest known-good checkpoint; None: there is none.
+        last_good: step of the newest known-good checkpoint, or None without one.
     """
 
     def __init__(self, diagnosis: str, why: str, last_good: int | None) -> None:
@@ -52,8 +56,7 @@ class AlreadyCompleted(HealcoreError, SystemExit):
     """The run in this directory had completed: nothing is left to do.
 
     Uncaught, the process ends with status 0: a scheduler that restarts a program until it succeeds
-    takes the run for done. `line` names what the directory holds and how to continue training; it
-    is logged when the exception is raised.
+    takes the run for done. `line` says what the directory holds and how to continue training.
     """
 
     def __init__(self, line: str) -> None:
@@ -90,7 +93,7 @@ class LastStateNotSaved(HealcoreError, SystemExit):
 
 
 class IncompleteRun(HealcoreError, SystemExit):
-    """The loop has ended, and has taken no step, or none that the Healer could see.
+    """The loop has ended, and the Healer has seen no step.
 
     Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The run
     does not count as completed: the program resumes it when it is started again.
@@ -121,13 +124,13 @@ class TerminationWatch:
     """The signals that one run has received.
 
     Args:
-        propose_end: proposes to the other ranks that the run ends, with the number of the
-            signal; they end together. None: this process ends by itself.
+        propose_end: proposes to the other ranks to end together, with the number of the signal.
+            None if this process ends by itself.
     """
 
     def __init__(self, propose_end: Callable[[int], object] | None = None) -> None:
         self.signal_number: int | None = None
-        """The signal that asks the run to end; None: there was none."""
+        """Number of the signal that asks the run to end, or None without one."""
         self._propose_end = propose_end
         self._waiting_for_data = False
 
@@ -180,6 +183,46 @@ def exit_for(number: int) -> BaseException:
     return Interrupted() if number == signal.SIGINT else Terminated(number)
 
 
+class StopFile:
+    """A file by which a person or a scheduler asks a run to end, with its last state saved.
+
+    A thread looks for it once a second: on a network disk a look may be slow, or never return. The
+    file is not removed, so that all programs of a queue end while it exists. Without a path nothing
+    happens.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        # Absolute: the program may change its working directory.
+        self.path = None if path is None else Path(path).absolute()
+        self.found = False
+        """Whether the thread has found the file."""
+        self._closed = threading.Event()
+
+    @property
+    def why(self) -> str:
+        """What asks the run to end, for a sentence."""
+        return f"the stop file {self.path}"
+
+    def there(self) -> bool:
+        """Whether the file exists now."""
+        return self.path is not None and os.path.lexists(self.path)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        if self.path is not None:
+            threading.Thread(target=self._look, name="healcore-stop-file", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread, without waiting for a look under way."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            if self.there():
+                self.found = True
+                return
+
+
 class _Handler:
     """The handlers of this process, and the runs that they notify."""
 
@@ -221,7 +264,7 @@ class _Handler:
 
     def _restore(self) -> None:
         for number, previous in self._previous.items():
-            # None: the handler was not set by Python, and cannot be restored from here.
+            # `previous` is None if Python has not set the handler: it cannot be restored.
             signal.signal(number, previous or signal.SIG_DFL)
         self._previous.clear()
 

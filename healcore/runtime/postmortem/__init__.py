@@ -1,1 +1,1 @@
-"""Explains to a person why a run ended: the facts, the diagnosis, and the file with both."""
+"""What happened in a run, in words, and why the run ended: facts, diagnosis and their file."""

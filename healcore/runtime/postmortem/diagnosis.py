@@ -1,6 +1,6 @@
-"""Writes why a run ended: what was seen, what was tried, what a person should look at.
+"""Writes why a run ended: what was seen, what was tried, what to look at.
 
-The text depends on the `RunEnd` alone, so every rank has the same.
+The text depends on the `RunEnd` alone, so all ranks have the same text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from healcore.console import counted
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending, RerunVerdict
+from healcore.events.models import Ending, RerunVerdict
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.incidents.hooks import Batch
 from healcore.runtime.recovery.rollback import Rollback
@@ -23,7 +23,7 @@ _WIDTH = 96
 _SHOWN = 5
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN
-"""Causes of exceptions, which are not answered by a rollback."""
+"""Causes of exceptions. A rollback is no response to them."""
 
 AFTER_A_KILL = (
     "look for the out-of-memory killer (dmesg), the scheduler's time limit or preemption, and the "
@@ -32,25 +32,25 @@ AFTER_A_KILL = (
 """What to do about a process that was killed."""
 
 _TRANSIENT = (
-    "A fault that does not come again on the same data is not the model's: check the device (ECC "
-    "errors, temperature, a self-test) before it is trusted with this run again."
+    "The fault did not recur on the same data, so it is not in the model: check the device (ECC "
+    "errors, temperature, a self-test) before the run uses it again."
 )
 _REPRODUCIBLE = (
-    "A fault that comes again on the same data and weights is the program's or the data's: run "
-    "that one batch from the last known-good checkpoint under a debugger."
+    "The fault recurred on the same data and weights, so it is in the program or the data: run "
+    "that batch from the last known-good checkpoint under a debugger."
 )
 _REPEATED = {
-    (True, True): "Going back did not help, without those batches and with a lower learning rate: "
-    "more of the data than was left out is like them, or the trouble is in the model, its "
-    "precision or its optimizer's settings, or older than the checkpoints.",
-    (True, False): "Going back without those batches did not help, at the same learning rate: more "
-    "of the data than was left out is like them, or the learning rate is too high.",
-    (False, True): "Going back with a lower learning rate did not help, on the same data: the data "
-    "of those steps, then the model's precision and its optimizer's settings.",
-    (False, False): "Going back did not help, on the same data and at the same learning rate: "
-    "leave the data of those steps out, or lower the learning rate.",
+    (True, True): "Rolling back, skipping batches and lowering the learning rate did not help: "
+    "more of the data is bad than was skipped, or the cause is the model, its precision or its "
+    "optimizer's settings, or the cause is older than the checkpoints.",
+    (True, False): "Rolling back and skipping batches did not help, at the same learning rate: "
+    "more of the data is bad than was skipped, or the learning rate is too high.",
+    (False, True): "Rolling back and lowering the learning rate did not help, on the same data: "
+    "the data of those steps, then the model's precision and its optimizer's settings.",
+    (False, False): "Rolling back did not help, on the same data and at the same learning rate: "
+    "skip the data of those steps, or lower the learning rate.",
 }
-"""After several rollbacks, by whether any left batches out and any lowered the learning rate."""
+"""Advice after several rollbacks, by whether any skipped batches and any lowered the rate."""
 
 
 class RunEnd(NamedTuple):
@@ -63,19 +63,19 @@ class RunEnd(NamedTuple):
     why: str = ""
     """The reason of a stop, or the signal."""
     cause: Cause = Cause(0)
-    """Cause of the last incident; 0: there was none."""
+    """Cause of the last incident, or 0 without an incident."""
     onset: int | None = None
     open: bool | None = None
-    """Whether the last incident was still open; None: unknown."""
+    """Whether the last incident was still open, or None if unknown."""
     incidents: int = 0
-    """Incidents of the whole run, also those in steps that a rollback has undone."""
+    """Incidents of the whole run, including undone incidents."""
     undone_incidents: int = 0
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
     batches: tuple[Batch, ...] = ()
     """Batches of the last incident's first steps."""
     skips: int = 0
-    """Steps skipped in the whole run, with those that a rollback has undone."""
+    """Steps skipped in the whole run, including undone steps."""
     undone_skips: int = 0
     clips: int = 0
     """Steps clipped in the whole run."""
@@ -83,7 +83,7 @@ class RunEnd(NamedTuple):
     rollbacks: tuple[Rollback, ...] = ()
     lr_scale: float = 1.0
     verdict: str = ""
-    """What a re-run of the step showed: `transient`, `reproducible`, or "" without one."""
+    """Verdict of a re-run: `transient`, `reproducible`, or "" without a re-run."""
     damaged: tuple[int, ...] = ()
     """Steps of checkpoints found damaged on disk."""
     damaged_in_memory: tuple[int, ...] = ()
@@ -93,28 +93,28 @@ class RunEnd(NamedTuple):
     unsaved: int = 0
     """Checkpoints that could not be written."""
     unsaved_why: str = ""
-    """Why the last of them could not be written."""
+    """Why the last unsaved checkpoint could not be written."""
     observes: bool = False
     probation: int | None = None
-    """Healthy steps after which a checkpoint is known-good; None: unknown."""
+    """Healthy steps after which a checkpoint is known-good, or None if unknown."""
     last_good: int | None = None
-    path: str | None = None
+    last_good_path: str | None = None
     """Directory of the checkpoint `last_good`."""
     exception: str | None = None
     fault: Cause = Cause(0)
-    """Cause of that exception; 0: there was none."""
+    """Cause of the exception, or 0 without an exception."""
     hint: str = ""
-    """What is known about that exception besides its cause, for a person."""
+    """Advice about the exception besides its cause, or an empty string."""
     declined: int = 0
-    """Orders that were not carried out, without evidence that the model was worse."""
+    """Orders that were declined without evidence that the model was worse."""
     answered: Mapping[str, int] = MappingProxyType({})
-    """Word of a rule for faults -> how often it was the answer, in this process."""
+    """Word of a rule for faults -> how often it was the response, in this process."""
     metrics: Mapping[str, float] = MappingProxyType({})
     """`Healer.metrics` at the end."""
 
 
 def explain(end: RunEnd) -> str:
-    """The diagnosis: a headline, then paragraphs that begin with what they are about."""
+    """The diagnosis: a headline, then paragraphs that begin with their subject."""
     parts = [
         _headline(end),
         *_seen(end),
@@ -158,11 +158,11 @@ _HEADLINES = {
 def _seen(end: RunEnd) -> Iterator[str]:
     if not end.cause:
         if end.incidents:
-            yield _section("Seen", f"{incidents_text(end)}, all of them over.")
+            yield _section("Seen", f"{incidents_text(end)}, all resolved.")
         return
     names = ", ".join(each.name.lower() for each in Cause if each.name and each in end.cause)
     since = "" if end.onset is None else f" from step {end.onset} on"
-    sentences = [f"{names}{since}{', over by then' if end.open is False else ''}."]
+    sentences = [f"{names}{since}{', resolved by the end' if end.open is False else ''}."]
     if end.readings is not None:
         sentences.append(_numbers(end.readings))
     if end.evidence:
@@ -172,11 +172,11 @@ def _seen(end: RunEnd) -> Iterator[str]:
         batches = _first([f"epoch {epoch} batch {index}" for epoch, index in end.batches])
         sentences.append(f"Its data: {batches}.")
     if end.verdict == RerunVerdict.TRANSIENT:
-        sentences.append("The same step, taken again from a snapshot, was fine: a transient fault.")
+        sentences.append("A re-run of the step from a snapshot was healthy: a transient fault.")
     elif end.verdict == RerunVerdict.REPRODUCIBLE:
-        sentences.append("The same step, taken again from a snapshot, failed again: reproducible.")
+        sentences.append("A re-run of the step from a snapshot failed again: a reproducible fault.")
     if end.incidents > 1:
-        sentences.append(f"It was the last of {incidents_text(end)}.")
+        sentences.append(f"The run had {incidents_text(end)}.")
     yield _section("Seen", " ".join(sentences))
 
 
@@ -209,11 +209,11 @@ def _actions(end: RunEnd) -> Iterator[str]:
         done.append(f"{len(end.rollbacks) - _SHOWN} earlier rollbacks")
     done += [_rollback(each) for each in end.rollbacks[-_SHOWN:]]
     if end.lr_scale < 1:
-        done.append(f"the learning rate stands at {end.lr_scale:.3g} of its schedule")
+        done.append(f"the learning rate is at {end.lr_scale:.3g} of its schedule")
     if done:
         yield _section("Tried", "; ".join(done) + ".")
     for part, found, where, check in (
-        ("Storage", end.damaged, "", "the disk that they lie on"),
+        ("Storage", end.damaged, "", "the disk"),
         ("Memory", end.damaged_in_memory, " in host memory", "the machine's RAM"),
     ):
         if found:
@@ -229,15 +229,15 @@ def _unsaved(end: RunEnd) -> Iterator[str]:
 
 def _look_at(end: RunEnd) -> Iterator[str]:
     if end.ending == Ending.COMPLETED and not (end.open or end.not_finite or end.fault):
-        return  # it has ended well
+        return
     hints = advice(
         end.cause | end.fault,
         verdict=end.verdict,
         rollbacks=len(end.rollbacks),
-        left_out=any(each.skipped for each in end.rollbacks),
+        skipped=any(each.skipped for each in end.rollbacks),
         lr_lowered=end.lr_scale < 1 or any(each.lowers_lr for each in end.rollbacks),
     )
-    if end.hint:  # it says more than the row of its cause
+    if end.hint:  # more specific than the row of the cause
         hints = [end.hint, *(each for each in hints if each != FAILURES[Cause.UNKNOWN].diagnosis)]
     if hints:
         yield "Look at:"
@@ -247,32 +247,30 @@ def _look_at(end: RunEnd) -> Iterator[str]:
 
 def _last_good(end: RunEnd) -> str:
     if end.last_good is not None:
-        where = f", in {end.path}" if end.path else ""
+        where = f", in {end.last_good_path}" if end.last_good_path else ""
         return f"Last known-good: the checkpoint of step {end.last_good}{where}."
     text = "none" + why_none_is_good(end.step, end.probation)
     if end.ending != Ending.COMPLETED and not (end.incidents or end.not_finite):
-        text += (
-            "; there was no incident: the next start resumes from the newest checkpoint on disk,"
-        )
-        text += " if there is one"
+        text += "; there was no incident: the next start resumes from the newest checkpoint on "
+        text += "disk, if there is one"
     elif end.ending != Ending.COMPLETED:
         text += "; resume from the start, or check one by hand"
     return _section("Last known-good", f"{text}.")
 
 
 def why_none_is_good(step: int, probation: int | None) -> str:
-    """Why no checkpoint is known-good after `step` steps, and what to set; begins with a colon."""
+    """Why no checkpoint is known-good after `step` steps. Begins with a colon, or is empty."""
     if probation is None:
         return ""
     text = f": a checkpoint is known-good after {probation} healthy steps (rollback.probation)"
     if step > probation:
         return text
     text += f", and the run has had {step}"
-    return text if step < 2 else f'{text}. For runs as short, rollback={{"probation": {step // 2}}}'
+    return text if step < 2 else f'{text}. For short runs: rollback={{"probation": {step // 2}}}'
 
 
 def answers_text(answered: Mapping[str, int]) -> list[str]:
-    """What was done about faults, for a list; a word of a rule without a phrase is left out."""
+    """Phrases for the responses to faults."""
     return [phrase(answered[word]) for word, phrase in _ANSWERS.items() if answered.get(word)]
 
 
@@ -284,12 +282,12 @@ _ANSWERS: dict[str, Callable[[int], str]] = {
 
 
 def incidents_text(end: RunEnd) -> str:
-    """How many incidents there were."""
+    """The number of incidents."""
     return with_undone(counted(end.incidents, "incident"), end.undone_incidents)
 
 
 def with_undone(count: str, undone: int) -> str:
-    """A count, and how many of it belong to steps that the run has gone back over."""
+    """A count, and how much of it a rollback has undone."""
     return f"{count} ({undone} undone by a rollback)" if undone else count
 
 
@@ -302,17 +300,17 @@ def _numbers(numbers: Readings) -> str:
 
 
 def _first(items: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first few items, and the number of the others."""
     shown, more = ", ".join(items[:_SHOWN]), len(items) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _rollback(rollback: Rollback) -> str:
-    text = f"went back from step {rollback.step} to {rollback.target}"
+    text = f"rolled back from step {rollback.step} to {rollback.target}"
     if rollback.lr_text:
         text += f" with the {rollback.lr_text}"
     if rollback.skipped:
-        text += f" and without {counted(rollback.skipped, 'batch', 'batches')}"
+        text += f" and skipped {counted(rollback.skipped, 'batch', 'batches')}"
     return text
 
 
@@ -339,10 +337,10 @@ def advice(
     *,
     verdict: str = "",
     rollbacks: int = 0,
-    left_out: bool = False,
+    skipped: bool = False,
     lr_lowered: bool = False,
 ) -> list[str]:
-    """Sentences for a person; `left_out` and `lr_lowered`: any of the `rollbacks` did that."""
+    """Advice by cause. `skipped` and `lr_lowered`: whether any rollback skipped batches or cut."""
     hints = []
     if verdict == RerunVerdict.TRANSIENT:
         hints.append(_TRANSIENT)
@@ -350,5 +348,5 @@ def advice(
         hints.append(_REPRODUCIBLE)
     hints += [row.diagnosis for flag, row in FAILURES.items() if flag in cause]
     if cause & ~_FAULTS and rollbacks > 1:
-        hints.append(_REPEATED[left_out, lr_lowered])
+        hints.append(_REPEATED[skipped, lr_lowered])
     return hints

@@ -1,7 +1,7 @@
-"""What a rank that ends alone, or hangs, leaves for rank 0: a file next to the events file.
+"""Notes of ranks that end alone or hang: files next to the events file.
 
-Such a rank takes part in no exchange any more, and only rank 0 writes events and the postmortem.
-Rank 0 reads the files when its own run ends. The next start reads them if rank 0 was killed.
+Such a rank takes part in no collective, and only rank 0 writes events and the postmortem. Rank 0
+reads the notes when its own run ends. The next start reads them if rank 0 was killed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from healcore import regular_file
-from healcore.runtime.events.metrics import stem
-from healcore.runtime.events.models import Ending
+from healcore.events.metrics import stem
+from healcore.events.models import Ending
 from healcore.runtime.store import files
 
 _KINDS = {False: "end.rank", True: "hang.rank"}
-"""Whether a rank hangs -> what the name of its file has after the stem of the events file."""
+"""Whether a rank hangs -> part of the file name after the stem of the events file."""
 _MAX_BYTES = 1 << 20
 _MAX_TEXT = 200_000
-"""Characters of a traceback or of stacks that are kept."""
+"""Largest number of characters of a traceback or of stacks."""
 _MOST_SHOWN = 4
-"""Ranks whose tracebacks are in the postmortem."""
+"""Largest number of tracebacks in the postmortem."""
 
 
 class RankNote(BaseModel):
-    """How one rank has ended, or where it hangs."""
+    """How one rank ended, or where it hangs."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -44,11 +44,11 @@ class RankNote(BaseModel):
     trace: str = ""
     """The exception with its traceback, or the stacks of all threads."""
     cause: list[str] = []
-    """What the exception was classified as."""
+    """Names of the causes of the exception."""
     sign: str = ""
-    """What the exception was recognized by."""
+    """How the exception was recognized."""
     follows: bool = False
-    """Whether another rank is the cause: a connection to it broke, or it has not come in time."""
+    """Whether another rank is the cause: a connection broke, or a rank was late."""
     time: float
     """Unix time."""
 
@@ -57,8 +57,8 @@ class RankNotes(NamedTuple):
     """The notes of one run.
 
     Attributes:
-        events: events file of rank 0, or None if there is none; then no rank leaves a note.
-        run: id of rank 0's run in it.
+        events: events file of rank 0, or None. Without it no rank leaves a note.
+        run: id of rank 0's run.
     """
 
     events: Path | None
@@ -74,7 +74,7 @@ class RankNotes(NamedTuple):
             files.replace(path, short.model_dump_json().encode())
 
     def found(self, *, hangs: bool = False) -> list[RankNote]:
-        """The notes of the other ranks, those first whose end has no other rank as its cause."""
+        """The notes of the other ranks. Ranks that failed by themselves come first."""
         paths = self._paths(_KINDS[hangs], self._suffix)
         notes = [note for path in paths if (note := _read(path)) is not None]
         return sorted(notes, key=lambda note: (note.follows, note.time))
@@ -113,7 +113,7 @@ def traces(notes: Iterable[RankNote]) -> str:
 
 
 def of_ranks(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
-    """How each rank has ended, as the field `of_ranks` of the event `end`."""
+    """How each rank ended, for the field `of_ranks` of the event `end`."""
     return [
         {
             "rank": each.rank,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from healcore.console import counted
 from healcore.runtime.store.errors import NoGoodCheckpoint
 from healcore.runtime.store.protocol import Saved, Status
 
@@ -40,7 +41,7 @@ def choose(
     Args:
         saves: the checkpoints; with several ranks the result of `common_to_ranks`.
         onset: step of the incident's first alarm.
-        depth: known-good checkpoints to go back.
+        depth: 1 for the newest known-good checkpoint before the onset, 2 for the next older one.
         tried: steps of the checkpoints that were restored for the same trouble. The choice is
             older, even if others have become known-good since: they lead into the same trouble.
         initial: the last resort, in this order: step of the snapshot that the run began with, and
@@ -103,11 +104,11 @@ def why_older(
         return ""
     good = [save.step for save in newer if save.status == "good"]
     if not good:
-        return f"that of step {newer[-1].step} is not known-good yet"
-    newest = f"that of step {good[-1]} is known-good too, but "
+        return f"the checkpoint of step {newer[-1].step} is not known-good yet"
+    newest = f"the checkpoint of step {good[-1]} is known-good too, but "
     if tried:
-        return f"{newest}going back to step {min(tried)} has not helped"
-    return f"{newest}the policy goes back {len(good) + 1} of them"
+        return f"{newest}the rollback to step {min(tried)} has not helped"
+    return f"{newest}the policy rolls back past {counted(len(good), 'known-good checkpoint')}"
 
 
 def saved_after(saves: Sequence[Saved], *, onset: int) -> list[int]:

@@ -82,7 +82,7 @@ class JournalState:
     """The content of the journal."""
 
     ending: str | None = None
-    """How the last process ended; None: it is running, or was killed."""
+    """How the last process ended, or None if it is running or was killed."""
     rollbacks: int = 0
     rollback: Annotated[Rollback, AfterValidator(_began)] | None = None
     """The last rollback: a plan, or what a restart needs until the next save."""
@@ -98,7 +98,7 @@ class JournalState:
     """Step of the newest checkpoint on disk when the journal was written; a quarantined one only if
     there is no other."""
     microbatches: _Sizes | None = None
-    """`MicrobatchSizes.to_dict`; None: every batch has fitted into memory."""
+    """`MicrobatchSizes.to_dict`, or None if every batch has fitted into memory."""
     quarantined: list[str] = field(default_factory=list)
     """Directories of quarantined checkpoints, in case their status files get damaged."""
     settings: _OfStart | None = None
@@ -248,7 +248,7 @@ def no_usable_checkpoint(
 
 
 def directories(saves: Sequence[Saved], steps: Collection[int]) -> list[str]:
-    """Directory names of those checkpoints of some steps that are on disk."""
+    """Directory names of the checkpoints of these steps that are on disk."""
     return [Path(s.path).name for s in saves if s.path is not None and s.step in steps]
 
 

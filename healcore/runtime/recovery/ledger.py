@@ -29,7 +29,7 @@ LASTING = Cause.PLATEAU | Cause.OVERFIT
 
 @dataclass
 class IncidentRecord:
-    """One incident, from the step of its first alarm (`onset`) to that of its latest (`last`)."""
+    """One incident, from the step of its first alarm (`onset`) to its latest alarm (`last`)."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     number: int
@@ -47,9 +47,9 @@ class IncidentRecord:
     """The learning-rate multiplier after its latest alarm."""
     over: bool = False
     undone: bool = False
-    """The run went back to before its onset later."""
+    """A later rollback has undone its onset."""
     number_in_engine: int = 0
-    """The engine's count of incidents then; -1: it has begun again since."""
+    """The engine's count of incidents then, or -1 if the count has restarted since."""
     watched: bool = False
     """The engine has opened no incident: the policy only alerts on its cause, a lasting one."""
 
@@ -72,9 +72,9 @@ class Ledger:
     rollbacks: list[Rollback] = field(default_factory=list)
     """Applied rollbacks and re-runs, see `Rollback.outline`."""
     incident_count: int = 0
-    """Incidents so far, including those dropped from `incidents`, and undone ones."""
+    """Incidents so far, including undone ones, and incidents dropped from `incidents`."""
     undone_incidents: int = 0
-    """Those that began after a step to which the run went back later."""
+    """Incidents whose onset a later rollback has undone."""
     skips: int = 0
     """Skipped steps so far, undone ones too."""
     undone_skips: int = 0
@@ -210,7 +210,7 @@ class Ledger:
             if incident.onset >= step and not incident.undone:
                 incident.undone = True
                 self.undone_incidents += 1
-        if saved is not None:  # its skips, without those undone by then, are those that stand
+        if saved is not None:  # its skips that no rollback has undone are still done
             self.undone_skips = self.skips - (saved.skips - saved.undone_skips)
             self.untrained = saved.untrained
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings, StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.history.incident import MOST_ALARMS
@@ -33,14 +32,6 @@ INTERVALS = 5
 the checkpoint that the run rolls back to, lasts as long, and takes comparisons to find."""
 
 
-class FirstAlarm(NamedTuple):
-    """The first alarm of the last incident, for the diagnosis."""
-
-    readings: Readings
-    evidence: tuple[Evidence, ...]
-    batches: tuple[BatchId, ...]
-
-
 @dataclass(eq=False, kw_only=True)
 class IncidentMonitor:
     """Fills the ledger, writes the events of every step and calls the hooks."""
@@ -59,11 +50,12 @@ class IncidentMonitor:
     def __post_init__(self) -> None:
         self.unreported_alarms = 0
         """Alarms without an event of their own."""
-        self.first_alarm: FirstAlarm | None = None
+        self._first_alarm: tuple[StepRecord, tuple[BatchId, ...]] | None = None
+        """The first alarm of the last incident, and its batches, for the diagnosis."""
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
         self._lines = StepLines(self.policy, self.log, self.learning_rate)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
-        self.loader_from = 0
+        self._loader_from = 0
         """First step of the current loader. The ids of an earlier loader mean nothing in it."""
         self._lr_scale: dict[str, float] = {}
         self._lr_scale_before: dict[str, float] = {}
@@ -95,7 +87,8 @@ class IncidentMonitor:
 
     def end_facts(self) -> dict[str, Any]:
         """Fields of `RunEnd` about incidents and about what was done in the steps."""
-        ledger, alarm = self.ledger, self.first_alarm
+        ledger = self.ledger
+        record, batches = self._first_alarm or (None, ())
         last = ledger.incidents[-1] if ledger.incidents else None
         return {
             "cause": Cause(0 if last is None else last.cause),
@@ -103,9 +96,9 @@ class IncidentMonitor:
             "open": ledger.open,
             "incidents": ledger.incident_count,
             "undone_incidents": ledger.undone_incidents,
-            "readings": None if alarm is None else Readings(*alarm.readings),
-            "evidence": () if alarm is None else alarm.evidence,
-            "batches": () if alarm is None else alarm.batches,
+            "readings": None if record is None else Readings(*record.readings),
+            "evidence": () if record is None else record.evidence,
+            "batches": batches,
             "skips": ledger.skips,
             "undone_skips": ledger.undone_skips,
             "probation": self.policy.probation,
@@ -130,13 +123,17 @@ class IncidentMonitor:
 
     def batches_between(self, first: int, last: int) -> list[BatchId]:
         """Batches of the steps from `first` to `last`, of the current loader."""
-        first = max(first, self.loader_from)
+        first = max(first, self._loader_from)
         return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
+
+    def begin_loader(self, step: int) -> None:
+        """From this step on, the batches are of another loader."""
+        self._loader_from = step
 
     def on_rollback(self, target: int) -> None:
         """Forgets the steps from `target` on, which are repeated."""
         self._batches = {index: ids for index, ids in self._batches.items() if index < target}
-        self.loader_from = min(self.loader_from, target)
+        self._loader_from = min(self._loader_from, target)
 
     def set_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes multipliers and counts of engine states (`Driver.healing`), without an event."""
@@ -159,7 +156,7 @@ class IncidentMonitor:
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         self._last_incident = incident.number
         first = max(step.records, key=lambda each: each.cause != 0)
-        self.first_alarm = FirstAlarm(first.readings, first.evidence, step.batches)
+        self._first_alarm = first, step.batches
         self.log.event(
             "incident",
             step=step.index,
@@ -182,38 +179,13 @@ class IncidentMonitor:
     def _order(
         self, step: StepResult, record: StepRecord, incident: IncidentRecord | None
     ) -> Rollback | None:
-        action, depth = record.action, record.rollback_depth
+        ordered, depth = record.action, record.rollback_depth
         onset = incident.onset if incident else step.index
         if incident and incident.only_skips:
             # A finite step in between shows that the weights were finite then.
             onset = self.ledger.row_onset(step.index)
         number = incident.number if incident else 0
-        result = self.hooks.run(
-            IncidentContext(
-                number=number,
-                step=step.index,
-                onset=onset,
-                cause=record.cause,
-                decision=record.decision,
-                readings=record.readings,
-                engine=record.engine,
-                evidence=record.evidence,
-                batches=tuple((each.epoch, each.index) for each in step.batches),
-                facts=self.facts() if len(self.hooks) else RunFacts(),  # `facts` lists the store
-            )
-        )
-        for problem in result.problems:
-            self.log.event("hook", step=step.index, hook="", problem=problem)
-        ordered = action
-        if result.action is not None and not self.policy.observes:
-            action = result.action
-            self.log.event(
-                "hook",
-                step=step.index,
-                hook=result.hook,
-                ordered=names(ordered),
-                action=names(action),
-            )
+        action = self._ask_hooks(step, record, number, onset) if len(self.hooks) else ordered
         if self.ranks.world > 1:
             # Takes the union of the ranks' actions, because hooks may differ between ranks.
             of_ranks = self.ranks.gather((int(action), depth))
@@ -248,6 +220,35 @@ class IncidentMonitor:
             batches=self.batches_between(since, step.index),
             forced=action != ordered,
         )
+
+    def _ask_hooks(self, step: StepResult, record: StepRecord, number: int, onset: int) -> Action:
+        """The actions after the user's hooks, which are logged."""
+        result = self.hooks.run(
+            IncidentContext(
+                number=number,
+                step=step.index,
+                onset=onset,
+                cause=record.cause,
+                decision=record.decision,
+                readings=record.readings,
+                engine=record.engine,
+                evidence=record.evidence,
+                batches=tuple((each.epoch, each.index) for each in step.batches),
+                facts=self.facts(),
+            )
+        )
+        for problem in result.problems:
+            self.log.event("hook", step=step.index, hook="", problem=problem)
+        if result.action is None or self.policy.observes:
+            return record.action
+        self.log.event(
+            "hook",
+            step=step.index,
+            hook=result.hook,
+            ordered=names(record.action),
+            action=names(result.action),
+        )
+        return result.action
 
     def _alert(self, step: StepResult, record: StepRecord, incident: int, action: Action) -> None:
         """Writes the event of an alert: once for a cause in an incident, else at powers of ten."""

@@ -126,7 +126,7 @@ class Restorer:
             step: steps done.
 
         Raises:
-            NoGoodCheckpoint: there is nothing to go back to.
+            NoGoodCheckpoint: there is no checkpoint to restore.
             StateMismatch: the checkpoints are of another state; live state is as it was.
         """
         self.checkpoints.wait()
@@ -180,7 +180,7 @@ class Restorer:
         )
 
     def _more(self, rollback: Rollback) -> int:
-        """Batches to skip besides those of the trouble."""
+        """Number of batches to skip in addition to the batches of the trouble."""
         return self.policy.skip_batches if rollback.batches else 0
 
     def _choice(
@@ -243,7 +243,7 @@ class Restorer:
     # -- after a start --------------------------------------------------------------------------
 
     def finish(self, plan: Rollback) -> HostParts | None:
-        """Carries out a plan during which a process was killed; JournalError if nobody can."""
+        """Carries out a plan during which a process was killed; JournalError if it is malformed."""
         try:
             self.loaders.check(plan.forward)
             check_engines(plan.engines, self.driver.healing())
@@ -263,8 +263,8 @@ class Restorer:
         """Resumes from the newest intact checkpoint of `order`, steps with the newest first.
 
         Returns its step, and what to pass to `HostState.put_back` once the loop has named its
-        loader. NoGoodCheckpoint if none is intact, StateMismatch if they are of another state. One
-        process passes over checkpoints of another state if an older one fits: see `unfit`.
+        loader. Raises NoGoodCheckpoint if none is intact, and StateMismatch if they are of another
+        state. One process skips checkpoints of another state if an older one fits: see `unfit`.
         """
         try:
             return self._resume(order)
@@ -426,9 +426,9 @@ class Restorer:
     def _of_this_world(self, result: RestoreResult, own: HostParts | None) -> HostParts | None:
         """What was saved per rank, for as many ranks as there are now.
 
-        With another number of ranks all of them go on from the position of rank 0, by its index,
-        and random generators stay as the program has set them: a rank more has none in the
-        checkpoint, and ranks may have to draw the same numbers or different ones.
+        With another number of ranks, all of them continue from the position of rank 0, by its
+        index. Random generators stay as the program has set them: an added rank has no saved
+        state, and ranks may have to draw the same numbers or different ones.
         """
         saved_by = (result.restored.healing or {}).get("world", self.ranks.world)
         if saved_by == self.ranks.world:
@@ -497,12 +497,12 @@ class Restorer:
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:
-    """Where the loaders were; None for an old checkpoint."""
+    """Positions of the loaders, or None if the checkpoint has none."""
     return None if own is None else own.data
 
 
 def _with(own: HostParts | None, forward: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the loaders were; those that a rollback did not rewind are at `forward`."""
+    """Positions of the loaders; loaders that a rollback did not rewind are at `forward`."""
     data = _position(own) or {}
     ranks = [
         each["ranks"] for each in data.values() if isinstance(each, Mapping) and "ranks" in each

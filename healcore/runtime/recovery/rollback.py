@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from healcore.core.verdict import Action
+from healcore.events.models import EventRecord
 from healcore.runtime.data import BatchId
-from healcore.runtime.events.models import EventRecord
 
 Step = Annotated[int, Field(ge=0)]
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]

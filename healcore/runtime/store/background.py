@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from healcore import console
-from healcore.runtime.events import fork_safety
+from healcore.events import fork_safety
 from healcore.runtime.store.errors import SaveFailed
 
 

@@ -25,8 +25,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from healcore.core.printable import clean
-from healcore.runtime.events import fork_safety
-from healcore.runtime.events.process import Process, current_process
+from healcore.events import fork_safety
+from healcore.events.process import Process, current_process
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
 from healcore.runtime.store.errors import StoreError

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 
-from healcore.runtime.events import process
+from healcore.events import process
 
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 NO_WAITING = getattr(os, "O_NONBLOCK", 0)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.filesize import decimal
 
-from healcore.runtime.events import fork_safety
+from healcore.events import fork_safety
 from healcore.runtime.store import inspection, retention
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.copies import Copier, StateCopy

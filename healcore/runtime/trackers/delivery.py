@@ -1,4 +1,4 @@
-"""Delivers metrics and events to trackers in threads, so that none can delay the training."""
+"""Delivers metrics and events to trackers in threads, so that they cannot delay the training."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from healcore.core.step_record import StepRecord
-from healcore.runtime.events import fork_safety
-from healcore.runtime.events.log import now
+from healcore.events import fork_safety
+from healcore.events.log import now
 from healcore.runtime.trackers.selection import Selection
 from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 
 MAX_WAIT = 10.0
-"""Seconds that the end of a run waits for its trackers."""
+"""Seconds for which the end of a run waits for its trackers."""
 MOST = 10_000
-"""Records that wait for a tracker; more are dropped."""
+"""Most records that wait for a tracker; more are dropped."""
 _EVENTS = 1_000
-"""Further places in the queue that only events may take, so that metrics cannot fill all of it."""
+"""Further places in the queue for events, so that metrics cannot fill the queue."""
 _SECONDS = 0.5
-"""Between two deliveries: a thread that wakes at every step would take the GIL at every step."""
+"""Time between two deliveries: a thread that wakes at every step takes the GIL at every step."""
 
 _VALUES = ("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip")
 
 
 class Trackers:
-    """All trackers of a run. No method raises, and none but `drain` and `close` waits."""
+    """All trackers of a run. No method raises. Only `drain` and `close` wait."""
 
     def __init__(self, selected: Iterable[Selection] = (), *, run: str = "") -> None:
         self._run = run
@@ -38,7 +38,7 @@ class Trackers:
         for each in selected:
             try:
                 self._deliveries.append(_Delivery(each.name, each.open()))
-            except (Exception, SystemExit) as error:  # of the import of its library, too
+            except (Exception, SystemExit) as error:  # also from the import of its library
                 self._problems.append(_failure(each.name, error))
         fork_safety.watch(self)
 
@@ -46,7 +46,7 @@ class Trackers:
         return len(self._deliveries)
 
     def start(self, run: str) -> None:
-        """Begins to deliver, also what was sent before; `run` is an id for all its processes."""
+        """Begins to deliver, also earlier records. `run` is an id for all its processes."""
         for each in self._deliveries:
             each.start(TrackedRun(run, self._config))
 
@@ -73,7 +73,7 @@ class Trackers:
             each.put(lambda to: to.event(dict(event)), MOST + _EVENTS)
 
     def problems(self) -> list[str]:
-        """The failures since the last call; of each tracker the first one is reported."""
+        """The failures since the last call. Each tracker reports its first failure only."""
         found, self._problems = self._problems, []
         for each in self._deliveries:
             found += each.take_problems()
@@ -86,14 +86,14 @@ class Trackers:
             each.wait(self._seconds_left())
 
     def leave(self) -> None:
-        """Lets the threads deliver the rest and end, without waiting for them."""
+        """Asks the threads to deliver the rest and to end, without waiting for them."""
         for each in self._deliveries:
             each.end()
 
     def close(self) -> list[str]:
-        """Delivers the rest and ends the trackers; says what was lost.
+        """Delivers the rest, ends the trackers and returns a sentence about each loss.
 
-        Together with `drain` it waits for `MAX_WAIT` seconds at most.
+        Together with `drain` it waits for at most `MAX_WAIT` seconds.
         """
         self.leave()
         found = self.problems()
@@ -104,7 +104,7 @@ class Trackers:
         return found
 
     def _seconds_left(self) -> float:
-        """What is left of `MAX_WAIT`, which begins with the first call."""
+        """Remaining part of `MAX_WAIT`, which begins with the first call."""
         if self._waits_until is None:
             self._waits_until = time.monotonic() + MAX_WAIT
         return max(0.0, self._waits_until - time.monotonic())
@@ -117,8 +117,7 @@ class Trackers:
 class _Delivery:
     """One tracker, its queue and its thread.
 
-    Not `store.background.Background`: that one loses no job and waits for the last, which is right
-    for checkpoints; a tracker that hangs must not keep the program from ending.
+    `store.background.Background` waits for its last job, which a hanging tracker would never end.
     """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
@@ -128,14 +127,14 @@ class _Delivery:
         self._thread: threading.Thread | None = None
         self._ended = False
         self._dead = False
-        """It could not start: nothing is sent to it."""
+        """The tracker could not start, and nothing is sent to it."""
         self._failed = self._dropped = 0
-        """Records that it refused, and records for which there was no place."""
+        """Records that the tracker refused, and records that did not fit into the queue."""
         self._reported = False
         self._problems: deque[str] = deque()
 
     def start(self, run: TrackedRun) -> None:
-        # A daemon: an unfinished client ends with the program, and never keeps it alive.
+        # A daemon thread does not keep the program alive.
         self._thread = threading.Thread(
             target=self._work, args=(run,), name=f"healcore-{self._name}", daemon=True
         )
@@ -155,7 +154,7 @@ class _Delivery:
                 )
 
     def mark(self) -> threading.Event:
-        """Set when everything sent so far is delivered."""
+        """An event that is set when everything sent so far is delivered."""
         done = threading.Event()
         if self._thread is None or not self._thread.is_alive():
             done.set()
@@ -175,12 +174,12 @@ class _Delivery:
         return [self._problems.popleft() for _ in range(len(self._problems))]
 
     def losses(self) -> list[str]:
-        """What has not been delivered, at the end."""
+        """Sentences about records that were not delivered."""
         running = self._thread is not None and self._thread.is_alive()
         lost = self._failed + self._dropped + (len(self._queue) if running else 0)
         found = [f"tracker {self._name}: {lost} records were not delivered"] if lost else []
         if running:
-            found.append(f"tracker {self._name} has not finished within {MAX_WAIT:g} s: it is left")
+            found.append(f"tracker {self._name} has not finished within {MAX_WAIT:g} s")
         return found
 
     # -- in its thread --------------------------------------------------------------------------
@@ -212,7 +211,7 @@ class _Delivery:
             self._report(error)
 
     def _call(self, name: str, *args: Any) -> bool:
-        """Calls a method that a tracker need not have; whether it did not raise."""
+        """Calls an optional method of the tracker. Returns whether it did not raise."""
         try:
             method = None if self._dead else getattr(self._tracker, name, None)
             if method is not None:

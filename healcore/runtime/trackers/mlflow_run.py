@@ -14,11 +14,11 @@ from healcore.runtime.trackers.tracker import TrackedRun, text_of
 
 _ID_TAG = "healcore.run"
 _PER_REQUEST = 1000
-"""MLflow takes no more metrics in one request."""
+"""MLflow's limit of metrics in one request."""
 
 
 class Client:
-    """Logs to the active run, else to one of its own, which a restarted program continues."""
+    """Logs to the active run, else to an own run, which a restarted program continues."""
 
     def __init__(self, where: str | None, own: Any) -> None:
         run = own or (mlflow.active_run() if where is None else None)
@@ -30,7 +30,7 @@ class Client:
         self._status = RunStatus.KILLED
 
     def start(self, run: TrackedRun) -> None:
-        """Opens a run, unless there is one, and tags it."""
+        """Opens an own run if needed, and tags the run."""
         if not self._users:
             self._run_id = self._earlier(run.id) or self._new(run.id)
             self._client.update_run(self._run_id, RunStatus.to_string(RunStatus.RUNNING))
@@ -39,12 +39,12 @@ class Client:
             self._client.set_tag(self._run_id, f"healcore.{name}", str(value)[:5000])
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Keeps the numbers for the next request: one per step would be a round trip per step."""
+        """Buffers the numbers: a request per step would be a round trip per step."""
         at = int(time.time() * 1000)
         self._metrics += [Metric(name, value, at, step) for name, value in values.items()]
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Sets the tag of its kind."""
+        """Sets the tag of the event's kind."""
         self._client.set_tag(self._run_id, f"healcore.event.{event['kind']}", text_of(event))
         if event["kind"] == "end":
             completed = event["ending"] == "completed"
@@ -58,7 +58,7 @@ class Client:
             self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
 
     def close(self) -> None:
-        """Ends a run of its own."""
+        """Ends an own run."""
         if not self._users:
             self._client.set_terminated(self._run_id, RunStatus.to_string(self._status))
 

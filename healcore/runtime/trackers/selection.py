@@ -1,34 +1,37 @@
 """Finds the trackers of `Healer(trackers=...)`: names, runs of a library, or own objects.
 
-A name is checked when the Healer is made, without an import of its library. The client itself is
-made in the Healer's block, in the thread of the loop: active runs of mlflow and trackio belong to a
-thread.
+A name is checked when the Healer is created, without an import of its library. The client is
+created in the Healer's block, in the thread of the loop: active runs of mlflow and trackio belong
+to a thread.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import pkgutil
+import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from healcore.events import json_lines
 from healcore.extras import MissingExtraError
 from healcore.runtime.trackers.tracker import Tracker
 
 
 class _Client(NamedTuple):
-    module: str
-    """The module here with its class `Client`; importing it imports the library."""
+    place: str
+    """Module and class in this folder. Importing the module imports the library."""
     library: str | None
     about: str
-    """What `where` is in "name:where"."""
+    """Meaning of `where` in "name:where", or an empty string if the name has no such part."""
 
 
 _CLIENTS = {
-    "wandb": _Client("wandb_run", "wandb", "project"),
-    "trackio": _Client("trackio_run", "trackio", "project"),
-    "mlflow": _Client("mlflow_run", "mlflow", "experiment"),
-    "tensorboard": _Client("tensorboard_files", "tensorboard", "directory"),
-    "stdout": _Client("stdout", None, ""),
+    "wandb": _Client("wandb_run:Client", "wandb", "project"),
+    "trackio": _Client("trackio_run:Client", "trackio", "project"),
+    "mlflow": _Client("mlflow_run:Client", "mlflow", "experiment"),
+    "tensorboard": _Client("tensorboard_files:Client", "tensorboard", "directory"),
+    "stdout": _Client("selection:Stdout", None, ""),
 }
 _NAMES = ", ".join(
     f'"{name}" or "{name}:{each.about.upper()}"' if each.about else f'"{name}"'
@@ -37,27 +40,27 @@ _NAMES = ", ".join(
 
 
 class Selection(NamedTuple):
-    """One tracker that was asked for."""
+    """One requested tracker."""
 
     name: str
     where: str | None
     """The part of a name after its colon: a project, an experiment or a directory."""
     given: Any
-    """The user's own object, which healcore does not end; None: found by its name."""
+    """The user's own object, which healcore does not close, or None for a tracker by name."""
 
     def open(self) -> Tracker:
-        """The tracker; its library is imported now."""
+        """Creates the tracker, which imports its library."""
         if isinstance(self.given, Tracker):
             return self.given
-        module = f"healcore.runtime.trackers.{_CLIENTS[self.name].module}"
-        return pkgutil.resolve_name(f"{module}:Client")(self.where, self.given)
+        client = pkgutil.resolve_name(f"healcore.runtime.trackers.{_CLIENTS[self.name].place}")
+        return client(self.where, self.given)
 
 
 def select(trackers: Any) -> tuple[Selection, ...]:
-    """Checks the argument `trackers`; raises ValueError, or MissingExtraError for a library."""
+    """Checks the argument `trackers`. Raises ValueError, or MissingExtraError for a library."""
     if trackers is None:
         return ()
-    # Not any iterable: a run of mlflow is one, over its fields.
+    # Not any iterable: a run of mlflow iterates over its fields.
     several = trackers if isinstance(trackers, list | tuple) else (trackers,)
     return tuple(_selection(each) for each in several)
 
@@ -93,3 +96,22 @@ def _selected_object(given: Any) -> Selection:
         f"an object in trackers is a wandb, trackio or mlflow run, a SummaryWriter, or has the "
         f"methods metrics(step, values) and event(event), not {type(given).__name__}"
     )
+
+
+class Stdout:
+    """Writes JSON Lines to the current `sys.stdout`, for collectors of container logs."""
+
+    def __init__(self, where: str | None, own: None) -> None:
+        pass
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Writes `{"kind":"metrics","step":7,"heal/loss":2.31,...}`."""
+        self.event({"kind": "metrics", "step": step, **values})
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Writes the event with all its fields."""
+        sys.stdout.write(json_lines.encode(event).decode("ascii"))
+
+    def flush(self) -> None:
+        """Flushes the stream."""
+        sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Writes scalars and events for TensorBoard, to own event files or by a SummaryWriter."""
+"""Writes scalars and events for TensorBoard, to own event files or to a SummaryWriter."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from healcore.runtime.trackers.tracker import TrackedRun, text_of
 
-_events: Any = event_pb2  # protobuf makes the classes at run time: no type checker knows them
+_events: Any = event_pb2  # protobuf creates the classes at run time: unknown to type checkers
 _summaries: Any = summary_pb2
 
 
 def hide_undone(writer: Any, step: int) -> None:
-    """Lets TensorBoard hide what a SummaryWriter has written of `step` and later ones, so far.
+    """Lets TensorBoard hide what a SummaryWriter has written for `step` and later steps.
 
-    `SummaryWriter(purge_step=...)` writes the same at the beginning of a file. It hides every tag:
-    for a writer whose steps are all optimizer steps.
+    `SummaryWriter(purge_step=...)` writes the same at the start of a file. All tags are hidden, so
+    all steps of the writer must be optimizer steps.
     """
     start = _events.SessionLog(status=_events.SessionLog.START)
     event = _events.Event(wall_time=time.time(), step=step, session_log=start)
@@ -29,9 +29,9 @@ def hide_undone(writer: Any, step: int) -> None:
 
 
 class Client:
-    """Writes to a SummaryWriter of the user's (torch's or tensorboardX's), else own files.
+    """Writes to the user's SummaryWriter (torch or tensorboardX), else to own files.
 
-    The files are written by TensorBoard's own writer: neither torch nor TensorFlow is needed.
+    TensorBoard itself writes the files, without torch or TensorFlow.
     """
 
     def __init__(self, where: str | None, own: Any) -> None:
@@ -56,17 +56,17 @@ class Client:
         self._writer.add_text("heal/events", text_of(event), event["step"])
 
     def flush(self) -> None:
-        """Passes everything on to the disk."""
+        """Flushes the files."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes files of its own."""
+        """Closes own files."""
         if not self._users:
             self._writer.close()
 
 
 class _Files:
-    """The part of a SummaryWriter that is used here, over `EventFileWriter`."""
+    """The methods of a SummaryWriter that are used here, with an `EventFileWriter`."""
 
     def __init__(self, folder: str) -> None:
         self.file_writer = EventFileWriter(folder)

@@ -1,48 +1,47 @@
-"""Defines `Tracker`, which receives metrics and events of a run, and how events are shown in it."""
+"""Defines `Tracker`, which receives metrics and events of a run, and how it shows events."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from healcore.runtime.events.json_lines import to_json
-from healcore.runtime.events.schema import SEVERE
-from healcore.runtime.sentences import flag_names, sentence_and_fields
+from healcore.events.json_lines import to_json
+from healcore.events.schema import SEVERE
+from healcore.runtime.postmortem.sentences import flag_names, sentence_and_fields
 
 _NOT_IN_TEXT = frozenset(
     {"evidence", "batches", "readings", "policy_toml", "environment", "fingerprint"}
     | {"host", "pid", "boot", "born"}
 )
 _ROWS = 1000
-"""Rows of a table of events; the events file has all."""
+"""Most rows of a table of events; the events file has all events."""
 _MAX_TEXT = 1000
-"""Characters: trackers limit what a text may have (mlflow's tags to 5,000)."""
+"""Most characters of a text; trackers have limits (mlflow's tags 5,000)."""
 
 
 class TrackedRun(NamedTuple):
-    """The run that a tracker is about."""
+    """A run, for its trackers."""
 
     id: str
-    """An id that all processes of a run share, also after a resume from its store."""
+    """Id of the run, the same in all processes and after a resume from its store."""
     config: dict[str, Any]
     """The fields of the event `start`: the policy, its text and mode, the framework, ..."""
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What `Healer(trackers=...)` sends metrics and events to.
+    """Receiver of metrics and events, for `Healer(trackers=...)`.
 
-    All methods are called in one thread of their own, in the order of what happened, and may block
-    or raise: the training goes on, and the first error is reported. Three more methods are called
-    if the object has them: `start(run)` with a `TrackedRun` before anything else, `flush()` about
-    twice a second after what has arrived since, and `close()` at the end of the run.
+    All methods are called in one thread, in the order of the records. They may block or raise: the
+    training continues, and the first error is reported. Optional methods: `start(run)` with a
+    `TrackedRun` is called first, `flush()` twice a second, and `close()` at the end of the run.
     """
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Receives the numbers of one optimizer step.
 
         Args:
-            step: its index, from 0. After a rollback or a restart it goes back.
+            step: index of the step, from 0. Decreases after a rollback or a restart.
             values: names such as `heal/loss`, see docs/trackers.md; NaN and Inf occur.
         """
         ...
@@ -53,7 +52,7 @@ class Tracker(Protocol):
 
 
 def text_of(event: Mapping[str, Any]) -> str:
-    """One line about an event, without what only programs read."""
+    """One line about an event, without fields for programs."""
     sentence, fields = sentence_and_fields(to_json(event))
     kind, step = event["kind"], event.get("step")
     others = (
@@ -69,8 +68,8 @@ def text_of(event: Mapping[str, Any]) -> str:
 class EventTable:
     """The events of a run as rows of a table and as alerts, for trackers that have both.
 
-    The table has the first events of a process: when something goes wrong for long, the cause is
-    there. Its last row is always the newest event.
+    The table has the first events of a process, since these show the cause of long trouble, and
+    the newest event as its last row.
     """
 
     def __init__(self) -> None:
@@ -78,14 +77,13 @@ class EventTable:
         self._rows: list[list[Any]] = []
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Adds a row, and alerts if a person should know."""
+        """Adds a row, and an alert for a severe event."""
         text = text_of(event)
         del self._rows[_ROWS - 1 :]
         self._rows.append([event["step"], event["kind"], event["time"], text])
         if event["kind"] in SEVERE:
             causes = flag_names(event.get("cause", ()))
             title = f"healcore: {event['kind']}{f': {causes}' if causes else ''}"
-            # The run cannot go on as it is: it was stopped, or the cause is an error.
             is_error = event["kind"] == "stop" or event.get("severity") == "error"
             self._alert(title, text, event["step"], is_error=is_error)
 

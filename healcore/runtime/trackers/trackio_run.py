@@ -12,7 +12,7 @@ from healcore.runtime.trackers.tracker import EventTable, TrackedRun
 
 
 class Client(EventTable):
-    """Logs to the active run, else to one of its own, which a restarted program continues."""
+    """Logs to the active run, else to an own run, which a restarted program continues."""
 
     def __init__(self, where: str | None, own: Any) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Client(EventTable):
         self._last = 0
 
     def start(self, run: TrackedRun) -> None:
-        """Opens a run, unless there is one."""
+        """Opens an own run if needed."""
         if not self._users:
             config = {"healcore": run.config}
             self._run = trackio.init(self._project, name=run.id, resume="allow", config=config)
@@ -37,7 +37,7 @@ class Client(EventTable):
         self._run.alert(title, text, levels.ERROR if is_error else levels.WARN, step)
 
     def close(self) -> None:
-        """Logs the table, and finishes a run of its own."""
+        """Logs the table, and finishes an own run."""
         table = trackio.Table(columns=self.columns, data=self._rows)
         self._run.log({"heal/events": table}, step=self._last)
         if not self._users:

@@ -9,13 +9,13 @@ import wandb
 from healcore.runtime.trackers.tracker import EventTable, TrackedRun
 
 _SETTINGS: Any = {"console": "off"}
-"""Settings of a run of its own, which does not record the program's standard output."""
+"""Settings of an own run, which does not record the program's standard output."""
 
 
 class Client(EventTable):
-    """Logs to the active run, else to one of its own, which a restarted program continues.
+    """Logs to the active run, else to an own run, which a restarted program continues.
 
-    wandb refuses rows whose step goes back, so no step is passed: the axis is `heal/step`.
+    wandb refuses a decreasing step, so no step is passed: the axis is `heal/step`.
     """
 
     def __init__(self, where: str | None, own: Any) -> None:
@@ -25,7 +25,7 @@ class Client(EventTable):
         self._users = self._run is not None
 
     def start(self, run: TrackedRun) -> None:
-        """Opens a run, unless there is one, and declares the axis."""
+        """Opens an own run if needed, and declares the axis."""
         if not self._users:
             # In wandb an id is unique within a project, and "allow" makes or continues it.
             self._run = wandb.init(
@@ -42,8 +42,8 @@ class Client(EventTable):
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Logs a row.
 
-        In a run of the user's the numbers join the row that the user's next `log` writes: a row
-        more would count wandb's own step on, and it would then refuse `log(..., step=epoch)`.
+        In a run of the user the numbers join the row of the user's next `log`. A row of their own
+        would increase wandb's step, and wandb would refuse `log(..., step=epoch)`.
         """
         self._run.log({"heal/step": step, **values}, commit=not self._users)
 
@@ -51,7 +51,7 @@ class Client(EventTable):
         self._run.alert(title, text, level="ERROR" if is_error else "WARN")
 
     def close(self) -> None:
-        """Logs the table, and finishes a run of its own."""
+        """Logs the table, and finishes an own run."""
         rows: Any = self._rows
         table = wandb.Table(columns=self.columns, data=rows)
         self._run.log({"heal/events": table}, commit=not self._users)

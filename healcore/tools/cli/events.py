@@ -28,7 +28,7 @@ def schema_(
     ] = False,
 ) -> None:
     """The JSON Schema of one line of an events file."""
-    from healcore.runtime.events import schema  # builds the models, which `show` does without
+    from healcore.events import schema  # builds the models, which `show` does without
 
     found = schema.metrics_schema() if metrics else schema.json_schema()
     echo_json(json.dumps(found, indent=2))
@@ -42,7 +42,7 @@ def show(
     ] = None,
 ) -> None:
     """One line per event: when, at which step, what. Damaged lines go to standard error."""
-    from healcore.runtime.events import read
+    from healcore.events import read
 
     try:
         history = read(file)
@@ -62,7 +62,7 @@ def show(
 
 
 def _line(event: dict[str, Any]) -> str:
-    from healcore.runtime.sentences import sentence_and_fields
+    from healcore.runtime.postmortem.sentences import sentence_and_fields
 
     sentence, others = sentence_and_fields(event)
     step = "-" if event.get("step") is None else event["step"]

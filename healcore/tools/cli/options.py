@@ -41,7 +41,7 @@ def overrides_of(pairs: Iterable[str] | None) -> dict[str, Any]:
     A key is dotted; a value is written as in TOML, but a string needs no quotes.
     """
     from healcore.policy.errors import PolicyError, Problem
-    from healcore.policy.overrides import merged
+    from healcore.policy.loader import merged
 
     found: dict[str, Any] = {}
     for pair in pairs or ():

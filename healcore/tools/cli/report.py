@@ -112,7 +112,7 @@ def _write(
     reports: Sequence[RunReport],
     inputs: Sequence[str | Path],
 ) -> None:
-    from healcore.runtime.events.metrics import stem
+    from healcore.events.metrics import stem
     from healcore.tools.report.page import render
 
     page = out or events.with_name(f"{stem(events)}.report.html")

@@ -1,4 +1,4 @@
-"""Finds Adam's second moments in a saved tree, or the reason why there are none to judge."""
+"""Finds Adam's second moments in a saved tree, or the reason why they are missing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Path = tuple[str, ...]
 
 _FACTORED = "Adafactor keeps factored second moments, not one per element"
 _SGD = "SGD with momentum has no second moments"
-_MOMENTUM = "there is momentum without second moments, as Lion and Muon have it"
-_UNLIKE = "is not of Adam's kind"
+_MOMENTUM = "there is momentum without second moments, as in Lion and Muon"
+_UNLIKE = "is not like Adam"
 
 _TORCH = {
     "exp_avg_sq_row": _FACTORED,
@@ -28,7 +28,7 @@ _TORCH = {
     "exp_avg": _MOMENTUM,
     "state1": _MOMENTUM,
 }
-"""Last part of a path below `state` -> the reason; the first entry that is found applies."""
+"""Last part of a path below `state` -> the reason. The first matching entry applies."""
 _OPTAX = {
     "v_row": _FACTORED,
     "trace": _SGD,
@@ -40,20 +40,20 @@ _OPTAX = {
 _QUANTIZED = "8-bit states ({}) are quantized: they cannot be judged until they are unpacked"
 
 _WRAPPED = ("value", "raw_value")
-"""The keys under which flax.nnx stores an array."""
+"""Keys under which flax.nnx stores an array."""
 
 
 class AdamState(NamedTuple):
-    """What an Adam-like optimizer keeps for one parameter."""
+    """State of an Adam-like optimizer for one parameter."""
 
     optimizer: Path
     parameter: Path
     """Path or number of the parameter."""
     second: Array
     others: tuple[Array, ...]
-    """The other moments, which must be finite too."""
+    """Other moments, which must be finite too."""
     step: float | None
-    """None where the state does not contain it; the same for `beta2`."""
+    """None if the state does not contain it; likewise `beta2` and `group`."""
     beta2: float | None
     group: int | None = None
 
@@ -77,7 +77,7 @@ class Tree:
                 self.groups.setdefault(path[:-4], {})[str(value)] = int(group)
 
     def number(self, path: Path) -> float | None:
-        """A number that was saved as such or as an array of one element."""
+        """A number that was saved as a number or as an array of one element, or None."""
         value = self.values.get(path)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value) if abs(value) < 1e300 else math.inf
@@ -142,7 +142,7 @@ def _cut(path: Path) -> tuple[Path, Path]:
 
 
 def _of_group(optimizer: Path, parameter: Path, group: int | None, *keys: str) -> Iterator[Path]:
-    """Paths where a hyper-parameter may be: in the parameter's group, or saved per parameter."""
+    """Possible paths of a hyper-parameter: in the parameter's group, or per parameter."""
     if group is not None:
         yield (*optimizer, "param_groups", str(group), *keys)
     yield (*optimizer, "param_groups", *parameter, *keys)
@@ -153,7 +153,7 @@ def _first(tree: Tree, *paths: Path) -> float | None:
 
 
 def unsupported_optimizer(tree: Tree, judged: Collection[Array]) -> str | None:
-    """Why some optimizer states cannot be judged; None if `judged` are all of them."""
+    """Why some optimizer states cannot be judged, or None if `judged` are all states."""
     known = {array.path for array in judged}
     below_state, anywhere = set(), set()
     for path, array in tree.arrays.items():
@@ -178,5 +178,5 @@ def unsupported_optimizer(tree: Tree, judged: Collection[Array]) -> str | None:
 
 
 def _counted(tree: Tree, path: Path) -> bool:
-    """Whether there is a `count` next to `mu`: without it, `mu` may be a parameter."""
+    """Whether there is a `count` next to `mu`; otherwise `mu` may be a parameter."""
     return (*path[: path.index("mu")], "count") in tree.arrays

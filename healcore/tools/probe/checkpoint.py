@@ -1,9 +1,8 @@
 """The checkpoint probe: is a checkpoint intact, finite and known-good?
 
-It reads a healcore store with the functions of `runtime.store` and creates no store object, which
-would delete stale files. It takes no lock, so a run may write at the same time; checkpoints that
-the run deletes meanwhile are listed in the notes. Whether a foreign checkpoint is known-good is not
-recorded anywhere, so only its numbers are judged.
+It reads a healcore store with the functions of `runtime.store`. A store object would delete stale
+files. It takes no lock, so a run may write at the same time; checkpoints that the run deletes
+meanwhile are listed in the notes. For other checkpoints known-good is not recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from healcore.runtime.store import StoreError, inspection, manifest, structure
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import Found, Wrong
 from healcore.runtime.store.protocol import Saved
-from healcore.tools.probe.contents.formats import archives, open_contents
+from healcore.tools.probe.formats import ArchiveCheck, check_archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.limited_process import run_probe
 from healcore.tools.probe.result import (
@@ -34,7 +33,6 @@ from healcore.tools.probe.result import (
     ProbeResult,
     several,
 )
-from healcore.tools.probe.zip_archive import check_records
 
 
 def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
@@ -53,7 +51,7 @@ def judge_checkpoint(path: Path, inputs: CheckpointInputs) -> ProbeResult:
 
 
 class FiniteCheck(NamedTuple):
-    """What was found in the arrays of a checkpoint."""
+    """NaN and Inf in the arrays of a checkpoint."""
 
     arrays: int
     nonfinite: dict[str, int]
@@ -88,14 +86,15 @@ def check_finite(contents: Contents) -> FiniteCheck:
 
 
 def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    # Before the contents: from a damaged archive torch may read wrong values, or none.
-    archive, records = _archive(path)
+    # First, because torch may read wrong values from a damaged archive.
+    archives = check_archives(path)
     try:
         contents = open_contents(path)
     except ProbeError as error:
-        if archive is None or archive.verdict is not FAIL or not records:
-            raise  # not an archive at all: a damage report would be misleading
-        return ProbeResult("checkpoint", str(path), (Check("readable", ERROR, str(error)), archive))
+        if archives is None or not archives.damage or not archives.records:
+            raise  # probably not an archive: a report of damage would be misleading
+        unread = Check("readable", ERROR, str(error))
+        return ProbeResult("checkpoint", str(path), (unread, _archived(archives)))
     if not contents.arrays:
         raise NothingToProbe(f"{path} is a {contents.format} without arrays: nothing to look at")
     found = check_finite(contents)
@@ -111,9 +110,12 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     else:
         message = f"no NaN and no Inf in {found.arrays - len(found.unreadable)} arrays"
         checks.append(Check("finite", PASS, message, 0, 0))
-    none = f"not known: a {contents.format} carries none"
-    checks.append(archive or Check("digests", SKIP, none, decides=False))
-    good = "not known: only a store of healcore's records what followed a checkpoint"
+    if archives is None:
+        none = f"not known: a {contents.format} has no digests"
+        checks.append(Check("digests", SKIP, none, decides=False))
+    else:
+        checks.append(_archived(archives))
+    good = "not known: only a healcore store records the steps after a checkpoint"
     checks.append(Check("known_good", SKIP, good, decides=inputs.require_good))
     facts = {
         "format": contents.format,
@@ -124,20 +126,10 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, contents.notes)
 
 
-def _archive(path: Path) -> tuple[Check | None, int]:
-    """Checks the CRC-32 of every record in torch's zip archives; also counts the records."""
-    archived = archives(path)
-    if not archived:
-        return None, 0
-    bad, records = [], 0
-    for file in archived:
-        found = check_records(file)
-        records += found.records
-        if found.damage is not None:
-            bad.append(found.damage if file == path else f"{file.name}: {found.damage}")
-    if bad:
-        return Check("digests", FAIL, "; ".join(bad[:3]), len(bad), 0), records
-    return Check("digests", PASS, f"the CRC-32 of all {records} records hold", 0, 0), records
+def _archived(found: ArchiveCheck) -> Check:
+    if found.damage:
+        return Check("digests", FAIL, "; ".join(found.damage[:3]), len(found.damage), 0)
+    return Check("digests", PASS, f"the CRC-32 of all {found.records} records hold", 0, 0)
 
 
 # -- a healcore store, or one checkpoint of it -----------------------------------------------------
@@ -149,11 +141,11 @@ class ProbedCheckpoint(NamedTuple):
     saved: Saved
     damage: tuple[Wrong, ...]
     counts: bool
-    """Whether a store would use this save of its step; a step can be saved more than once."""
+    """Whether a store would use this save; a step can be saved more than once."""
     gone: bool = False
-    """It was deleted during the probe."""
+    """Whether it was deleted during the probe."""
     pickled: tuple[str, ...] = ()
-    """Names of parts that would run code when read."""
+    """Names of pickled parts, which may run code when they are read."""
 
     @property
     def restorable(self) -> bool:
@@ -204,7 +196,7 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     notes = [problem for problem in problems if not any(at.name in problem for at, _ in broken)]
     notes += [f"step {each.saved.step} was deleted meanwhile" for each in probed if each.gone]
     if (root / LOCK).exists():
-        notes.append(f"{LOCK} is there: a run may be at work in it, nothing was changed")
+        notes.append(f"{LOCK} exists: a run may be writing; nothing was changed")
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, tuple(notes))
 
 
@@ -216,7 +208,7 @@ def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheck
     if inputs.deep and not damage:
         read = check_finite(open_contents(found.folder))
         damage = [
-            Wrong(name, "holds NaN or Inf that was not there when it was saved")
+            Wrong(name, "holds NaN or Inf that was not there at the save")
             for name in read.nonfinite
             if name not in found.manifest.nonfinite
         ]
@@ -226,8 +218,8 @@ def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheck
 
 
 def _pickled_parts(folder: Path) -> tuple[str, ...]:
-    """Names of the pickled parts of a checkpoint except DCP's index, which is read safely."""
-    # Imported here: a probe of other checkpoints does without the runtime, and starts fast.
+    """Names of the pickled parts of a checkpoint, except DCP's index, which is read safely."""
+    # Imported here, so that probes of other checkpoints start fast.
     from healcore.runtime.checkpoints.host_state import ITEM, pickled_parts
 
     found: list[str] = []
@@ -245,7 +237,7 @@ def _pickled_parts(folder: Path) -> tuple[str, ...]:
 
 
 def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -> Check:
-    """Whether every file has the digest that was recorded when it was written."""
+    """Whether every file has the digest that was recorded at the save."""
     bad = [
         f"step {each.saved.step}: {wrong.file} {wrong.difference}"
         for each in probed
@@ -258,9 +250,9 @@ def _digests(probed: list[ProbedCheckpoint], broken: list[tuple[Path, Wrong]]) -
         message = "every file is what was written"
         if any(each.pickled for each in probed):
             # An attacker who replaces a pickle can replace its digest too.
-            message = "every digest holds, which shows damage, not malice"
+            message = "every digest holds; digests show damage, not malice"
         return Check("digests", PASS, f"{which}: {message}", 0, 0)
-    # The run itself has already noticed damage in a quarantined checkpoint.
+    # The run has already noticed damage in a quarantined checkpoint.
     known = not broken and all(each.saved.status == "quarantined" for each in probed if each.damage)
     return Check("digests", WARN if known else FAIL, several(bad, "; "), number, 0)
 
@@ -270,8 +262,8 @@ def _pickled(probed: list[ProbedCheckpoint]) -> list[Check]:
     if not found:
         return []
     message = (
-        f"{several(found, '; ')}: reading these runs whatever is in them, and healcore does so "
-        "with trust=True only"
+        f"{several(found, '; ')}: reading a pickle can run code, and healcore reads these with "
+        "trust=True only"
     )
     return [Check("pickled", WARN, message, len(found), 0)]
 
@@ -280,12 +272,12 @@ def _finite(probed: list[ProbedCheckpoint]) -> Check:
     """Whether an array holds NaN or Inf that `nonfinite_ok` does not allow."""
     bad = [each for each in probed if not each.saved.finite]
     if not bad:
-        return Check("finite", PASS, "no NaN and no Inf, as recorded when they were saved", 0, 0)
+        return Check("finite", PASS, "no NaN and no Inf, as recorded at the save", 0, 0)
     first = bad[0].saved
-    names = ", ".join(first.nonfinite[:3]) or "more arrays than are named"
+    names = ", ".join(first.nonfinite[:3]) or "more arrays than are listed"
     message = f"NaN or Inf in step {first.step}: {names}"
     if first.status == "good":
-        message += "; it was marked good, so meant then: pass --nonfinite-ok NAME"
+        message += "; it was marked good, so NaN was allowed: pass --nonfinite-ok NAME"
     if len(bad) > 1:
         message += f"; and in {len(bad) - 1} more checkpoints"
     usable = any(each.restorable for each in probed) or all(
@@ -303,7 +295,7 @@ def _known_good(probed: list[ProbedCheckpoint], inputs: CheckpointInputs) -> Che
     message = (
         "every checkpoint marked good is damaged or not finite"
         if marked
-        else "none yet: a checkpoint is good when healthy steps have followed it"
+        else "none yet: a checkpoint is good after healthy steps"
     )
     return Check("known_good", FAIL if marked or inputs.require_good else WARN, message, 0, 1)
 

@@ -1,12 +1,12 @@
-"""Probes checkpoints in a process of its own, within limits that the operating system sets.
+"""Probes checkpoints in a child process, within limits that the operating system sets.
 
-The libraries that read a checkpoint allocate what the file asks for, and damage can end them. Here
-that costs one path its verdict. The process gets memory and time in proportion to the stored
-bytes, and may write small files only. It reads one path after the other, and a new process follows
-one that ended. Results come back as JSON.
+The libraries that read a checkpoint allocate what the file asks for, and damage can end them. In a
+child process that costs only the verdict of one path. The child gets memory and time in proportion
+to the stored bytes, and may write small files only. It reads one path after the other, and is
+replaced if it ends. Results come back as JSON.
 
-A command has one thread, and its process is forked, which takes milliseconds. A program with more
-threads could hang after a fork, so Python is started anew there.
+A command has one thread and forks the child, which takes milliseconds. A program with more threads
+could hang after a fork, so it starts a new Python.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ resource: Any = _resource
 NO_LIMITS = "read without limits on memory and time: this system has none"
 NO_MEMORY_LIMIT = "read without a limit on memory: this system enforces none"
 _MEMORY, _MEMORY_A_BYTE = 4 << 30, 4
-"""Bytes for any checkpoint, and for each of its stored bytes: zeros of a chunk pack to nothing."""
+"""Bytes for any checkpoint, and for each stored byte, which may be compressed."""
 _SECONDS, _BYTES_A_SECOND = 15, 4 << 20
-"""Processor time for any checkpoint, with the import of torch, and for its stored bytes."""
+"""Processor time for any checkpoint, including the import of torch, and for stored bytes."""
 _WAIT = 10
-"""Limit of the time that passes, as a multiple of the processor time."""
+"""Limit of the wall time, as a multiple of the processor time."""
 _IDLE_SECONDS = 60
 _LARGEST_OUTPUT = 1 << 20
-"""Bytes of a file that it writes: torch tries out the temporary directory."""
+"""Bytes of a file that the child writes: torch tests the temporary directory."""
 _ERRORS = {each.__name__: each for each in (ProbeError, Damaged, NothingToProbe, MissingExtraError)}
 _START = "import sys; from healcore.tools.probe import limited_process as its; its.serve(sys.argv)"
 
 
 class Limits(NamedTuple):
-    """What reading one path may take."""
+    """Limits for one path."""
 
     memory: int
     """Bytes."""
@@ -75,9 +75,9 @@ class Limits(NamedTuple):
 
 
 def run_probe(probe: str, path: str | Path, inputs: BaseModel) -> ProbeResult:
-    """The result of a probe ("checkpoint" or "optimizer") of one path.
+    """Runs a probe ("checkpoint" or "optimizer") of one path.
 
-    Raises ProbeError if the path cannot be read within its limits, and what the probe raises.
+    Raises ProbeError if the path cannot be read within its limits, and the errors of the probe.
     """
     path = Path(path)
     if resource is None:
@@ -86,11 +86,11 @@ def run_probe(probe: str, path: str | Path, inputs: BaseModel) -> ProbeResult:
     given = [probe, os.fspath(path), type(inputs).__name__, inputs.model_dump(mode="json")]
     with _lock:
         if _running and _running[-1].owner != os.getpid():
-            _running.clear()  # this process is a fork of the one that has it
+            _running.clear()  # a child of the parent of this forked process
         if not _running:
             _running.append(_Process())
         answer = _running[-1].ask(given, Limits.of(path))
-        if answer is None:  # it had been idle for long
+        if answer is None:  # the child ended after being idle
             close()
             _running.append(_Process())
             answer = _running[-1].ask(given, Limits.of(path))
@@ -98,7 +98,7 @@ def run_probe(probe: str, path: str | Path, inputs: BaseModel) -> ProbeResult:
             _running.clear()
     answer = answer or {"ended": "it was killed"}
     if "ended" in answer:
-        raise ProbeError(f"{path}: reading it ended the process that reads it ({answer['ended']})")
+        raise ProbeError(f"{path}: reading it ended the reader process ({answer['ended']})")
     if "error" in answer:
         raise _ERRORS[answer["error"]](answer["message"])
     found = answer["result"]
@@ -110,13 +110,13 @@ def run_probe(probe: str, path: str | Path, inputs: BaseModel) -> ProbeResult:
 
 
 def close() -> None:
-    """Ends the process, if one waits for the next path."""
+    """Ends the child process, if there is one."""
     while _running:
         _running.pop().end()
 
 
 class _Process:
-    """The process, seen from the one that asks."""
+    """The child process, as its parent sees it."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -133,7 +133,7 @@ class _Process:
             else:
                 found = (str(Path(healcore.__file__).parents[1]), *filter(None, sys.path))
                 started = subprocess.Popen(
-                    # -P: nothing is imported from the current directory.
+                    # -P: no import from the current directory.
                     [sys.executable, "-P", "-c", _START, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
@@ -142,7 +142,7 @@ class _Process:
         self._answers = self._channel.makefile("rb")
 
     def ask(self, given: list[Any], limits: Limits) -> dict[str, Any] | None:
-        """The answer, why the process ended, or None if it had ended before."""
+        """The answer, or why the child ended, or None if it had already ended."""
         wait = _WAIT * limits.seconds
         self._channel.settimeout(wait)
         try:
@@ -166,7 +166,7 @@ class _Process:
         return {"ended": why}
 
     def end(self) -> int:
-        """Ends it; returns its exit status, or the negative number of the signal."""
+        """Ends the child. Returns its exit status, or minus the number of a signal."""
         self._answers.close()
         self._channel.close()
         return self._status()
@@ -177,14 +177,14 @@ _lock = threading.Lock()
 
 
 def _threads() -> int:
-    """Threads of this process, 0 if that is not known."""
+    """Number of threads of this process, or 0 if unknown."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
         return 0
 
 
-# -- in the process itself -------------------------------------------------------------------------
+# -- in the child process --------------------------------------------------------------------------
 
 
 def serve(arguments: list[str]) -> None:
@@ -193,9 +193,9 @@ def serve(arguments: list[str]) -> None:
 
 
 def _answer_all(channel: socket.socket) -> None:
-    """Answers requests until the channel is closed or nothing comes for long, and exits."""
+    """Answers requests until the channel is closed or idle, and exits."""
     try:
-        faulthandler.disable()  # pytest's has a standard error of its own
+        faulthandler.disable()  # pytest's handler writes to a standard error of its own
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
             os.dup2(nothing, standard)
@@ -207,7 +207,7 @@ def _answer_all(channel: socket.socket) -> None:
                 channel.sendall(json.dumps(_answer(*json.loads(line)), default=_plain).encode())
                 channel.sendall(b"\n")
     except OSError:
-        pass  # nobody asks any more
+        pass  # the parent is gone
     finally:
         os._exit(0)
 
@@ -231,14 +231,14 @@ def _answer(probe: str, at: str, kind: str, inputs: dict, limits: list[int]) -> 
     except OSError as error:
         message = f"{at} cannot be read: {error.strerror or error}"
     except MemoryError:
-        message = f"{at} asks for more memory than the {memory} bytes that what is stored may take"
-    except Exception as error:  # damaged bytes make the libraries raise anything
+        message = f"{at} asks for more memory than its limit of {memory} bytes"
+    except Exception as error:  # the libraries may raise anything for damaged bytes
         message = f"{at} could not be judged: {type(error).__name__}: {first_line(error)}"
     return {"error": "ProbeError", "message": message}
 
 
 def _judge(probe: str, path: Path, inputs: Any) -> ProbeResult:
-    """Runs a probe; they are imported here because they import this module."""
+    """Runs a probe. The probes are imported here because they import this module."""
     if probe == "checkpoint":
         from healcore.tools.probe.checkpoint import judge_checkpoint
 
@@ -249,7 +249,7 @@ def _judge(probe: str, path: Path, inputs: Any) -> ProbeResult:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON has no form for: a number or array of NumPy, an enum, a path."""
+    """Converts a number or array of NumPy, an enum or a path for JSON."""
     if isinstance(value, ProbeVerdict):
         return value.value
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -18,11 +18,11 @@ from healcore.tools.traces.trace import Survey, Trace
 
 _SMOOTHNESS_NEEDS = 30
 _ALTERNATES = 3.0
-"""Minus the smoothness of a curve that alternates between two values, which is the lowest."""
+"""Minus the lowest smoothness, which a curve has that alternates between two values."""
 
 
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
-    """Probes the curve of a run, without rows that a resume replaced, in bounded memory.
+    """Probes the curve of a run in bounded memory. Ignores rows that a resume replaced.
 
     Raises TraceError if the trace cannot be read, NothingToProbe if it does not log the signal.
     """
@@ -38,7 +38,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     sign = 1.0 if inputs.goal == "down" else -1.0
     curve = CurveStatistics()
     events = Events(inputs.event_sigmas, inputs.event_points, inputs.rolling_window)
-    # Only for losses: the detector expects their noise and reports many events in healthy norms.
+    # Only for losses: in healthy norms the detector reports many events.
     losses = inputs.signal in ("loss", "eval_loss")
     incidents = Incidents(inputs.event_sigmas, inputs.event_points) if losses else None
     thinned = Envelope(inputs.curve_points)
@@ -77,11 +77,10 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
 
 
 def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
-    """How well the curve keeps the bounds, from 0 to 1; None if it could not be judged.
+    """How well the curve keeps the bounds, from 0 to 1, or None if it could not be judged.
 
-    The mean over the checks that count, with the weights of the inputs: 1 for PASS, 0 for FAIL, and
-    for WARN a number in between that falls with the distance to the bound. A curve that ends in NaN
-    or Inf has 0.
+    The weighted mean over the checks that count: 1 for PASS, 0 for FAIL, and for WARN a number that
+    decreases with the distance to the bound. A curve that ends in NaN or Inf has 0.
     """
     counted = [check for check in checks if check.decides and check.name in LOSS_CHECKS]
     if any(check.name == "finite" and check.verdict is FAIL for check in counted):
@@ -95,7 +94,7 @@ def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
 
 
 def _closeness(check: Check) -> float:
-    """1 for a check within its bound, 0 for a failed one."""
+    """1 for a check within its bound, 0 for a failed check."""
     if check.verdict is not WARN:
         return float(check.verdict is PASS)
     value, bound = check.value, check.bound
@@ -107,7 +106,7 @@ def _closeness(check: Check) -> float:
         return (bound[1] - value) / (bound[1] - bound[0])
     if check.name in ("finite", "instability_events"):
         return (1 + bound) / (1 + value)
-    return 0.5  # no progress: its bound is one of certainty and no distance
+    return 0.5  # no progress: its bound is a certainty, not a distance
 
 
 def _notes(survey: Survey) -> list[str]:
@@ -115,7 +114,7 @@ def _notes(survey: Survey) -> list[str]:
     if survey.problem_count > len(notes):
         notes.append(f"{survey.problem_count - len(notes)} further problems in this trace")
     if survey.stale:
-        notes.append(f"{survey.stale} rows were replaced by a resume; the last time counts")
+        notes.append(f"{survey.stale} rows were replaced by a resume; the last value counts")
     return notes
 
 
@@ -149,7 +148,7 @@ def _checks(
 
 
 def _finite(curve: CurveStatistics, inputs: LossInputs) -> Check:
-    """NaN and Inf: FAIL at the end of the curve, at most WARN where the run recovered."""
+    """NaN and Inf: FAIL at the end of the curve, at most WARN if the run recovered."""
     bad, of = curve.nonfinite, curve.values
     name, bound = "finite", inputs.max_nonfinite
     if curve.trailing:
@@ -176,7 +175,7 @@ def _final_loss(seen: Shape, inputs: LossInputs, sign: float) -> Check:
 
 
 def _progress(seen: Shape, curve: CurveStatistics, inputs: LossInputs, sign: float) -> Check:
-    """Whether the curve went the right way, by its trend or by its end against its start."""
+    """Whether the curve moves in the right direction, by its trend or by its two ends."""
     name, bound = "progress", inputs.trend_sigmas
     way = f"from {sign * seen.start:.4g} to {sign * seen.end:.4g}"
     rise, of_noise = seen.end - seen.start, math.sqrt(2) * seen.noise
@@ -190,7 +189,7 @@ def _progress(seen: Shape, curve: CurveStatistics, inputs: LossInputs, sign: flo
         f"either counts from {bound:g} on"
     )
     if rise and max(seen.trend * math.copysign(1, rise), abs(apart)) > bound:
-        # The number that decided.
+        # The number that decides.
         by_trend = seen.trend * math.copysign(1, rise) > bound
         value = sign * (seen.trend if by_trend else apart)
         verdict, goes = (FAIL, wrong) if rise > 0 else (PASS, right)
@@ -202,12 +201,12 @@ def _progress(seen: Shape, curve: CurveStatistics, inputs: LossInputs, sign: flo
         )
         return Check(name, PASS, message, seen.drop, bound)
     value = sign * max(seen.trend, apart, key=abs)
-    if abs(seen.trend) > bound:  # the other way than its ends
+    if abs(seen.trend) > bound:  # opposite to its ends
         message = f"{way}, and a trend the other way ({measured})"
     else:
         message = f"{way}: no more than its noise ({measured})"
     if curve.signed:
-        # The loss of a policy gradient is about 0 by construction, and shows no progress.
+        # The loss of a policy gradient is about 0 by construction.
         return Check(name, PASS, f"{message}; it takes both signs, so it need not", value, bound)
     return Check(name, WARN, f"{message}: nothing is learnt", value, bound)
 
@@ -230,7 +229,7 @@ def _regret(seen: Shape, inputs: LossInputs, sign: float) -> Check:
     if lost is None:
         message = "it was never better than at its start"
         return Check(name, SKIP, message, None, bound, decides=False)
-    # The lowest of many medians is below the curve by noise alone; hence twice the usual bound.
+    # The lowest of many medians is below the curve by noise alone: twice the usual bound.
     if seen.regret <= 2 * inputs.trend_sigmas * seen.noise:
         message = f"it ends at its best, {sign * seen.best:.4g}, up to its noise"
         return Check(name, PASS, message, lost, bound)

@@ -30,7 +30,7 @@ class Logged(NamedTuple):
 
 
 def logged(trace: Trace, signal: str) -> Iterator[Logged]:
-    """The values of a signal in chunks, without rows that a resume replaced or that lack it."""
+    """The values of a signal in chunks, without rows that a resume replaced."""
     for rows in lineage(trace):
         if signal in rows.given and rows.given[signal].any():
             there = rows.given[signal]
@@ -39,10 +39,10 @@ def logged(trace: Trace, signal: str) -> Iterator[Logged]:
 
 
 class Blocks:
-    """Medians of equally long pieces of a curve, fewer than `most` of them (an even number).
+    """Medians of equally long pieces of a curve, fewer than `most` (an even number).
 
-    Each value is its own block until there are `most`; then, and every time after, two neighbours
-    become one block, which is their mean. So a long curve has at least `most / 2` blocks.
+    First each value is a block. Whenever there are `most` blocks, two neighbours become one block,
+    their mean. A long curve has at least `most / 2` blocks.
     """
 
     def __init__(self, most: int = BLOCKS) -> None:
@@ -67,7 +67,7 @@ class Blocks:
         self._waiting = waiting
 
     def medians(self) -> np.ndarray:
-        """float64 (b,), with the last block if at least half of its values are there."""
+        """The medians, float64 (b,), with the last block if it is at least half full."""
         whole = np.asarray(self._medians, np.float64)
         if 2 * len(self._waiting) >= self.size:
             return np.append(whole, np.median(self._waiting))
@@ -105,7 +105,7 @@ class CurveStatistics:
     """Statistics of a curve, in one pass.
 
     `values` and `nonfinite` are counts, `trailing` the number of NaN and Inf at the end. `level` is
-    the variance of the finite values, `change` that of the differences between finite neighbours.
+    the variance of the finite values, `change` the variance of differences of finite neighbours.
     `best` is the lowest and `worst` the highest finite value.
     """
 
@@ -123,7 +123,7 @@ class CurveStatistics:
         self._before = np.nan
 
     def add(self, steps: np.ndarray, logged: np.ndarray) -> np.ndarray:
-        """Adds the next values, float64 (n,) with NaN and Inf; returns the finite ones, (m,)."""
+        """Adds the next values, float64 (n,). Returns the finite values, (m,)."""
         if not len(logged):
             return logged
         if self.first_step is None:
@@ -156,12 +156,12 @@ class CurveStatistics:
 
     @property
     def signed(self) -> bool:
-        """Whether it has values on both sides of 0, or 0 itself."""
+        """Whether the curve has values on both sides of 0, or 0."""
         return self.best <= 0 <= self.worst
 
     @property
     def smoothness(self) -> float | None:
-        """1 - var(dL) / var(L); None for a constant curve."""
+        """1 - var(dL) / var(L), or None for a constant curve."""
         if not self.level.variance > 0 or not np.isfinite(self.level.variance):
             return None
         return 1 - self.change.variance / self.level.variance
@@ -175,7 +175,7 @@ class Shape(NamedTuple):
     best: float
     """Lowest of the running medians, each over as many values as `end`."""
     noise: float
-    """Standard deviation of such a median."""
+    """Standard deviation of a running median."""
     drop: float
     """First value minus `end`, in deviations of one value: a short log shows a fast start there."""
     trend: float
@@ -188,21 +188,21 @@ class Shape(NamedTuple):
 
     @property
     def relative_regret(self) -> float | None:
-        """`regret` over start minus best; None if the curve was never below its start."""
+        """`regret` over start minus best, or None if the curve was never below its start."""
         way = self.start - self.best
         return self.regret / way if way > 0 else None
 
 
 def shape(curve: np.ndarray, ends: float) -> Shape:
     """Measures a finite curve, float64 (b,) with b >= 4; `ends` is the fraction of one end."""
-    # Divided by the largest value, so that differences of very large ones stay finite.
+    # Divided by the largest value, so that differences of very large values stay finite.
     unit = float(np.abs(curve).max()) or 1.0
     scaled = curve / unit
     width = max(3, round(ends * len(curve)))
     medians = np.median(sliding_window_view(scaled, width), axis=1)
     single = _deviation(scaled)
-    # The larger of two estimates: one from single values as if they were independent, one from the
-    # medians of adjacent windows, which includes slow drift.
+    # The larger of two estimates: from single values as if they were independent, and from the
+    # medians of adjacent windows, which include slow drift.
     noise = max(single * _OF_MEDIAN / math.sqrt(width), _deviation(medians[::-width]))
     drop = float(scaled[0] - medians[-1])
     return Shape(

@@ -1,15 +1,14 @@
-"""Finds instability events, by sliding windows (`Events`) and a live detector (`Incidents`)."""
+"""Finds instability events, by sliding windows (`Events`) and a detector (`Incidents`)."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from healcore.core import numerics
-from healcore.core.detectors import loss_spike
+from healcore.core.detectors import LossSpikeConfig
 from healcore.core.recorded import record
 from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
@@ -24,16 +23,16 @@ _FLOOR = 1e-3
 """Lower bound of the unit relative to the level, for curves without noise."""
 _SUSTAINED = 5
 _BACK = 3.0
-"""An event ends with the first value less than this many units above the level before it."""
+"""An event ends at the first value that is less than this many units above the earlier level."""
 _LONGEST = 200
-"""Values. A longer rise is a new level: the event ends and the baseline starts there."""
+"""Values. A longer rise is a new level: the event ends, and the baseline starts again."""
 _KEPT = 1000
 
 MOST = 16_384
 """Largest number of judged values; a longer curve is reduced to medians of neighbours."""
 _HIGH, _LEFT = 3.0, 0.1
-"""An incident lasts from its first value at 3 standard deviations to its last value that has both 3
-standard deviations and a tenth of its maximum."""
+"""An incident lasts from its first value above 3 standard deviations to its last value that is also
+above a tenth of its maximum."""
 _REACH, _FADED = 12, 0.5
 """The onset is at most 12 values before detection, and after the last value at which the detector's
 votes were below 0.5."""
@@ -58,10 +57,10 @@ class Events:
     """Finds events in a stream of finite values, by sliding windows.
 
     A value is compared with the median of the `window` values before it. The unit is a robust
-    deviation of the last 64 values (four windows, if they are longer) from such medians: the larger
-    of one from their median and one from their upper tail, because noise may be one-sided (two
-    kinds of batches). An event begins where `points` of five values in a row are more than `sigmas`
-    units high. A single high value is a bad batch and counted as a jump.
+    deviation of the last 64 values (or four windows) from such medians: the larger of an estimate
+    from their median and an estimate from their upper tail, because noise may be one-sided. An
+    event begins where `points` of five values in a row are more than `sigmas` units high. A single
+    high value is a bad batch and counts as a jump.
     """
 
     def __init__(self, sigmas: float, points: int, window: int = ROLLING_WINDOW) -> None:
@@ -96,7 +95,7 @@ class Events:
         self._judge(len(self._values))
 
     def include(self, others: list[Event]) -> None:
-        """Adds events that overlap none of these; jumps inside them are no longer counted."""
+        """Adds events that do not overlap, and no longer counts the jumps inside them."""
         new = [
             each
             for each in others
@@ -110,7 +109,7 @@ class Events:
         self.found = sorted([*self.found, *new], key=lambda event: event.step)[:_KEPT]
 
     def _judge(self, until: int) -> None:
-        """Judges the values before `until`; an event that begins there may end later."""
+        """Judges the values before `until`. An event may end later."""
         self._levels = np.append(self._levels, self._levels_from(len(self._levels), until))
         first = max(self._at, 2 * self._level)  # fewer values before it are no level
         if first >= until:
@@ -128,8 +127,8 @@ class Events:
     def _event(self, onset: int, level: float, unit: float) -> int:
         """Counts a jump or an event at `onset`; returns the index after it."""
         over = (self._values[onset : onset + _LONGEST] - level) / unit
-        # Where single values jump often, several in a row may be chance: the more jumps there
-        # were, the longer the curve must stay high.
+        # Where single values jump often, several in a row may be chance: with more jumps the curve
+        # must stay high for longer.
         recent = slice(max(0, onset - self._spread), onset)
         jumps = (self._values[recent] - self._levels[recent]) / unit > self._sigmas
         needed = _SUSTAINED + 2 * int(np.count_nonzero(jumps))
@@ -139,7 +138,7 @@ class Events:
                 self._jumps.append(float(self._steps[onset]))
             return onset + 1
         back = np.flatnonzero(over < _BACK)
-        # One low value among the first five does not end an event that most of them confirm.
+        # One low value among the first five does not end an event.
         back = back[back >= self._points]
         length = int(back[0]) if len(back) else len(over)
         self.count += 1
@@ -177,7 +176,7 @@ class Events:
             residuals = self._values[: until - 1] - self._levels[: until - 1]
             padded = np.append(np.full(self._spread, np.nan), residuals)
             windows = sliding_window_view(padded, self._spread)[first:until]
-            # The NaN variants are several times slower, so only where a window is not full yet.
+            # The NaN variants are several times slower: only for windows that are not full.
             full = first >= self._spread + self._level
             median, quantile = (np.median, np.quantile) if full else (np.nanmedian, np.nanquantile)
             spread = OF_DEVIATION * median(np.abs(windows), axis=1)
@@ -193,16 +192,16 @@ class Events:
 
 
 class Incidents:
-    """Finds events in a stream of finite values with `core.detectors.loss_spike`.
+    """Finds events in a stream of finite values with `LossSpikeConfig`.
 
-    The detector learns the noise of the run, so it finds what windows cannot: a second spike soon
-    after a first one, high values that recur, and rises that begin slowly. It takes about 40 us per
-    value, so a long curve is reduced to medians of neighbours. With the default `sigmas` and
-    `points` it has its own default thresholds, otherwise thresholds in proportion.
+    The detector learns the noise of the run, so it finds what windows cannot: a spike soon after
+    another, recurring high values, and rises that begin slowly. It takes about 40 us per value, so
+    a long curve is reduced to medians of neighbours. Thresholds are proportional to `sigmas` and
+    `points`.
     """
 
     def __init__(self, sigmas: float, points: int) -> None:
-        least = loss_spike.Config()
+        least = LossSpikeConfig()
         config = least._replace(
             z_threshold=least.z_threshold * sigmas / EVENT_SIGMAS,
             evidence=least.evidence * points / EVENT_POINTS,
@@ -230,7 +229,7 @@ class Incidents:
             rising = first + np.flatnonzero(heights[first:onset] > _HIGH)
             # A small sustained rise has no value above _HIGH.
             first = int(rising[0]) if len(rising) else int(onset)
-            if first <= last:  # the votes had not faded since: the last event has not ended
+            if first <= last:  # the votes have not faded: the last event continues
                 first = begun
                 found.pop()
             over = max(_HIGH, _LEFT * heights[first:end].max())
@@ -251,7 +250,7 @@ class Incidents:
     def _judged(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The detector's votes, heights in standard deviations and sustained flags, (n,) each."""
         losses = numerics.bounded(values.astype(np.float32), True, xp=np)
-        state = map_leaves(_scalar, loss_spike.init(self._config))
+        state = map_leaves(_scalar, self._config.init())
         votes, heights = np.zeros(len(losses)), np.zeros(len(losses))
         sustained = np.zeros(len(losses), np.bool_)
         # Overflows and divisions by 0 are intended, as in the engine.
@@ -260,9 +259,9 @@ class Incidents:
             for at, loss in enumerate(losses):
                 seen = Observed(loss, None, None, None, None, _NO, None, None, _YES, None, _NO)
                 if update is None:
-                    update = record(partial(loss_spike.update, self._config), state, seen)
+                    update = record(self._config.update, state, seen)
                 state, reading = update(state, seen)
-                # An incident includes the steps in it that are back at the level.
+                # An incident includes its steps that are back at the level.
                 votes[at], sustained[at] = state.votes, reading.sustained or state.lasting > 0
                 heights[at] = reading.z / _SIGMA
         return votes, heights, sustained

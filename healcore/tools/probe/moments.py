@@ -1,13 +1,13 @@
 """Measures the moments of each parameter and compares them with those of similar parameters.
 
 Similar parameters have the same name in other layers and the same shape (without names, the same
-place in blocks that are alike, or the same shape): a bias has other gradients than an embedding,
-and both are healthy. With three or more of them, log v-hat is compared with their median; the unit
-is the median absolute deviation over all parameters, or over the similar ones if that is larger. A
-parameter without similar ones is compared with all, in a coarser unit: the last norm or the
-embedding of a healthy network may have 400 times the median.
+place in repeated blocks, or the same shape): a bias has other gradients than an embedding, and both
+are healthy. With three or more similar parameters, log v-hat is compared with their median; the
+unit is the median absolute deviation over all parameters, or over the similar parameters if that is
+larger. Otherwise log v-hat is compared with all parameters in a coarser unit: the embedding of a
+healthy network may have 400 times the median.
 
-If the moments of many layers rise together, the median is among the risen ones. So where similar
+If the moments of many layers rise together, the median is among the risen moments. So where similar
 parameters form groups, the lowest group is the baseline (`_lowest_group`).
 """
 
@@ -33,13 +33,13 @@ _ROUNDING = math.log(1e-10)
 """log v-hat of rounding errors relative to the largest of the layer: 1e-5 of the gradient."""
 _FEWEST = 4
 _GAP = math.log(10)
-"""Least distance of two groups of similar parameters; healthy layers differ gradually."""
+"""Least distance of two groups of similar parameters, since healthy layers differ gradually."""
 _TOGETHER = 0.3
-"""If a larger fraction of the layers lies above the lowest group, this group is the baseline."""
+"""If a larger fraction of the layers is above the lowest group, that group is the baseline."""
 
 
 class Moments(NamedTuple):
-    """What was measured of the moments of one parameter."""
+    """Measurements of the moments of one parameter."""
 
     name: str
     layer: str
@@ -62,7 +62,7 @@ class Moments(NamedTuple):
 
     @property
     def log_v_hat(self) -> float | None:
-        """Log of the bias-corrected mean second moment; None if that is not above 0 and finite."""
+        """Log of the bias-corrected mean second moment, or None if the mean is not positive."""
         if not self.mean > 0 or not math.isfinite(self.mean):
             return None
         correction = 1.0
@@ -72,7 +72,7 @@ class Moments(NamedTuple):
 
 
 def measured(state: AdamState, parameter: Parameter, beta2: float, step: float | None) -> Moments:
-    """Reads the moments of a parameter; `beta2` and `step` apply where the state has none."""
+    """Reads the moments of a parameter. `beta2` and `step` are used if the state has none."""
     size = nonfinite = negative = zeros = finite = 0
     total = 0.0
     for read in state.second.read():
@@ -106,14 +106,14 @@ def measured(state: AdamState, parameter: Parameter, beta2: float, step: float |
 
 
 class Deviation(NamedTuple):
-    """How one parameter compares with similar ones."""
+    """Comparison of one parameter with similar parameters."""
 
     name: str
     layer: str
     rms: float
     """Square root of v-hat: the RMS of its gradients."""
     ratio: float
-    """v-hat over that of similar parameters."""
+    """v-hat over v-hat of similar parameters."""
     sigmas: float
     """log(ratio) in robust standard deviations."""
     similar: bool
@@ -123,7 +123,7 @@ class Deviation(NamedTuple):
 
 
 def rounding(moments: Iterable[Moments]) -> set[str]:
-    """Parameters whose gradients are only rounding errors, such as a bias before a norm."""
+    """Names of parameters whose gradients are rounding errors, such as a bias before a norm."""
     logs = [(each, log) for each in moments if (log := each.log_v_hat) is not None]
     largest: dict[str, float] = {}
     for each, log in logs:
@@ -132,7 +132,7 @@ def rounding(moments: Iterable[Moments]) -> set[str]:
 
 
 def deviations(moments: Iterable[Moments]) -> list[Deviation]:
-    """One for each parameter that is not dead; none if there are fewer than four."""
+    """The deviation of each parameter that is not dead; empty for fewer than four."""
     logs = [(each, log) for each in moments if (log := each.log_v_hat) is not None]
     if len(logs) < _FEWEST:
         return []
@@ -172,10 +172,10 @@ def deviations(moments: Iterable[Moments]) -> list[Deviation]:
 def _baselines(
     members: Mapping[tuple[str, Shape], Sequence[tuple[str, float]]],
 ) -> dict[tuple[str, Shape], set[str]]:
-    """The layers with which the others are compared, for each kind of parameter.
+    """The baseline layers for each kind of parameter.
 
-    The level of a layer is the median over its parameters. If layers form no groups by their
-    level, each kind of parameter is looked at alone.
+    The level of a layer is the median over its parameters. If layers form no groups by level, each
+    kind of parameter has its own baseline.
     """
     certain = {kind: found for kind, found in members.items() if kind[0]}
     logs: dict[str, list[float]] = {}
@@ -199,10 +199,10 @@ def _baselines(
 
 
 def _lowest_group(logs: Mapping[str, Sequence[float]]) -> set[str]:
-    """The layers of the lowest group, or all layers if most of them are in one group.
+    """The layers of the lowest group, or all layers if most layers are in that group.
 
-    A group has at least two layers, and a gap of `_GAP` separates it from the next one. A larger
-    part of the layers than `_TOGETHER` has to be in groups above the lowest.
+    A group has at least two layers, and a gap of `_GAP` separates it from the next group. More than
+    the fraction `_TOGETHER` of the layers has to be in higher groups.
     """
     levels = sorted((float(np.median(found)), layer) for layer, found in logs.items())
     groups = [levels[:1]]

@@ -1,4 +1,4 @@
-"""The optimizer probe: do Adam's moments show that every layer of the network learns?"""
+"""The optimizer probe: do Adam's moments show that every layer learns?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.tools.probe.adam_states import AdamState, Tree, adam_states, unsupported_optimizer
-from healcore.tools.probe.contents.formats import TRAINING_FACTS, open_contents
+from healcore.tools.probe.formats import TRAINING_FACTS, open_contents
 from healcore.tools.probe.inputs import OptimizerInputs
 from healcore.tools.probe.limited_process import run_probe
 from healcore.tools.probe.moments import Deviation, Moments, deviations, measured, rounding
@@ -28,7 +28,7 @@ from healcore.tools.probe.result import (
 def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
     """Probes the optimizer state in a checkpoint (any path that `open_contents` opens).
 
-    Raises ProbeError if it cannot be read, NothingToProbe if no Adam-like optimizer is in it.
+    Raises ProbeError if it cannot be read, NothingToProbe without an Adam-like optimizer.
     """
     return run_probe("optimizer", path, inputs or OptimizerInputs())
 
@@ -81,18 +81,18 @@ def judge_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     if noise:
         few = ", ".join(sorted(noise)[:3])
         notes.append(
-            f"{len(noise)} parameters get no more than rounding errors and are not compared, as a "
-            f"bias before a norm does: {few}"
+            f"{len(noise)} parameters get no more than rounding errors, like a bias before a norm, "
+            f"and are not compared: {few}"
         )
     if names.by_order:
-        notes.append("names are those of the model's parameters, in its order")
+        notes.append("names come from the model's parameters, matched by order and shape")
     if names.missing:
-        notes.append("torch numbers parameters: those whose name is not certain have a number")
+        notes.append("torch numbers parameters: a parameter without a certain name has a number")
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
 
 
 def _training(tree: Tree) -> dict[str, Any]:
-    """What the checkpoint holds of `TRAINING_FACTS`, each from the shortest path that ends so."""
+    """The values of `TRAINING_FACTS` in the checkpoint, each from its shortest path."""
     found: dict[str, Any] = {}
     for path, value in sorted(tree.values.items(), key=lambda pair: len(pair[0])):
         known = bool(path) and path[-1] in TRAINING_FACTS
@@ -105,18 +105,18 @@ def _is_integer(state: AdamState) -> bool:
     return state.second.dtype.startswith(("int", "uint", "bool"))
 
 
-def _unjudged(left_out: Sequence[AdamState]) -> str | None:
-    """Why none of the states can be judged; None if there are no states."""
-    if not left_out:
+def _unjudged(states: Sequence[AdamState]) -> str | None:
+    """Why no state can be judged, or None without states."""
+    if not states:
         return None
-    kinds = sorted({state.second.dtype for state in left_out if _is_integer(state)})
+    kinds = sorted({state.second.dtype for state in states if _is_integer(state)})
     if not kinds:
         return "none of them has an element"
     return f"they are whole numbers ({', '.join(kinds)}): quantized, or no moments"
 
 
 def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[str, Any]]:
-    """The layers that deviate most, outliers first, each with the parameter that deviates most."""
+    """The layers with the largest deviations, outliers first, and their worst parameters."""
 
     def rank(each: Deviation) -> tuple[bool, float]:
         return not _is_outlier(each, inputs), -abs(each.sigmas)
@@ -141,7 +141,7 @@ def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[st
 
 
 def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """NaN, Inf and second moments below 0: with them the next step makes the parameter NaN."""
+    """NaN, Inf and negative second moments, which make the parameter NaN in the next step."""
     bad = [each for each in moments if each.nonfinite or each.negative]
     bound = inputs.fail_nonfinite
     if not bad:
@@ -162,7 +162,7 @@ def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
         return Check("step", young, message, None, inputs.min_step)
     odd = next((number for number in known if not math.isfinite(number)), None)
     if odd is not None:
-        message = f"step is {odd:g}, which counts no updates"
+        message = f"step is {odd:g}, which is not a number of updates"
         return Check("step", FAIL, message, odd, inputs.min_step)
     latest = max(known)
     if not latest >= inputs.min_step:
@@ -174,7 +174,7 @@ def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 
 def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """Parameters whose gradients were always exactly 0."""
+    """Parameters whose gradients were always 0."""
     layers = {each.layer for each in moments}
     dead = [each.name for each in moments if each.dead]
     of = {each.layer for each in moments if each.dead}
@@ -198,7 +198,7 @@ def _outliers(found: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
     far = [each for each in found if _is_outlier(each, inputs)]
     layers = {each.layer for each in found}
     of = {each.layer for each in far}
-    # Layers that rise together are a part of the layers that are alike, without embedding and head.
+    # Risen layers are counted among similar layers, without embedding and head.
     alike = {each.layer for each in found if each.similar}
     risen = {each.layer for each in far if each.risen}
     part = max(len(of) / len(layers), len(risen) / max(1, len(alike)))
@@ -213,7 +213,7 @@ def _outliers(found: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
 
 
 def _is_outlier(each: Deviation, inputs: OptimizerInputs) -> bool:
-    """Whether it exceeds both bounds: the factor and the standard deviations."""
+    """Whether it exceeds both bounds, the factor and the standard deviations."""
     far = abs(math.log(each.ratio)) > math.log(inputs.outlier_ratio)
     return far and abs(each.sigmas) > inputs.outlier_sigmas
 

@@ -1,7 +1,7 @@
 """Finds names for parameters that torch only numbers, and the layer of a name.
 
-The state of a torch optimizer numbers its parameters, in the order in which the program passed
-them. A name is used only where it is certain: a wrong name sends people to the wrong layer.
+A torch optimizer numbers its parameters in the order in which the program passed them. A name is
+used only if it is certain, because a wrong name points to the wrong layer.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Repeats(NamedTuple):
     count: int
 
     def place(self, at: int) -> tuple[int, int] | None:
-        """Block of the parameter at a position, and place within the block; None outside."""
+        """Block of the parameter at a position, and place in the block, or None outside."""
         block, place = divmod(at - self.start, self.size) if self.size else (-1, 0)
         return (block, place) if 0 <= block < self.count else None
 
 
 def repeats(shapes: Sequence[Shape | None]) -> Repeats:
-    """The longest run of at least three blocks of the same shapes; `count` is 0 if there is none.
+    """The longest run of at least three blocks of the same shapes; `count` is 0 without a run.
 
-    The layers of most networks are alike, so this finds the layers of parameters without names.
+    Layers of most networks have equal shapes, so blocks of parameters without names are layers.
     """
     numbers = {shape: at for at, shape in enumerate(dict.fromkeys(shapes))}
     kinds = np.array([numbers[shape] for shape in shapes])
@@ -70,13 +70,13 @@ def repeats(shapes: Sequence[Shape | None]) -> Repeats:
 
 
 class _ModelLayer(NamedTuple):
-    """One layer of a model whose order within layers is not known."""
+    """One layer of a model whose order within layers is unknown."""
 
     name: str
     parameters: list[tuple[str, Shape]]
 
     def parameter(self, shape: Shape, number: str, kind: str) -> Parameter:
-        """The parameter of a shape; if there are several, its name has `*` where theirs differ."""
+        """The parameter of a shape. With several candidates, the name has `*` where they differ."""
         names = [name.split(".") for name, its in self.parameters if its == shape]
         if len(names) == 1:
             return _named(".".join(names[0]), shape)
@@ -91,10 +91,10 @@ class _ModelParameters(NamedTuple):
     in_order: bool
 
     def layers_of(self, blocks: Repeats, shapes: Sequence[Shape | None]) -> list[_ModelLayer]:
-        """The layer of each block; empty if the layers of one list do not have these shapes.
+        """The layer of each block, or an empty list if the shapes do not match.
 
-        safetensors files and those of adapters (PEFT) are sorted by name: the layers of one list
-        keep their order, and the parameters within a layer lose theirs.
+        safetensors files and adapters (PEFT) are sorted by name: layers keep their order, and
+        parameters within a layer do not.
         """
         found: dict[str, list[tuple[str, Shape]]] = {}
         for name, shape in self.parameters:
@@ -117,20 +117,20 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class Parameter(NamedTuple):
-    """How a parameter is called, and with which others it can be compared."""
+    """Name of a parameter, and its kind for comparisons."""
 
     name: str
     """Its name, or its group and number."""
     layer: str
     """Its layer, or the numbers of the parameters in its block."""
     kind: tuple[str, Shape]
-    """Equal for the same parameter of similar layers; the text is empty if that is not certain."""
+    """Equal for the same parameter of similar layers; the text is empty if unknown."""
 
 
 class ParameterNames:
     """Names of the parameters in a checkpoint.
 
-    `by_order`: some names were matched with the model by order or shape. `missing`: some have none.
+    `by_order` is whether names were matched by order or shape, `missing` whether names are missing.
     """
 
     def __init__(self, tree: Tree, found: Sequence[AdamState]) -> None:
@@ -177,7 +177,7 @@ class ParameterNames:
     def _of_group(
         self, group: Path, numbers: Sequence[str], shapes: Sequence[Shape | None]
     ) -> dict[str, Parameter]:
-        """The parameters of one group, by number; a shape is None for one without a state."""
+        """The parameters of one group, by number. A shape is None without a state."""
         given = [
             self._tree.values.get((*group, "param_names", str(at))) for at in range(len(numbers))
         ]
@@ -215,7 +215,7 @@ def _unnamed(
     blocks: Repeats,
     layers: Sequence[_ModelLayer],
 ) -> Parameter:
-    """A parameter by its number, in a block of parameters if the group has some that are alike."""
+    """A parameter with a number for a name, in a repeated block if there is one."""
     name, found = f"group {group}, parameter {numbers[at]}", blocks.place(at)
     if found is None:
         return Parameter(name, name, ("", shape))
@@ -232,10 +232,10 @@ def _unnamed(
 def in_order(
     shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]
 ) -> list[str | None]:
-    """Names of parameters that are given in the model's order, matched by their shapes.
+    """Names of parameters in the model's order, matched by shape; None where not certain.
 
-    Each is placed at the first possible parameter of the model, and once more from the back at the
-    last possible one. A name is certain where both places agree. A shape is None without a state.
+    Each is placed at the first possible parameter of the model, and from the back at the last
+    possible parameter. A name is certain if both agree. A shape is None without a state.
     """
     front = _places(shapes, [shape for _, shape in model])
     back = _places(shapes[::-1], [shape for _, shape in model[::-1]])
@@ -248,7 +248,7 @@ def in_order(
 def by_shape(
     shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]
 ) -> list[str | None]:
-    """Names of parameters whose shape is unique, for a model whose order is not known."""
+    """Names of parameters whose shape is unique, for a model with an unknown order."""
     there = Counter(shape for _, shape in model)
     wanted = Counter(shapes)
     names = {shape: name for name, shape in model}
@@ -271,7 +271,7 @@ def _places(shapes: Sequence[Shape | None], there: Sequence[Shape]) -> list[int]
 
 
 def _models(tree: Tree, optimizers: Collection[Path]) -> list[_ModelParameters]:
-    """Candidates for the model: the arrays outside optimizers below each top-level key, and all."""
+    """Candidates for the model: arrays outside optimizers, by top-level key and all together."""
     roots: dict[str, list[tuple[str, Shape]]] = {}
     everything: list[tuple[str, Shape]] = []
     ordered: dict[str, bool] = {}

@@ -47,13 +47,13 @@ class Check(NamedTuple):
     """A sentence with the number and the bound."""
     value: Any = None
     bound: Any = None
-    """What `value` was compared with, None where no input sets a bound."""
+    """Bound of `value`, or None without a bound."""
     decides: bool = True
-    """Whether it counts for the overall verdict; an optional check without an answer does not."""
+    """Whether it counts for the overall verdict; optional checks without an answer do not."""
 
 
 class ProbeResult(NamedTuple):
-    """What one probe found in one subject."""
+    """Result of one probe for one subject."""
 
     probe: str
     subject: str
@@ -69,16 +69,16 @@ class ProbeResult(NamedTuple):
 
 
 class NothingToProbe(ProbeError):
-    """The subject can be read but contains nothing that this probe judges."""
+    """The subject can be read but has nothing to judge."""
 
 
 def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
-    """The overall verdict of several; SKIP for none."""
+    """The overall verdict; SKIP without verdicts."""
     return max(verdicts, key=_LEAST_SEVERE_FIRST.index, default=SKIP)
 
 
 def unreadable(probe: str, subject: str, error: Exception) -> ProbeResult:
-    """The result for something that could not be probed."""
+    """The result for a subject that could not be probed."""
     skip, fail = isinstance(error, NothingToProbe), isinstance(error, Damaged)
     verdict = SKIP if skip else FAIL if fail else ERROR
     return ProbeResult(probe, subject, (Check("readable", verdict, str(error)),))
@@ -101,7 +101,7 @@ def several(items: Sequence[str], separator: str = ", ") -> str:
 
 
 def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
-    """The document that `--json` prints: always the same keys, no NaN and no Infinity."""
+    """The document that `--json` prints, with fixed keys and without NaN and Infinity."""
     verdict = worst(result.verdict for result in results)
     document = {
         "schema": SCHEMA,

@@ -11,7 +11,7 @@ import numpy as np
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.history import Incident, Mode
-from healcore.runtime.sentences import listed
+from healcore.runtime.postmortem.sentences import listed
 
 MOST_KEPT = 1000
 """Incidents of one replay that are kept for the report; all are counted."""

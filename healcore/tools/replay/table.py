@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from healcore.runtime.sentences import listed
+from healcore.runtime.postmortem.sentences import listed
 from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Label, Score
 from healcore.tools.replay.summary import Summary, inactive_line
 from healcore.tools.report.run_report import RunReport

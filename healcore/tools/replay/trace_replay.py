@@ -8,12 +8,11 @@ the recorded curve. The engine's state is restored only where the recorded run w
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
@@ -25,9 +24,7 @@ from healcore.plugins.rows import (
     as_record,
     choose_backend,
     empty_columns,
-    layout_of,
     row_runner,
-    rows_of,
 )
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
@@ -40,6 +37,10 @@ from healcore.tools.replay.summary import (
     Summary,
 )
 from healcore.tools.traces import Attempt, Rows, Trace
+from healcore.tools.traces.trace import by_signals
+
+ALWAYS = ("loss", "grad_norm")
+"""Signals that every policy is given: no update with a non-finite value is applied."""
 
 OnChunk = Callable[[Rows, JudgedRows], None]
 """Called with each chunk of rows and the judged ones among them."""
@@ -179,6 +180,58 @@ class Replay:
         )
 
 
+def layout_of(engine: Engine, combinations: Iterable[frozenset[str]]) -> SignalLayout:
+    """The signals that an engine is given, from the sets that rows of the trace log together."""
+    combinations = list(combinations)
+    logged = frozenset().union(*combinations)
+    found = {_given(engine, each, logged) for each in combinations}
+    return SignalLayout(tuple(sorted(found - {()})))
+
+
+def rows_of(
+    layout: SignalLayout,
+    engine: Engine,
+    values: Mapping[str, np.ndarray],
+    given: Mapping[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Selects the rows that the engine judges; `layout` is of the whole trace.
+
+    `values` are float32 (n,) and `given` bool (n,) by signal.
+
+    Returns:
+        The values (m,) of the layout's signals, the place int32 (m,) of each row's combination in
+        the layout, and the places int (m,) of the judged rows among all rows.
+    """
+    length = len(next(iter(given.values()), ()))
+    kind = np.full(length, -1, np.int32)
+    logged = frozenset(layout.signals)
+    for here, those in by_signals(given, layout.signals):
+        combination = _given(engine, here, logged)
+        if combination:
+            kind[those] = layout.combinations.index(combination)
+    rows = np.flatnonzero(kind >= 0)
+    absent = np.full(length, np.nan, np.float32)
+    columns = {name: values.get(name, absent)[rows] for name in layout.signals}
+    return columns, kind[rows], rows
+
+
+def _given(engine: Engine, here: frozenset[str], logged: frozenset[str]) -> tuple[str, ...]:
+    """The signals that a row is judged by; none without a loss or a gradient norm.
+
+    `update_norm` and `eval_loss` are given only if the policy reads them, as in the adapters. If a
+    trace has evaluations, every row has `eval_loss`, NaN where there was none: the engine sees a
+    run with evaluations or one without.
+    """
+    if not here & set(ALWAYS):
+        return ()
+    there = [name for name in ALWAYS if name in here]
+    if "update_norm" in engine.needs and "update_norm" in here:
+        there.append("update_norm")
+    if "eval_loss" in engine.needs and "eval_loss" in logged:
+        there.append("eval_loss")
+    return tuple(there)
+
+
 class Lineage:
     """Carries the engine's state from chunk to chunk and from attempt to attempt."""
 
@@ -264,8 +317,8 @@ def inactive_parts(
             missing.setdefault("grad_norm", []).append("clip")
     if engine.clips_updates:
         missing["update"] = ["update_clip"]
-    for name, _ in engine.config.detectors:
-        absent = DETECTORS[name].NEEDS - logged
+    for name, detector in engine.config.detectors:
+        absent = detector.NEEDS - logged
         working |= not absent
         for signal in absent:
             missing.setdefault(signal, []).append(name)

@@ -1,1 +1,1 @@
-"""Reports of a run, or of a replay of one, as a page and as a picture."""
+"""Reports of runs and of replays, as a page and as a picture."""

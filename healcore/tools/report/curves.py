@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from healcore import regular_file
+from healcore.events.json_lines import lines_of
 from healcore.history import Run
 from healcore.history.curves import RunCurves, curves_of
 from healcore.history.metrics import (
@@ -17,19 +18,18 @@ from healcore.history.metrics import (
     parse_metrics,
 )
 from healcore.history.run import AttemptOrigin, RunAttempt
-from healcore.runtime.events.json_lines import lines_of
 from healcore.tools.traces import TraceError, open_traces
 
 _LISTED = 20
 _WITHOUT_METRICS = (
-    "There is no metrics file: the points are the steps with an alarm, and between them nothing is "
+    "There is no metrics file: the points are the steps with an alarm, and other steps are not "
     "known. The argument metrics= of Healer, heal and LightningHealingCallback writes one; a run "
     "with HealingCallback has its losses in the Trainer's own log: --metrics trainer_state.json"
 )
 
 
 def read_curves(run: Run, metrics: Path | None) -> RunCurves:
-    """The curves of a run; from its alarms without readable metrics."""
+    """The curves of a run, from its metrics or else from its alarms."""
     if metrics is None:
         return _from_alarms(run, _WITHOUT_METRICS)
     try:
@@ -41,9 +41,9 @@ def read_curves(run: Run, metrics: Path | None) -> RunCurves:
 
 
 def first_lines(what: str, found: Iterable[str], count: int | None = None) -> list[str]:
-    """The first few lines, each after `what`, and how many more there are.
+    """The first few lines, each after `what`, and the number of the others.
 
-    `count` is the number of all lines, if `found` does not have all.
+    `count` is the number of all lines, if `found` does not have all of them.
     """
     every = list(found)
     more = (len(every) if count is None else count) - len(every[:_LISTED])
@@ -52,7 +52,7 @@ def first_lines(what: str, found: Iterable[str], count: int | None = None) -> li
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a Healer has written a file: by its first lines, one of which may be torn."""
+    """Whether a Healer has written the file, by its first lines, which may be torn."""
     with open(path, "rb", opener=regular_file.opener) as file:
         first = list(itertools.islice(lines_of(file), 5))
     return any(not isinstance(parse_metrics(line), str) for line in first)
@@ -63,16 +63,16 @@ def _from_lines(run: Run, path: Path) -> RunCurves:
     found = curves_of(run, reader.read())
     notes = first_lines(f"{path.name}: damaged", reader.problems, reader.damaged)
     if not found.curves.rows:
-        what = f"{path.name} has no line of this run ({reader.others} are of others): the points"
-        return _from_alarms(run, *notes, f"{what} are the steps with an alarm.")
-    if reader.left_out:
-        others = ", ".join(sorted(reader.left_out))
-        notes.append(f"The curves are those of the optimizer {reader.engine}; not of {others}.")
+        what = f"{path.name} has no line of this run, and {reader.others} lines of other runs"
+        return _from_alarms(run, *notes, f"{what}: the points are the steps with an alarm.")
+    if reader.ignored_engines:
+        others = ", ".join(sorted(reader.ignored_engines))
+        notes.append(f"The curves show the optimizer {reader.engine}, not {others}.")
     more = range(len(run.attempt_ids), len(reader.ids))
     attempts = (RunAttempt(number, 0.0, AttemptOrigin.METRICS) for number in more)
     return found._replace(
         attempts=(*found.attempts, *attempts),
-        counts=None if reader.left_out else found.counts,
+        counts=None if reader.ignored_engines else found.counts,
         notes=tuple(notes),
     )
 
@@ -100,14 +100,14 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
     begins = [incident.onset_step for incident in run.incidents]
     if begins and not np.isin(begins, rows.step).any():
         notes.append(
-            f"{path.name} has none of the steps at which an incident begins: it may be the log of "
-            "another run."
+            f"{path.name} lacks the steps at which incidents begin: it may be the log of another "
+            "run."
         )
     return curves_of(run, rows)._replace(notes=tuple(notes))
 
 
 def _from_alarms(run: Run, *notes: str) -> RunCurves:
-    """The values of the alarms: the last finite loss and norm, at single steps."""
+    """Curves from the alarms: the last finite loss and norm, at single steps."""
     found, bad = RowCollector(), []
     for attempt, event in run.points:
         assert event.readings is not None

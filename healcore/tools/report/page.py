@@ -1,4 +1,4 @@
-"""Writes the page: one self-contained HTML file, with curves that can be zoomed."""
+"""Writes the page: one self-contained HTML file with curves to zoom into."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ import numpy as np
 import healcore
 from healcore.extras import require
 from healcore.history import Incident
-from healcore.runtime.sentences import flag_names, mark, outcome, step_range
-from healcore.tools.report.markers import LABELLED, MARKERS, is_wide, lane
-from healcore.tools.report.run_report import RunReport, by_severity
+from healcore.runtime.postmortem.sentences import flag_names, mark, outcome, step_range
+from healcore.tools.report.run_report import (
+    LABELLED,
+    MARKERS,
+    RunReport,
+    by_severity,
+    is_wide,
+    lane,
+)
 from healcore.tools.report.sections import overview, page_title, section
 
 _SCRIPT = ("data", "chart", "lines", "marks", "figure", "run", "page")
@@ -25,8 +31,8 @@ _SCRIPT = ("data", "chart", "lines", "marks", "figure", "run", "page")
 def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
     """A report as self-contained HTML, which may not access the network.
 
-    Scripts are allowed by their digest only, so that a text out of a log could not run as one even
-    without escaping. `left_out` is the number of further runs, with fewer incidents. Raises
+    Only scripts with the page's digest may run: a text from a log could not run even without
+    escaping. `left_out` is the number of further runs, with fewer incidents. Raises
     MissingExtraError without jinja2, ValueError without a run.
     """
     if not reports:
@@ -36,7 +42,7 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
     reports = by_severity(reports)
     script = _script()
-    # A browser hashes the element's text up to the first "</script", so no script may have one.
+    # A browser hashes the element's text up to the first "</script".
     assert "</script" not in script
     policy = "; ".join(
         (
@@ -75,7 +81,7 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
 
 def _script() -> str:
-    """The page's own script: its parts in one function, so that nothing is global."""
+    """The page's script: all parts in one function, so that nothing is global."""
     parts = "\n".join(_part(f"{name}.js") for name in _SCRIPT)
     return f'"use strict";\n(() => {{\n{parts}}})();\n'
 
@@ -145,7 +151,7 @@ def _incident(incident: Incident, row: int, stop: tuple[float, int] | None) -> d
 
 
 def _label(text: str) -> str:
-    """A text for the label of a mark, which has a few tags of its own."""
+    """Escapes a text for the label of a mark."""
     return html.escape(text if len(text) <= 300 else f"{text[:297]}...", quote=False)
 
 
@@ -154,7 +160,7 @@ def _numbers(values: np.ndarray) -> list[float | int | None]:
 
 
 def _number(x: float) -> float | int | None:
-    """Six digits, whole numbers as int, and null for NaN and Inf, which JSON cannot express."""
+    """Six digits; whole numbers as int; None for NaN and Inf, which JSON does not have."""
     if not np.isfinite(x):
         return None
     return int(x) if x == int(x) and abs(x) < 2**53 else float(f"{x:.6g}")

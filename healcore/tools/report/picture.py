@@ -1,4 +1,4 @@
-"""Draws the report as a PNG: loss, gradient norm and learning rate, with incidents marked."""
+"""Draws the report as a PNG: loss, gradient norm and learning rate, with marked incidents."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ import numpy as np
 
 from healcore.extras import require
 from healcore.history import Curves, IncidentOutcome, Mode
-from healcore.tools.report.markers import LABELLED, MARKERS, is_wide, lane
-from healcore.tools.report.run_report import RunReport, by_severity, short_names
+from healcore.tools.report.run_report import (
+    LABELLED,
+    MARKERS,
+    RunReport,
+    by_severity,
+    is_wide,
+    lane,
+    short_names,
+)
 
 REPORTS = 12
-"""Most runs in a picture; a page holds any number."""
+"""Most runs in a picture."""
 
 _FEW = 4
-"""Runs up to which those without an incident are drawn too."""
+"""Up to this number of runs, runs without an incident are drawn too."""
 _NAME = 50
 _MODES = {
     Mode.HEAL: "",
@@ -33,21 +40,21 @@ _OTHERS = ("#3D3D3D", "#E69F00", "#CC79A7")
 
 
 class Backdrop(NamedTuple):
-    """Curves and spans behind those of a run, for comparison."""
+    """Curves and spans drawn behind a run, for comparison."""
 
     runs: Mapping[str, Curves]
-    """At most three other runs by name; their losses and gradient norms are drawn."""
+    """Name -> curves of another run; at most three runs."""
     spans: Sequence[tuple[float, float, str]] = ()
-    """First and last step of a condition common to all of them, and its name."""
+    """First step, last step and name of conditions that all runs share."""
     itself: str | None = None
-    """Name of the run's own curve in the legend."""
+    """Name of the run itself in the legend."""
 
 
 _NOTHING = Backdrop({})
 
 
 def chosen(reports: Sequence[RunReport]) -> list[RunReport]:
-    """The runs that a picture of all of them shows, by severity."""
+    """The runs that a picture shows, by severity."""
     shown = by_severity(reports)
     if len(shown) > _FEW:
         shown = [report for report in shown if report.incidents] or shown
@@ -60,11 +67,10 @@ def draw(
     *,
     behind: Mapping[str, Backdrop] = MappingProxyType({}),
 ) -> None:
-    """Draws the runs one below the other into a PNG; `behind` has their backdrops by title.
+    """Draws the runs one below the other into a PNG, as `chosen` selects them.
 
-    The most severe come first; of many, those without an incident are left out; at most `REPORTS`
-    are drawn. Raises MissingExtraError without matplotlib, ValueError without a run, OSError if the
-    file cannot be written.
+    `behind` is title -> backdrop. Raises MissingExtraError without matplotlib, ValueError without a
+    run, OSError if the file cannot be written.
     """
     if not reports:
         raise ValueError("a picture needs at least one run")
@@ -75,7 +81,7 @@ def draw(
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     shown = chosen(reports)
-    # The default hspace is a share of the figure's height: a wide band in a high one.
+    # The default hspace is a fraction of the figure's height, too much in a high figure.
     layout = ConstrainedLayoutEngine(hspace=0.0)
     figure = Figure(figsize=(12, _SIZE * len(shown) + 0.4), layout=layout)
     FigureCanvasAgg(figure)
@@ -132,7 +138,7 @@ def _report(block: Any, report: RunReport, name: str, behind: Backdrop) -> None:
 
 
 def _others(axis: Any, behind: Backdrop, curve: str) -> list[np.ndarray]:
-    """Draws the other runs; a cross marks the last finite value if a run continues after it."""
+    """Draws the other runs. A cross marks the last finite value of a run that continues."""
     found = []
     for (name, series), colour in zip(behind.runs.items(), _OTHERS, strict=False):
         values = series.loss if curve == "loss" else series.grad_norm
@@ -152,12 +158,12 @@ def _spans(axes: Sequence[Any], behind: Backdrop) -> None:
             axis.axvspan(first - 0.5, last + 0.5, color=_QUIET, alpha=0.13, lw=0)
         place = {"xycoords": axes[0].get_xaxis_transform(), "va": "center", "ha": "center"}
         paper = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 1.0}
-        middle = ((first + last) / 2, 0.17)  # usually between the curves of good and bad runs
+        middle = ((first + last) / 2, 0.17)  # usually free of curves
         axes[0].annotate(what, middle, fontsize=8, color=_QUIET, bbox=paper, **place)
 
 
 def _logarithmic(axis: Any, values: np.ndarray) -> None:
-    """Sets a logarithmic axis with full numbers, and ticks between the decades if there are few."""
+    """Sets a logarithmic axis, with ticks between the decades if there are few decades."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_yscale("log")
@@ -188,7 +194,7 @@ def _curve(
 
 
 def _line(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
-    """Skips rows without the value; a value that is not finite makes a gap."""
+    """Skips rows without a value. A value that is not finite makes a gap."""
     bad = np.zeros(len(values), bool) if curves.nonfinite is None else curves.nonfinite
     rows = np.flatnonzero(where & (np.isfinite(values) | bad))
     if curves.isolated:
@@ -217,7 +223,7 @@ def _incidents(
     top.set_ylim(-0.8, max(rows, default=0) + 0.8)
     top.axis("off")
     incidents = report.incidents
-    drawn: set[tuple[float, float]] = set()  # overlapping bands would be darker
+    drawn: set[tuple[float, float]] = set()  # equal bands, drawn once
     used: set[IncidentOutcome] = set()
     for place, (incident, row) in enumerate(zip(incidents, rows, strict=True)):
         marker, at = MARKERS[incident.outcome], (incident.onset_step, incident.end[0])
@@ -227,7 +233,7 @@ def _incidents(
         drawn.add(at)
         stop = report.stop_after_rollback(place)
         marks = [(marker, at[0], float(row))]
-        if stop is not None:  # a little lower, so that both are visible
+        if stop is not None:  # a little lower, so that both marks are visible
             marks.append((MARKERS[IncidentOutcome.STOP], stop[0], row - 0.45))
         for mark, step, y in marks:
             label = None if mark.outcome in used else mark.label(report.would)
@@ -263,6 +269,6 @@ def _titles(block: Any, report: RunReport, name: str) -> None:
 
 
 def _short(name: str) -> str:
-    """A name cut in its middle, so that it does not overlap the legend."""
+    """Cuts the middle of a long name, which would overlap the legend."""
     half = _NAME // 2
     return name if len(name) <= _NAME else f"{name[:half]}…{name[-half:]}"

@@ -1,4 +1,4 @@
-"""The data of a report: one run, or one replay of a run."""
+"""The data of a report: one run, or one replay of a run; and how its incidents are marked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from healcore.console import counted
 from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
-from healcore.runtime.sentences import STATES, repeats
-from healcore.tools.report.markers import MARKERS
+from healcore.runtime.postmortem.sentences import STATES, repeats
 
 _ORIGINS = {
     AttemptOrigin.START: "the start",
@@ -23,6 +22,40 @@ _ORIGINS = {
     AttemptOrigin.METRICS: "in no event",
 }
 _GAPS = 5
+_LANE = 4
+"""Rows of the lane above the curves, in which the incidents are marked."""
+LABELLED = 60
+"""Incidents up to which each has its number next to its marker."""
+
+
+class Marker(NamedTuple):
+    """The mark of an outcome. `symbol` is its shape in the page, `matplotlib` in the picture."""
+
+    outcome: IncidentOutcome
+    done: str
+    would: str
+    """Text instead of `done` in an observed or replayed run."""
+    symbol: str
+    matplotlib: str
+    colour: str
+    """Colour in the picture, distinct for the colour-blind. The page has its colours in CSS."""
+
+    def label(self, would: bool) -> str:
+        """The outcome in words; `would` for a run that was only observed or replayed."""
+        return self.would if would else self.done
+
+
+_O = IncidentOutcome
+MARKERS = {
+    marker.outcome: marker
+    for marker in (
+        Marker(_O.STOP, "stopped the run", "would have stopped", "square", "s", "#000000"),
+        Marker(_O.ROLLBACK, "rollback", "would have rolled back", "triangle-left", "<", "#C04A00"),
+        Marker(_O.SKIP, "skipped", "would have skipped", "triangle-down", "v", "#9A6700"),
+        Marker(_O.ALERT, "alert only", "alert only", "circle", "o", "#A8517F"),
+    )
+}
+"""The most severe first."""
 
 
 class RunReport(NamedTuple):
@@ -32,50 +65,50 @@ class RunReport(NamedTuple):
     mode: Mode
     policy_name: str
     policy_toml: str
-    """Empty: not known."""
+    """An empty string if unknown."""
     fingerprint: str
     curves: Curves
     incidents: tuple[Incident, ...]
     counts: Counts
     facts: dict[str, str]
     state: RunState | None = None
-    """How the run has ended; None for a replay."""
+    """How the run ended, or None for a replay."""
     notes: tuple[str, ...] = ()
     """Damaged lines and missing parts of the sources."""
     attempts: tuple[RunAttempt, ...] = ()
     marks: tuple[Mark, ...] = ()
     diagnosis: str = ""
-    """The text of the postmortem; may have several lines."""
+    """The diagnosis of the postmortem, or an empty string."""
     unreadable: str = ""
     """Why the metrics could not be read at all, or an empty string."""
 
     @property
     def would(self) -> bool:
-        """Whether nothing was done (observed, replayed): the report has what would have been."""
+        """Whether the run was observed or replayed: the report has what the policy would do."""
         return self.mode is not Mode.HEAL
 
     @property
     def row_count(self) -> str:
-        """How many rows the run has."""
+        """Number of rows of the run."""
         rows = self.curves.rows
         return f"{len(self.curves.step) if rows is None else rows:,}"
 
     def attempt_text(self, attempt: RunAttempt) -> str:
-        """Where an attempt begins, and how many incidents it has."""
+        """The start of an attempt, and its number of incidents."""
         number = sum(incident.attempt == attempt.number for incident in self.incidents)
         incidents = counted(number, "incident") if number else "no incident"
         origin = _ORIGINS.get(attempt.origin) or attempt.source or attempt.number
         return f"from step {attempt.first_step:.0f} ({origin}): {incidents}"
 
     def ending(self) -> str:
-        """How a run ended, or at which step a replayed one would have; empty: it would not."""
+        """How a run ended, or the step at which a replayed run would stop, or an empty string."""
         if self.state is not None:
             return STATES[self.state]
         stops = [mark.step for mark in self.marks if mark.kind == "stop"]
         return f"step {stops[0]:.0f}" if stops else ""
 
     def gaps(self) -> list[str]:
-        """Where steps are missing in the curves."""
+        """Sentences about missing steps in the curves."""
         what = "no row" if self.mode is Mode.REPLAY else "no metrics"
         lines = []
         for gap in self.curves.gaps():
@@ -91,7 +124,7 @@ class RunReport(NamedTuple):
         return lines[:_GAPS] + ([f"{what} at {more} more places"] if more > 0 else [])
 
     def outcomes(self) -> list[str]:
-        """How many incidents had which outcome; one with a rollback and a stop counts in both."""
+        """Number of incidents per outcome. A rollback with a later stop counts as both."""
         counts = self.counts
         found = {
             one: sum(incident.outcome is one for incident in self.incidents) for one in MARKERS
@@ -106,7 +139,7 @@ class RunReport(NamedTuple):
         ]
 
     def stop_after_rollback(self, place: int) -> tuple[float, int] | None:
-        """Step and index (-1: not known) of the stop after the rollback in incident `place`."""
+        """Step and row index (-1 if unknown) of the stop after the rollback of an incident."""
         incident = self.incidents[place]
         if incident.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in incident.action:
             return None
@@ -120,7 +153,7 @@ class RunReport(NamedTuple):
 
 
 def by_severity(reports: Sequence[RunReport]) -> list[RunReport]:
-    """The run with the most rollbacks, incidents and skipped steps first."""
+    """Sorts by rollbacks, incidents and skipped steps, the most first."""
     return sorted(
         reports,
         key=lambda each: (-each.counts.rollbacks, -each.counts.incidents, -each.counts.skips),
@@ -128,9 +161,53 @@ def by_severity(reports: Sequence[RunReport]) -> list[RunReport]:
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:
-    """The end of each title's path, or all of it if two would be equal."""
+    """The last two parts of each title's path, or the whole title if two would be equal."""
     ends = ["/".join(each.title.split("/")[-2:]) for each in reports]
     whole = {end: {r.title for r, e in zip(reports, ends, strict=True) if e == end} for end in ends}
     return [
         end if len(whole[end]) == 1 else each.title for each, end in zip(reports, ends, strict=True)
     ]
+
+
+# -- marks of incidents in the page and the picture ------------------------------------------------
+
+
+def is_wide(values: np.ndarray | None) -> bool:
+    """Whether the axis is logarithmic: positive values with a ratio of more than 30."""
+    if values is None:
+        return False
+    finite = values[np.isfinite(values)]
+    return bool(len(finite)) and bool(finite.min() > 0) and bool(finite.max() / 30 > finite.min())
+
+
+def marker_rows(places: Sequence[float], span: float, rows: int) -> list[int]:
+    """Row of each marker, which is `span` wide with its number.
+
+    Markers that would overlap get different rows. Without a free row, a marker gets the last row.
+    """
+    ends = [-np.inf] * rows
+    found = [0] * len(places)
+    for i in np.argsort(np.asarray(places, float), kind="stable"):
+        row = next((row for row in range(rows) if places[i] >= ends[row]), rows - 1)
+        ends[row], found[i] = places[i] + span, row
+    return found
+
+
+def has_room(places: Sequence[float], rows: Sequence[int], span: float) -> list[bool]:
+    """Whether each marker has room for its number (`span`) before the next marker in its row."""
+    found = [True] * len(places)
+    following: dict[int, float] = {}
+    for i in np.argsort(np.asarray(places, float), kind="stable")[::-1].tolist():
+        found[i] = following.get(rows[i], np.inf) - places[i] >= span
+        following[rows[i]] = places[i]
+    return found
+
+
+def lane(places: Sequence[float], step: np.ndarray, share: float) -> tuple[list[int], list[bool]]:
+    """The row of each marker above the curves, and whether its number has room.
+
+    A marker with its number takes the fraction `share` of the steps.
+    """
+    room = share * max(float(np.ptp(step)) if len(step) else 1.0, 1.0)
+    rows = marker_rows(places, room, _LANE)
+    return rows, has_room(places, rows, room)

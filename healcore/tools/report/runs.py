@@ -9,26 +9,26 @@ from typing import Any, NamedTuple
 
 from healcore import policy as policies
 from healcore.core.errors import HealcoreError
+from healcore.events import History, read
+from healcore.events.json_lines import first_line
+from healcore.events.metrics import path_next_to, stem
+from healcore.events.models import EventRecord
 from healcore.history import Mode, Run, runs_of
 from healcore.history.incident import Counts, counts_of
 from healcore.history.metrics import parse_metrics
 from healcore.history.process import RunState
 from healcore.policy import Policy
-from healcore.runtime.events import History, read
-from healcore.runtime.events.json_lines import first_line
-from healcore.runtime.events.metrics import path_next_to, stem
-from healcore.runtime.events.models import EventRecord
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.sentences import STATES, sentence
+from healcore.runtime.postmortem.sentences import STATES, sentence
 from healcore.tools.report.curves import first_lines, read_curves
 from healcore.tools.report.run_report import RunReport
 
 _FAULTS = 20
-"""Most faults that are named."""
+"""Most faults that are listed."""
 
 
 class ReportError(HealcoreError, ValueError):
-    """A file that no report can be made of; the message has the file, the rule and the remedy."""
+    """A file without a report. The message has the file, the rule and the remedy."""
 
 
 def read_reports(
@@ -39,9 +39,9 @@ def read_reports(
 ) -> list[RunReport]:
     """A report of each run in an events file, or in a directory with one.
 
-    `metrics` may be any trace that `healcore replay` reads; None takes `run.metrics.jsonl` next to
-    `run.events.jsonl`, if there is one. `policy` None is the preset of that name, if the run used
-    exactly that. Raises ReportError if the file has no event or cannot be read.
+    `metrics` may be any trace that `healcore replay` reads. By default it is `run.metrics.jsonl`
+    next to `run.events.jsonl`, if that file exists. `policy` is the policy of the run if the events
+    do not contain it. Raises ReportError if the file has no event or cannot be read.
     """
     path = find_events(Path(events))
     history = _read(path)
@@ -60,7 +60,7 @@ def read_reports(
 
 
 def find_events(path: Path) -> Path:
-    """The events file; in a directory the only one there, else ReportError."""
+    """The events file, or the only events file in a directory. Raises ReportError."""
     if not path.is_dir():
         return path
     found = sorted(path.glob("*events.jsonl"))
@@ -69,7 +69,7 @@ def find_events(path: Path) -> Path:
     if not found:
         raise ReportError(
             f"{path}: no events file (*events.jsonl) in this directory; "
-            "name the file that the argument events= has written (of Healer, heal or a callback)"
+            "name the file that the argument events= writes (of Healer, heal or a callback)"
         )
     names = ", ".join(each.name for each in found)
     raise ReportError(f"{path}: more than one events file ({names}): name one of them")
@@ -99,8 +99,7 @@ def _read(path: Path) -> History:
 
 def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -> RunReport:
     malformed = [
-        f"event {event.seq} ({event.kind}): {', '.join(fields)} not as specified"
-        for event, fields in run.malformed
+        f"event {event.seq} ({event.kind}): {', '.join(fields)}" for event, fields in run.malformed
     ]
     found, problem = _postmortem_of(path, run.processes[-1].id)
     diagnosis = (found or {}).get("diagnosis")
@@ -108,7 +107,7 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
     counted = drawn.counts or Counts(alarms=0)
     ran = policy_of(run.start, policy)
     return RunReport(
-        title="/".join(path.absolute().parts[-2:]),  # run.events.jsonl alone names no run
+        title="/".join(path.absolute().parts[-2:]),
         mode=Mode.OBSERVE if run.observes else Mode.HEAL,
         policy_name=ran.name,
         policy_toml=ran.toml,
@@ -125,7 +124,7 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
         facts=_facts_of(run, found),
         state=_state_of(run, found),
         notes=(
-            *first_lines("fields left out, not in their shape", malformed),
+            *first_lines("fields of the wrong type, ignored", malformed),
             *filter(None, (problem, *drawn.notes, ran.note)),
             *_missing(run, counted=drawn.counts is not None),
         ),
@@ -139,10 +138,10 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
 def _missing(run: Run, *, counted: bool) -> list[str]:
     notes = []
     if run.lost:
-        notes.append(f"{run.lost} events could not be written by the run (a disk that failed).")
+        notes.append(f"{run.lost} events could not be written: the disk failed.")
     if run.unreported_alarms:
-        where = "the metrics have them" if counted else "they count in no column here"
-        notes.append(f"{run.unreported_alarms} alarms have no event of their own: {where}.")
+        where = "the metrics have them" if counted else "they are not counted here"
+        notes.append(f"{run.unreported_alarms} alarms have no own event: {where}.")
     problems = [f"step {event.step}: {event.problem}" for event in run.problems]
     return notes + first_lines("reported by the run", problems)
 
@@ -151,17 +150,17 @@ def _missing(run: Run, *, counted: bool) -> list[str]:
 
 
 class RunPolicy(NamedTuple):
-    """The policy of a run, as far as it is known."""
+    """The policy of a run."""
 
     name: str
     toml: str
     fingerprint: str
     note: str = ""
-    """Why there is no text, or why it may be another policy's."""
+    """Why the text is missing or may belong to another policy, or an empty string."""
 
 
 def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
-    """The given policy, else the one in `start`, the start event of the run's last process."""
+    """The given policy, else the policy in `start`, the start event of the last process."""
     start = start or EventRecord()
     name, ran, written = start.policy or "", start.fingerprint or "", start.policy_toml or ""
     if given is None:
@@ -169,13 +168,13 @@ def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
         if text:
             return RunPolicy(name, text, ran)
         note = "The text of the policy is not in the events: pass its file with --policy FILE."
-        return RunPolicy(name or "not known", "", ran, note)
+        return RunPolicy(name or "unknown", "", ran, note)
     fingerprint = policies.fingerprint(given)
     note = ""
     if ran and fingerprint != ran:
         note = (
-            f"The policy given with --policy ({given.name}, {fingerprint}) is not the one that the "
-            f"run had ({name}, {ran}): it has been edited since, or is another."
+            f"The policy given with --policy ({given.name}, {fingerprint}) is not that of the run "
+            f"({name}, {ran}): it was edited since, or is another policy."
         )
     return RunPolicy(name or given.name, policies.dumps(given), ran or fingerprint, note)
 
@@ -183,7 +182,7 @@ def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
 def policy_text(name: str, fingerprint: str, written: str) -> str:
     """A preset's text with its comments if `written` has the same values, else `written`.
 
-    The fingerprint alone does not cover the keys of the host.
+    The fingerprint does not cover the keys of the host.
     """
     if name not in (*policies.preset_names(), *policies.recipe_names()):
         return written
@@ -194,7 +193,7 @@ def policy_text(name: str, fingerprint: str, written: str) -> str:
 
 
 def _state_of(run: Run, found: dict[str, Any] | None) -> RunState:
-    """The state by the events, or else by the postmortem, which the next process writes."""
+    """The state by the events, else by the postmortem, which the next process writes."""
     if run.end is not None or found is None:
         return run.state
     ending = found.get("ending")
@@ -238,7 +237,7 @@ def _faults(run: Run) -> str:
 
 
 def _postmortem_of(path: Path, run: str) -> tuple[dict[str, Any] | None, str]:
-    """The postmortem next to an events file, and the problem with reading it."""
+    """The postmortem next to an events file or None, and a problem or an empty string."""
     place = postmortem.path_for(path, run)
     try:
         found = postmortem.read(place)
@@ -246,7 +245,7 @@ def _postmortem_of(path: Path, run: str) -> tuple[dict[str, Any] | None, str]:
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
         return None, f"{place.name} cannot be read: {type(error).__name__}"
-    return (found, "") if isinstance(found, dict) else (None, f"{place.name} is no postmortem")
+    return (found, "") if isinstance(found, dict) else (None, f"{place.name} is not a postmortem")
 
 
 def _time_of(event: EventRecord | None) -> str | None:
@@ -256,7 +255,7 @@ def _time_of(event: EventRecord | None) -> str | None:
 
 
 def _duration(run: Run) -> str | None:
-    """The duration of all processes together, each by its own monotonic clock."""
+    """Total duration of all processes, each by its own monotonic clock."""
 
     def text(seconds: float) -> str:
         in_range = 60 <= seconds < 1e9

@@ -1,4 +1,4 @@
-"""Makes the text of a page, as plain data for the templates, which escape every text."""
+"""Makes the text of a page as plain data for the templates, which escape every text."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import numpy as np
 
 from healcore.history import Incident, IncidentOutcome, Mode
 from healcore.history.process import RunState
-from healcore.runtime.sentences import STATES, flag_names, outcome, repeats, step_range
-from healcore.tools.report.markers import MARKERS
-from healcore.tools.report.run_report import RunReport, short_names
+from healcore.runtime.postmortem.sentences import STATES, flag_names, outcome, repeats, step_range
+from healcore.tools.report.run_report import MARKERS, RunReport, short_names
 from healcore.tools.report.runs import policy_text
 
 _INCIDENTS = 1000
-"""Most incidents with a row; browsers fail to open pages with many more."""
+"""Most incidents with a row; browsers cannot open pages with many more."""
 _ATTEMPTS = 50
 _RATES = 6
 _BATCHES = 6
 _TENSORS = 5
-"""Most attempts, and of one incident multipliers, ranges of batches and tensors, that are named."""
+"""Most attempts of a run, and most multipliers, batch ranges and tensors of an incident."""
 _NOTHING = "–"
 
 _HANDLING = (
@@ -28,15 +27,15 @@ _HANDLING = (
     "other."
 )
 _CAPTIONS = {
-    Mode.HEAL: "Faint: steps that a rollback or a restart has undone; the numbers above count them "
-    "too. A dotted line leads from a rollback to its checkpoint.",
-    Mode.OBSERVE: "The policy only observed: nothing was done to this run. Marks are what it would "
-    "have ordered; faint are steps that a restart has undone.",
-    Mode.REPLAY: "A replay: nothing was done to this run. Marks are what the policy would have "
-    "ordered; faint are steps that the run itself repeated.",
+    Mode.HEAL: "Faint steps were undone by a rollback or a restart; the numbers above count them. "
+    "A dotted line leads from a rollback to its checkpoint.",
+    Mode.OBSERVE: "The policy only observed: nothing was done to this run. Marks show what it "
+    "would have ordered. Faint steps were undone by a restart.",
+    Mode.REPLAY: "A replay: nothing was done to this run. Marks show what the policy would have "
+    "ordered; the run itself repeated the faint steps.",
 }
 _BADGES = {RunState.COMPLETED: "good", RunState.RUNNING: "open", RunState.UNKNOWN: "open"}
-"""Class of a state's badge; the others are bad."""
+"""CSS class of a state's badge; other states are bad."""
 
 _COLUMNS = {
     "Incident": "number",
@@ -62,7 +61,7 @@ def page_title(reports: Sequence[RunReport]) -> str:
 
 
 def overview(reports: Sequence[RunReport]) -> dict[str, Any]:
-    """The table with a row for each run, in the order of the page."""
+    """The table of all runs, in the order of the page."""
     ends = "Ends at" if all(each.mode is Mode.REPLAY for each in reports) else "Ending"
     rows = []
     for report, name in zip(reports, short_names(reports), strict=True):
@@ -88,7 +87,7 @@ def overview(reports: Sequence[RunReport]) -> dict[str, Any]:
 
 
 def section(report: RunReport) -> dict[str, Any]:
-    """The section of a run; the page's script draws its plot."""
+    """The section of a run. The page's script draws its plot."""
     return {
         "title": report.title,
         "policy_name": report.policy_name,
@@ -140,14 +139,14 @@ def _undone(number: int) -> str:
 
 
 def _loss_tiles(report: RunReport) -> list[tuple[str, str]]:
-    """The last loss, which need not be finite, and the smallest."""
+    """The last loss, which may be NaN or Inf, and the smallest loss."""
     curves = report.curves
     kept = ~curves.undone()
     loss = curves.loss[np.isfinite(curves.loss) & kept]
     if not len(loss):
         return []
     if curves.isolated:
-        last = [(f"{loss[-1]:.4g}", "last loss known")]
+        last = [(f"{loss[-1]:.4g}", "last known loss")]
     else:
         bad = np.zeros(len(kept), bool) if curves.nonfinite is None else curves.nonfinite
         known = curves.loss[kept & (np.isfinite(curves.loss) | bad)]
@@ -158,9 +157,9 @@ def _loss_tiles(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _paragraphs(diagnosis: str) -> Iterator[tuple[str, bool]]:
-    """The diagnosis's paragraphs, and whether each is an item of a list.
+    """The paragraphs of the diagnosis, and whether each is an item of a list.
 
-    A line that begins with a space continues the one before, which was wrapped for a terminal.
+    A line that begins with a space continues the line before.
     """
     text, item = "", False
     for line in diagnosis.splitlines():
@@ -188,7 +187,7 @@ def _facts(report: RunReport) -> dict[str, str]:
 
 
 def _incident_table(incidents: Sequence[Incident], *, would: bool) -> dict[str, Any]:
-    """The table; a row is linked to the plot by its place. Empty columns are left out."""
+    """The table without empty columns. A row is linked to the plot by its position."""
     rows = [_cells(incident) for incident in incidents[:_INCIDENTS]]
     shown = [i for i in range(len(_COLUMNS) - 1) if any(row[i] != (_NOTHING,) for row in rows)]
     first, *others = _COLUMNS.items()
@@ -216,7 +215,7 @@ def _outcome_label(incident: Incident, would: bool) -> str:
 
 
 def _cells(incident: Incident) -> list[tuple[str, ...]]:
-    """The cells of a row, without the first; each cell is a tuple of its lines."""
+    """The cells of a row, except the first. Each cell is a tuple of lines."""
     cells = (
         step_range(incident.onset_step, incident.end[0]),
         flag_names(incident.cause),
@@ -242,17 +241,17 @@ def _rate(incident: Incident) -> str:
 
 
 def _batches(incident: Incident) -> str:
-    ranges = _ranges(incident.left_out or incident.batches)
+    ranges = _ranges(incident.skipped_batches or incident.batches)
     text = "; ".join(
         f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_BATCHES]
     )
     more = len(ranges) - _BATCHES
     text += f"; and {more} more ranges" if more > 0 else ""
-    return f"{text} (left out)" if text and incident.left_out else text
+    return f"{text} (skipped)" if text and incident.skipped_batches else text
 
 
 def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(epoch, first, last) of batches that follow one another."""
+    """(epoch, first, last) of consecutive batches."""
     found: list[tuple[int, int, int]] = []
     for epoch, index in sorted(set(batches)):
         if found and (epoch, index) == (found[-1][0], found[-1][2] + 1):

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.core.engine import Engine
-from healcore.plugins.rows import SignalLayout, layout_of, rows_of
+from healcore.plugins.rows import SignalLayout
 from healcore.plugins.sweep import WORD, PackedRows, PackedSeries
+from healcore.tools.replay.trace_replay import layout_of, rows_of
 from healcore.tools.traces.trace import Trace
 
 GROUPS = 512

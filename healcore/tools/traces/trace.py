@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.core.errors import HealcoreError
-from healcore.plugins.rows import by_signals
 
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "lr")
 """Signals that are read from a log: those of `healcore.core.signals`, and the learning rate."""
@@ -187,6 +186,21 @@ def join_columns(
         )
         for name in names
     }
+
+
+def by_signals(
+    given: Mapping[str, np.ndarray], names: Sequence[str]
+) -> Iterator[tuple[frozenset[str], np.ndarray]]:
+    """Every set of signals that rows log together, with those rows, bool (n,).
+
+    `given` is bool (n,) by signal. Only the signals in `names` count.
+    """
+    names = [name for name in names if name in given]
+    bits = np.zeros(len(next(iter(given.values()), ())), np.int64)
+    for place, name in enumerate(names):
+        bits |= given[name].astype(np.int64) << place
+    for code in np.unique(bits):
+        yield frozenset(n for place, n in enumerate(names) if code >> place & 1), bits == code
 
 
 def select_rows(rows: Rows, where: slice | np.ndarray) -> Rows:

@@ -12,29 +12,28 @@ from typing import Any, BinaryIO, NamedTuple
 
 from healcore import regular_file
 from healcore.core.errors import HealcoreError
+from healcore.events.metrics import path_next_to
+from healcore.events.models import EventRecord
+from healcore.events.schema import SEVERE
 from healcore.policy import Policy
-from healcore.runtime.events.metrics import path_next_to
-from healcore.runtime.events.models import EventRecord
-from healcore.runtime.events.schema import SEVERE
-from healcore.tools.watch.lines import event_line, one_line, state_lines
-from healcore.tools.watch.live_run import LiveRun
+from healcore.tools.watch.live_run import LiveRun, event_line, one_line, state_lines
 
 COMPLETED, FAILED = 0, 1
 """Exit statuses."""
 
 _LOOK_EVERY = 0.5
-"""Seconds; the Healer writes its metrics as often."""
+"""Seconds between looks; the Healer writes its metrics as often."""
 _GONE_EVERY = 3.0
-"""Seconds without a new line between checks whether the process still exists."""
+"""Seconds without a new line after which the process is checked."""
 _HISTORY = 20
-"""Most earlier lines that are shown at the start."""
+"""Most earlier lines that are printed at the start."""
 _METRICS_END = 1 << 16
 """Bytes of the metrics that are read at the start."""
 _FOREIGN = 20
 """Lines without an event after which the file is rejected."""
 _BLOCK = 1 << 20
 _LONGEST = 1 << 24
-"""Bytes after which a line is given up; no event is as long."""
+"""Bytes; a longer line is damaged and is dropped."""
 
 
 class WatchError(HealcoreError, ValueError):
@@ -47,17 +46,17 @@ class NewLines(NamedTuple):
     lines: list[bytes]
     """Whole lines, without their ends."""
     replaced: bool
-    """The file is another one, or was emptied: the lines are from its beginning."""
+    """The file was replaced or emptied: the lines are from the beginning."""
     more: bool
-    """There is more to read already."""
+    """More lines can be read at once."""
 
 
 class Tail:
-    """Reads a file that grows. It may not exist yet, and may be rotated or emptied.
+    """Reads a growing file. The file may not exist yet, and may be rotated or emptied.
 
-    A line without its end is held back until it is complete. `last` limits the first read to so
-    many bytes at the file's end. After a look, `there` is whether the file exists, and `error_text`
-    why it could not be read.
+    An incomplete line is buffered. `last` limits the first read to that many bytes at the end of
+    the file. After a look, `there` is whether the file exists, and `error_text` why it could not be
+    read, or an empty string.
     """
 
     def __init__(self, path: Path, *, last: int | None = None) -> None:
@@ -70,7 +69,7 @@ class Tail:
         self._rest = b""
 
     def look(self) -> NewLines:
-        """The new lines. Errors are not raised: see `there` and `error_text`."""
+        """Reads the new lines. Does not raise: see `there` and `error_text`."""
         self.error_text = ""
         try:
             with open(self.path, "rb", opener=regular_file.opener) as file:
@@ -102,7 +101,7 @@ class Tail:
 
 
 class RunWatcher:
-    """Prints the new lines of an events file, which need not exist yet, and of its metrics."""
+    """Prints new events of a file that may not exist yet, and reads its metrics."""
 
     def __init__(self, path: Path, policy: Policy | None, console: Any) -> None:
         self.path = path
@@ -121,7 +120,7 @@ class RunWatcher:
         """Prints one line."""
         from rich.text import Text
 
-        # Text, not str: rich reads brackets in a str as markup. Soft wrap keeps a line in one line.
+        # Text, because rich reads brackets in a str as markup. soft_wrap: one line stays one line.
         text = Text(one_line(line), style="bold red" if severe else "")
         self._console.print(text, soft_wrap=True)
         if not self._console.is_terminal:
@@ -133,10 +132,7 @@ class RunWatcher:
             self.print(line)
 
     def catch_up(self) -> None:
-        """Reads the file as it is, and prints its last lines.
-
-        Raises WatchError if it is no events file.
-        """
+        """Reads the whole file and prints its last lines. Raises WatchError for another file."""
         lines: deque[tuple[str, bool]] = deque(maxlen=_HISTORY)
         count = 0
         for line in self._new_lines():
@@ -148,12 +144,12 @@ class RunWatcher:
             self.print(line, severe=severe)
 
     def look(self) -> None:
-        """Prints the new lines; raises as `catch_up`."""
+        """Prints the new lines. Raises as `catch_up`."""
         for line, severe in self._new_lines():
             self.print(line, severe=severe)
 
     def ended(self) -> bool:
-        """Whether the run has ended, or its process is gone."""
+        """Whether the run has ended or its process is gone."""
         if self.live.ending is not None:
             return True
         now = time.monotonic()
@@ -162,9 +158,9 @@ class RunWatcher:
         self._quiet_since = now
         if not self.live.check_process():
             return False
-        self.look()  # it may have written its end just before it exited
+        self.look()  # the end may have been written meanwhile
         if self.live.check_process():
-            self.print("the process is gone, and has written no end: it was killed", severe=True)
+            self.print("the process is gone without an end event: it was killed", severe=True)
         return True
 
     def _new_lines(self) -> Iterator[tuple[str, bool]]:
@@ -197,13 +193,13 @@ class RunWatcher:
             seen, damaged = self.live.seen, self.live.damaged
             if damaged == seen >= _FOREIGN:
                 raise WatchError(
-                    f"{self.path} is no events file: none of its first {seen} lines is an event. "
+                    f"{self.path} is no events file: its first {seen} lines are not events. "
                     "Name the file that the argument events= writes (of Healer, heal or a callback)"
                 )
 
 
 def print_once(path: Path, policy: Policy | None, console: Any) -> int:
-    """Prints the state of a run, and returns the exit status; WatchError if there is no event."""
+    """Prints the state of a run. Returns the exit status. Raises WatchError without an event."""
     watcher = RunWatcher(path, policy, console)
     watcher.catch_up()
     if not watcher.there:
@@ -217,10 +213,10 @@ def print_once(path: Path, policy: Policy | None, console: Any) -> int:
 
 
 def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = False) -> int:
-    """Follows a run to its end, or forever; returns the exit status.
+    """Follows a run to its end and returns the exit status.
 
-    `forever` is for a run that may be started again. Raises WatchError if it is no events file, or
-    cannot be read.
+    With `forever` it waits for restarts of the run. Raises WatchError if the file is no events file
+    or cannot be read.
     """
     watcher = RunWatcher(path, policy, console)
     with _panel_below(console, watcher) as refresh:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from tests.core.reference.ties import Ties
-from tests.core.reference.watch import Watch, warmup
+from tests.core.reference.ties import Ties, Watch, warmup
 
 
 class Clipped(NamedTuple):

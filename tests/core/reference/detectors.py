@@ -9,9 +9,15 @@ import math
 from typing import Any, NamedTuple
 
 from healcore.core.verdict import Cause
-from tests.core.reference.loss_limits import LossCeiling, LossRatio
+from tests.core.reference.limits import (
+    GradCeiling,
+    GradEma,
+    GradWindow,
+    LossCeiling,
+    LossRatio,
+    LossWindow,
+)
 from tests.core.reference.losses import Divergence, LossSpike, Outliers
-from tests.core.reference.outliers import GradCeiling, GradEma, GradWindow, LossWindow
 from tests.core.reference.records import Instability, Records
 from tests.core.reference.ties import Ties
 

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from healcore.core.detectors import nonfinite
+from healcore.core.detectors import NonFiniteConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
 from healcore.jax import protect
@@ -23,7 +23,7 @@ from healcore.jax.flax_nnx import snapshot, update
 
 NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 POLICY = EngineConfig(
-    detectors=(("nonfinite", nonfinite.Config()),),
+    detectors=(("nonfinite", NonFiniteConfig()),),
     rules=(RuleConfig(NONFINITE, skip=True, action=int(Action.ROLLBACK | Action.CUT_LR)),),
     lr=LrConfig(factor=0.25, floor=0.01, hold_steps=3, ramp_steps=4),
 )
@@ -52,7 +52,7 @@ def mse(prediction: Any, x: Any) -> Any:
 def plain(
     inner: Any = None, policy: Any = POLICY, wrap: Callable[..., Any] = protect, **extra: Any
 ) -> Run:
-    """A dictionary of parameters, optimizer state and whatever else."""
+    """A dictionary of parameters, optimizer state and other parts."""
     tx, step = _plain_program(inner, policy, wrap)
     params = {"hidden": jnp.full((4, 3), 0.1), "out": {"w": jnp.full((3, 1), 0.2)}}
     return Run({"params": params, "opt_state": tx.init(params), **extra}, step, step._cache_size)

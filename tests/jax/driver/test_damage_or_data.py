@@ -16,9 +16,9 @@ from flax import nnx
 from jax.core import Tracer
 
 from healcore import Healer
+from healcore.events import read
 from healcore.jax import from_dict, metrics, protect, to_dict
 from healcore.policy import engine_of, load
-from healcore.runtime.events import read
 from healcore.runtime.recovery.engine_states import limited
 
 STEPS = 400

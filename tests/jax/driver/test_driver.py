@@ -42,7 +42,7 @@ def test_the_state_of_before_is_refused_in_the_next_step(kind, to):
     assert driver.poll_step() is None
     # The loop may mend that.
     (handle,) = advance(driver, run, [batch(9)])
-    assert handle.read()[0].step == to + 1
+    assert handle.steps()[-1][0].step == to + 1
 
 
 def test_accumulated_too():
@@ -50,7 +50,9 @@ def test_accumulated_too():
     driver, mine = went_back(run, to=3, steps=10)
     with pytest.raises(HealStateError, match=LINE):
         driver.update(run.step(mine, batch(9)))
-    records = [handle.read()[0] for handle in advance(driver, run, [batch(i) for i in range(4)])]
+    records = [
+        handle.steps()[-1][0] for handle in advance(driver, run, [batch(i) for i in range(4)])
+    ]
     assert [each.step for each in records] == [1, 1, 2, 2]
 
 
@@ -73,7 +75,7 @@ def test_a_resumed_run_does_not_start_over(fresh):
         other.update(new)
         handle = other.poll_step()
         assert handle is not None
-        assert handle.read()[0].step == 4
+        assert handle.steps()[-1][0].step == 4
 
 
 def test_updates_of_several_steps_are_none_of_this():
@@ -105,7 +107,7 @@ def test_updates_of_several_steps_are_none_of_this():
     driver.update(three(driver.state, 3))
     handle = driver.poll_step()
     assert handle is not None
-    assert handle.read()[0].step == 6
+    assert handle.steps()[-1][0].step == 6
 
 
 def overflows(inner: Any, policy: Any) -> Any:
@@ -122,7 +124,7 @@ def test_a_step_that_the_loop_has_skipped_is_no_fresh_state():
     run = plain(wrap=overflows)
     driver = JaxDriver(run.state, POLICY)
     handles = advance(driver, run, [batch(i, bad=i in (0, 1, 3)) for i in range(5)])
-    assert [handle.read()[0].step for handle in handles] == [0, 0, 1, 1, 2]
+    assert [handle.steps()[-1][0].step for handle in handles] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("every_step", [True, False])
@@ -139,7 +141,7 @@ def test_a_fresh_optimizer_state_in_the_loop_is_noticed(every_step):
     kept = with_heal_state(without_heal_state(restarted()), like=driver.state)
     driver.update(run.step(kept, batch(3)))
     handles.append(driver.poll_step())
-    assert [handle.read()[0].step for handle in handles] == [1, 2, 3, 4]
+    assert [handle.steps()[-1][0].step for handle in handles] == [1, 2, 3, 4]
     driver.update(run.step(restarted(), batch(4)))
     handle = driver.poll_step()
     if every_step:
@@ -147,4 +149,4 @@ def test_a_fresh_optimizer_state_in_the_loop_is_noticed(every_step):
         handle = driver.poll_step()
     assert handle is not None
     with pytest.raises(HealStateError, match=r'of "opt_state" has begun again.*tx\.init\(params\)'):
-        handle.read()
+        handle.steps()

@@ -52,7 +52,7 @@ def test_a_healing_state_is_json_and_comes_back(kind):
 def test_the_states_of_many_runs_at_once_are_refused_at_the_start(name):
     tx = {"protect": protect(optax.sgd(0.1), policies.SKIP), "heal": heal(policies.SKIP)}[name]
     states = jax.vmap(lambda p: {"params": p, "opt_state": tx.init(p)})({"w": jnp.ones((4, 3))})
-    with pytest.raises(HealStateError, match=r"opt_state.* of 4 runs at once.* one run"):
+    with pytest.raises(HealStateError, match=r"opt_state.* holds 4 runs at once.* one run"):
         Healer(policies.SKIP, state=states).__enter__()
 
 

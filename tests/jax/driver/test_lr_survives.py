@@ -71,7 +71,7 @@ def test_the_parameters_move_by_the_cut_rate(name, wrap):
     advance(driver, run, [batch(seed) for seed in range(4)])
     store.save(4, driver.items(), healing=driver.healing())
     *_, cut = advance(driver, run, [batch(4), batch(5, bad=True)])
-    assert cut.read()[0].lr_scale == 0.25
+    assert cut.steps()[-1][0].lr_scale == 0.25
 
     restored = store.restore(4, driver.items())
     live = driver.healing()
@@ -90,7 +90,7 @@ def test_the_parameters_move_by_the_cut_rate(name, wrap):
 
 
 @pytest.mark.parametrize("wrap", [protect, chained])
-def test_a_new_process_goes_on_at_the_cut_rate(wrap):
+def test_a_new_process_continues_at_the_cut_rate(wrap):
     run = plain(OPTIMIZERS["injected schedule"], wrap=wrap)
     driver = JaxDriver(run.state, POLICY)
     store = driver.store(None, ())
@@ -119,7 +119,7 @@ def test_the_way_back_ends_exactly_on_the_schedule():
     driver.replace(restored.state)
     driver.load_healing(after_rollback(engine, live, restored.healing))
     handles = advance(driver, run, [batch(seed) for seed in range(1, 10)])
-    scales = [handle.read()[0].lr_scale for handle in handles]
+    scales = [handle.steps()[-1][0].lr_scale for handle in handles]
     hold, ramp = scales[:3], scales[3:7]
     assert hold == [0.25] * 3
     assert ramp == sorted(ramp)

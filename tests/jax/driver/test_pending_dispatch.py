@@ -28,7 +28,7 @@ def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind):
     assert driver.poll_step() is None
     handles = advance(driver, run, [batch(0), batch(1), batch(2, bad=True), batch(3)])
     assert driver.poll_step() is None  # no step since
-    records = [handle.read() for handle in handles]
+    records = [handle.steps()[-1] for handle in handles]
     assert [len(each) for each in records] == [1] * 4
     first, second, bad, after = (each[0] for each in records)
     assert [each.step for each in (first, second, bad, after)] == [1, 2, 3, 4]
@@ -51,7 +51,7 @@ def test_the_values_are_those_on_the_device_and_have_python_types():
     run = plain(policy=policies.BOTH)
     driver = JaxDriver(run.state, policies.BOTH)
     *_, last = advance(driver, run, [batch(i) for i in range(30)])
-    (record,) = last.read()
+    (record,) = last.steps()[-1]
     seen = metrics(driver.state["opt_state"])
     for name in ("loss", "grad_norm", "threshold", "z", "z_loss"):
         value = getattr(record, name)
@@ -69,7 +69,7 @@ def test_in_observe_mode_the_order_is_reported_and_not_enforced():
     run = plain(policy=policy)
     driver = JaxDriver(run.state, policy)
     (handle,) = advance(driver, run, [batch(0, bad=True)])
-    (record,) = handle.read()
+    ((record,),) = handle.steps()
     assert record.skip
     assert record.action & Action.ROLLBACK
     assert np.isnan(driver.state["params"]["hidden"]).all()
@@ -84,7 +84,7 @@ def test_several_engines_are_reported_by_name():
     driver.update({**state, "critic": one})
     handle = driver.poll_step()
     assert handle is not None
-    records = {each.engine: each for each in handle.read()}
+    records = {each.engine: each for each in handle.steps()[-1]}
     assert (records["generator"].step, records["critic"].step) == (0, 1)  # it judged none
     assert records["critic"].skip
 
@@ -101,7 +101,7 @@ def test_the_evidence_names_tensors_as_the_framework_does(kind, name):
     run = RUNS[kind]()
     driver = JaxDriver(run.state, POLICY)
     _, handle = advance(driver, run, [batch(0), batch(1, bad=True)])
-    evidence = handle.read()[0].evidence
+    evidence = handle.steps()[-1][0].evidence
     assert evidence[0].name == name
     assert all(np.isnan(each.grad_norm) for each in evidence)
 
@@ -115,7 +115,7 @@ def test_one_bad_tensor_is_named_alone():
     driver.update((params, opt_state))
     handle = driver.poll_step()
     assert handle is not None
-    (record,) = handle.read()
+    ((record,),) = handle.steps()
     assert record.evidence == (("[0]['b']['c']", float("inf")),)
     assert record.engine == "1"
 
@@ -124,7 +124,7 @@ def test_averages_of_the_parameters_are_not_taken_for_them():
     run = plain(ema={"hidden": jnp.zeros((4, 3)), "out": {"w": jnp.zeros((3, 1))}})
     driver = JaxDriver(run.state, POLICY)
     (handle,) = advance(driver, run, [batch(0, bad=True)])
-    names = [each.name for each in handle.read()[0].evidence]
+    names = [each.name for each in handle.steps()[-1][0].evidence]
     assert names == ["['params']['hidden']", "['params']['out']['w']"]
 
 
@@ -158,7 +158,7 @@ def test_of_two_networks_with_the_same_names_the_right_one_is_named(layout, name
     driver.update(gan(layout, nets, opts))
     handle = driver.poll_step()
     assert handle is not None
-    assert [each.name for record in handle.read() for each in record.evidence] == [name]
+    assert [each.name for record in handle.steps()[-1] for each in record.evidence] == [name]
 
 
 def test_tensors_that_no_part_of_the_state_has_get_numbers():
@@ -170,7 +170,7 @@ def test_tensors_that_no_part_of_the_state_has_get_numbers():
     driver.update({"params": params, "opt_state": opt_state})
     handle = driver.poll_step()
     assert handle is not None
-    assert [each.name for each in handle.read()[0].evidence] == ["gradient 0 of 1"]
+    assert [each.name for each in handle.steps()[-1][0].evidence] == ["gradient 0 of 1"]
 
 
 def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
@@ -204,7 +204,7 @@ def test_a_norm_given_by_the_caller_leaves_no_evidence():
 
 
 def read(handles: list[Any]) -> list[Any]:
-    return [record for handle in handles for record in handle.read()]
+    return [record for handle in handles for record in handle.steps()[-1]]
 
 
 def neutral(record: Any) -> bool:
@@ -267,7 +267,7 @@ def test_each_engine_is_reported_at_its_own_cadence():
             grads = {"w": jnp.full(3, jnp.nan if bad else 0.5)}
             _, state[name] = tx.update(grads, state[name], params)
         driver.update(state)
-        records.append({each.engine: each for each in driver.poll_step().read()})
+        records.append({each.engine: each for each in driver.poll_step().steps()[-1]})
     assert [each["slow"].step for each in records] == [0, 1, 1, 1, 2]
     assert [each["fast"].step for each in records] == [1, 2, 3, 4, 5]
     causes = [each["slow"].cause for each in records]

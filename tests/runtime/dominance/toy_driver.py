@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from healcore.events import Log
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
 from healcore.runtime.dominance.dominance import Dominance, Verdict
-from healcore.runtime.events import Log
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Alone
 

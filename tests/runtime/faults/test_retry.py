@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import healcore
 from healcore.core.verdict import Cause
 from healcore.policy import PolicyError, load
-from healcore.policy.faults import Retry
+from healcore.policy.recovery import Retry
 from healcore.runtime.faults import Fault
 from healcore.runtime.faults.retry import Attempt, delay, repeated
 from tests.runtime.faults.local_server import serving

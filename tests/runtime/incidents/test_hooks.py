@@ -6,7 +6,7 @@ import pytest
 
 from healcore.core.verdict import Action, Cause, Decision
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
-from tests.runtime.events.sample_events import EVIDENCE, READINGS
+from tests.events.sample_events import EVIDENCE, READINGS
 
 ORDERED = Action.ROLLBACK | Action.CUT_LR
 INCIDENT = IncidentContext(

@@ -10,7 +10,7 @@ import pytest
 from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
-from healcore.runtime.events.models import Ending
+from healcore.events.models import Ending
 from healcore.runtime.postmortem.diagnosis import RunEnd, advice, explain
 from healcore.runtime.recovery.rollback import Rollback
 
@@ -39,19 +39,19 @@ STOPPED = RunEnd(
     verdict="reproducible",
     damaged=(3950,),
     last_good=3800,
-    path="checkpoints/step-0000003800.0a1b2c3d",
+    last_good_path="checkpoints/step-0000003800.0a1b2c3d",
 )
 
 WHOLE = """\
 healcore stopped the run at step 4121: the budget of 2 recoveries is spent.
 Seen: nonfinite_grad, loss_spike from step 4093 on. Last finite loss 2.31, last finite norm 14.2
   (limit 1.27). Gradients that stood out: layers.3.weight (nan), layers.1.weight (12.5). Its
-  data: epoch 0 batch 412, epoch 0 batch 413. The same step, taken again from a snapshot, failed
-  again: reproducible. It was the last of 4 incidents.
-Tried: skipped 1 step; went back from step 4011 to 3900 with the learning rate at most 0.0005
-  (the schedule had come to 0.001) and without 12 batches; went back from step 4021 to 3800 and
-  without 1 batch; the learning rate stands at 0.25 of its schedule.
-Storage: checkpoints found damaged: 3950. Check the disk that they lie on.
+  data: epoch 0 batch 412, epoch 0 batch 413. A re-run of the step from a snapshot failed again:
+  a reproducible fault. The run had 4 incidents.
+Tried: skipped 1 step; rolled back from step 4011 to 3900 with the learning rate at most 0.0005
+  (the schedule had come to 0.001) and skipped 12 batches; rolled back from step 4021 to 3800
+  and skipped 1 batch; the learning rate is at 0.25 of its schedule.
+Storage: checkpoints found damaged: 3950. Check the disk.
 Look at:
 """
 
@@ -98,25 +98,25 @@ def test_a_verdict_comes_first():
     assert "debugger" in advice(Cause.NONFINITE_LOSS, verdict="reproducible")[0]
 
 
-@pytest.mark.parametrize("left_out", [0, 3])
+@pytest.mark.parametrize("skipped", [0, 3])
 @pytest.mark.parametrize("limit", [None, 5e-4])
-def test_the_advice_follows_from_what_was_tried(left_out, limit):
+def test_the_advice_follows_from_what_was_tried(skipped, limit):
     """The multiplier is 1 at the checkpoint, in a warm-up, whether the rate is limited or not."""
     tried = tuple(
-        applied(at, at - 2, 0, lr=1e-3, lr_limit=limit, skipped=left_out) for at in (10, 20)
+        applied(at, at - 2, 0, lr=1e-3, lr_limit=limit, skipped=skipped) for at in (10, 20)
     )
     text = explain(RunEnd("stopped", 30, cause=Cause.LOSS_SPIKE, rollbacks=tried))
-    hint = " ".join(text[text.index("Going back") :].split())
-    assert ("same data" in hint) is not bool(left_out)
+    hint = " ".join(text[text.index("Rolling back") :].split())
+    assert ("same data" in hint) is not bool(skipped)
     assert ("same learning rate" in hint) is (limit is None)
-    assert ("the trouble is in the model" in hint) is bool(left_out and limit)
-    assert ("more of the data than was left out" in hint) is bool(left_out)  # all of it may be bad
+    assert ("the cause is the model" in hint) is bool(skipped and limit)
+    assert ("more of the data is bad" in hint) is bool(skipped)
 
 
 def test_a_completed_run_gets_no_lecture():
     text = explain(STOPPED._replace(ending="completed", open=False, why=""))
     assert text.startswith("The run is complete at step 4121.\n")
-    assert ", over by then" in text
+    assert ", resolved by the end" in text
     assert "Look at" not in text
     none = explain(RunEnd("completed", 40, probation=100))
     assert "resume" not in none
@@ -144,13 +144,13 @@ def test_the_newest_checkpoint_is_not_doubted_without_an_incident(ending):
 def test_what_a_rollback_has_undone_is_said():
     text = explain(STOPPED._replace(skips=5, undone_skips=3, undone_incidents=2))
     assert "skipped 5 steps (3 undone by a rollback)" in text
-    assert "the last of 4 incidents (2 undone by a rollback)" in " ".join(text.split())
+    assert "The run had 4 incidents (2 undone by a rollback)" in " ".join(text.split())
 
 
 def test_observing_tries_nothing():
     text = explain(STOPPED._replace(observes=True))
     assert "Tried: nothing: the policy only observes." in text
-    assert "went back" not in text
+    assert "rolled back" not in text
 
 
 def test_long_lists_are_cut():
@@ -162,7 +162,7 @@ def test_long_lists_are_cut():
     text = explain(many)
     assert "and 35 more" in text
     assert "35 earlier rollbacks" in text
-    assert text.count("went back") == 5
+    assert text.count("rolled back") == 5
 
 
 def test_an_exception_is_quoted():
@@ -187,7 +187,7 @@ def test_only_rates_that_a_step_can_have_are_named(lr, limit, scale, text):
     rollback = applied(340, 338, 200, lr=lr, lr_limit=limit, lr_scale=scale)
     assert rollback.lr_text == text
     text_of_end = explain(RunEnd("stopped", 340, rollbacks=(rollback,)))
-    assert "went back from step 340 to 200" in text_of_end
+    assert "rolled back from step 340 to 200" in text_of_end
     assert ("learning rate" in text_of_end) is bool(text)
     assert text in " ".join(text_of_end.split())
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
-from healcore.runtime.events import Log
-from tests.runtime.events.sample_events import SAMPLES
+from healcore.events import Log
+from tests.events.sample_events import SAMPLES
 
 
 def main(path: str) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from healcore.core.verdict import Cause
+from healcore.events import Log
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.events import Log
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.recovery.journal import Journal
 from healcore.runtime.recovery.ledger import Ledger
@@ -186,7 +186,7 @@ class Process:
         self._goes_on = False
 
     def begin(self) -> None:
-        """The same steps as `lifecycle.begin`."""
+        """The same steps as `start.begin`."""
         usable = [s.step for s in self.store.steps() if s.finite and s.status != "quarantined"]
         plan = self.journal.state.plan
         if plan is not None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from healcore.events import Log
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
-from healcore.runtime.events import Log
 from healcore.runtime.store import Saved, Status
 from healcore.torch.store import DCPStore, MemoryStore, TieredStore
 from tests.runtime.recovery.simulated_run import Listed

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore.runtime.events.process import current_process
+from healcore.events.process import current_process
 from healcore.runtime.store import StoreError, checksummed_json, files
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.manifest import problems

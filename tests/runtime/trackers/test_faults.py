@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.events import read
+from healcore.events import read
 from healcore.runtime.healer import Healer
 from healcore.runtime.trackers import delivery
 from healcore.runtime.trackers.selection import Selection
@@ -132,7 +132,7 @@ def test_it_blocks(name, folder, broken, undisturbed, monkeypatch, capsys):
     released = threading.Event()
     broken(released.wait)
     assert same(run(folder, trackers=asked(name, folder)), undisturbed)
-    assert f"tracker {name} has not finished within 0.2 s: it is left" in capsys.readouterr().err
+    assert f"tracker {name} has not finished within 0.2 s" in capsys.readouterr().err
     released.set()
 
 

@@ -6,9 +6,9 @@ import json
 
 from typer.testing import CliRunner
 
-from healcore.runtime.events import Log, schema
+from healcore.events import Log, schema
 from healcore.tools.cli import app
-from tests.runtime.events.sample_events import SAMPLES
+from tests.events.sample_events import SAMPLES
 
 
 def healcore_cli(*arguments: str):

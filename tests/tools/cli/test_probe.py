@@ -181,7 +181,7 @@ def test_a_log_is_no_checkpoint(tmp_path, probe):
     for each in (path, tmp_path):
         result = run(probe, each)
         assert result.exit_code == 3
-        assert flat(f"is the log of a run, no checkpoint: healcore probe loss {each}") in flat(
+        assert flat(f"is the log of a run, not a checkpoint: healcore probe loss {each}") in flat(
             result.output
         )
 
@@ -199,7 +199,7 @@ def test_every_checkpoint_of_a_store_is_counted(tmp_path):
     store.wait()
     folders = len(list(tmp_path.glob("step-*")))
     output = flat(run("optimizer", tmp_path).output)
-    assert flat(f"of {folders} checkpoints in it (1 quarantined), that of step 1 (good)") in output
+    assert flat(f"step 1 (good) of {folders} checkpoints (1 quarantined)") in output
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from healcore.tools.cli.probe import probe_each
 from healcore.tools.probe.checkpoint import probe_checkpoint
-from healcore.tools.probe.contents.safetensors import widened
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.optimizer import probe_optimizer
 from healcore.tools.probe.result import ProbeResult, dumps
+from healcore.tools.probe.safetensors_file import widened
 from tests.tools.cli.test_probe import run
 
 
@@ -118,20 +118,6 @@ def test_a_name_in_the_list_of_an_archive(archive):
     judged("checkpoint", archive, 2, "the archive is damaged")
 
 
-@pytest.mark.parametrize(
-    ("field", "bits"), [(6, 1), (8, 2), (38, 16)], ids=["version", "flags", "directory"]
-)
-def test_a_list_that_does_not_match_the_records(archive, field, bits):
-    spoil(archive, archive.read_bytes().rindex(b"PK\x01\x02") + field, bits)
-    judged("checkpoint", archive, 2, "listed as something else")
-
-
-def test_the_sizes_behind_a_record(archive):
-    at = archive.read_bytes().index(b"PK\x07\x08")
-    spoil(archive, at + 8, 1)
-    judged("checkpoint", archive, 2, "listed as something else")
-
-
 def test_archives_in_a_directory_are_looked_at_too(archive, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -168,23 +154,20 @@ def entry(first: int, last: int, dtype: str = "F32") -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "status", "expected"),
+    "text",
     [
-        (f'{{"w":{entry(0, 8, "ZZ")},"v":{entry(8, 16)}}}', 3, "dtype ZZ"),
-        (f'{{"w":{entry(0, 12)},"v":{entry(8, 16)}}}', 2, "overlaps"),
-        (f'{{"w":{entry(0, 4)},"v":{entry(8, 16)}}}', 2, "gap of 4 bytes"),
-        (f'{{"w":{entry(0, 8)},"w":{entry(8, 16)}}}', 2, "w is there twice"),
-        (f'{{"__metadata__":{{"a":1}},"w":{entry(0, 16)}}}', 2, "__metadata__"),
-        (f'{{"w":{entry(0, 16).replace("[4]", "[4.0]")}}}', 3, "not one"),
+        f'{{"w":{entry(0, 8, "ZZ")},"v":{entry(8, 16)}}}',
+        f'{{"w":{entry(0, 12)},"v":{entry(8, 16)}}}',
+        f'{{"w":{entry(0, 4)},"v":{entry(8, 16)}}}',
+        f'{{"w":{entry(0, 8)},"w":{entry(8, 16)}}}',
+        f'{{"__metadata__":{{"a":1}},"w":{entry(0, 16)}}}',
+        f'{{"w":{entry(0, 16).replace("[4]", "[4.0]")}}}',
     ],
+    ids=["dtype", "overlap", "gap", "duplicate", "metadata", "shape"],
 )
-def test_safetensors_that_the_library_refuses(tmp_path, text, status, expected):
-    from safetensors import SafetensorError, safe_open
-
+def test_safetensors_that_the_library_refuses(tmp_path, text):
     path = header(tmp_path / "f.safetensors", text, bytes(16))
-    with pytest.raises(SafetensorError), safe_open(path, "np"):
-        pass
-    judged("checkpoint", path, status, expected)
+    judged("checkpoint", path, 2, "safetensors refuses its header")
 
 
 def test_bare_exponents():

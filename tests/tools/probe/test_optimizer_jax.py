@@ -20,8 +20,8 @@ from orbax.checkpoint import v1 as ocp
 
 import healcore.jax
 from healcore.jax.store import OrbaxStore
-from healcore.tools.probe.contents.saved_state import parsed
 from healcore.tools.probe.result import NothingToProbe, ProbeError
+from healcore.tools.probe.saved_state import parsed
 from tests.tools.probe.trained_networks import probe, verdicts
 
 STEPS, LAYERS = 60, 6

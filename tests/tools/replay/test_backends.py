@@ -92,7 +92,7 @@ def test_a_resumed_run(tmp_path):
 def test_observing_orders_the_same(tmp_path):
     """Observe mode reports what the same policy does in heal mode.
 
-    In NumPy: any policy has the same bits elsewhere (tests/parity/test_random_policies).
+    In NumPy: any policy has the same bits elsewhere (tests/parity/test_fuzz).
     """
     trace = logs.trace(logs.write(tmp_path / "a.csv", logs.eventful(ROWS)))
     healing = load("pretraining").model_copy(update={"mode": "heal", "name": "same"})

@@ -13,7 +13,7 @@ from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load, loads
-from healcore.runtime.sentences import outcome
+from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.replay import replay
 from healcore.tools.replay.report import facts
 from tests.healer.training_loops import rules
@@ -214,7 +214,7 @@ def test_a_spent_budget_is_reported_and_the_replay_goes_on(tmp_path):
     assert again[0].step == summary.stopped_step
     assert again[-1].attempt == 1
     assert all(Action.STOP | Action.ROLLBACK in row.action for row in again)
-    assert "none was left" in outcome(result.incidents[recoveries])
+    assert "budget was exhausted" in outcome(result.incidents[recoveries])
 
 
 def test_an_incident_that_never_ends_is_denied_once(tmp_path):

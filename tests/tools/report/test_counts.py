@@ -14,12 +14,11 @@ from healcore.history import Curves, Incident, Mode
 from healcore.history.incident import counts_of
 from healcore.history.run import Mark
 from healcore.policy import dumps, fingerprint, load, preset_text
-from healcore.runtime.sentences import outcome, repeats
+from healcore.runtime.postmortem.sentences import outcome, repeats
 from healcore.tools.cli import app
-from healcore.tools.report.markers import has_room, marker_rows
 from healcore.tools.report.page import plot_data, render
 from healcore.tools.report.picture import chosen, draw
-from healcore.tools.report.run_report import RunReport
+from healcore.tools.report.run_report import RunReport, has_room, marker_rows
 from healcore.tools.report.runs import read_reports
 from tests.tools.report.small_runs import Loop, lines_of, train
 from tests.tools.report.test_page import EVIL

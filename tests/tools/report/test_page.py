@@ -12,12 +12,12 @@ import pytest
 from markupsafe import escape
 
 from healcore.core.evidence import Evidence
+from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.incident import counts_of
 from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
-from healcore.runtime.events.models import EventRecord
-from healcore.runtime.sentences import outcome
+from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.report.page import render
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
@@ -143,7 +143,7 @@ def test_every_incident_has_its_row(healed):
     for case in report.incidents:
         assert f"#{case.number}</button>" in page
         assert escape(outcome(case)) in page
-    assert "epoch 0: 250–260 (left out)" in page
+    assert "epoch 0: 250–260 (skipped)" in page
     assert "1 → 0.25" in page
     assert "[budget]" in page
     assert report.fingerprint in page

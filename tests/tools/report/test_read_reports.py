@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Action
+from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Mode
 from healcore.policy import dumps, fingerprint, load, loads
-from healcore.runtime.events.models import EventRecord
-from healcore.runtime.sentences import outcome
+from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import policy_of, read_reports
 from healcore.tools.report.sections import section
@@ -35,7 +35,9 @@ def test_every_incident_and_rollback_is_reported(run, request):
     rollbacks = of_kind(events, "rollback")
     assert [case.checkpoint for case in back] == [event["checkpoint"] for event in rollbacks]
     assert [case.lr_path[-1] for case in back] == [event["lr_scale"] for event in rollbacks]
-    assert [[list(b) for b in case.left_out] for case in back] == [e["batches"] for e in rollbacks]
+    assert [[list(b) for b in case.skipped_batches] for case in back] == [
+        e["batches"] for e in rollbacks
+    ]
     skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
     assert sum(case.skipped for case in report.incidents) == skips > 10
     assert report.counts.undone_skips == undone(events, "alarm")
@@ -127,7 +129,7 @@ def test_the_policy_is_the_preset_or_the_file(healed, tmp_path):
     assert report.policy_toml.startswith("schema = 1")
     assert "[budget]" in report.policy_toml
     (other,) = read_reports(healed, policy=load("conservative"))
-    assert "is not the one that the run had" in other.notes[0]
+    assert "is not that of the run" in other.notes[0]
     path, metrics = tmp_path / "a.events.jsonl", healed.with_name("run.metrics.jsonl")
     events = [{**event, "policy": "mine"} for event in lines_of(healed)]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))

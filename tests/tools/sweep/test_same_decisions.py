@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from healcore.core.signals import Signals
-from healcore.jax.recorded_rows import JaxSweepScan
+from healcore.jax.recorded_runs import JaxSweepScan
 from healcore.plugins.sweep import configure, variants_of
 from healcore.policy import load, loads
 from healcore.tools.sweep.search import NumpySweepScan

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from healcore.runtime.events import Log
+from healcore.events import Log
 from healcore.tools.traces import open_traces
 from tests.tools.traces.opened_traces import (
     column,

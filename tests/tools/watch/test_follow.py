@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from healcore.runtime.events import Log
-from healcore.runtime.events.models import EventRecord
+from healcore.events import Log
+from healcore.events.models import EventRecord
 from healcore.tools.cli import app
 from healcore.tools.watch.follow import Tail
-from healcore.tools.watch.lines import event_line, one_line
-from healcore.tools.watch.live_run import LiveRun
+from healcore.tools.watch.live_run import LiveRun, event_line, one_line
 from tests.tools.report.small_runs import Loop, lines_of, train
 
 ROOT = Path(__file__).parents[3]

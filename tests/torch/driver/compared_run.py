@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from healcore import Healer
-from healcore.runtime.events import read
+from healcore.events import read
 
 STEPS = 400
 CHANGE = 250

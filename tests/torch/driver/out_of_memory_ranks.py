@@ -1,18 +1,13 @@
 """One of several ranks, of which some run out of memory.
 
-python -m tests.torch.driver.out_of_memory_ranks RANK ROOT EVERY
-
-EVERY is the distance of the operations that fail; 0: only sharded parameters, on two ranks.
-
-Prints a JSON line for each case. They share one world, because starting it costs more than they do.
+A case is the distance of the operations that fail, or 0 for sharded parameters on two ranks. Its
+outcome is a dictionary of many.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import json
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,10 +26,11 @@ from healcore.torch.driver import ddp_gradients
 from tests.healer.memory_limit import limited
 from tests.torch.driver import out_of_memory_runs as runs
 from tests.torch.four_ranks import Collectives
+from tests.torch.worlds import folder as shared_folder
+from tests.torch.worlds import serve
 
 WORLD = 3
-SECONDS = {0: 60, 1: 1500}
-"""After which a rank that waits for the others shows where, and ends; by EVERY."""
+SECONDS = 1500
 STEPS, ACCUMULATED, BATCH = 4, 2, 8
 """In the first two steps gradients are reduced after the parts, in the others within them."""
 
@@ -86,7 +82,7 @@ def train(
     **ddp: Any,
 ) -> dict[str, Any]:
     """Trains for `STEPS` steps of `ACCUMULATED` batches; what this rank has then."""
-    rank, sizes = dist.get_rank(), [[] for _ in range(STEPS)]
+    rank = dist.get_rank()
     torch.manual_seed(0)
     net = make().double()
     model = DistributedDataParallel(net, **ddp)
@@ -95,23 +91,12 @@ def train(
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     state = {"model": net if inner else model, "optimizer": optimizer}
     metrics = root / "metrics.jsonl"
+
+    def around(reduces: bool) -> Any:
+        return model.no_sync() if no_sync and not reduces else nullcontext()
+
     with Healer(state=state, metrics=metrics, events=root / "events.jsonl") as healer:
-        for number, batch in enumerate(healer.batches(data(rank))):
-            done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
-            for part in healer.microbatches(batch, most=most(healer.step)):
-                own = model.no_sync() if no_sync and not (last and part.last) else nullcontext()
-                with part, fail, own:
-                    x, y = part.batch
-                    loss = (model(x) - y).square().mean()
-                    healer.observe(loss)
-                    (loss * part.weight / ACCUMULATED).backward()
-                if part.first:
-                    done.clear()
-                if not part.failed:
-                    done.append(len(part.batch[0]))
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
+        sizes = runs.loop(healer, model, optimizer, data(rank), fail, most, around)
     return {
         "sizes": sizes,
         "weights": [p.detach().flatten().tolist() for p in net.parameters()],
@@ -377,16 +362,12 @@ def cases(root: Path, every: int) -> Any:
     yield from waiting(folder)
 
 
-def main(rank: int, root: Path, every: int) -> None:
-    faulthandler.dump_traceback_later(SECONDS.get(every, 200), exit=True)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{root / 'world'}", rank=rank, world_size=WORLD if every else 2
-    )
+def outcomes(every: str) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
-    for name, found in cases(root, every):
-        print(json.dumps([name, found]), flush=True)
+    found = dict(cases(shared_folder(), int(every)))
+    return {**found, "cases": [*found]}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    serve(outcomes, seconds=SECONDS, ends=False)  # ranks have left while others wait for them

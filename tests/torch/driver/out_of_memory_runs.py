@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,29 +72,44 @@ def train(
     fail: FailAt, metrics: Path, *, most: Callable[[int], int | None] = lambda step: None
 ) -> Outcome:
     """Trains for `STEPS` steps of `ACCUMULATED` batches; `most`: by the step."""
-    sizes: list[list[int]] = [[] for _ in range(STEPS)]
     with healed(metrics=metrics) as (healer, model, optimizer):
-        for number, batch in enumerate(healer.batches(data())):
-            done = sizes[number // ACCUMULATED]
-            for part in healer.microbatches(batch, most=most(healer.step)):
-                with part, fail:
-                    x, y = part.batch
-                    loss = (model(x) - y).square().mean()
-                    healer.observe(loss)
-                    (loss * part.weight / ACCUMULATED).backward()
-                if part.first:
-                    done.clear()
-                if not part.failed:
-                    done.append(len(part.batch[0]))
-            if number % ACCUMULATED == ACCUMULATED - 1:
-                optimizer.step()
-                optimizer.zero_grad()
+        sizes = loop(healer, model, optimizer, data(), fail, most)
         state = {name: each.clone() for name, each in model.state_dict().items()}
     return Outcome(state, losses_in(metrics), sizes)
 
 
+def loop(
+    healer: Healer[Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Any],
+    fail: FailAt,
+    most: Callable[[int], int | None],
+    around: Callable[[bool], Any] = lambda reduces: nullcontext(),
+) -> list[list[int]]:
+    """Takes the steps; the samples of each part that was completed, step by step.
+
+    `around` makes a context for each part; it takes whether the part is the last of its step.
+    """
+    sizes: list[list[int]] = [[] for _ in range(len(batches) // ACCUMULATED)]
+    for number, batch in enumerate(healer.batches(batches)):
+        done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
+        for part in healer.microbatches(batch, most=most(healer.step)):
+            with part, fail, around(last and part.last):
+                x, y = part.batch
+                loss = (model(x) - y).square().mean()
+                healer.observe(loss)
+                (loss * part.weight / ACCUMULATED).backward()
+            if part.first:
+                done.clear()
+            if not part.failed:
+                done.append(len(part.batch[0]))
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return sizes
+
+
 def losses_in(metrics: Path) -> list[float]:
     """The losses by which the steps of a run were judged."""
-    import json
-
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from healcore.core.clipping.fixed import FixedConfig
-from healcore.core.detectors import grad_spike, nonfinite
+from healcore.core.clipping import FixedConfig
+from healcore.core.detectors import GradSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine, EngineConfig, IncidentConfig, LrConfig, RuleConfig
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause
@@ -23,8 +23,8 @@ HOLD, RAMP = 3, 4
 
 _ROLLS_BACK = EngineConfig(
     detectors=(
-        ("nonfinite", nonfinite.Config()),
-        ("grad_spike", grad_spike.Config(window=4)),
+        ("nonfinite", NonFiniteConfig()),
+        ("grad_spike", GradSpikeConfig(window=4)),
     ),
     rules=(
         RuleConfig(NONFINITE, skip=True, action=int(Action.ROLLBACK | Action.CUT_LR)),

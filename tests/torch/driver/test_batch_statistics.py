@@ -84,7 +84,7 @@ def test_a_skip_restores_them_to_the_bit(where: str, optimizer: Any, factor: flo
     assert run.statistics == before
     run.step(7)
     twin(torch.randn(8, 3, generator=torch.Generator().manual_seed(7)))
-    assert run.statistics == statistics(twin), "the next step is as ever"
+    assert run.statistics == statistics(twin), "the next step is the model's own"
 
 
 @every_way
@@ -166,7 +166,7 @@ def test_two_optimizers_restore_their_own_layers(where: str, optimizer: Any, ski
 
 @every_way
 def test_a_step_that_was_not_judged_leaves_finite_statistics(where: str, optimizer: Any):
-    """A GradScaler that does not call step(), a loop that goes on with the next batch itself."""
+    """A GradScaler that does not call step(), a loop that skips a batch itself."""
     run = NormRun(optimizer, where=where)
     run.step(0)
     before = mean(run.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from healcore import Healer
 from healcore.policy import load
+from healcore.runtime.store.errors import NotThere
 from tests.torch.driver.compared_run import (
     CHANGE,
     STEPS,
@@ -83,7 +85,7 @@ def test_every_backward_pass_of_an_accumulation_is_compared(tmp_path):
         assert {3 * (number // 3) + i for number in compared for i in range(3)} == {*compared}
 
 
-def test_corrupt_batches_that_have_damaged_the_model_are_left_out(tmp_path):
+def test_corrupt_batches_that_have_damaged_the_model_are_skipped(tmp_path):
     """Batches with labels at random, at a rate that learns them."""
     run = Run(lr=0.03)
     run.shuffled = range(CHANGE, CHANGE + 60)
@@ -244,10 +246,6 @@ def test_a_rate_that_is_too_high_from_the_start_is_limited(tmp_path):
 # -- healthy changes ------------------------------------------------------------------------------
 
 
-def relabelled(run: Run) -> Any:
-    run.relabelled_from = CHANGE
-
-
 def new_term(run: Run) -> Any:
     def begin(healer: Any) -> None:
         run.weight = 0.0 if healer.step < CHANGE else 1000.0
@@ -296,7 +294,6 @@ def nothing(run: Run) -> Any:
 @pytest.mark.parametrize(
     ("change", "settings"),
     [
-        (relabelled, {}),
         (new_term, {}),
         (growing_term, {}),
         (scaled, {}),
@@ -325,7 +322,7 @@ def test_new_labels_are_learnt(tmp_path):
 
 
 def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, capsys):
-    """The same data, other data, a lower rate; and then the run goes on at the full rate."""
+    """The same data, other data, a lower rate; then the run continues at the full rate."""
     run = Run()
     healer = run.train(tmp_path, at=always(CHANGE, lambda: times(run, 50.0)), steps=600)
     backs = events(tmp_path, "rollback")
@@ -404,25 +401,6 @@ def test_comparing_changes_not_one_bit_of_the_run(tmp_path, gives_loss):
             assert torch.equal(value, its_optimizer["state"][key][name])
 
 
-def test_a_loss_fn_that_raises_later_does_not_end_the_run(tmp_path):
-    calls = []
-
-    def raises(number: int) -> torch.Tensor:
-        calls.append(number)
-        if len(calls) == 1:  # the try on the first batch
-            return torch.tensor(0.0)
-        raise KeyError("labels")
-
-    run = Run()
-    run.relabelled_from = CHANGE
-    healer = run.train(tmp_path, loss_fn=raises)
-    assert len(calls) == 2, "it is not asked again"
-    assert any("loss_fn raised KeyError" in e["problem"] for e in events(tmp_path, "problem"))
-    assert events(tmp_path, "end")[0]["ending"] == "completed"
-    assert run.model.training
-    assert healer.rollbacks == 0
-
-
 def test_a_resumed_run_starts_with_new_anchors_and_finds_damage(tmp_path):
     store = tmp_path / "store"
 
@@ -465,8 +443,8 @@ def test_parts_that_come_again_after_an_out_of_memory_are_counted_once(tmp_path)
             for part in healer.microbatches(batch):
                 with part:
                     (healer.loss(part.batch) * part.weight).backward()
-            dominance: Any = healer._loop.dominance
-            (parts,) = healer._loop._contents.values()
+            dominance: Any = healer._loop.recovery.dominance
+            (parts,) = healer._loop.data._contents.values()
             assert sum(len(each.content[0]) for each in parts) == 64
             assert sum(each.weight for each in parts) == 1.0
             run.optimizer.step()
@@ -474,22 +452,6 @@ def test_parts_that_come_again_after_an_out_of_memory_are_counted_once(tmp_path)
     assert dominance.gives_loss
     assert healer.rollbacks == 0
     assert {*compared[1:]} <= {64, 32, 8}, "whole steps, in the parts that they were trained in"
-
-
-def test_retention_keeps_the_checkpoints_that_weights_are_compared_with(tmp_path):
-    """Saves are more frequent than the probation is long: most of them are deleted early."""
-    run, done = Run(), []
-
-    def damage(healer: Healer) -> None:
-        if healer.step == CHANGE and not done:
-            done.append(True)
-            with torch.no_grad():
-                run.model[0].weight.mul_(50)  # type: ignore[operator]
-                run.model[4].weight.mul_(50)  # type: ignore[operator]
-
-    run.train(tmp_path, at=damage, save_every=20)
-    [back] = events(tmp_path, "rollback")
-    assert CHANGE - 40 <= back["checkpoint"] <= CHANGE
 
 
 def test_the_checkpoints_of_all_earlier_weights_are_kept(tmp_path):
@@ -509,7 +471,8 @@ def test_better_weights_whose_checkpoints_are_bad_are_no_reason_to_stop(tmp_path
         if healer.step == CHANGE + 40:
             assert healer.store is not None
             for saved in healer.store.steps():
-                healer.store.mark(saved.step, "quarantined")
+                with suppress(NotThere):  # a restart point that the background deletes
+                    healer.store.mark(saved.step, "quarantined")
 
     healer = run.train(tmp_path, at=at, store=tmp_path / "store", steps=450)
     assert healer.rollbacks == 0

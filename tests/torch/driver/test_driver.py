@@ -129,7 +129,7 @@ def test_options_reach_attach_and_the_scaler_is_found():
     state = model_and(scaler=lambda o: scaler)
     driver = TorchDriver(state, ROLLS_BACK, attach={"engine": "device", "compile": False})
     assert driver.healings["optimizer"].report().engine == "device"
-    assert driver.healings["optimizer"]._measurer.dropped.scaler is scaler
+    assert driver.healings["optimizer"].hooks.measurer.dropped.scaler is scaler
     driver.close()
     with pytest.raises(AttachError, match="engine must be"):
         TorchDriver(state, ROLLS_BACK, attach={"engine": "gpu"})

@@ -1,109 +1,17 @@
-"""Warnings of the driver: optimizers that are not in the state, losses that are missing."""
+"""Warnings of the driver: missing losses, and a GradScaler that is not in the state."""
 
 from __future__ import annotations
 
-import gc
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks as hooks,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.optim import SGD
 
 from healcore.torch.driver import TorchDriver
 from tests.torch.driver.small_run import CLIPS, ROLLS_BACK, Run
 
 sgd = partial(SGD, lr=0.01)
-
-
-def steps(optimizer: Optimizer, *params: Any) -> None:
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-
-
-def test_a_replaced_optimizer_has_one_warning():
-    run = Run(sgd)
-    driver = TorchDriver(run.state, ROLLS_BACK)
-    run.step(0)
-    assert driver.warnings == []
-    run.optimizer = AdamW(run.model.parameters())
-    for i in range(3):
-        run.step(i)
-    (line,) = driver.warnings
-    assert line.startswith("an optimizer (AdamW) that is not in the state")
-    assert 'trains parameters of "model"' in line
-    driver.warnings.clear()
-    run.step(4)
-    assert driver.warnings == []
-    run.optimizer = SGD(run.model.parameters())
-    run.step(5)
-    assert len(driver.warnings) == 1
-    driver.close()
-    run.optimizer = SGD(run.model.parameters())
-    run.step(6)
-    assert len(driver.warnings) == 1
-
-
-def test_optimizers_of_other_models_have_no_warning():
-    run, other = Run(sgd), nn.Linear(2, 2)
-    driver = TorchDriver(run.state, ROLLS_BACK)
-    steps(SGD(other.parameters()), *other.parameters())
-    assert driver.warnings == []
-
-
-def test_an_optimizer_stepped_by_one_of_the_state_has_no_warning():
-    class Wrapper(SGD):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, lr=0.01)
-            self.inner = AdamW(p for group in self.param_groups for p in group["params"])
-
-        def step(self, closure: Any = None) -> Any:
-            return self.inner.step(closure)
-
-    run = Run(Wrapper)
-    driver = TorchDriver(run.state, ROLLS_BACK)
-    run.step(0)
-    assert driver.warnings == []
-    run.optimizer.inner.step()  # type: ignore[attr-defined]
-    assert len(driver.warnings) == 1, "but not when stepped past it"
-
-
-def test_a_new_optimizer_at_every_step_has_a_limited_number_of_warnings():
-    run = Run(sgd)
-    driver = TorchDriver(run.state, ROLLS_BACK)
-    for i in range(50):
-        run.optimizer = SGD(run.model.parameters())
-        run.step(i)
-    assert 1 <= len(driver.warnings) <= 10
-
-
-def test_the_hook_is_removed_with_the_driver():
-    gc.collect()  # other tests have left theirs open
-    before = len(hooks)
-    driver = TorchDriver(Run(sgd).state, ROLLS_BACK)
-    assert len(hooks) == before + 1
-    driver.close()
-    assert len(hooks) == before
-    driver = TorchDriver(Run(sgd).state, ROLLS_BACK)
-    del driver
-    gc.collect()
-    assert len(hooks) == before, "nor does one that nobody closed"
-
-
-def test_a_rejected_state_leaves_no_hook():
-    before = len(hooks)
-    state = {**Run(sgd).state, "empty": SGD([{"params": []}])}
-    with pytest.raises(Exception, match="has no parameters"):
-        TorchDriver(state, ROLLS_BACK)
-    assert len(hooks) == before
-
-
-# -- losses ---------------------------------------------------------------------------------------
 
 
 def taken(driver: TorchDriver, run: Run, n: int) -> list[str]:

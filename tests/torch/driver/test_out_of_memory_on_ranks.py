@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.torch.driver.out_of_memory_ranks import ACCUMULATED, BATCH, SECONDS, STEPS, WORLD
-from tests.torch.forked_ranks import run_ranks
+from tests.torch.worlds import Worlds, worlds_of
 
 HALF, QUARTER = BATCH // 2, BATCH // 4
 EXACT = 1e-12
 """Relative, float64: three ranks may be added up in another order."""
 
 
-class World:
-    """What each rank wrote, case by case."""
+Of = Callable[[str], list[dict[str, Any]]]
+"""Takes the name of a case; returns its outcome on each rank."""
 
-    def __init__(self, root: Path, every: int) -> None:
-        module = "tests.torch.driver.out_of_memory_ranks"
-        world, seconds = WORLD if every else 2, SECONDS.get(every, 200) + 30
-        found = run_ranks(module, root, str(every), world=world, seconds=seconds)
-        self.errors = "\n".join(errors[-3000:] for _, errors in found)
-        self.cases = [dict(map(json.loads, out.splitlines())) for out, _ in found]
-
-    def of(self, case: str) -> list[dict[str, Any]]:
-        """The outcome on each rank."""
-        assert all(case in each for each in self.cases), self.errors
-        return [each[case] for each in self.cases]
+worlds = worlds_of("tests.torch.driver.out_of_memory_ranks", SECONDS)
 
 
 @pytest.fixture(
     scope="module", params=[61, pytest.param(1, marks=pytest.mark.stress)], ids=["some", "all"]
 )
-def world(request, tmp_path_factory) -> World:
-    return World(tmp_path_factory.mktemp("world"), request.param)
+def of(request, worlds: Worlds) -> Of:
+    found = worlds.of(WORLD, [str(request.param)], str(request.param))
+    return lambda case: [each[case] for each in found]
 
 
 def alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -51,19 +41,19 @@ def alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
         assert one["draws"] == other["draws"], "random states"
 
 
-def test_one_rank_fails_anywhere(world: World):
-    """Everything is that of a run that was split on all ranks from the beginning of that step.
+def test_one_rank_fails_anywhere(of: Of):
+    """The result equals a run that was split on all ranks from the start of that step.
 
     With dropout, batch statistics and accumulation, before and after gradients are reduced within
     backward passes.
     """
-    names = [name for name in world.cases[0] if name.startswith("rank 1 at ")]
+    names = [name for name in of("cases")[0] if name.startswith("rank 1 at ")]
     steps = set()
     for name in names:
-        found = world.of(name)
+        found = of(name)
         step = next(i for i, sizes in enumerate(found[0]["sizes"]) if sizes[0] == HALF)
         steps.add(step)
-        alike(found, world.of(f"from {step}"))
+        alike(found, of(f"from {step}"))
         ((at, problem),) = found[0]["faults"]
         assert at == step
         assert problem.startswith(f"rank 1: {BATCH} of {BATCH} samples do not fit")
@@ -71,24 +61,24 @@ def test_one_rank_fails_anywhere(world: World):
 
 
 @pytest.mark.parametrize(("name", "step"), [("two ranks", 0), ("two ranks, later", STEPS - 1)])
-def test_two_ranks_fail_at_different_operations(world: World, name: str, step: int):
-    found = world.of(name)
-    alike(found, world.of(f"from {step}"))
+def test_two_ranks_fail_at_different_operations(of: Of, name: str, step: int):
+    found = of(name)
+    alike(found, of(f"from {step}"))
     ((_, problem),) = found[0]["faults"]
     assert problem.startswith("rank 0, 2: ")
 
 
-def test_another_rank_fails_while_the_step_is_done_again(world: World):
-    found = world.of("again")
-    alike(found, world.of("quarters"))
+def test_another_rank_fails_while_the_step_is_done_again(of: Of):
+    found = of("again")
+    alike(found, of("quarters"))
     assert [problem[:8] for _, problem in found[0]["faults"]] == ["rank 1: ", "rank 2: "]
 
 
 @pytest.mark.parametrize(
     "name", ["gradient_as_bucket_view", "many buckets", "no_sync", "inner module", "compressed"]
 )
-def test_gradients_are_those_of_whole_batches(world: World, name: str):
-    found, expected = world.of(name), world.of("plain")
+def test_gradients_are_those_of_whole_batches(of: Of, name: str):
+    found, expected = of(name), of("plain")
     assert len(found[0]["faults"]) == 2
     for each in found:
         assert each["weights"] == found[0]["weights"]
@@ -97,8 +87,8 @@ def test_gradients_are_those_of_whole_batches(world: World, name: str):
             assert a == pytest.approx(b, rel=1e-6, abs=1e-4 if name == "compressed" else 1e-12)
 
 
-def test_parameters_that_some_ranks_do_not_use(world: World):
-    found, expected = world.of("unused"), world.of("all of it")
+def test_parameters_that_some_ranks_do_not_use(of: Of):
+    found, expected = of("unused"), of("all of it")
     assert len(found[0]["faults"]) == 2
     for each in found:
         assert each["weights"] == found[0]["weights"]
@@ -106,8 +96,8 @@ def test_parameters_that_some_ranks_do_not_use(world: World):
             assert a == pytest.approx(b, rel=1e-6)
 
 
-def test_nothing_fails(world: World):
-    for each in world.of("whole"):
+def test_nothing_fails(of: Of):
+    for each in of("whole"):
         assert each["sizes"] == [[BATCH] * ACCUMULATED] * STEPS
         assert each["faults"] == []
 
@@ -121,40 +111,40 @@ def same_weights(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("name", ["by hand", "two passes"])
-def test_loops_that_reduce_in_another_way(world: World, name: str):
-    same_weights(world.of(name), world.of("loop"))
-    assert all(each["sizes"] == [[2] * 4] * 4 for each in world.of(name))
+def test_loops_that_reduce_in_another_way(of: Of, name: str):
+    same_weights(of(name), of("loop"))
+    assert all(each["sizes"] == [[2] * 4] * 4 for each in of(name))
 
 
-def test_ranks_with_batches_of_other_sizes_have_other_numbers_of_parts(world: World):
-    found = world.of("uneven, limited")
-    same_weights(found, world.of("uneven"))
+def test_ranks_with_batches_of_other_sizes_have_other_numbers_of_parts(of: Of):
+    found = of("uneven, limited")
+    same_weights(found, of("uneven"))
     assert [each["sizes"][0] for each in found] == [[3, 3], [2, 3, 3, 3], [2] * 8]
 
 
-def test_all_ranks_try_larger_parts_at_the_same_step(world: World):
-    found = world.of("grows")
+def test_all_ranks_try_larger_parts_at_the_same_step(of: Of):
+    found = of("grows")
     for each in found:
         assert each["raised"] == {}
         assert each["sizes"] == found[0]["sizes"]
         assert [max(sizes) for sizes in each["sizes"]] == [2, 2, 2, 2, 4, 4, 4, 8, 8]
 
 
-def test_a_rank_of_whose_batch_nothing_counts(world: World):
-    """Without the other ranks its batch would be left out."""
-    found = world.of("nothing counts, limited")
-    same_weights(found, world.of("nothing counts"))
+def test_a_rank_of_whose_batch_nothing_counts(of: Of):
+    """Alone, this rank would skip the batch."""
+    found = of("nothing counts, limited")
+    same_weights(found, of("nothing counts"))
     assert [len(each["sizes"][0]) for each in found] == [2, 0, 2]
 
 
-def test_a_single_sample_that_does_not_fit_stops_all_ranks(world: World):
-    for each in world.of("one sample"):
+def test_a_single_sample_that_does_not_fit_stops_all_ranks(of: Of):
+    for each in of("one sample"):
         assert each["raised"]["type"] == "RunStopped"
         assert "activation checkpointing" in each["raised"]["said"]
 
 
-def test_a_batch_that_cannot_be_split_ends_all_ranks(world: World):
-    zero, one, two = (each["raised"] for each in world.of("whole batch"))
+def test_a_batch_that_cannot_be_split_ends_all_ranks(of: Of):
+    zero, one, two = (each["raised"] for each in of("whole batch"))
     assert one["type"] == "OutOfMemoryError"
     assert "split along the first axis of its arrays" in one["said"]
     for other in (zero, two):
@@ -162,8 +152,8 @@ def test_a_batch_that_cannot_be_split_ends_all_ranks(world: World):
         assert other["said"].startswith("rank 1: OutOfMemoryError: CUDA out of memory")
 
 
-def test_a_real_allocator_that_fails(world: World):
-    found, expected = world.of("limit"), world.of("no limit")
+def test_a_real_allocator_that_fails(of: Of):
+    found, expected = of("limit"), of("no limit")
     for each, other in zip(found, expected, strict=True):
         assert each["weights"] == found[0]["weights"]
         assert each["weights"][0] == pytest.approx(other["weights"][0], rel=1e-6)
@@ -172,14 +162,14 @@ def test_a_real_allocator_that_fails(world: World):
         assert other["parts"] == [1, 1]
 
 
-def test_a_step_within_a_part_is_refused(world: World):
-    for each in world.of("step in a part"):
+def test_a_step_within_a_part_is_refused(of: Of):
+    for each in of("step in a part"):
         assert each["raised"]["type"] == "MicrobatchError"
 
 
-def test_parts_cost_one_all_reduce_of_four_bytes(world: World):
+def test_parts_cost_one_all_reduce_of_four_bytes(of: Of):
     """In the first windows and later, where gradients are reduced in the order of DDP alone."""
-    for each in world.of("bytes"):
+    for each in of("bytes"):
         without, first, later = each["without"], each["first"], each["later"]
         assert each["alike"], "weights and batch statistics"
         assert without[-1] == 64
@@ -188,21 +178,21 @@ def test_parts_cost_one_all_reduce_of_four_bytes(world: World):
         assert sum(first) == sum(without) + 4
 
 
-def test_what_is_refused_says_why(world: World):
-    for each in world.of("static graph"):
+def test_what_is_refused_says_why(of: Of):
+    for each in of("static graph"):
         assert "with static_graph=True cannot be held back" in each["raised"]["said"]
 
 
-def test_a_rank_that_others_wait_for_in_their_parts_ends_the_run(world: World):
+def test_a_rank_that_others_wait_for_in_their_parts_ends_the_run(of: Of):
     """Their collectives fail when its process ends, not at the group's time-out."""
-    zero, one, two = (each["raised"] for each in world.of("waiting"))
+    zero, one, two = (each["raised"] for each in of("waiting"))
     assert one["type"] == "OutOfMemoryError"
     assert "did not come out of their parts" in one["said"]
     assert zero["type"] == two["type"] == "RuntimeError"
 
 
-def test_sharded_parameters_end_the_run(tmp_path):
-    waits, failed = (each["raised"] for each in World(tmp_path, 0).of("sharded"))
+def test_sharded_parameters_end_the_run(worlds: Worlds):
+    waits, failed = (each["sharded"]["raised"] for each in worlds.of(2, ["0"], "0"))
     assert failed["type"] == "OutOfMemoryError"
     assert "the parameters are spread over them" in failed["said"]
     assert waits["type"] == "RuntimeError"

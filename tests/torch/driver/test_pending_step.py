@@ -113,7 +113,7 @@ def test_in_observe_mode_an_order_is_recorded_and_not_carried_out(where: str):
 
 @host_and_device
 def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
-    """Its record is neither of a step without an alarm nor that of the step before."""
+    """Its record is unjudged: no step without an alarm, and not the step before."""
     run, driver = driven(fused, ROLLS_BACK, where)
     run.step(0, NAN)
     judged = single_record(driver)
@@ -130,7 +130,7 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
 
 @host_and_device
 def test_the_first_step_after_a_rollback_was_judged(where: str):
-    """Its number is that of the last step before, which does not make them one."""
+    """It has the number of the last step before the rollback, and is another step."""
     run, driver = driven(fused, ROLLS_BACK, where)
     run.step(0)
     engines = driver.healing()

@@ -117,7 +117,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 
 def test_a_rate_that_is_a_tensor_stays_that_tensor():
-    """A captured graph and a user's own reference go on reading it."""
+    """A captured graph and a user's own reference continue to read it."""
     rate, beta = torch.tensor(0.1), torch.tensor(0.9)
     run = Run(lambda params: Adam(params, lr=rate, betas=(beta, torch.tensor(0.99))))
     driver = TorchDriver(run.state, ROLLS_BACK)

@@ -1,4 +1,4 @@
-"""The summed gradient of the parts is that of the whole batch, and so is the observed loss."""
+"""The parts' summed gradient and observed loss equal the whole batch's."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_mean_losses(run, loss_fn, options, batch, most):
             healer.observe(loss_of_part)
             (loss_of_part * part.weight).backward()
     assert relative(gradients(model), expected) < 1e-6
-    observed = healer.driver.healings["optimizer"].hooks.measurer._losses
+    observed = healer.driver.healings["optimizer"].hooks.measurer.losses
     assert float(observed.mean()) == pytest.approx(loss.item(), rel=1e-6)
     observed.clear()
 

@@ -23,7 +23,6 @@ from healcore.torch import arctic_callbacks
 from healcore.torch.trainers.arctic.checkpoint_engine import ArcticCheckpointEngine
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
-from tests.torch.trainers.first_nan import ROLLS_BACK
 
 BATCHES = 9
 
@@ -138,4 +137,4 @@ class Ordering(Unhealed):
     """Orders a rollback, which the loop cannot carry out."""
 
     name = "ordering"
-    callbacks = arctic_callbacks(ROLLS_BACK)  # pyright: ignore
+    callbacks = arctic_callbacks(policies.ROLLS_BACK)  # pyright: ignore

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tests.torch.two_ranks import free_port
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -37,10 +38,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def prepare(rank: int = 0, world: int = 1, port: int | None = None) -> Any:
     """Sets up DeepSpeed for this process; returns the module."""
-    if port is None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
     os.environ.update(
         DS_ACCELERATOR="cpu",
         RANK=str(rank),
@@ -48,7 +45,7 @@ def prepare(rank: int = 0, world: int = 1, port: int | None = None) -> Any:
         WORLD_SIZE=str(world),
         LOCAL_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(port or free_port()),
     )
     import deepspeed  # pyright: ignore[reportMissingImports]
     from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]

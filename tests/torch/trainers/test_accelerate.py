@@ -18,7 +18,6 @@ from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.trainers.first_nan import ROLLS_BACK
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -205,7 +204,7 @@ def test_a_rollback_goes_back_to_the_batch_too(accumulate: int):
     loop = Loop(accumulate, stateful=True)
     bad = order[13]
     seen: dict[str, int] = {}
-    with Healer(ROLLS_BACK, state=loop.state, save_every=2) as healer:
+    with Healer(policies.ROLLS_BACK, state=loop.state, save_every=2) as healer:
         for batch in healer.batches(loop.loader):
             if healer.rollbacks and not seen:
                 seen = {"step": healer.step, "scheduler": loop.scheduler.scheduler.last_epoch}
@@ -227,7 +226,7 @@ def test_a_rollback_goes_back_to_the_batch_too(accumulate: int):
 
 def test_a_plain_loader_goes_on_forward_and_that_is_said_once(capfd: pytest.CaptureFixture[str]):
     loop = Loop()
-    with Healer(ROLLS_BACK, state=loop.state, save_every=2) as healer:
+    with Healer(policies.ROLLS_BACK, state=loop.state, save_every=2) as healer:
         for _ in range(2):
             for batch in healer.batches(loop.loader):
                 loop.step(batch, healer.observe, bad=13)
@@ -243,7 +242,9 @@ def dropped(
 ) -> list[Tensor]:
     """Trains with dropout for two epochs; the weights at the end."""
     loop = Loop(stateful=True, workers=workers)
-    with Healer(ROLLS_BACK, state=loop.state, save_every=4, store=store, **options) as healer:
+    with Healer(
+        policies.ROLLS_BACK, state=loop.state, save_every=4, store=store, **options
+    ) as healer:
         for batch in healer.batches(loop.loader, epochs=2):
             step = healer.step
             if step == raise_at:

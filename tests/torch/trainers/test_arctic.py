@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
-import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
-pytest.importorskip("arctic_training", reason="run by .ci/run with ArcticTraining on its path")
-
+from healcore.core.verdict import Action, Cause, names
+from healcore.torch.trainers.arctic import order_line
 from tests.torch.trainers.deepspeed_engines import prepare
-from tests.torch.two_ranks import run_two_ranks
+from tests.torch.two_ranks import free_port, run_two_ranks
 
 TWO_EPOCHS = [*range(9)] * 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> None:
-    """Stays for the whole program: DeepSpeed keeps the groups of the first setup."""
-    prepare()
-
-
 @pytest.fixture(scope="module")
 def kinds() -> Any:
-    """The module with the trainers, which needs DeepSpeed to be set up."""
+    """The module with the trainers. DeepSpeed keeps the groups of its first setup."""
+    for library in ("deepspeed", "arctic_training"):
+        pytest.importorskip(library, reason="run by .ci/run with DeepSpeed on its path")
+    prepare()
     from tests.torch.trainers import arctic_trainers
 
     return arctic_trainers
@@ -122,11 +119,8 @@ def test_the_kill_switch_stops_between_two_steps(kinds: Any, tmp_path: Path):
     assert trainer.global_step == 3
 
 
-def test_a_kill_switch_that_one_rank_sees_stops_both(tmp_path: Path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    outputs = run_two_ranks("tests.torch.trainers.arctic_rank", port, tmp_path, seconds=400)
+def test_a_kill_switch_that_one_rank_sees_stops_both(kinds: Any, tmp_path: Path):
+    outputs = run_two_ranks(__name__, str(free_port()), tmp_path, seconds=400)
     found = []
     for out, err in outputs:
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -136,3 +130,42 @@ def test_a_kill_switch_that_one_rank_sees_stops_both(tmp_path: Path):
     assert [each["read"] for each in found] == [6, 6]
     assert found[0]["reason"] == "another rank has a reason to stop"
     assert "kill switch" in found[1]["reason"]
+
+
+def test_every_combination_of_actions_is_written_in_words():
+    for flags in range(2 ** len(Action)):
+        action = Action(flags)
+        line = order_line(7, Cause.LOSS_SPIKE, action)
+        if not action & (Action.SAVE | Action.ROLLBACK | Action.STOP):
+            assert not line, "the step itself has done it"
+            continue
+        assert line.startswith("step 7: loss spike: the policy orders ")
+        ordered = line.split("orders ")[1].split(";")[0].split(" and ")
+        assert ordered == [each.lower() for each in names(action)]
+        cannot = [each for each in ("save", "rollback") if each in ordered]
+        assert ("cannot carry out " + " and ".join(cannot) + ":" in line) == bool(cannot)
+
+
+def one_rank(rank: int, port: int, folder: Path) -> None:
+    """Trains until rank 1, which alone is asked to stop, finds its kill switch."""
+    faulthandler.dump_traceback_later(300, exit=True)
+    prepare(rank, 2, port)
+    from tests.torch.trainers.arctic_trainers import TinyTrainer
+
+    trainer: Any = TinyTrainer(folder)
+    trainer.config.kill_switch_path = folder / f"stop-{rank}"
+    original = trainer.loss
+
+    def loss(batch: Any) -> Any:
+        if len(trainer.read) == 5 and rank == 1:
+            trainer.config.kill_switch_path.touch()
+        return original(batch)
+
+    trainer.loss = loss
+    trainer.train()
+    reason = trainer.early_stop_reason
+    print(json.dumps({"step": trainer.global_step, "reason": reason, "read": len(trainer.read)}))
+
+
+if __name__ == "__main__":
+    one_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

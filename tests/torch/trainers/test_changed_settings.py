@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from healcore.runtime.events import read
+from healcore.events import read
 from healcore.runtime.loop.setup import StoreNotEmpty
 from healcore.torch import LightningHealingCallback, heal
 from tests.torch.trainers.huggingface.small_runs import trainer as hf_trainer

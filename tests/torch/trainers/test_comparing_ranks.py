@@ -1,40 +1,117 @@
-"""A healed Trainer and a healed fit decide with two ranks as with one, by their own losses."""
+"""A healed Trainer and a healed fit decide with two ranks as with one, by their own losses.
+
+A rank is `python -m tests.torch.trainers.test_comparing_ranks RANK WORLD PORT TRAINER FOLDER`. Its
+weights are damaged once; it prints what it decided.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.torch.trainers.comparing_rank import FAULT, SECONDS
-from tests.torch.two_ranks import ROOT
+from healcore.runtime.store import Keep
+from healcore.torch.store import MemoryStore
+from tests.torch.forked_ranks import run_ranks
+from tests.torch.two_ranks import free_port
 
 pytestmark = pytest.mark.slow  # processes that import transformers or lightning
 
+SECONDS = 150
+STEPS, FAULT, ROWS = 90, 45, 8
+"""Steps of a run, the step whose weights are damaged, and rows of a global batch."""
+NAMES = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
+
+
+def options(rollbacks: list[Any]) -> dict[str, Any]:
+    return {
+        "store": MemoryStore(keep=Keep(good=5, candidates=5)),
+        "save_every": 20,
+        "rollback": {"probation": 20},
+        "on_rollback": [lambda e: rollbacks.append({name: e.get(name) for name in NAMES})],
+        "console": False,
+    }
+
+
+class Damage:
+    """Multiplies a layer's weights by 50 once, before step `FAULT`."""
+
+    done = False
+
+    def apply(self, step: int, layer: Any) -> None:
+        """At the beginning of each step."""
+        if step == FAULT and not self.done:
+            self.done = True
+            with torch.no_grad():
+                layer.weight.mul_(50.0)
+
+
+def transformers_run(folder: Path, world: int) -> dict[str, Any]:
+    """Under `heal(trainer)`, with the trainer's own `compute_loss`."""
+    from healcore.torch import heal
+    from tests.torch.trainers.huggingface import small_runs
+
+    damage, rollbacks = Damage(), list[Any]()
+
+    def before_step(state: Any, *, model: Any, **_: Any) -> None:
+        damage.apply(state.global_step, model.layers[2])
+
+    more: dict[str, Any] = {"ddp_backend": "gloo"} if world > 1 else {}
+    trainer = small_runs.trainer(
+        folder,
+        steps=STEPS * ROWS // small_runs.BATCH,
+        callbacks=[small_runs.calling("on_step_begin", before_step)],
+        per_device_train_batch_size=ROWS // world,
+        lr_scheduler_type="constant",
+        **more,
+    )
+    heal(trainer, **options(rollbacks)).train()
+    assert trainer.args.world_size == world
+    norm = float(small_runs.weights(trainer).norm())
+    return {"rollbacks": rollbacks, "steps": trainer.state.global_step, "norm": norm}
+
+
+def lightning_run(folder: Path, world: int) -> dict[str, Any]:
+    """Under the callback, with the module's own loss."""
+    import lightning
+
+    from healcore.torch import LightningHealingCallback
+    from tests.torch.trainers.lightning import fits
+
+    damage, rollbacks = Damage(), list[Any]()
+
+    class Damages(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+            damage.apply(trainer.global_step, module.net[2])
+
+    torch.manual_seed(0)
+    module = fits.Regression()
+    callback = LightningHealingCallback(loss_fn=module.loss, **options(rollbacks))
+    running = fits.trainer(
+        callback,
+        Damages(),
+        max_epochs=1,
+        devices=world,
+        strategy="ddp" if world > 1 else "auto",
+        use_distributed_sampler=False,
+    )
+    rank, rows = int(os.environ.get("RANK", "0")), fits.data(STEPS, ROWS)
+    sampler = DistributedSampler(rows, num_replicas=world, rank=rank, shuffle=False)
+    running.fit(module, DataLoader(rows, batch_size=ROWS // world, sampler=sampler))
+    norm = float(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).norm())
+    return {"rollbacks": rollbacks, "steps": running.global_step, "norm": norm}
+
 
 def outcomes(which: str, world: int, folder: Path) -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    module = "tests.torch.trainers.comparing_rank"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(world), str(port), which, str(folder)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    texts = [rank.communicate(timeout=SECONDS + 60) for rank in ranks]
+    arguments = (str(world), str(free_port()), which, folder)
+    texts = run_ranks(__name__, *arguments, world=world, seconds=SECONDS + 60)
     lines = [[line for line in out.splitlines() if line.startswith("result ")] for out, _ in texts]
     assert all(lines), "\n".join(errors[-3000:] for _, errors in texts)
     return [json.loads(line.removeprefix("result ")) for [line] in lines]
@@ -49,3 +126,13 @@ def test_two_ranks_go_back_as_one_does(which: str, tmp_path: Path):
         assert each["rollbacks"] == alone["rollbacks"]
         assert each["steps"] == alone["steps"]
         assert each["norm"] == pytest.approx(alone["norm"], rel=1e-4)
+
+
+if __name__ == "__main__":
+    rank, world, port, which, folder = sys.argv[1:]
+    if world != "1":
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    run = transformers_run if which == "transformers" else lightning_run
+    print("result " + json.dumps(run(Path(folder), int(world))), flush=True)

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from healcore.core.clipping.fixed import FixedConfig
+from healcore.core.clipping import FixedConfig
 from healcore.runtime.healer import Healer
 from healcore.torch import AttachError, attach, engine_state, heal_engine
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.trainers.deepspeed_engines import FP16, KINDS, SCALED, Loop, prepare, zero
-from tests.torch.trainers.first_nan import ROLLS_BACK
 
 pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
 
@@ -134,7 +133,11 @@ def test_a_rollback_restores_every_part(kind: str, tmp_path: Any):
         engine, seen = loop.engine, []
         state = engine_state(engine)
         with Healer(
-            ROLLS_BACK, state=state, store=tmp_path / str(bad), save_every=2, lr={"factor": 0.999}
+            policies.ROLLS_BACK,
+            state=state,
+            store=tmp_path / str(bad),
+            save_every=2,
+            lr={"factor": 0.999},
         ) as healer:
             trace = []
             for i in healer.batches(list(range(24))):

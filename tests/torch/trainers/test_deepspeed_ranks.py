@@ -1,29 +1,103 @@
-"""Two ranks under DeepSpeed, ZeRO stages 0, 1 and 2: what one rank sees, both act on."""
+"""Two ranks under DeepSpeed, ZeRO stages 0, 1 and 2: what one rank sees, both act on.
+
+A rank is `python -m tests.torch.trainers.test_deepspeed_ranks RANK PORT FOLDER`. It prints a JSON
+line for each kind of engine. The faults are on rank 1 only.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import hashlib
 import json
-import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.torch.two_ranks import run_two_ranks
+from healcore.runtime.healer import Healer
+from healcore.torch import engine_state, heal_engine
+from tests.torch import policies
+from tests.torch.optimizer_cases import NAN
+from tests.torch.trainers.deepspeed_engines import BF16, Loop, prepare, zero
+from tests.torch.two_ranks import free_port, run_two_ranks
 
 pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
 
-KINDS = ("float32", "ZeRO-1", "ZeRO-2, bfloat16")
+KINDS = {"float32": {}, "ZeRO-1": zero(1), "ZeRO-2, bfloat16": {**zero(2), **BF16}}
+SECONDS = 300
+"""After which a rank that waits for the other one shows where, and ends."""
+
+
+def digest(loop: Loop) -> str:
+    raw = b"".join(p.float().numpy().tobytes() for p in loop.weights)
+    return hashlib.sha256(raw).hexdigest()
+
+
+def one_nan(config: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Rank 1 has a NaN at step 5; what both did."""
+    loop = Loop(config)
+    heal = heal_engine(loop.engine, policies.SKIPS)
+    changed, norms = [], []
+    for i in range(8):
+        before = digest(loop)
+        loop.step(i, NAN if i == 5 and rank == 1 else 1.0)
+        heal.judge_dropped()
+        norms.append(float(heal.metrics()["heal/grad_norm"]))
+        changed.append(digest(loop) != before)
+    return {
+        "changed": changed,
+        "norms": norms,
+        "skips": int(heal.metrics()["heal/skips"]),
+        "weights": digest(loop),
+    }
+
+
+def loss_spike(config: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The loss of rank 1 jumps at step 8, its gradient does not."""
+    loop = Loop(config, accumulate=1)
+    heal = heal_engine(loop.engine, policies.LOSSES)
+    hooks: Any = heal.hooks
+    hooks.changes.close()  # the loop observes by itself
+    for i in range(12):
+        heal.observe(1.0 + 0.01 * (i % 3) + (1e4 if i == 8 and rank == 1 else 0.0))
+        loop.micro_step(i)
+    return {"skips": int(heal.metrics()["heal/skips"]), "weights": digest(loop)}
+
+
+def rollback(config: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 has two bad micro-batches the first time; then the run goes back on both."""
+    ends, at = [], []
+    for bad in (True, False):
+        loop = Loop(config)
+        state = engine_state(loop.engine)
+        store = folder / str(bad)
+        went = seen = None
+        with Healer(policies.ROLLS_BACK, state=state, store=store, save_every=2) as healer:
+            trace = {}
+            for i in healer.batches(list(range(20))):
+                if healer.rollbacks and went is None:
+                    went, seen = healer.step, digest(loop)
+                trace.setdefault((healer.step, i), digest(loop))
+                broken = bad and rank == 1 and i in (12, 13) and not healer.rollbacks
+                loop.micro_step(i, NAN if broken else 1.0)
+        ends.append(trace)
+        at.append((healer.rollbacks, went, seen, digest(loop)))
+    _, went, seen, end = at[0]
+    return {
+        "rollbacks": [each[0] for each in at],
+        "same": went is not None and seen == ends[1][went, 2 * went],
+        "step": went,
+        "end": end,
+    }
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By kind: what rank 0 and rank 1 have done."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    outputs = run_two_ranks("tests.torch.trainers.deepspeed_rank", port, folder, seconds=400)
+    outputs = run_two_ranks(__name__, str(free_port()), folder, seconds=400)
     found: dict[str, list[dict[str, Any]]] = {}
     for out, err in outputs:
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -61,3 +135,18 @@ def test_both_ranks_go_back_to_the_same_checkpoint(kind: str, ranks: Any):
     assert first["rollbacks"] == [1, 0]
     assert first["step"] > 0
     assert first["same"], "not the weights of a run that never saw the bad batch"
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    prepare(rank, 2, port)
+    for name, config in KINDS.items():
+        found = {
+            "kind": name,
+            "one_nan": one_nan(config, rank),
+            "loss_spike": loss_spike(config, rank),
+            "rollback": rollback(config, rank, folder / name),
+        }
+        print(json.dumps(found), flush=True)
+    torch.distributed.destroy_process_group()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore.runtime.healer import Healer
@@ -32,24 +32,10 @@ class Failing:
     def calls(self) -> int:
         return int(self._calls)
 
-    def __call__(self) -> None:
+    def __call__(self, index: int = 0) -> None:
         self._calls += 1
         if self.calls - 1 in self.at:
             raise ConnectionResetError("the judge is gone")
-
-
-class Remote(Dataset):
-    """A data set whose reads may fail."""
-
-    def __init__(self, rows: Any, failing: Failing) -> None:
-        self.rows, self.failing = rows, failing
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        self.failing()
-        return self.rows[index]
 
 
 def answers(folder: Path) -> list[str | None]:
@@ -126,7 +112,7 @@ def test_a_read_of_a_trainer(workers: int, tmp_path: Path):
     for at in ((), (1, 9, 10, 21)):
         folder = tmp_path / str(at)
         trainer = small_runs.trainer(folder, steps=8, dataloader_num_workers=workers)
-        trainer.train_dataset = Remote(trainer.train_dataset, Failing(at))
+        trainer.train_dataset = small_runs.Reading(trainer.train_dataset, Failing(at))
         heal(trainer, store=folder / "store", retry=QUICK).train()
         assert trainer.state.global_step == 8
         assert set(answers(folder / "store")) == ({"retry"} if at else set())
@@ -140,7 +126,9 @@ def test_a_read_in_lightning(tmp_path: Path):
         torch.manual_seed(0)
         module = fits.Regression()
         callback = LightningHealingCallback(store=tmp_path / str(at), retry=QUICK)
-        loader = StatefulDataLoader(Remote(fits.data(4), Failing(at)), batch_size=8, shuffle=True)
+        loader = StatefulDataLoader(
+            small_runs.Reading(fits.data(4), Failing(at)), batch_size=8, shuffle=True
+        )
         fits.trainer(callback, max_epochs=2).fit(module, loader)
         assert len(module.seen) == 8
         assert answers(tmp_path / str(at)) == ["retry"] * len(at)
@@ -151,7 +139,7 @@ def test_a_read_in_lightning(tmp_path: Path):
 def test_a_loader_without_a_way_back():
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    loader = DataLoader(Remote(torch.rand(20, 1), Failing((7,))), batch_size=2)
+    loader = DataLoader(small_runs.Reading(torch.rand(20, 1), Failing((7,))), batch_size=2)
 
     def train() -> None:
         with Healer(state={"model": model, "optimizer": optimizer}, retry=QUICK) as healer:

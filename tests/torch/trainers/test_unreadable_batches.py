@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import TrainerCallback
 
 from healcore.runtime.healer import Healer
 from healcore.torch import LightningHealingCallback, heal
@@ -22,19 +21,14 @@ from tests.torch.trainers.lightning import fits
 from tests.torch.trainers.test_accelerate import fresh_accelerate  # noqa: F401 (a fixture)
 
 
-class Corrupt(torch.utils.data.Dataset):
-    """A data set of which some rows cannot be read; `bad` are their numbers."""
+def corrupt(rows: Any, bad: tuple[int, ...]) -> small_runs.Reading:
+    """A data set of which the rows with these numbers cannot be read."""
 
-    def __init__(self, rows: Any, bad: tuple[int, ...]) -> None:
-        self.rows, self.bad = rows, bad
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        if index in self.bad:
+    def read(index: int) -> None:
+        if index in bad:
             raise OSError(f"row {index} is no image")
-        return self.rows[index]
+
+    return small_runs.Reading(rows, read)
 
 
 def skipped(folder: Path) -> list[list[int]]:
@@ -62,7 +56,7 @@ class Recording(small_runs.InOrder):
 def trained(folder: Path, bad: tuple[int, ...], **arguments: Any) -> Any:
     trainer = small_runs.trainer(folder, cls=Recording, **arguments)
     rows = tuple(each * small_runs.BATCH + 1 for each in bad)
-    trainer.train_dataset = Corrupt(small_runs.Rows(8), rows)
+    trainer.train_dataset = corrupt(small_runs.Rows(8), rows)
     heal(trainer, store=folder / "store", save_every=5).train()
     return trainer
 
@@ -89,16 +83,11 @@ def test_trainer_under_accumulation(bad: tuple[int, ...], tmp_path: Path):
     assert list(steps.values()) == (windows * 3)[:5]
 
 
-class Stop(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            raise ZeroDivisionError
-
-
 def test_a_restart_knows_the_skipped_batches(tmp_path: Path):
     """The batch was skipped after the step that was saved; its epoch is as short as before."""
     found = []
-    for name, callbacks in (("whole", []), ("broken", [Stop()]), ("broken", [])):
+    stop = small_runs.calling("on_step_begin", small_runs.raising(ZeroDivisionError()), at=1)
+    for name, callbacks in (("whole", []), ("broken", [stop]), ("broken", [])):
         with suppress(ZeroDivisionError):
             arguments = {"max_steps": 4, "gradient_accumulation_steps": 3, "callbacks": callbacks}
             found.append(trained(tmp_path / name, (5,), **arguments))
@@ -109,7 +98,7 @@ def test_a_restart_knows_the_skipped_batches(tmp_path: Path):
 
 def test_trl(tmp_path: Path):
     trainer = tiny.sft(tmp_path, max_steps=20)
-    trainer.train_dataset = Corrupt(trainer.train_dataset, (7,))
+    trainer.train_dataset = corrupt(trainer.train_dataset, (7,))
     heal(trainer, store=tmp_path / "store").train()
     assert trainer.state.global_step == 20
     assert [epoch for epoch, _ in skipped(tmp_path / "store")] == [0, 1]
@@ -136,8 +125,8 @@ def test_lightning(loader: Any, bad: tuple[int, ...], tmp_path: Path):
         accumulate_grad_batches=2,
         num_sanity_val_steps=0,
     )
-    corrupt = Corrupt(rows, tuple(each * 8 + 1 for each in bad))
-    trainer.fit(module, loader(corrupt, batch_size=8), DataLoader(rows, batch_size=8))
+    damaged = corrupt(rows, tuple(each * 8 + 1 for each in bad))
+    trainer.fit(module, loader(damaged, batch_size=8), DataLoader(rows, batch_size=8))
     numbers = {float(rows[i * 8 : i * 8 + 8][0].sum()): i for i in range(8)}
     order = [(each.epoch, numbers[each.inputs]) for each in module.seen]
     good = [each for each in range(8) if each not in bad]
@@ -165,7 +154,7 @@ def test_accelerate(stateful: bool, workers: int, tmp_path: Path):
     )
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
     model = torch.nn.Linear(1, 1)
-    rows = Corrupt([(row, torch.rand(1)) for row in range(24)], (7, 13))
+    rows = corrupt([(row, torch.rand(1)) for row in range(24)], (7, 13))
     model, optimizer, loader = accelerator.prepare(
         model,
         torch.optim.AdamW(model.parameters()),

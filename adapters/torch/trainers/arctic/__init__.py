@@ -1,3 +1,203 @@
-"""Heals the trainers of ArcticTraining by callbacks, and saves checkpoints to resume from."""
+"""Defines `arctic_callbacks`, which heals an ArcticTraining trainer through its own callbacks.
+
+The callbacks use pre-events only: ArcticTraining checks the annotations of a post-event's method.
+It requires that the first argument of a callback is called `self`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+import torch.distributed as dist
+
+from healcore import console
+from healcore.core.verdict import Action, Cause, names
+from healcore.runtime.incidents.step_lines import cause_text, is_logged
+from healcore.torch.healing import Healing
+from healcore.torch.trainers.deepspeed.attachment import heal_engine
+
+if TYPE_CHECKING:
+    from healcore.core.verdict import Decision
+    from healcore.policy import Overrides, PolicyLike
+
+_MISSING = Action.SAVE | Action.ROLLBACK
+"""Actions that this integration does not carry out."""
+_OF_HOST = _MISSING | Action.STOP
+"""Actions of the host; the others are done within the step, or are alerts."""
+
+
+def arctic_callbacks(
+    policy: PolicyLike = "default", **overrides: Unpack[Overrides]
+) -> list[tuple[str, Callable[..., None]]]:
+    """Callbacks for an ArcticTraining trainer: every step is judged, then clipped or skipped.
+
+        class MyTrainer(SFTTrainer):
+            name = "mine"
+            callbacks = arctic_callbacks("default")
+
+    The ranks agree on every reason to stop (iteration limits, the kill switch, the policy's stop),
+    between two optimizer steps. A rollback or a save that the policy orders is logged and not
+    carried out: the loop cannot go back.
+
+    Args:
+        policy: as for `attach`.
+        **overrides: as for `attach`.
+
+    Returns:
+        (event, function) pairs, for the class attribute `callbacks`.
+    """
+
+    def heal_before_training(self: Any) -> None:
+        run = HealedRun(self, heal_engine(self.model, policy, **overrides))
+        self.healcore = run
+        for engine in self.checkpoint_engines:
+            run.resume(getattr(engine, "resumed", None))
+
+    def position_before_epoch(self: Any) -> None:
+        self.healcore.begin_epoch()
+
+    def label_before_checkpoint(self: Any) -> None:
+        self.healcore.note_step()
+
+    return [
+        ("pre-train", heal_before_training),
+        ("pre-epoch", position_before_epoch),
+        ("pre-checkpoint", label_before_checkpoint),
+    ]
+
+
+class HealedRun:
+    """The state of healcore in one run of a trainer, as `trainer.healcore`.
+
+    Attributes:
+        heal: the handle of the engine's optimizer.
+        cursor: the position in the data after the last optimizer step, saved with the weights.
+    """
+
+    def __init__(self, trainer: Any, heal: Healing) -> None:
+        self.heal = heal
+        self._trainer = trainer
+        self._epoch_start = 0
+        self._skip = 0
+        self.cursor = {"epoch": trainer.epoch_idx, "batches": 0, "micro_steps": 0}
+        self._orders = 0
+        self._ordered_at = -1
+        self._own_early_exit: Callable[[], bool] = trainer.need_early_exit
+        trainer.need_early_exit = self._need_early_exit
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no micro-batch was accumulated since the last optimizer step."""
+        model = self._trainer.model
+        return model.micro_steps % model.gradient_accumulation_steps() == 0
+
+    def resume(self, record: dict[str, Any] | None) -> None:
+        """Loads the `record` of a checkpoint, if there is one."""
+        if record is None:
+            return
+        self.cursor = dict(record["cursor"])
+        self._skip = self.cursor["batches"]
+        self._trainer.model.micro_steps = self.cursor["micro_steps"]
+        self.heal.load_state_dict(record["policy"])
+
+    def record(self) -> dict[str, Any]:
+        """The state to save with the weights, in the same file."""
+        return {"cursor": dict(self.cursor), "policy": self.heal.state_dict()}
+
+    def begin_epoch(self) -> None:
+        """Skips the batches that the steps before a resume have used."""
+        trainer, skip, self._skip = self._trainer, self._skip, 0
+        if skip:
+            trainer.train_dataloader = WithoutFirst(trainer.train_dataloader, skip)
+            trainer.train_batch_idx = self.cursor["micro_steps"]
+        self._epoch_start = trainer.train_batch_idx - skip
+
+    def note_step(self) -> None:
+        """Sets the trainer's counts and the cursor to the step of the weights.
+
+        ArcticTraining counts a step after it has saved.
+        """
+        trainer = self._trainer
+        step, micro_steps = trainer.model.global_steps, trainer.model.micro_steps
+        trainer.global_step = step
+        trainer.global_step_this_run = step - trainer.global_step_at_start_this_run
+        if self.between_steps and micro_steps != self.cursor["micro_steps"]:
+            batches, epoch = trainer.train_batch_idx - self._epoch_start, trainer.epoch_idx
+            self.cursor = {"epoch": epoch, "batches": batches, "micro_steps": micro_steps}
+
+    def is_healthy(self) -> bool:
+        """Whether on every rank all weights are finite and no incident is open. A sync."""
+        self.heal.judge_dropped()
+        params = self._trainer.model.module.parameters()
+        finite = all(bool(p.isfinite().all()) for p in params)
+        incident = self.heal.live_engine.pending_record()().incident_open
+        return not self._any_rank(not finite or incident)
+
+    def _need_early_exit(self) -> bool:
+        """The trainer's own reasons and the policy's, agreed over the ranks."""
+        trainer = self._trainer
+        if not self.between_steps:
+            return False  # the micro-batches of this step would be lost
+        stop = self._own_early_exit()
+        decision = self.heal.last_decision()
+        if decision is not None:
+            self._log_orders(decision)
+        if not stop and decision is not None and decision.action & Action.STOP:
+            trainer.early_stop_reason, stop = "stopped by healcore's policy", True
+        agreed = self._any_rank(stop)
+        if agreed and not stop:
+            trainer.early_stop_reason = "another rank has a reason to stop"
+        return agreed
+
+    def _log_orders(self, decision: Decision) -> None:
+        """Logs the policy's orders to the host: the first ten, then each power of two."""
+        step = self._trainer.model.global_steps - 1
+        line = order_line(step, decision.cause, decision.action)
+        if line and step != self._ordered_at:
+            self._orders, self._ordered_at = self._orders + 1, step
+            self.heal.hooks.incident_log.answered()  # its own line is about other loops
+            if is_logged(self._orders) and not (dist.is_initialized() and dist.get_rank()):
+                console.warning(line)
+
+    def _any_rank(self, flag: bool) -> bool:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return flag
+        found = torch.tensor(float(flag), device=self._trainer.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found)
+
+
+def order_line(step: int, cause: Cause, action: Action) -> str:
+    """The line about a step's action, or "" if the step has carried out all of it."""
+    if not action & _OF_HOST:
+        return ""
+    orders = " and ".join(names(action)).lower()
+    missing = " and ".join(names(action & _MISSING)).lower()
+    line = f"step {step}: {cause_text(cause)}: the policy orders {orders}"
+    if missing:
+        line += (
+            f"; ArcticTraining's loop cannot carry out {missing}: to go back, start the same "
+            "command again, which resumes from the newest healthy checkpoint"
+        )
+    return line
+
+
+class WithoutFirst:
+    """A loader whose first pass skips its first batches; later passes are complete."""
+
+    def __init__(self, loader: Any, skip: int) -> None:
+        self._loader = loader
+        self._skip = skip
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
+        return islice(iter(self._loader), skip, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

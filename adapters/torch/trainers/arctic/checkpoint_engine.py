@@ -14,6 +14,8 @@ from arctic_training.checkpoint.ds_engine import (  # pyright: ignore[reportMiss
 )
 from arctic_training.logging import logger  # pyright: ignore[reportMissingImports]
 
+from healcore.torch.trainers import replaced
+
 
 class ArcticCheckpointEngine(DSCheckpointEngine):
     """A checkpoint engine for trainers with `arctic_callbacks`.
@@ -25,12 +27,12 @@ class ArcticCheckpointEngine(DSCheckpointEngine):
 
     In the recipe: `checkpoint: [{type: healcore, output_dir: ..., save_every_n_steps: 100}]`.
     Checkpoints are taken between two optimizer steps, of finite weights outside of an incident.
-    They hold the weights' own step, the position in the data and the policy's state, in one file.
-    A resume replays no batch and loses none, with a loader that has the same order in each epoch
-    (ArcticTraining's has).
+    They hold the step of the weights, the position in the data and the policy's state, in one file.
+    A resume replays no batch and loses none if the loader has the same order in each epoch, as
+    ArcticTraining's has.
 
     Attributes:
-        resumed: what `HealedRun.record` had returned for the checkpoint that was loaded, or None.
+        resumed: the `HealedRun.record` of the checkpoint that was loaded, or None.
     """
 
     name = "healcore"
@@ -39,7 +41,7 @@ class ArcticCheckpointEngine(DSCheckpointEngine):
 
     @property
     def do_checkpoint(self) -> bool:
-        """Whether one is due now, and the run is healthy on every rank."""
+        """Whether a checkpoint is due now, and the run is healthy on every rank."""
         trainer, config, run = self.trainer, self.config, self.trainer.healcore
         step = trainer.global_step
         every, epochs = config.save_every_n_steps, config.save_every_n_epochs
@@ -77,11 +79,8 @@ class ArcticCheckpointEngine(DSCheckpointEngine):
             seen.append(found[1])
             return found
 
-        model.load_checkpoint = load_checkpoint
-        try:
+        with replaced(model, "load_checkpoint", load_checkpoint):
             super().load(model)
-        finally:
-            del model.load_checkpoint
         if not seen:
             return
         self.resumed = seen[0].get("healcore")

@@ -8,6 +8,7 @@ and is stepped once for each group: its gradients are not the whole step's.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,7 +18,18 @@ from healcore.torch.engines import HostOrder
 from healcore.torch.grad_scaler import SEARCH, DroppedSteps, Overflows
 from healcore.torch.measurement import Measurement, Measurer, StepNorms
 from healcore.torch.step_hooks import StepHooks
-from healcore.torch.trainers.deepspeed.supported import dynamic_scale, is_sharded
+
+
+def is_sharded(engine: Any) -> bool:
+    """Whether each rank's optimizer has flat pieces of all parameters (ZeRO-1, ZeRO-2, BF16)."""
+    return hasattr(engine.optimizer, "partition_count")
+
+
+def dynamic_scale(engine: Any) -> bool:
+    """Whether DeepSpeed searches a loss scale, so that overflows are normal."""
+    optimizer = engine.optimizer
+    config = getattr(optimizer, "loss_scale_config", None)
+    return bool(getattr(config or optimizer, "dynamic_loss_scale", False))
 
 
 class SkippedByDeepSpeed(DroppedSteps):
@@ -32,7 +44,7 @@ class SkippedByDeepSpeed(DroppedSteps):
         self.stepped = False
 
     def found(self) -> bool:
-        """Whether one was skipped since the last call."""
+        """Whether a step was skipped since the last call."""
         before, self._skipped = self._skipped, self._deepspeed.skipped_steps
         return self._skipped > before  # a rollback lowers it
 
@@ -53,8 +65,8 @@ class EngineMeasurer(Measurer):
         measured = super().measure(*args, **kwargs)
         if not self._sharded:
             return measured
-        # DeepSpeed computes it before the basic optimizer's step: reduced over the ranks, without
-        # the loss scale, before clipping. The engine's get_global_grad_norm() is a step behind.
+        # DeepSpeed computes this norm before the basic optimizer's step: reduced over the ranks,
+        # without the loss scale, before clipping. get_global_grad_norm() is a step behind.
         norm = self._deepspeed.optimizer._global_grad_norm
         norm = torch.as_tensor(norm, dtype=torch.float32).to(self.home, non_blocking=True)
         # -1 stands for a norm that is not finite.
@@ -62,37 +74,40 @@ class EngineMeasurer(Measurer):
 
 
 class EngineHooks(StepHooks):
-    """Judges once for each step of the engine, and enforces that in every group.
+    """Judges once for each step of the engine, and enforces the decision in every group.
+
+    Args:
+        deepspeed: the engine.
+        taken_over: DeepSpeed's own `gradient_clipping`, which is switched off there, or None.
+        limit: the same if it is enforced after the policy; 0 if the policy's clipping holds it.
+        *args: of `StepHooks`.
 
     Attributes:
-        taken_over: DeepSpeed's own `gradient_clipping`, switched off there; None: it is not.
-        limit: the same if it is enforced after the policy; 0: the policy's clipping holds it.
-        undo: called when the hooks are removed.
+        changes: what is changed on the engine until the hooks are removed.
     """
 
-    def __init__(self, deepspeed: Any, *args: Any) -> None:
+    def __init__(self, deepspeed: Any, taken_over: float | None, limit: float, *args: Any) -> None:
         super().__init__(*args)
+        self.taken_over = taken_over
+        self.changes = ExitStack()
+        self._limit = limit
         self._first = gradients.parameters(self.optimizer)[0]
         self._group_order: HostOrder | None = None
         self._sharded = is_sharded(deepspeed)
-        # DeepSpeed keeps references to them.
+        # DeepSpeed keeps references to the moments.
         self._resets_moments = self.incident_log.resets_moments = False
-        self.taken_over: float | None = None
-        self.limit = 0.0
-        self.undo = lambda: None
 
     def limited(self, order: HostOrder, measured: Measurement) -> HostOrder:
         """The order with DeepSpeed's own limit on top."""
-        norm = float(self.live_engine.state.last.grad_norm) if self.limit else 0.0
-        if order.skip or not norm * order.grad_scale > self.limit:
+        norm = float(self.live_engine.state.last.grad_norm) if self._limit else 0.0
+        if order.skip or not norm * order.grad_scale > self._limit:
             return order
-        return order._replace(grad_scale=self.limit / (norm + 1e-6))
+        return order._replace(grad_scale=self._limit / (norm + 1e-6))
 
     def detach(self) -> None:
         """See `Healing.detach`."""
         super().detach()
-        self.undo()
-        self.undo = lambda: None
+        self.changes.close()
 
     @torch.no_grad()
     def _judge(self) -> None:

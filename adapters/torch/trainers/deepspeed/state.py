@@ -17,8 +17,12 @@ from healcore.core.engine import Engine
 from healcore.torch import gradients
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.trainers.deepspeed import supported
-from healcore.torch.trainers.deepspeed.attachment import gradient_clipping, heal_basic_optimizer
+from healcore.torch.trainers.deepspeed.attachment import (
+    check,
+    gradient_clipping,
+    heal_basic_optimizer,
+)
+from healcore.torch.trainers.deepspeed.hooks import is_sharded
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -48,7 +52,7 @@ def engine_state(engine: nn.Module) -> dict[str, Any]:
         AttachError: as for `heal_engine`.
     """
     deepspeed: Any = engine
-    supported.check(deepspeed)
+    check(deepspeed)
     parts: dict[str, Any] = {
         "model": deepspeed.module,
         "optimizer": BasicOptimizer(deepspeed),
@@ -63,19 +67,19 @@ class BasicOptimizer(Optimizer):
     """The basic optimizer of an engine, as an item of a state. It is never stepped itself.
 
     Attributes:
-        per_rank: whether each rank has other moments.
-        trainer_limit: the norm that DeepSpeed clips at (`gradient_clipping`); None: it does not.
+        per_rank: whether the moments differ between ranks.
+        trainer_limit: the norm that DeepSpeed clips at (`gradient_clipping`), or None.
     """
 
     def __init__(self, engine: Any) -> None:
         # Not super().__init__(): the hooks are those of the optimizer inside.
         self._engine = engine
         self.optimizer = engine.basic_optimizer
-        self.per_rank = supported.is_sharded(engine) and engine.dp_world_size > 1
+        self.per_rank = is_sharded(engine) and engine.dp_world_size > 1
         self.trainer_limit = gradient_clipping(engine)
 
     def heal(self, core: Engine, **options: Any) -> Healing:
-        """Heals the engine, as the driver would heal an optimizer."""
+        """Heals the engine; the driver calls it instead of `attach`."""
         group = options.pop("process_group", "auto")
         unknown = sorted(name for name, value in options.items() if value is not None)
         if unknown:
@@ -90,7 +94,7 @@ class BasicOptimizer(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads it into the present tensors, to which DeepSpeed keeps references."""
+        """Loads it into the existing tensors, to which DeepSpeed keeps references."""
         before = {p: dict(moments) for p, moments in self.optimizer.state.items()}
         self.optimizer.load_state_dict(state_dict)
         for p, moments in self.optimizer.state.items():
@@ -109,16 +113,16 @@ class EngineParts:
     """The rest of an engine: float32 weights, loss scale, counters.
 
     Attributes:
-        per_rank: whether each rank has other pieces of the weights.
+        per_rank: whether each rank has its own pieces of the weights.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.per_rank = supported.is_sharded(engine) and engine.dp_world_size > 1
+        self.per_rank = is_sharded(engine) and engine.dp_world_size > 1
 
     @property
     def mid_accumulation(self) -> bool:
-        """Whether there are gradients that the engine has not stepped with."""
+        """Whether there are gradients that no step has used."""
         engine = self._engine
         if not engine.managed_gradient_accumulation():
             return engine._unmanaged_backward_count > 0
@@ -146,13 +150,13 @@ class EngineParts:
         self._drop_gradients()
 
     def _masters(self) -> list[Tensor]:
-        """The weights that the optimizer steps, where they are not the module's own."""
+        """The weights that the optimizer steps, except the module's own."""
         own = {id(p) for p in self._engine.module.parameters()}
         params = gradients.parameters(self._engine.basic_optimizer)
         return [p.detach() for p in params if id(p) not in own]
 
     def _scale(self) -> Any:
-        """The object that holds the loss scale; None without one."""
+        """The object that holds the loss scale, or None."""
         optimizer = self._engine.optimizer
         config = getattr(optimizer, "loss_scale_config", None)
         return getattr(optimizer, "loss_scaler", None) if config is None else config

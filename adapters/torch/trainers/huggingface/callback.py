@@ -37,18 +37,18 @@ class HealingCallback(TrainerCallback, ExportableState):
         trainer = Trainer(..., callbacks=[HealingCallback("default")])
 
     The policy judges the true loss of each optimizer step and the gradient norm before clipping.
-    The Trainer's own `max_grad_norm` stays in force: the lower one of that and the policy's limit.
+    The Trainer's own `max_grad_norm` stays in force: the lower limit holds.
 
-    A callback cannot go back to an earlier state within `train()`. Where the policy orders that, it
-    says so once, and moves the checkpoints from after the trouble began out of the way. If a budget
-    of the policy is spent while the model gets worse, the run stops with a diagnosis
+    A callback cannot roll back within `train()`. Where the policy orders a rollback, a line says so
+    once, and the checkpoints that were saved after the trouble began are moved away. If a budget of
+    the policy is exhausted while the model gets worse, the run stops with a diagnosis
     (`RunStopped`, a SystemExit: the process ends with status 1).
 
     Args:
-        policy: a preset's name, the path of a TOML file, or a `Policy`; also a mapping, as in a
+        policy: a preset's name, the path of a TOML file, a `Policy`, or a mapping as in a
             checkpoint's trainer_state.json.
-        events: the events file, next to which a postmortem is written; "auto":
-            `_healcore/healcore.events.jsonl` in output_dir; None: neither is written.
+        events: the events file, next to which a postmortem is written, or None for neither. "auto"
+            is `_healcore/healcore.events.jsonl` in output_dir.
         engine: see `healcore.torch.attach`.
         on_incident: functions that receive an incident and may override what is done; see
             `healcore.Healer`. A checkpoint does not hold these functions.
@@ -84,13 +84,13 @@ class HealingCallback(TrainerCallback, ExportableState):
         return None if self._run is None else self._run.driver.healings["optimizer"]
 
     def report(self) -> HealingReport | None:
-        """What was seen and done in the present or last `train()`; None before the first."""
+        """The report of the current or last `train()`, or None before the first."""
         return self._last if self._run is None else self._run.report()
 
     # -- state in checkpoints -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes to trainer_state.json: how to make this object, and its state."""
+        """The arguments and the state of this object, which the Trainer saves."""
         return {
             "args": {
                 "policy": to_dict(self.policy),
@@ -107,7 +107,6 @@ class HealingCallback(TrainerCallback, ExportableState):
         """Guards the Trainer's `train()`, see `_guard`."""
         trainer = _trainer_of(self)
         if trainer is not None:
-            _check_only_one(trainer)
             _guard(trainer)
 
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
@@ -120,7 +119,6 @@ class HealingCallback(TrainerCallback, ExportableState):
                 "HealingCallback found no Trainer among its callers: give it to a transformers "
                 "Trainer in callbacks=[...], or heal the optimizer with healcore.torch.attach"
             )
-        _check_only_one(trainer)
         _guard(trainer)
         saved = _saved_in(state, type(self).__name__)
         # transformers 5.23 raises KeyError at the next save if the checkpoint did not have it.
@@ -137,18 +135,17 @@ class HealingCallback(TrainerCallback, ExportableState):
         self._run.start(saved)
 
     def on_step_end(self, args: Args, state: State, control: Control, **kwargs: object) -> Control:
-        """Reads the decisions, and carries out what a callback can."""
+        """Reads the decisions, and carries out the orders that a callback can."""
         run = self._run
         if run is None:
             return control
         now = control.should_save or control.should_training_stop or control.should_log
         run.after_step(state.global_step, now=now)
-        if run.wants_save:
-            control.should_save, run.wants_save = True, False
+        control.should_save |= run.takes_save()
         return self._checked(control)
 
     def on_epoch_end(self, args: Args, state: State, control: Control, **kwargs: object) -> Control:
-        """Checks a checkpoint of the end of an epoch before it is saved."""
+        """Checks the state before it is saved at the end of an epoch."""
         return self._checked(control)
 
     def on_evaluate(self, args: Args, state: State, control: Control, **kwargs: object) -> None:
@@ -178,7 +175,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     state_key = "HealingCallback"  # which Lightning reads before
 
     def close(self, error: BaseException | None) -> None:
-        """Ends the present run, if any. Called at the end of `train()`, also when that raises."""
+        """Ends the current run, if any. Called at the end of `train()`, also when it raises."""
         run, self._run = self._run, None
         if run is not None:
             run.close(error)
@@ -216,8 +213,12 @@ def _trainer_of(callback: HealingCallback) -> Any | None:
     return None
 
 
-def _check_only_one(trainer: Any) -> None:
-    """AttachError for a second policy on the same steps. Nothing has changed then."""
+def _guard(trainer: Any) -> None:
+    """Makes `train()` of one Trainer resume from a good checkpoint, and clean up when it raises.
+
+    A Trainer has no event for either. Raises AttachError for two policies on the same steps;
+    nothing has changed then.
+    """
     found = _of(trainer)
     if len(found) > 1:
         policies = ", ".join(repr(each.policy.name) for each in found)
@@ -226,13 +227,6 @@ def _check_only_one(trainer: Any) -> None:
             f"{policies}): leave one in callbacks=[...]; trainer.remove_callback(HealingCallback) "
             "takes one out"
         )
-
-
-def _guard(trainer: Any) -> None:
-    """Makes `train()` of one Trainer resume from a good checkpoint, and clean up when it raises.
-
-    A Trainer has no event for either.
-    """
     if "train" in vars(trainer):
         return
     original = trainer.train
@@ -255,17 +249,17 @@ def _guard(trainer: Any) -> None:
 
 
 def _of(trainer: Any) -> list[HealingCallback]:
-    """A Trainer's callbacks of this kind; restoring them from a checkpoint makes new ones."""
+    """A Trainer's HealingCallbacks; restoring them from a checkpoint makes new objects."""
     return [
         each for each in trainer.callback_handler.callbacks if isinstance(each, HealingCallback)
     ]
 
 
 def _good(trainer: Any, wanted: Any) -> Any:
-    """The checkpoint to resume from instead of `wanted`, if that is a bad one.
+    """The checkpoint to resume from: `wanted`, or another one if it is bad.
 
-    Newer ones that are incomplete (a kill while they were saved) or bad are set aside, or the
-    Trainer would take them for its latest. Only where the run itself saves.
+    Newer checkpoints that are bad or incomplete (killed during the save) are set aside, or the
+    Trainer would take them for its latest. Only in the folder where the run saves.
     """
     folder = Path(trainer.args.output_dir)
     if not wanted or all(each.policy.mode == "observe" for each in _of(trainer)):

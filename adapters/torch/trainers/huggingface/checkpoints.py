@@ -1,9 +1,9 @@
 """Records which `checkpoint-N` folders of a transformers Trainer are good, and moves bad ones.
 
 A checkpoint is a candidate until `probation` healthy steps have followed it; then it is known-good.
-One that turns out bad before is moved out of the Trainer's sight into the folder `_healcore`, where
-neither `get_last_checkpoint` nor `save_total_limit` nor an upload to the hub finds it. None is ever
-deleted.
+A candidate that turns out bad is moved into the folder `_healcore`, where neither
+`get_last_checkpoint` nor `save_total_limit` nor an upload to the hub finds it. healcore deletes no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -23,23 +23,20 @@ from healcore.runtime.checkpoints.catalog import probation_passed
 from healcore.runtime.store import Saved, files
 
 FOLDER = "_healcore"
-"""A folder in output_dir; an upload to the hub leaves out names that begin with `_`."""
+"""A folder in output_dir; an upload to the hub ignores names that begin with `_`."""
 
 RECORD = "healcore.json"
 """Name of the file with healcore's record in each checkpoint folder."""
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
-_SCHEMA = 1
-
-Status = Literal["candidate", "good", "quarantined"]
 
 
 class Record(NamedTuple):
     """The content of `healcore.json`."""
 
     step: int
-    status: Status
+    status: Literal["candidate", "good", "quarantined"]
     in_trouble: bool = False
     """Saved within an incident that skipping alone does not explain."""
     why: str = ""
@@ -74,12 +71,12 @@ class Checkpoints:
 
     def add(self, step: int, *, in_trouble: bool) -> None:
         """Takes a checkpoint that the Trainer has just saved."""
-        self._write(Record(step, "candidate", in_trouble))
+        self._put(Record(step, "candidate", in_trouble))
 
     def mark_good(self, unhealthy: Iterable[int], now: int) -> list[int]:
-        """Marks the candidates whose probation is over; `unhealthy` steps do not count.
+        """Marks the candidates whose probation is over, and returns their steps.
 
-        Called after every step, so it asks the disk only about those. Returns their steps.
+        `unhealthy` steps do not count. Called after every step, so it reads no disk.
         """
         candidates = [
             Saved(r.step, "candidate", True, 0, 0.0, True, None)
@@ -92,7 +89,7 @@ class Checkpoints:
             candidates, unhealthy=unhealthy, now=now, probation=self._probation
         )
         for step in passed:
-            self._write(Record(step, "good"))
+            self._put(Record(step, "good"))
         return passed
 
     def keep_last_good(self) -> None:
@@ -109,34 +106,21 @@ class Checkpoints:
         moved = []
         for record in self._existing():
             if record.status == "candidate" and record.step > since:
-                moved.append((self.path(record.step), self.set_aside(record.step, why)))
+                path = self.path(record.step)
+                del self._records[record.step]
+                self.quarantined.append(record.step)
+                moved.append((path, set_aside(path, why) if self._writes else path))
         return moved
-
-    def set_aside(self, step: int, why: str) -> Path:
-        """Moves one checkpoint to `_healcore`, and returns its new folder."""
-        self._write(Record(step, "quarantined", why=why))
-        self._records.pop(step, None)
-        self.quarantined.append(step)
-        return _moved(self.path(step)) if self._writes else self.path(step)
 
     def _existing(self) -> list[Record]:
         """The records of checkpoints that the Trainer has not deleted meanwhile."""
         self._records = {s: r for s, r in self._records.items() if self.path(s).is_dir()}
         return [self._records[step] for step in sorted(self._records)]
 
-    def _write(self, record: Record) -> None:
+    def _put(self, record: Record) -> None:
         self._records[record.step] = record
-        path = self.path(record.step)
-        if not self._writes or not path.is_dir():
-            return
-        modified = path.stat()
-        try:
-            content = json.dumps({"schema": _SCHEMA, **record._asdict()}, indent=2)
-            files.replace(path / RECORD, f"{content}\n".encode("ascii"))
-            # The Trainer orders checkpoints by the time at which their folders were modified.
-            os.utime(path, ns=(modified.st_atime_ns, modified.st_mtime_ns))
-        except OSError as error:  # a full disk must not end the training
-            console.warning(f"the record of {path} could not be written: {error}")
+        if self._writes:
+            _write(self.path(record.step), record)
 
 
 # -- before training ------------------------------------------------------------------------------
@@ -146,12 +130,12 @@ def found(folder: Path) -> list[Path]:
     """The Trainer's checkpoints in a folder, by their step."""
     if not folder.is_dir():
         return []
-    named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
+    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(named, key=_step)
 
 
 def read(path: Path) -> Record | None:
-    """What is recorded about a checkpoint; None: nothing that can be read."""
+    """The record of a checkpoint, or None if there is none that can be read."""
     try:
         data = json.loads(regular_file.read(path / RECORD))
         return Record(**{name: data[name] for name in Record._fields})
@@ -162,33 +146,31 @@ def read(path: Path) -> Record | None:
 def resume_target(
     folder: Path, nonfinite_ok: frozenset[str] = frozenset()
 ) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint to resume from, and the newer ones, with what is wrong with each.
+    """The newest checkpoint to resume from, and the newer ones with what is wrong with each.
 
-    One that was saved in trouble is taken only if there is no other. `nonfinite_ok` as for
+    A checkpoint that was saved in trouble is taken only if there is no other. `nonfinite_ok` as for
     `defect`.
     """
     wrong: dict[Path, str] = {}
     in_trouble: Path | None = None
     for path in reversed(found(folder)):
-        problem = defect(path, nonfinite_ok)
         record = read(path)
-        if problem:
+        if problem := defect(path, nonfinite_ok):
             wrong[path] = problem
         elif record is not None and record.in_trouble and record.status == "candidate":
             in_trouble = in_trouble or path
             wrong[path] = "saved while the model was getting worse"
         else:
             return path, wrong
-    if in_trouble is not None:
-        newer = {path: why for path, why in wrong.items() if path.name != in_trouble.name}
-        return in_trouble, {p: why for p, why in newer.items() if _step(p) > _step(in_trouble)}
-    return None, wrong
+    if in_trouble is None:
+        return None, wrong
+    return in_trouble, {p: why for p, why in wrong.items() if _step(p) > _step(in_trouble)}
 
 
 def defect(path: Path, nonfinite_ok: frozenset[str] = frozenset()) -> str:
-    """What keeps a checkpoint from being resumed from; "": nothing was found.
+    """Why a checkpoint cannot be resumed from, or an empty string.
 
-    `nonfinite_ok` are names of tensors in which NaN and Inf are meant, see `nonfinite_in`.
+    `nonfinite_ok` are names of tensors in which NaN and Inf are allowed, see `nonfinite_in`.
     """
     try:
         json.loads(regular_file.read(path / _STATE))
@@ -216,27 +198,9 @@ def nonfinite_in(model: torch.nn.Module) -> frozenset[str]:
     )
 
 
-def _finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _nonfinite(file: Path, nonfinite_ok: frozenset[str]) -> str:
-    """The first tensor with NaN or Inf in a safetensors file, of those in which none is meant."""
-    from safetensors import safe_open
-
-    with safe_open(str(file), framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 -- not a mapping
-            if name not in nonfinite_ok and not _finite(tensors.get_tensor(name)):
-                return name
-    return ""
-
-
 def set_aside(path: Path, why: str) -> Path:
-    """Moves a checkpoint out of the Trainer's sight; returns its new folder."""
-    return Checkpoints(path.parent, probation=0, writes=True).set_aside(_step(path), why)
-
-
-def _moved(path: Path) -> Path:
+    """Moves a checkpoint to `_healcore`, and returns its new folder."""
+    _write(path, Record(_step(path), "quarantined", why=why))
     folder = path.parent / FOLDER
     folder.mkdir(exist_ok=True)
     new = folder / path.name
@@ -246,7 +210,33 @@ def _moved(path: Path) -> Path:
     return new
 
 
+def _write(path: Path, record: Record) -> None:
+    if not path.is_dir():
+        return
+    modified = path.stat()
+    try:
+        content = json.dumps({"schema": 1, **record._asdict()}, indent=2)
+        files.replace(path / RECORD, f"{content}\n".encode("ascii"))
+        # The Trainer orders checkpoints by the time at which their folders were modified.
+        os.utime(path, ns=(modified.st_atime_ns, modified.st_mtime_ns))
+    except OSError as error:  # a full disk must not end the training
+        console.warning(f"the record of {path} could not be written: {error}")
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _nonfinite(file: Path, nonfinite_ok: frozenset[str]) -> str:
+    """The first tensor of a safetensors file with NaN or Inf that is not in `nonfinite_ok`."""
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 -- not a mapping
+            if name not in nonfinite_ok and not _finite(tensors.get_tensor(name)):
+                return name
+    return ""
+
+
 def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.name.rpartition("-")[2])

@@ -26,27 +26,27 @@ from healcore.runtime.faults import classify
 from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.torch.attachment import unwrapped
-from healcore.torch.driver.live_state import RngState
 from healcore.torch.errors import AttachError
+from healcore.torch.live_state import RngState
 
 
 class DryRun(NamedTuple):
-    """What a dry run has found."""
+    """The result of a dry run."""
 
     losses: tuple[float, ...]
     """The loss of each step."""
     grad_norms: tuple[float, ...]
     """The gradient norm of each step, before clipping."""
     finite: bool
-    """Whether all of them are finite."""
+    """Whether all losses and norms are finite."""
     would: tuple[tuple[str, ...], ...]
-    """What the policy would have done at each step, besides clipping: causes and actions."""
+    """Causes and actions of the policy at each step, without clipping."""
     peak_bytes: int | None
-    """Most memory on the accelerator, the copy included; None on a CPU."""
+    """Peak memory on the accelerator, including the copy; None on a CPU."""
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What to look at, for each cause that the policy has found; empty if it found none."""
+        """What to look at, for each cause that the policy has found."""
         names = {name for step in self.would for name in step}
         causes = reduce(or_, (each for each in Cause if each.name in names), Cause(0))
         if not self.finite and not causes & NONFINITE:
@@ -56,10 +56,10 @@ class DryRun(NamedTuple):
 
 @contextmanager
 def copy_of(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
-    """A copy to train for some steps, and a temporary directory for all that it writes.
+    """A copy to train for some steps, and a temporary directory for its files.
 
-    Model and optimizer are copied; the dataset is shared. Random states and what accelerate keeps
-    for the whole process are as before when the block ends.
+    Model and optimizer are copied; the dataset is shared. The end of the block restores the random
+    states and accelerate's state of the process.
     """
     if getattr(trainer, "use_vllm", False):
         raise AttachError(
@@ -82,7 +82,7 @@ def copy_of(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
 
 
 def add_hint(error: Exception) -> None:
-    """Adds a note about what to look at to the error of a dry run, if its kind is known."""
+    """Adds a hint to the error of a dry run, if its kind is known."""
     fault = classify(error)
     hint = shape_diagnosis(error) or (
         "" if fault.cause is Cause.UNKNOWN else fault.failure.diagnosis
@@ -152,7 +152,7 @@ def _copied(trainer: Any, steps: int, folder: str) -> Any:
 
 
 def _rebind(new: Any, trainer: Any) -> None:
-    """Methods that were set on the trainer itself become the copy's; wrappers of them are dropped.
+    """Binds methods that were set on the trainer object to the copy, and drops their wrappers.
 
     A wrapper closes over the trainer's own method: called on the copy, it would train the trainer.
     """
@@ -165,9 +165,9 @@ def _rebind(new: Any, trainer: Any) -> None:
 
 
 def _optimizer(trainer: Any, model: torch.nn.Module) -> Optimizer | None:
-    """A fresh optimizer of the same kind for the copy; None: Trainer makes its own.
+    """An optimizer of the same class for the copy, or None if Trainer has to make one.
 
-    Not a deep copy: a learning-rate schedule has put a `step` into the optimizer that would step
+    Not a deep copy: a learning-rate schedule has replaced `step` of the optimizer, which would step
     the original.
     """
     if trainer.optimizer is None:

@@ -1,7 +1,7 @@
-"""Runs Trainer's epochs so that a rollback can lead back into an earlier one.
+"""Runs Trainer's epochs so that a rollback can return to an earlier epoch.
 
 `Trainer._run_epoch` counts batches in local variables. So a rollback leaves it by an exception, and
-it is called again for the rest of the epoch that the run has gone back to.
+it is called again for the rest of the epoch of the restored checkpoint.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class EpochFeed:
     """Hands the Healer's batches to Trainer, epoch by epoch.
 
     Attributes:
-        epoch: that Trainer is in.
-        count: batches of it that Trainer has received. Lower than the loader's own index if a
-            rollback has left some out.
-        length: batches that this epoch has in all; None: unknown.
-        exhausted: the data have ended, and do not begin again.
-        nothing_to_do: the run had completed before this start, with the same `max_steps`; before
-            these if a callback has stopped it.
+        epoch: the epoch that Trainer is in.
+        count: batches of that epoch that Trainer has received. Lower than the loader's own index if
+            a rollback has skipped batches.
+        length: number of batches of this epoch, or None if it is not known.
+        exhausted: whether the data have ended and do not begin again.
+        nothing_to_do: whether the run had completed before this start, with the same `max_steps`.
+            A callback may have stopped that run early.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -48,7 +48,7 @@ class EpochFeed:
         self._window: list[Any] = []
         """Batches that Trainer has received since the last step."""
         self._left_out = 0
-        """Number of batches that were left out when `_run_epoch` was called."""
+        """Number of skipped batches when `_run_epoch` was called."""
         self._data_epoch = 0
         self.epoch = 0
         self.count = 0
@@ -101,14 +101,23 @@ class EpochFeed:
         Returns:
             The number of batches that it will receive, or None if that is not known.
         """
-        rest = self._remaining()
-        self.length = None if rest is None else self.count + rest
-        self._left_out = len(self._open.left_out)
+        left_out = self._open.left_out
+        self._left_out, self.length = len(left_out), None
+        try:
+            length = len(self._loader)
+        except TypeError:
+            return None
+        rest = len(self._held)
+        if self._data.epoch == self.epoch:
+            first = self._data.index
+            skipped = [each.index for each in left_out if each.epoch == self.epoch]
+            rest += length - first - sum(first <= index < length for index in skipped)
+        self.length = self.count + rest
         return rest
 
     @property
     def _is_shorter(self) -> bool:
-        """Whether batches were skipped since `begin`, which knows how many there would be."""
+        """Whether batches were skipped since `begin`, which has counted them."""
         return self.length is not None and len(self._open.left_out) > self._left_out
 
     def has_batch(self) -> bool:
@@ -117,24 +126,12 @@ class EpochFeed:
             self._read()
         return bool(self._held) and self._data_epoch == self.epoch
 
-    def _remaining(self) -> int | None:
-        try:
-            length = len(self._loader)
-        except TypeError:
-            return None
-        if self._data.epoch != self.epoch:
-            return len(self._held)
-        first = self._data.index
-        left_out = [each.index for each in self._open.left_out if each.epoch == self.epoch]
-        ahead = length - first - sum(first <= index < length for index in left_out)
-        return len(self._held) + ahead
-
     def next_epoch(self) -> None:
         """Goes to the next epoch, once this one has no more batches."""
         self.epoch, self.count = self.epoch + 1, 0
 
     def stop(self) -> bool:
-        """Reads the last decisions when Trainer stops; whether the run has gone back."""
+        """Reads the last decisions when Trainer stops. Returns whether the run was rolled back."""
         return self._open.after_step(last=True)
 
     def abandon(self) -> None:
@@ -174,7 +171,7 @@ class EpochFeed:
 class EpochFraction(TrainerCallback):
     """Corrects `state.epoch` after a rollback: Trainer takes the rest of an epoch for a whole one.
 
-    The first of the callbacks, so that the others read the corrected value.
+    It has to be the first of the callbacks, so that the others read the corrected value.
     """
 
     def __init__(self, feed: EpochFeed) -> None:
@@ -187,16 +184,16 @@ class EpochFraction(TrainerCallback):
 
 
 def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], call: Any) -> None:
-    """Carries out one call of `_run_epoch`: what is left up to the end of that epoch.
+    """Carries out one call of `_run_epoch`: the rest of the run up to the end of that epoch.
 
     In the last epoch, batches of further epochs replace skipped batches, so that the run takes
-    `max_steps` steps, and its learning-rate schedule ends where it was to end.
+    `max_steps` steps and its learning-rate schedule ends where it was to end.
 
     Args:
         trainer: the Trainer.
         feed: its batches.
         run_epoch: Trainer's own `_run_epoch`.
-        call: the keyword arguments that it was called with.
+        call: the keyword arguments of the call.
     """
     state, control = trainer.state, trainer.control
     last = call["epoch"] >= state.num_train_epochs - 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.driver import json_setting
-from healcore.torch.trainers.huggingface.counts import COUNTERS
 
 if TYPE_CHECKING:
     from healcore.torch.trainers.huggingface.epochs import EpochFeed
@@ -26,8 +26,8 @@ _STATE = (
 )
 """Fields of `TrainerState`; the others (max_steps, save_steps, ...) are settings."""
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
-
-
+COUNTERS = ("current_flos", "_step", "_total_train_tokens")
+"""Attributes of Trainer, of GRPO and RLOO, and of SFT and DPO, as far as a trainer has them."""
 _SETTINGS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -39,12 +39,57 @@ _SETTINGS = (
 """Fields of `TrainingArguments`."""
 
 
+class LossCounts:
+    """A copy of what TRL's trainers count in `compute_loss`: metrics and a number of tokens.
+
+    The metrics are lists with one entry for each micro-batch since the last log.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._tokens = copy.deepcopy(getattr(trainer, "_total_train_tokens", None))
+        metrics = getattr(trainer, "_metrics", None)
+        self._lists = {
+            mode: {name: (values, len(values)) for name, values in lists.items()}
+            for mode, lists in (metrics if isinstance(metrics, dict) else {}).items()
+            if isinstance(lists, dict)
+        }
+
+    def restore(self) -> None:
+        """Removes what was added since."""
+        if self._tokens is not None:
+            self._trainer._total_train_tokens = self._tokens
+        for mode, lists in self._lists.items():
+            metrics = self._trainer._metrics[mode]
+            metrics.clear()
+            for name, (values, length) in lists.items():
+                del values[length:]
+                metrics[name] = values
+
+
+class WindowCounts:
+    """The counts before the first micro-batch of a step. Copies one scalar, and reads none."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.step = trainer.state.global_step
+        self.in_loss = LossCounts(trainer)
+        self.tokens_seen = trainer.state.num_input_tokens_seen
+        self.tr_loss = trainer._tr_loss.clone()
+        self.buffered = getattr(trainer, "_buffered_inputs", None)
+        """GRPO's and RLOO's generated batches, which a later micro-batch of the step replaces."""
+        self.counters = {
+            name: copy.deepcopy(getattr(trainer, name))
+            for name in COUNTERS
+            if hasattr(trainer, name)
+        }
+
+
 @dataclass(eq=False)
 class Progress:
-    """An item of the Healer's state: without it global_step would go on while weights go back.
+    """The trainer's counters as an item of the Healer's state.
 
-    One JSON text, because TrainerState holds None, text and dictionaries. Within a step it is what
-    was counted after the step before, because the batches of this one come again.
+    Saved as one JSON text, because TrainerState holds None, text and dictionaries. Within a step
+    the counters are those after the step before, because the batches of this step come again.
     """
 
     trainer: Any
@@ -53,13 +98,13 @@ class Progress:
     training: bool = False
     """Whether Trainer's loop has begun. Before, it sets its sums of the loss itself."""
     max_steps: int | None = None
-    """`max_steps` of the run that was loaded; None: nothing was."""
+    """`max_steps` of the run that was loaded, or None."""
 
     @property
     def run_settings(self) -> dict[str, Any]:
-        """The arguments that decide what is learnt; the optimizer has the others.
+        """The arguments that decide what is learnt, apart from the optimizer's.
 
-        The seed is not one of them: a resumed run has the random states of its checkpoint.
+        Without the seed, because a resumed run has the random states of its checkpoint.
         """
         args = self.trainer.args
         length = "max_steps" if args.max_steps > 0 else "num_train_epochs"
@@ -68,7 +113,7 @@ class Progress:
         return {name: value for name, value in found.items() if value is not None}
 
     def state_dict(self) -> dict[str, str]:
-        """The present counters. Reads one scalar from the device."""
+        """The current counters. Reads one scalar from the device."""
         trainer, state = self.trainer, self.trainer.state
         counters = {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)}
         fields = {name: getattr(state, name) for name in _STATE}
@@ -85,12 +130,11 @@ class Progress:
             "tr_loss": float(loss),
             "callbacks": [[type(each).__name__, each.state()] for each in self._stateful()],
             "data": self.feed.position(),
-            "microbatches": self.split.sizes.to_dict(),
         }
         return {"json": json.dumps(saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the counters; what the callbacks have counted too."""
+        """Sets the counters, including those of callbacks."""
         trainer, saved = self.trainer, json.loads(state["json"])
         self.max_steps = saved.get("max_steps")
         for name, value in saved["state"].items():
@@ -103,14 +147,12 @@ class Progress:
                 setattr(trainer, name, saved["logging"].get(name, 0))
             trainer._tr_loss.fill_(saved["tr_loss"])
             self._hide_undone()
-        else:  # a rollback does not give memory back
-            self.split.sizes.load(saved["microbatches"])
         for callback, (name, own) in zip(self._stateful(), saved["callbacks"], strict=False):
             if type(callback).__name__ == name:
                 for key, value in own["attributes"].items():
                     setattr(callback, key, value)
         self.feed.go_to(*saved["data"])
-        # The steps that asked to stop, to save or to evaluate are taken back.
+        # The steps that asked to stop, to save or to evaluate are undone.
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
         if hasattr(trainer, "_buffered_inputs"):
@@ -120,7 +162,7 @@ class Progress:
             metrics["train"].clear()
 
     def _hide_undone(self) -> None:
-        """Lets TensorBoard hide what Trainer has logged of the steps that are taken again."""
+        """Lets TensorBoard hide the rows of the steps that are taken again."""
         for callback in self.trainer.callback_handler.callbacks:
             writer: Any = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
             # Not tensorboardX's, which may be there without TensorBoard itself.

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import time
-import traceback
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from healcore.console import Console
 from healcore.core.errors import HealcoreError
-from healcore.core.verdict import NONFINITE, Action, Cause
+from healcore.core.verdict import NONFINITE, Cause
+from healcore.events import Log
+from healcore.events.models import Ending
 from healcore.policy import Policy
 from healcore.policy.trainer_limit import keeps_limit
-from healcore.runtime.events import Log
-from healcore.runtime.events.models import Ending
+from healcore.runtime.checkpoints.host_state import HostState
+from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.incidents.delayed_reader import DelayedReader, QueuedDispatch
-from healcore.runtime.incidents.hooks import Hooks, RunFacts
+from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.step_lines import cause_text
-from healcore.runtime.loop.lifecycle import ending_of
-from healcore.runtime.loop.run_facts import stop
-from healcore.runtime.loop.run_lines import end_line, start_line
+from healcore.runtime.loop.data import Data
+from healcore.runtime.loop.end import described, end_line, ending_of, log_end, write_postmortem
+from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.rank_group import RankGroup
+from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.run_settings import batch_text, start_rate
+from healcore.runtime.loop.saver import Saver
+from healcore.runtime.loop.start import log_start, start_line
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem import postmortem
-from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.recovery.journal import Journal
 from healcore.runtime.recovery.ledger import Ledger
-from healcore.runtime.recovery.monitor import IncidentMonitor
-from healcore.runtime.recovery.recovery import Recovery
-from healcore.runtime.recovery.rollback import Rollback, Status
+from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.run_log import RunLog
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver import TorchDriver
@@ -45,15 +46,39 @@ LAG = 1
 """Steps after which a step's decision is read on the host: by then it has arrived."""
 
 _ELSEWHERE = (
-    "a callback cannot go back within train(): healcore.torch.heal(trainer, policy) does, or "
+    "a callback cannot roll back within train(): healcore.torch.heal(trainer, policy) does, or "
     "resume from the last known-good checkpoint"
 )
+
+
+class TrainerSaver(Saver):
+    """Leaves the saves to the Trainer, and marks the Trainer's known-good checkpoints.
+
+    `wants_save` is whether an order to save waits for the Trainer.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, ledger: Ledger, log: RunLog) -> None:
+        self.checkpoints = checkpoints
+        self.wants_save = False
+        self._ledger = ledger
+        self._log = log
+
+    def save(self, why: str) -> None:
+        """Asks the Trainer to save."""
+        self.wants_save = True
+
+    def poll(self) -> None:
+        """Marks the checkpoints whose probation is over."""
+        ledger = self._ledger
+        if not ledger.open:
+            for step in self.checkpoints.mark_good(ledger.unhealthy, ledger.next_step):
+                self._log.event("good", step=step)
 
 
 class TrainingRun:
     """One `train()` call, from `on_train_begin` on; `close` ends it.
 
-    `events`, `engine` and `console` are those of `HealingCallback`. Raises AttachError for a
+    `events`, `engine` and `console` are arguments of `HealingCallback`. Raises AttachError for a
     Trainer that it cannot heal. Nothing has changed then.
     """
 
@@ -71,14 +96,11 @@ class TrainingRun:
         self._trainer = trainer
         limit = signals.max_grad_norm(trainer)
         self.policy = HostPolicy.of(policy, limit=limit)
-        self.step = trainer.state.global_step
         self.ending = ""
         self._error: BaseException | None = None
         self.postmortem: Path | None = None
         self.not_carried_out = 0
-        self.wants_save = False
         self._checked_step = -1
-        self._began = time.monotonic()
         optimizer = unwrapped(trainer.optimizer)
         with ExitStack() as stack:
             state = {"model": trainer.model, "optimizer": optimizer}
@@ -92,85 +114,97 @@ class TrainingRun:
                 stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
             stack.enter_context(signals.observed_losses(trainer, self.driver.observe))
             stack.enter_context(
-                signals.extended_log(trainer, lambda: self.monitor.metrics.values())
+                signals.extended_log(trainer, lambda: self._recovery.monitor.metrics.values())
             )
-            ranks = self.driver.ranks()
+            self.ranks = self.driver.ranks()
             self.log = RunLog(
-                Log(None if ranks.rank else _events(events, trainer)),
+                Log(None if self.ranks.rank else _events(events, trainer)),
                 console=console,
-                silent=ranks.rank > 0,
+                silent=self.ranks.rank > 0,
             )
-            stack.callback(self.log.events.close)
+            stack.callback(self.log.close)
             self._open = stack.pop_all()
-        self._healing = self.driver.healings["optimizer"]
-        self.ledger = Ledger(next_step=self.step)
-        self.checkpoints = Checkpoints(
-            _folder(trainer),
-            probation=self.policy.probation,
-            writes=trainer.args.should_save and not self.policy.observes,
+        self._loop = self._new_loop(hooks)
+        self._recovery = self._loop.recovery
+        self.ledger = self._recovery.ledger
+        self.checkpoints = self._loop.saver.checkpoints
+
+    def _new_loop(self, hooks: Hooks) -> Loop[TrainerSaver]:
+        trainer, policy, driver = self._trainer, self.policy, self.driver
+        step = trainer.state.global_step
+        group = RankGroup(self.ranks, driver, LAG, votes=False)
+        loaders, ledger = LoaderRegistry(), Ledger(next_step=step)
+        writes = trainer.args.should_save and not policy.observes
+        checkpoints = Checkpoints(_folder(trainer), probation=policy.probation, writes=writes)
+
+        def newest_good() -> tuple[int | None, str | None]:
+            good = checkpoints.last_good
+            return good, None if good is None else str(checkpoints.path(good))
+
+        data = Data(
+            loaders=loaders,
+            host=HostState(loaders.position, None),
+            policy=policy,
+            ranks=self.ranks,
+            termination=group.termination,
+            log=self.log,
+            journal=Journal(None),
         )
-        self.monitor = IncidentMonitor(
-            policy=self.policy,
-            ledger=self.ledger,
+        data.go_to(step)
+        recovery = Recovery(
+            policy=policy,
+            driver=driver,
+            data=data,
+            ranks=self.ranks,
+            log=self.log,
+            ledger=ledger,
             hooks=hooks,
-            ranks=ranks,
-            log=self.log,
-            facts=self._facts,
-            learning_rate=self.driver.learning_rate,
+            lag=LAG,
+            instead=self._cannot_roll_back,
+            newest_good=newest_good,
         )
-        self._reader = DelayedReader(LAG)
-        self._recovery = Recovery(  # without checkpoints to restore: rollbacks stay orders
-            policy=self.policy,
-            driver=self.driver,
-            ranks=ranks,
-            ledger=self.ledger,
+        return Loop(
+            policy=policy,
+            driver=driver,
+            data=data,
+            saver=TrainerSaver(checkpoints, ledger, self.log),
+            recovery=recovery,
+            ranks=group,
             log=self.log,
-            monitor=self.monitor,
-            reader=self._reader,
-            stop=self._stop,
+            has_trainer=True,
         )
+
+    @property
+    def step(self) -> int:
+        """Steps that the Trainer has done."""
+        return self._loop.data.step
 
     # -- begin and end --------------------------------------------------------------------------
 
     def start(self, saved: Any) -> None:
         """Logs the start; `saved` is what `exported` gave when the checkpoint was written."""
-        policy, ranks = self.policy, self.driver.ranks()
-        where = f"checkpoints of the Trainer in {self._trainer.args.output_dir}"
+        policy, step, args = self.policy, self.step, self._trainer.args
+        where = f"checkpoints of the Trainer in {args.output_dir}"
         if self.log.events.path is not None:
             postmortem.of_killed(self.log.events.path)
-        self.log.event(
-            "start",
-            step=None,
-            policy=policy.name,
-            fingerprint=policy.fingerprint,
-            policy_toml=policy.text,
-            mode=policy.engine.mode,
-            framework=self.driver.framework,
-            rank=ranks.rank,
-            world=ranks.world,
-            lag=LAG,
-            store=where,
-            resumes=self.step > 0,
-        )
-        if self.step:
-            self.log.event("resume", step=self.step, checkpoint=self.step)
+        fields = {"store": where, "resumes": step > 0}
+        log_start(self.log, policy, self.driver, self.ranks, lag=LAG, **fields)
+        if step:
+            self.log.event("resume", step=step, checkpoint=step)
             self._load(saved)
-        resumed = self.step > 0
-        args = self._trainer.args
+        size, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
         line = start_line(
             policy,
-            self.step,
+            step,
             f"{where}; a callback cannot roll back",
-            resumed=resumed,
+            resumed=step > 0,
             learning_rate=start_rate(self.driver.hyperparameters()),
-            batch=batch_text(
-                args.per_device_train_batch_size, args.gradient_accumulation_steps, ranks.world
-            ),
+            batch=batch_text(size, parts, self.ranks.world),
         )
         self.log.info(line)
 
     def exported(self) -> dict[str, Any]:
-        """What travels in the Trainer's checkpoints, JSON-safe. A sync on an accelerator."""
+        """What the Trainer's checkpoints hold, JSON-safe. Waits for an accelerator."""
         return {
             "step": self.step,
             "engines": self.driver.healing(),
@@ -178,7 +212,7 @@ class TrainingRun:
         }
 
     def _load(self, saved: Any) -> None:
-        """Goes on from a saved state; a checkpoint without one begins with fresh baselines."""
+        """Continues from a saved state; a checkpoint without one begins with fresh baselines."""
         try:
             if saved is None or saved["step"] != self.step:
                 self.log.warning(
@@ -195,7 +229,7 @@ class TrainingRun:
                 f"starts again: {error}"
             )
             return
-        self.monitor.set_engines(self.driver.healing())
+        self._recovery.read_engines()
 
     def close(self, error: BaseException | None) -> None:
         """Detaches everything, and writes how the run has ended. A second call does nothing."""
@@ -205,34 +239,20 @@ class TrainingRun:
         self.ending, self._error = ending.value, error
         raised = trace = None
         if ending is Ending.EXCEPTION and error is not None:
-            raised = "".join(traceback.format_exception_only(error)).strip()
-            trace = "".join(traceback.format_exception(error))
+            raised, trace = described(error)
         try:
             if error is None:
-                self._read(all=True, carry_out=False)
+                self._loop.read_remaining()
+                self._loop.saver.poll()
             why = error.why if isinstance(error, RunStopped) else ""
-            end = self.run_end(ending, why, raised, shape_diagnosis(error))
-            events = self.log.events
-            if events.path is not None and (error is not None or self.ledger.incident_count):
-                path = postmortem.path_for(events.path, events.run)
-                found = postmortem.of(
-                    end, events, seconds=time.monotonic() - self._began, trace=trace
-                )
-                problem = postmortem.write(path, found)
-                self.postmortem = None if problem else path
-                if problem:
-                    self.log.warning(problem)
-            self.log.event(
-                "end",
-                step=self.step,
-                ending=ending,
-                incidents=end.incidents,
-                rollbacks=0,
-                last_good=end.last_good,
-                unreported_alarms=self.monitor.unreported_alarms or None,
-            )
+            hint = shape_diagnosis(error)
+            end = self._recovery.run_end(ending, why, exception=raised, hint=hint)
+            if error is not None or self.ledger.incident_count:
+                self.postmortem = write_postmortem(self._loop, end, trace)
+            log_end(self._loop, end, [])
             self.log.info(end_line(end, not_carried_out=self.not_carried_out))
         finally:
+            self._loop.finalizer.detach()
             self._open.close()
 
     # -- between steps --------------------------------------------------------------------------
@@ -242,13 +262,19 @@ class TrainingRun:
 
         Raises RunStopped if the policy ends the run.
         """
-        self.step = step
-        pending = self.driver.poll_step()
-        if pending is not None:
-            self._reader.push(QueuedDispatch(step - 1, pending, ()))
-        while self.driver.warnings:
-            self.log.problem(step, self.driver.warnings.pop(0))
-        self._read(all=now)
+        loop = self._loop
+        loop.data.go_to(step - 1)
+        loop.after_step()
+        loop.data.go_to(step)  # also after a step that a GradScaler has skipped
+        if now:
+            loop.read(all=True)
+            loop.saver.poll()
+
+    def takes_save(self) -> bool:
+        """Whether the Trainer has to save now, by an order; False at the next call."""
+        saver = self._loop.saver
+        wanted, saver.wants_save = saver.wants_save, False
+        return wanted
 
     def may_save(self) -> bool:
         """Whether the state is fit to be saved. One sync.
@@ -271,7 +297,7 @@ class TrainingRun:
         if self.policy.nonfinite_state == "alert":
             self.log.problem(self.step, problem)
         else:
-            self._stop(f"{problem}; {_ELSEWHERE}")
+            self._recovery.stop(f"{problem}; {_ELSEWHERE}")
         return False
 
     def saved(self) -> None:
@@ -282,11 +308,11 @@ class TrainingRun:
         self.log.event("save", step=self.step)
         # save_strategy="best" decides on a save after the last event in which it can be prevented.
         if self._checked_step != self.step and not self._finite():
-            self.quarantine(self.step - 1, "its weights hold NaN or Inf")
+            self._quarantine(self.step - 1, "its weights hold NaN or Inf")
 
     def _finite(self) -> bool:
         """Whether the weights are finite, on all ranks. One sync."""
-        return all(self.driver.ranks().gather(self.driver.finite()))
+        return all(self.ranks.gather(self.driver.finite()))
 
     @property
     def in_trouble(self) -> bool:
@@ -295,7 +321,7 @@ class TrainingRun:
             return False
         return bool(Cause(self.ledger.incidents[-1].cause) & ~NONFINITE)
 
-    def quarantine(self, since: int, why: str) -> None:
+    def _quarantine(self, since: int, why: str) -> None:
         """Moves checkpoints saved after step `since` away that are not known-good."""
         state = self._trainer.state
         for old, new in self.checkpoints.quarantine(since, why):
@@ -305,32 +331,12 @@ class TrainingRun:
             if best is not None and Path(best).absolute() == old.absolute():
                 state.best_model_checkpoint = str(new)  # the best by its evaluation all the same
 
-    def _read(self, *, all: bool, carry_out: bool = True) -> None:
-        for result in self._reader.due(all=all):
-            self._reader.count_correction()
-            order = self.monitor.process(result)
-            if order is not None and carry_out:
-                self._carry_out(order)
-            elif order is not None:
-                self.log.problem(
-                    result.index,
-                    f"{cause_text(Cause(order.cause))} in the last step: the order was not carried "
-                    "out",
-                )
-        if not self.ledger.open:
-            for step in self.checkpoints.mark_good(self.ledger.unhealthy, self.ledger.next_step):
-                self.log.event("good", step=step)
-
-    def _carry_out(self, order: Rollback) -> None:
-        """Carries out what a callback can: it saves, stops, and says what it cannot do."""
-        self._recovery.carry_out(order, self.step)
-        self.wants_save |= bool(order.action & Action.SAVE)
-        if order.status is not Status.ORDERED or not order.action & Action.ROLLBACK:
-            return
+    def _cannot_roll_back(self, order: Rollback) -> None:
+        """Reports an order to roll back, and moves the checkpoints of the trouble away."""
         cause = cause_text(Cause(order.cause))
         if not self._finite():
-            self._stop(f"{cause}, and the weights hold NaN or Inf; {_ELSEWHERE}")
-        self.quarantine(order.since, f"saved after {cause} had begun at step {order.since}")
+            self._recovery.stop(f"{cause}, and the weights hold NaN or Inf; {_ELSEWHERE}")
+        self._quarantine(order.since, f"saved after {cause} had begun at step {order.since}")
         self.not_carried_out += 1
         line = f"step {order.index}: {cause}: the policy orders a rollback; {_ELSEWHERE}"
         if self.not_carried_out == 1:
@@ -338,16 +344,12 @@ class TrainingRun:
         else:
             self.log.event("problem", step=order.index, problem=line)
 
-    def _stop(self, why: str) -> NoReturn:
-        """Ends the run with a diagnosis."""
-        stop(self.log, self.run_end(Ending.STOPPED, why))
-
     # -- reports --------------------------------------------------------------------------------
 
     def report(self) -> HealingReport:
         """What was seen and done so far."""
         return HealingReport.of(
-            self.run_end(Ending.COMPLETED),
+            self._recovery.run_end(Ending.COMPLETED),
             policy=self.policy.name,
             ending=self.ending,
             attempts=0,
@@ -357,35 +359,6 @@ class TrainingRun:
             quarantined=self.checkpoints.quarantined,
             postmortem=self.postmortem,
             error=self._error,
-        )
-
-    def _facts(self) -> RunFacts:
-        """The facts for a hook."""
-        return RunFacts(
-            run=self.log.events.run,
-            policy=self.policy.name,
-            observes=self.policy.observes,
-            framework=self.driver.framework,
-            rank=self.driver.ranks().rank,
-            learning_rate=self.driver.learning_rate(),
-            last_good=self.checkpoints.last_good,
-        )
-
-    def run_end(
-        self, ending: Ending, why: str = "", exception: str | None = None, hint: str = ""
-    ) -> RunEnd:
-        """The facts for a diagnosis."""
-        good = self.checkpoints.last_good
-        return RunEnd(
-            ending=ending,
-            step=self.step,
-            why=why,
-            last_good=good,
-            path=None if good is None else str(self.checkpoints.path(good)),
-            exception=exception,
-            hint=hint,
-            declined=self._recovery.declined,
-            **self.monitor.end_facts(),
         )
 
 

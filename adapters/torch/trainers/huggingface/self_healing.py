@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from healcore.console import Console
@@ -16,17 +15,16 @@ from healcore.policy.loader import resolve
 from healcore.policy.trainer_limit import keeps_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import EventHook, Hook
 from healcore.runtime.recovery.journal import NAME
 from healcore.runtime.store import CheckpointStore, Keep
 from healcore.torch.attachment import unwrapped
 from healcore.torch.errors import AttachError
+from healcore.torch.trainers import replaced
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.callback import HealingCallback
 from healcore.torch.trainers.huggingface.dry_run import DryRun, add_hint, copy_of, findings
 from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
-from healcore.torch.trainers.huggingface.evidence import loss_fn_of
 from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 from healcore.torch.trainers.huggingface.progress import Progress
 
@@ -34,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_utils import TrainOutput
 
-_METHODS = ("_prepare_for_training", "_run_epoch", "_evaluate")
-"""Methods of the Trainer that are replaced while it trains. They are private and may change."""
+_METHODS = ("_prepare_for_training", "_run_epoch")
+"""Private methods of the Trainer that are replaced while it trains; they may change."""
 
 Store = str | os.PathLike[str] | CheckpointStore | None
 
@@ -84,27 +82,27 @@ def heal(
         store: a directory for checkpoints, a store, or None: host memory only, which is lost with
             the process. "auto": `_healcore` in the trainer's `output_dir`. Started again with the
             same store, the program continues.
-        events: the events file; None: `healcore.events.jsonl` in the store.
-        metrics: a file with one line per step; "auto": next to the events; None: no file.
-        save_every: steps between two checkpoints; None: as for `healcore.Healer`. In any case the
-            newest state is saved for a restart as often as the trainer saves (`save_steps`).
-        keep: how many checkpoints of each kind stay.
+        events: as for `healcore.Healer`.
+        metrics: as for `healcore.Healer`.
+        save_every: as for `healcore.Healer`. A restart point is saved as often as the trainer saves
+            (`save_steps`), too.
+        keep: as for `healcore.Healer`.
         loss_fn: the loss of one batch, by which the current weights are compared with earlier ones.
             "auto": the trainer's own `compute_loss`, except where the trainer generates what it is
-            trained on (GRPO, RLOO). None: without that evidence.
-        on_incident: functions that receive an incident and may override what is done.
+            trained on (GRPO, RLOO). None: weights are not compared.
+        on_incident: as for `healcore.Healer`.
         on_saved: as for `healcore.Healer`.
         on_rollback: as for `healcore.Healer`.
-        rerun: go back once with nothing changed before a rollback.
+        rerun: as for `healcore.Healer`.
         resume: "auto" and True continue an interrupted run, and do not train one again that has
             completed; with other arguments than that run had, "auto" raises StoreNotEmpty instead.
             False refuses a store that is not empty.
-        nonfinite_ok: patterns of array names in which NaN and Inf are allowed.
+        nonfinite_ok: as for `healcore.Healer`.
         attach: options of `healcore.torch.attach`.
-        trust: pickle and unpickle what has no plain form, as for `healcore.Healer`.
-        trackers: as for `healcore.Healer`; besides those of the trainer's `report_to`.
+        trust: as for `healcore.Healer`.
+        trackers: as for `healcore.Healer`, in addition to the trainer's `report_to`.
         stop_file: as for `healcore.Healer`.
-        console: whether lines are printed to standard error, as for `healcore.Healer`.
+        console: as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Returns:
@@ -137,15 +135,13 @@ def heal(
 
 
 class SelfHealingTrainer:
-    """A trainer that goes back by itself. Created by `heal`.
+    """A trainer that rolls back by itself. Created by `heal`.
 
-    `train` of this one trainer object is replaced. While it trains, other methods are replaced too;
-    afterwards, whatever happens, they are as before. Methods of a subclass of the user's are called
-    as always.
+    `train` of this one trainer object is replaced. While it trains, other methods are replaced too,
+    and restored afterwards. Methods of a user's subclass are called as always.
 
     Attributes:
         trainer: the trainer that was given.
-        healer: of the running or the last `train()`; None before the first.
     """
 
     def __init__(
@@ -162,22 +158,25 @@ class SelfHealingTrainer:
         self._limit = signals.max_grad_norm(trainer)
         if keeps_limit(policy):
             policy, self._limit = with_limit(policy, self._limit), None
-        self.healer: Healer[Any] | None = None
         if store == "auto":
-            # Trainer.push_to_hub leaves out what begins with an underscore.
+            # Trainer.push_to_hub skips names that begin with an underscore.
             store = os.path.join(trainer.args.output_dir or "trainer_output", "_healcore")
-        self._loss_fn = loss_fn_of(trainer) if loss_fn == "auto" else loss_fn
-        self._options = {**options, "policy": policy, "store": store, "loss_fn": self._loss_fn}
-        self._host_policy = HostPolicy.of(policy)
-        self._split: SplitSteps | None = None
+        loss_fn = signals.loss_fn_of(trainer) if loss_fn == "auto" else loss_fn
+        self._options = {**options, "policy": policy, "store": store, "loss_fn": loss_fn}
+        self._run: _Run | None = None
         Healer(state={}, **self._options)  # raises at once if an option or the policy is invalid
         self._own_train = _heal_train(trainer, self)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the trainer's own."""
-        if name == "trainer":  # not set: __init__ has raised
+        if name in ("trainer", "_run"):  # not set: __init__ has raised
             raise AttributeError(name)
         return getattr(self.trainer, name)
+
+    @property
+    def healer(self) -> Healer[Any] | None:
+        """The Healer of the running or the last `train()`, or None before the first."""
+        return None if self._run is None else self._run.healer
 
     def train(
         self,
@@ -208,7 +207,7 @@ class SelfHealingTrainer:
             self._refuse_other_checkpoints()
         _check(self.trainer)
         with ExitStack() as stack:
-            _Run(self, stack).replace_methods()
+            self._run = _Run(self.trainer, self._options, self._limit, stack)
             return self._own_train(ignore_keys_for_eval=ignore_keys_for_eval)
 
     def report(self) -> HealingReport:
@@ -217,11 +216,10 @@ class SelfHealingTrainer:
         Raises:
             AttachError: `train()` has not begun yet.
         """
-        if self.healer is None:
+        run = self._run
+        if run is None or run.healer is None:
             raise AttachError("there is nothing to report before train(): call it first")
-        report = self.healer.report()
-        shrinks = 0 if self._split is None else self._split.sizes.used
-        return replace(report, counts={**report.counts, "shrinks": shrinks})
+        return run.healer.report()
 
     def dry_run(self, steps: int = 2) -> DryRun:
         """Trains a copy for some steps in observe mode, and says what was found.
@@ -269,95 +267,91 @@ class SelfHealingTrainer:
                 "its weights, or finish that run without heal()"
             )
 
-    def _open(self, state: dict[str, Any], stack: ExitStack) -> Healer[Any]:
-        args = self.trainer.args
-        every = self.trainer.state.save_steps if args.save_strategy == "steps" else None
-        self.healer = stack.enter_context(Healer(state=state, restart_every=every, **self._options))
-        return self.healer
-
 
 class _Run:
     """One call of `train()`: what is replaced on the trainer, until `stack` is closed."""
 
-    def __init__(self, healed: SelfHealingTrainer, stack: ExitStack) -> None:
-        self._healed = healed
-        self._trainer = healed.trainer
+    def __init__(
+        self, trainer: Any, options: dict[str, Any], limit: float | None, stack: ExitStack
+    ) -> None:
+        self.healer: Healer[Any] | None = None
+        self._trainer = trainer
+        self._options = options
+        self._limit = limit
         self._stack = stack
         self._feed: EpochFeed | None = None
         self._progress: Progress | None = None
-
-    def replace_methods(self) -> None:
-        """Replaces what `train()` calls, until the stack is closed."""
-        trainer, stack = self._trainer, self._stack
-        for name in _METHODS:
-            self._replace(name, getattr(self, f"on_{name}"))
-        healed = self._healed
-        healed._split = SplitSteps(trainer, healed._host_policy, self._healer, stack)
-        self._replace("training_step", healed._split.training_step)
-        self._replace("_push_from_checkpoint", self._repeating)
+        self.split = SplitSteps(trainer, self._opened, stack)
+        for name, replacement in (
+            ("_prepare_for_training", self._prepare),
+            ("_run_epoch", self._run_epoch),
+            ("training_step", self.split.training_step),
+            ("_push_from_checkpoint", self._push),
+        ):
+            call = functools.partial(replacement, getattr(trainer, name))
+            stack.enter_context(replaced(trainer, name, call))
         stack.enter_context(signals.unclipped(trainer))
-        observe: Callable[[Any], None] = lambda loss: self._healer().observe(loss)  # noqa: E731
-        stack.enter_context(signals.observed_losses(trainer, observe))
         stack.enter_context(signals.extended_log(trainer, self._metrics))
 
-    def _replace(self, name: str, replacement: Callable[..., Any]) -> None:
-        """Lets `replacement` be called with the trainer's own method before the arguments."""
-        call = functools.partial(replacement, getattr(self._trainer, name))
-        self._stack.enter_context(signals.replaced(self._trainer, name, call))
-
-    def on__prepare_for_training(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+    def _prepare(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Opens the Healer: the optimizer exists from here on, and nothing has been trained."""
-        trainer, healed = self._trainer, self._healed
-        assert healed._split is not None
+        trainer, stack = self._trainer, self._stack
         model, loader = own(*args, **kwargs)
-        self._feed = EpochFeed(loader)
-        self._progress = Progress(trainer, self._feed, healed._split)
+        feed = self._feed = EpochFeed(loader)
+        progress = self._progress = Progress(trainer, feed, self.split)
         state = {
             "model": trainer.accelerator.unwrap_model(trainer.model),
             "optimizer": trainer.optimizer,
             "scheduler": trainer.lr_scheduler,
             "scaler": getattr(trainer.accelerator, "scaler", None),
-            "progress": self._progress,
+            "progress": progress,
         }
         state = {name: each for name, each in state.items() if each is not None}
-        healer = healed._open(state, self._stack)
-        same = self._progress.max_steps == trainer.state.max_steps
-        self._feed.open(healer, nothing_to_do=healer.had_completed and same)
-        if healed._limit is not None:  # the policy's clipping does not hold it
-            clipped = signals.clipped_after(trainer, unwrapped(trainer.optimizer), healed._limit)
-            self._stack.enter_context(clipped)
+        saves = trainer.args.save_strategy == "steps"
+        every = trainer.state.save_steps if saves else None
+        healer = Healer(state=state, restart_every=every, **self._options)
+        self.healer = stack.enter_context(healer)
+        same = progress.max_steps == trainer.state.max_steps
+        feed.open(healer, nothing_to_do=healer.had_completed and same)
+        if self._limit is not None:  # the policy's clipping does not hold it
+            optimizer = unwrapped(trainer.optimizer)
+            stack.enter_context(signals.clipped_after(trainer, optimizer, self._limit))
         callbacks = trainer.callback_handler.callbacks
-        fraction = EpochFraction(self._feed)
-        callbacks.insert(0, fraction)
-        self._stack.callback(callbacks.remove, fraction)
+        callback = _TrainerEvents(feed, healer)
+        callbacks.insert(0, callback)
+        stack.callback(callbacks.remove, callback)
         return model, loader
 
-    def on__run_epoch(self, own: Any, **call: Any) -> None:
+    def _run_epoch(self, own: Any, **call: Any) -> None:
         """Runs the epoch, again from an earlier batch after a rollback."""
         assert self._feed is not None
         assert self._progress is not None
         self._progress.training = True
         run_epochs(self._trainer, self._feed, own, call)
 
-    def _healer(self) -> Healer[Any]:
-        assert self._healed.healer is not None
-        return self._healed.healer
+    def _push(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pushes a checkpoint to the Hub, again after a failure of the network."""
+        return self._opened().retrying(own)(*args, **kwargs)
+
+    def _opened(self) -> Healer[Any]:
+        assert self.healer is not None
+        return self.healer
 
     def _metrics(self) -> dict[str, float]:
-        healer = self._healed.healer
-        return {} if healer is None else healer.metrics()
+        return {} if self.healer is None else self.healer.metrics()
 
-    def _repeating(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """A push of a checkpoint to the Hub, again after a failure of the network."""
-        return self._healer().retrying(own)(*args, **kwargs)
 
-    def on__evaluate(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reports the loss of an evaluation."""
-        metrics = own(*args, **kwargs)
-        healer = self._healed.healer
-        if healer is not None and "eval_loss" in metrics:
-            healer.observe_eval(metrics["eval_loss"])
-        return metrics
+class _TrainerEvents(EpochFraction):
+    """Reports the loss of each evaluation, and corrects `state.epoch`."""
+
+    def __init__(self, feed: EpochFeed, healer: Healer[Any]) -> None:
+        super().__init__(feed)
+        self._healer = healer
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        metrics = kwargs.get("metrics") or {}
+        if "eval_loss" in metrics:
+            self._healer.observe_eval(metrics["eval_loss"])
 
 
 def _heal_train(trainer: Any, healed: SelfHealingTrainer) -> Callable[..., Any]:

@@ -1,14 +1,14 @@
 """Lets a policy see a Trainer's unclipped gradient norms and the true loss of each step.
 
-Each function changes one Trainer for the duration of a `with` block, and nothing in its arguments:
-those are saved with every checkpoint and read by the trackers.
+Each context manager changes one Trainer for its block, and nothing in the Trainer's arguments,
+which are saved with every checkpoint and read by the trackers.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
+from healcore.torch.trainers import replaced
+from healcore.torch.trainers.huggingface.progress import LossCounts
 
 
 def max_grad_norm(trainer: Any) -> float | None:
-    """The limit that the Trainer clips at (TrainingArguments.max_grad_norm); None: it does not."""
+    """The limit that the Trainer clips at (TrainingArguments.max_grad_norm), or None."""
     limit = trainer.args.max_grad_norm
     return float(limit) if limit is not None and limit > 0 else None
 
@@ -29,8 +31,8 @@ def max_grad_norm(trainer: Any) -> float | None:
 def unclipped(trainer: Any) -> Iterator[None]:
     """The Trainer measures the norm of the gradients, for its log, and does not clip them.
 
-    It clips before the optimizer's step hooks: a norm of 700 would be judged as its limit, 1.0. The
-    limit has to be kept otherwise: by the policy, or by `clipped_after`.
+    It would clip before the optimizer's step hooks: a norm of 700 would be judged as 1.0. The
+    policy or `clipped_after` has to enforce the limit instead.
     """
     active = True  # other code may wrap `measure_only` and keep it: it clips again afterwards
 
@@ -59,8 +61,9 @@ def unclipped(trainer: Any) -> Iterator[None]:
 def clipped_after(trainer: Any, optimizer: Optimizer, limit: float) -> Iterator[None]:
     """Clips the global norm to `limit` at each step, after hooks that were registered before.
 
-    As the Trainer does it, and with the same bits where those hooks changed nothing: the order of
-    the parameters is the model's. `optimizer` is the torch optimizer, not accelerate's wrapper.
+    The result has the same bits as the Trainer's own clipping where those hooks changed nothing:
+    the order of the parameters is the model's. `optimizer` is the torch optimizer, not accelerate's
+    wrapper.
     """
 
     def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -78,11 +81,11 @@ def clipped_after(trainer: Any, optimizer: Optimizer, limit: float) -> Iterator[
 def observed_losses(trainer: Any, observe: Callable[[Tensor], None]) -> Iterator[None]:
     """Calls `observe` after each micro-batch, so that their mean is the loss of the step.
 
-    That is the loss whose gradients the step applies: before the Trainer filters NaN, averages over
-    its logging steps and rounds. A Trainer adds up the gradients of what `training_step` returns,
-    which is divided either by the number of micro-batches, or by the items of all of them (tokens
-    of a causal language model). In both cases the step's loss is their sum, so each is multiplied
-    by the number of micro-batches. No host sync.
+    It is the loss whose gradients the step applies: before the Trainer filters NaN, averages over
+    its logging steps and rounds. `training_step` returns a loss that is divided by the number of
+    micro-batches, or by the items of all of them (tokens of a causal language model). In both cases
+    the step's loss is their sum, so each is multiplied by the number of micro-batches. No host
+    sync.
     """
     original = trainer.training_step
 
@@ -99,9 +102,9 @@ def observed_losses(trainer: Any, observe: Callable[[Tensor], None]) -> Iterator
 
 @contextmanager
 def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
-    """Adds to each training row of the log what has changed of `metrics()`.
+    """Adds the entries of `metrics()` that have changed to each training row of the log.
 
-    Before any callback sees the row: the trackers' callbacks come before those of the user.
+    It does so before any callback sees the row: the trackers' callbacks come before the user's.
     """
     original, changed = trainer.log, ChangedMetrics(metrics)
 
@@ -113,17 +116,26 @@ def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Itera
         yield
 
 
-@contextmanager
-def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """One object's attribute, replaced for the block, unless other code has replaced it since."""
-    own = vars(owner)
-    had, before = name in own, own.get(name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if own.get(name) is new:
-            if had:
-                setattr(owner, name, before)
-            else:
-                delattr(owner, name)
+def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
+    """The trainer's own `compute_loss` of one batch, or None if its losses cannot be compared.
+
+    Trainers that override `_prepare_inputs` (GRPO, RLOO) train on completions that the current
+    weights generate. The loss of such a batch does not measure the model: its advantages have mean
+    zero, so it is about 0 for any weights that generated it.
+    """
+    from transformers import Trainer
+
+    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+        return None
+
+    def loss_of(batch: Any) -> Any:
+        # TRL's compute_loss changes its inputs, and adds to the metrics that are logged next.
+        inputs = dict(batch) if isinstance(batch, Mapping) else batch
+        before = LossCounts(trainer)
+        try:
+            with trainer.compute_loss_context_manager():
+                return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+        finally:
+            before.restore()
+
+    return loss_of

@@ -19,22 +19,21 @@ _END = object()
 
 
 class RewindableBatches:
-    """Gives the batches of Trainer's own dataloader, and can go back to an earlier one.
+    """Yields the batches of Trainer's own dataloader, and can rewind to an earlier one.
 
     The order of an epoch follows from its number and from the random numbers that its sampler
-    draws. Both are recorded when an epoch begins, and set again to come back into it; the batches
-    before the position are then left out by their indices, without reading the data. So the order
-    is the one that Trainer itself would have, whatever the sampler: accelerate's seeded one, that
-    of GRPO, groups by length, or shards over ranks.
+    draws. Both are recorded when an epoch begins. To rewind, both are set again, and the batches
+    before the position are skipped by index, without reading the data. So the order is Trainer's,
+    whatever the sampler: accelerate's seeded one, GRPO's, groups by length, or shards over ranks.
 
     A collator that draws random numbers in the main process draws new ones after a rewind, because
-    accelerate reads one batch ahead. Of an IterableDataset that begins again with the same first
-    batch, the batches before the position are read and dropped. One that does not (a generator, or
-    a stream that is never the same) goes on forward: it cannot be led back.
+    accelerate reads one batch ahead. An IterableDataset that begins again with the same first batch
+    is read from its beginning, and the batches before the position are dropped. Any other (a
+    generator, or a stream in random order) cannot be rewound and continues forward.
 
     Attributes:
-        epoch: of the next batch, from 0.
-        index: of the next batch in its epoch.
+        epoch: epoch of the next batch, from 0.
+        index: index of the next batch in its epoch.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -42,18 +41,18 @@ class RewindableBatches:
         self.epoch = 0
         self.index = 0
         self._random: dict[str, Any] | None = None
-        """The random state at the beginning of this epoch; None: it has not begun."""
+        """The random state at the beginning of this epoch, or None before its beginning."""
         self._loaded = False
         self._streams = isinstance(
             getattr(loader, "dataset", None), torch.utils.data.IterableDataset
         )
         self._firsts: dict[int, str] = {}
-        """Epoch -> digest of its first batch, of an IterableDataset."""
+        """Epoch -> digest of its first batch, for an IterableDataset."""
         self._running: Iterator[Any] | None = None
         self._begun: Iterator[Any] | None = None
-        """An epoch that `_check_begins_again` has begun."""
+        """The rest of an epoch that `_check_begins_again` has begun."""
         self._rest: Iterator[Any] | None = None
-        """What it has begun of a stream that does not begin again; None: it does, or is not known.
+        """What `_check_begins_again` has read of a stream that does not begin again, or None.
 
         Not closed before its end: a generator would end with an iterator that delegates to it.
         """
@@ -79,14 +78,14 @@ class RewindableBatches:
         return {"epoch": self.epoch, "index": self.index, "random": self._random, "first": first}
 
     def advanced(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """The position that many batches later in the same epoch."""
+        """The position `count` batches later in the same epoch."""
         return {**state, "index": state["index"] + count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a position for the next `iter`.
 
         Raises:
-            DataError: the data do not begin again; the position is the one that it was.
+            DataError: the data do not begin again. The position has not changed then.
         """
         epoch, index = int(state["epoch"]), int(state["index"])
         here = (epoch, index) == (self.epoch, self.index)
@@ -110,7 +109,10 @@ class RewindableBatches:
         if again:
             _set_random_state(self._random, generators)
         begun, self._begun = self._begun, None
-        batches = iterate(self._from(self.index) if begun is None else self._after(begun))
+        if begun is None:
+            batches = iterate(self._from(self.index))
+        else:
+            batches = itertools.islice(begun, self.index, None)
         while True:
             try:
                 batch = next(batches, _END)
@@ -130,7 +132,7 @@ class RewindableBatches:
         self._next_epoch()
 
     def _check_begins_again(self, epoch: int, drawn: Mapping[str, Any] | None, first: str) -> None:
-        """Begins an epoch of an IterableDataset; DataError if its first batch is another one."""
+        """Begins an epoch of an IterableDataset; DataError if its first batch differs."""
         problem = "the train_dataset is an IterableDataset that does not begin again as it did"
         if self._rest is not None:
             raise DataError(problem)
@@ -166,9 +168,6 @@ class RewindableBatches:
             return skip_first_batches(self._loader, index)
         return itertools.islice(self._loader, index, None)
 
-    def _after(self, begun: Iterator[Any]) -> Iterator[Any]:
-        return itertools.islice(begun, self.index, None)
-
 
 def _digest(batch: Any) -> str:
     """A digest of the values of a batch. A sync if they are on an accelerator."""
@@ -183,7 +182,7 @@ def _digest(batch: Any) -> str:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators of a loader and of its samplers, those within accelerate's shards too."""
+    """The generators of a loader and its samplers, including those in accelerate's shards."""
     found: dict[int, torch.Generator] = {}
     parts = [loader]
     for part in parts:
@@ -198,7 +197,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def _random_state(generators: list[torch.Generator]) -> dict[str, Any]:
-    """The states that a sampler may draw from: all on the host."""
+    """The states of all generators that a sampler may draw from, all on the host."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 (the global one)

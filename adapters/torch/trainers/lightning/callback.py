@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.console import Console
+from healcore.core.engine import Engine
 from healcore.extras import require
-from healcore.policy import Overrides, PolicyLike
+from healcore.policy import Overrides, Policy, PolicyLike, load
 from healcore.policy.loader import resolve
+from healcore.policy.trainer_limit import with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.hooks import EventHook, Hook
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
@@ -22,10 +24,7 @@ from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.errors import AttachError
 from healcore.torch.healing import Healing
-from healcore.torch.trainers.lightning.clipping import with_limit_of
-from healcore.torch.trainers.lightning.in_step import InStep
-from healcore.torch.trainers.lightning.losses import Losses
-from healcore.torch.trainers.lightning.whole_run import WholeRun
+from healcore.torch.trainers.lightning.runs import InStep, WholeRun
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -41,7 +40,7 @@ _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 
 class FitOptions(Overrides, total=False):
-    """Arguments of `healcore.Healer`, by their names there, and values to replace in the policy."""
+    """Arguments of `healcore.Healer`, and values to replace in the policy."""
 
     events: str | os.PathLike[str] | None
     metrics: str | os.PathLike[str] | None
@@ -69,11 +68,10 @@ class LightningHealingCallback(Callback):
         trainer = Trainer(max_epochs=3, callbacks=[LightningHealingCallback(store="healing")])
         trainer.fit(module, loader)
 
-    Its counts (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) go to the Trainer's loggers when
-    they change.
-    Nothing else changes: automatic and manual optimization, several optimizers, accumulation,
-    validation and other callbacks work as before. After a kill the same program goes on from
-    the store. Works with `lightning` and with `pytorch_lightning`.
+    The Trainer's loggers receive its counts (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) when
+    they change. Automatic and manual optimization, several optimizers, accumulation, validation and
+    other callbacks work as before. After a kill the same program continues from the store. Works
+    with `lightning` and with `pytorch_lightning`.
 
     `Trainer(gradient_clip_val=...)` is taken over during the fit as the policy's `clip.max_norm`,
     because Lightning clips before a policy could see the norm. Under "default" it then clips alone,
@@ -81,20 +79,20 @@ class LightningHealingCallback(Callback):
 
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
-        store: a directory for checkpoints, a store, or None: host memory, which is lost with the
-            process. `ModelCheckpoint` goes on as before.
+        store: a directory for checkpoints, a store, or None for host memory, which is lost with the
+            process. `ModelCheckpoint` works as before.
         in_step_only: only clips and skips, without checkpoints, rollbacks and stops. The policy's
             state is then in Lightning's own checkpoints. Always so under `fast_dev_run`.
         loss_fn: the loss of one batch on the module's device, `lambda batch: module.loss(batch)`,
             by which the current weights are compared with earlier ones; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
         **options: further arguments of `healcore.Healer` (`events`, `save_every`, `resume`, ...)
-            and values to replace in the policy. With `in_step_only` only `attach`, `console`
-            and the latter.
+            and values to replace in the policy. With `in_step_only` only `attach`, `console` and
+            values of the policy.
 
     Raises:
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
-        ValueError, TypeError: an option is out of range, or there is none of that name.
+        ValueError, TypeError: an option is out of range or unknown.
     """
 
     def __init__(
@@ -107,36 +105,37 @@ class LightningHealingCallback(Callback):
         eval_loss: str | None = None,
         **options: Unpack[FitOptions],
     ) -> None:
-        self._policy = policy
+        given: dict[str, Any] = dict(options)
+        overrides = {name: given.pop(name) for name in _OVERRIDES & given.keys()}
+        self._policy = resolve(policy, overrides)
         self._in_step_only = in_step_only
-        self._loss_fn = loss_fn
         self._eval_loss = eval_loss
-        self._options: dict[str, Any] = dict(options)
         if in_step_only:
             if store is not None or loss_fn is not None:
                 raise ValueError(
                     "in_step_only=True has no checkpoints: leave store and loss_fn out"
                 )
-            if unknown := options.keys() - _OVERRIDES - {"attach", "console"}:
+            if unknown := given.keys() - {"attach", "console"}:
                 raise TypeError(
                     f"in_step_only=True has no Healer to give {', '.join(sorted(unknown))} to: "
                     "leave it out; values of the policy, attach={...} and console are taken"
                 )
-            resolve(policy, _overrides(self._options))
         else:
-            self._options = {"store": store, **options}
-            # Checks them now; that of the fit is made when the optimizers are there.
-            Healer(policy, state={}, loss_fn=loss_fn, **self._options)
+            given |= {"store": store, "loss_fn": loss_fn}
+            Healer(self._policy, state={}, **given)  # raises at once if an option is invalid
+        self._options = given
         self._run: InStep | WholeRun | None = None
         self._last_run: InStep | WholeRun | None = None
-        self._losses: Losses | None = None
-        self._restore_clip_value: Callable[[], None] | None = None
-        self._fit_options: dict[str, Any] = {}
+        self._waiting: list[Tensor] = []
+        """Losses since the last step, where there are several optimizers."""
+        self._clip_value: float | None = None
+        """The Trainer's `gradient_clip_val` during a fit that has taken it over."""
+        self._fit_policy = self._policy
         self._engines: Mapping[str, Any] = {}
 
     @property
     def healings(self) -> Mapping[str, Healing]:
-        """The handle of each optimizer of the last fit: "optimizer", or "optimizer0", ..."""
+        """The handle of each optimizer of the last fit, by name ("optimizer", "optimizer0")."""
         return {} if self._last_run is None else self._last_run.healings
 
     @property
@@ -150,39 +149,35 @@ class LightningHealingCallback(Callback):
     # -- hooks of Lightning ---------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks what can be known before the fit, and takes its gradient clipping over."""
+        """Checks the strategy, and takes the Trainer's gradient clipping over."""
         if stage != "fit":
             return
-        self._put_clipping_back()  # of a fit that has raised before it began
+        self._restore_clip_value(trainer)  # of a fit that has raised before it began
         strategy = type(trainer.strategy)
         if not any(each.__name__ in _STRATEGIES for each in strategy.__mro__):
             raise AttachError(
                 f"Trainer(strategy={strategy.__name__}) shards or replaces the optimizer in a way "
                 f"that healcore does not know: use one of {', '.join(_STRATEGIES)}"
             )
-        overrides = _overrides(self._options)
-        limited = with_limit_of(trainer, self._policy, overrides)
-        self._fit_options = {**self._options, **limited}
-        if limited is not overrides:
-            limit = trainer.gradient_clip_val
-            self._restore_clip_value = partial(setattr, trainer, "gradient_clip_val", limit)
+        self._fit_policy = self._policy
+        limit = trainer.gradient_clip_val
+        if limit and self._policy.mode != "observe":
+            self._fit_policy = _with_limit_of(trainer, self._policy, float(limit))
+            self._clip_value = limit
             trainer.gradient_clip_val = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attaches, or puts the Healer between Lightning and its dataloaders."""
+        options, policy = self._options, self._fit_policy
         if self._in_step_only or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            attach = self._fit_options.get("attach") or {}
-            console = self._fit_options.get("console", "auto")
-            options = {"console": console, **attach, **_overrides(self._fit_options)}
-            self._run = InStep(trainer, self._policy, options, self._engines)
+            attach = {"console": options.get("console", "auto"), **(options.get("attach") or {})}
+            self._run = InStep(trainer, policy, attach, self._engines)
         else:
-            self._run = WholeRun(
-                trainer, pl_module, self._policy, self._fit_options, self._loss_fn, self._engines
-            )
+            self._run = WholeRun(trainer, pl_module, policy, options, self._engines)
             self._run.feed()
         self._last_run = self._run
         self._metrics = ChangedMetrics(self._run.metrics)
-        self._losses = Losses(trainer, self._run.observe)
+        self._waiting.clear()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Feeds dataloaders that were reloaded (`reload_dataloaders_every_n_epochs`)."""
@@ -192,7 +187,7 @@ class LightningHealingCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Logs what has changed of `heal/skips` and so on, every `log_every_n_steps`."""
+        """Logs the counts that have changed (`heal/skips`, ...), every `log_every_n_steps`."""
         if self._run is None or not trainer._logger_connector.should_update_logs:
             return
         metrics = self._metrics() if trainer.loggers else {}
@@ -204,23 +199,44 @@ class LightningHealingCallback(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Observes the loss of one (micro-)batch."""
-        if self._losses is not None:
-            self._losses.before_backward(loss)
+        """Observes the loss of one (micro-)batch as `training_step` returned it. No sync.
+
+        With several optimizers (manual optimization) it belongs to the optimizer that steps next: a
+        GAN's generator is not judged by the discriminator's loss.
+        """
+        if self._run is None:
+            return
+        # Lightning has divided it by accumulate_grad_batches (only in automatic optimization), and
+        # multiplied it by the scale of a GradScaler, which stays on the device here.
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            loss = loss.detach() / scaler.scale(torch.ones((), device=loss.device))
+        if trainer.accumulate_grad_batches != 1:
+            loss = loss.detach() * trainer.accumulate_grad_batches
+        if len(trainer.optimizers) > 1:
+            self._waiting.append(loss.detach())
+        else:
+            for healing in self._run.healings.values():
+                healing.observe(loss)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Gives the losses to the optimizer that steps."""
-        if self._losses is not None:
-            self._losses.before_step(optimizer)
+        """Gives the losses since the last step to the optimizer that steps."""
+        for healing in self.healings.values():
+            if healing.optimizer is optimizer:
+                for loss in self._waiting:
+                    healing.observe(loss)
+        self._waiting.clear()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observes the loss of the evaluation."""
-        if self._run is not None and not trainer.sanity_checking and self._eval_loss is not None:
-            value = trainer.callback_metrics.get(self._eval_loss)
-            if value is not None:
-                self._run.observe_eval(value)
+        if self._run is None or trainer.sanity_checking or self._eval_loss is None:
+            return
+        value = trainer.callback_metrics.get(self._eval_loss)
+        if value is not None:
+            for healing in self._run.healings.values():
+                healing.observe_eval(value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last state."""
@@ -229,14 +245,14 @@ class LightningHealingCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Ends the run in the Healer's way: a postmortem, and a journal for the next start."""
+        """Ends the Healer's block with the exception, which writes a postmortem."""
         self._close(exception)
-        self._put_clipping_back()  # Lightning calls no teardown then
+        self._restore_clip_value(trainer)  # Lightning calls no teardown then
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Puts the Trainer's options back."""
+        """Restores the Trainer's options."""
         self._close(None)
-        self._put_clipping_back()
+        self._restore_clip_value(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """The engines, for Lightning's checkpoints. A sync on an accelerator."""
@@ -258,18 +274,40 @@ class LightningHealingCallback(Callback):
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _put_clipping_back(self) -> None:
-        if self._restore_clip_value is not None:
-            self._restore_clip_value()
-            self._restore_clip_value = None
+    def _restore_clip_value(self, trainer: Trainer) -> None:
+        if self._clip_value is not None:
+            trainer.gradient_clip_val = self._clip_value
+            self._clip_value = None
 
     def _close(self, error: BaseException | None) -> None:
-        run, self._run, self._losses = self._run, None, None
+        run, self._run = self._run, None
         if run is not None:
             self._engines = {}
             run.close(error)
 
 
-def _overrides(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are values to replace in the policy."""
-    return {name: value for name, value in options.items() if name in _OVERRIDES}
+def _with_limit_of(trainer: Trainer, policy: Policy | Engine, limit: float) -> Policy:
+    """The policy with the Trainer's limit as `clip.max_norm`, or with its own if that is lower.
+
+    Raises AttachError for clipping by value, for `adagc`, which has no limit for the whole
+    gradient, and for an Engine.
+    """
+    given = f"Trainer(gradient_clip_val={limit:g}"
+    if getattr(trainer.gradient_clip_algorithm, "value", "norm") != "norm":
+        raise AttachError(
+            f'{given}, gradient_clip_algorithm="value") changes each element before the policy '
+            'sees the norm: write gradient_clip_algorithm="norm", or leave both out'
+        )
+    if isinstance(policy, Engine):
+        raise AttachError(
+            f"{given}) clips before the policy sees the norm, and an Engine cannot be given a "
+            "limit: write it into the engine's config, and leave gradient_clip_val out"
+        )
+    if policy.clip.kind == "adagc":
+        raise AttachError(
+            f'{given}) clips before the policy sees the norm, and [clip] kind = "adagc" has no '
+            "limit for the whole gradient: leave gradient_clip_val out, or use another kind"
+        )
+    if policy.clip.kind == "none":
+        return load(policy, clip={"kind": "fixed", "max_norm": limit})
+    return with_limit(policy, limit)  # type: ignore[return-value]

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
 
 from healcore.runtime.data.epoch_reader import EmptyLoader
+from healcore.runtime.data.loader_adapters import Marking, Unreadable, why_no_state
 from healcore.runtime.healer import Healer
 from healcore.torch.trainers.lightning.progress import Progress
-from healcore.torch.trainers.lightning.train_loader import TrainBatch, TrainLoader
+
+_END = object()
 
 
 class Feed:
-    """Takes the place of `trainer.fit_loop._data_fetcher` and has the attributes that loops use.
+    """Replaces `trainer.fit_loop._data_fetcher`, with the attributes that Lightning's loops use.
 
-    The next batch is the moment between two steps: a Healer saves, goes back or ends the run there.
+    Lightning asks for the next batch between two steps: the Healer then saves, rolls back or ends
+    the run.
 
     Attributes:
-        loader: what the Healer reads; None before the first batch.
+        loader: the loader that the Healer reads, or None before the first batch.
         fetched: batches of this epoch so far.
         done: whether the batch fetched last is the last one of its epoch.
-        length: batches per epoch; None if it is not known.
-        nothing_to_do: the run in the store was complete.
+        length: batches per epoch, or None if it is not known.
+        nothing_to_do: whether the run in the store was complete.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class Feed:
         self.done = False
         self.nothing_to_do = False
         self._done_before = 0
-        """Batches of the first epoch that a checkpoint of Lightning's has been through."""
+        """Batches of the first epoch that were trained on before Lightning's checkpoint."""
         self._healer: Healer | None = None
         self._batches: Iterator[TrainBatch] | None = None
         self._start_profiler: Callable[[], None] = lambda: None
@@ -73,7 +77,7 @@ class Feed:
             self._stop_profiler()
 
     def _next(self) -> tuple[Any, int, int]:
-        if self.loader is None:  # now Lightning knows what a checkpoint of its own has been through
+        if self.loader is None:  # now Lightning has loaded its own checkpoint
             self._done_before = self._loop.batch_progress.current.ready
             self.loader = TrainLoader(self._fetcher, self.length, self._done_before)
         if self._healer is None:
@@ -97,10 +101,10 @@ class Feed:
         return batch.fetched
 
     def _is_of_next_epoch(self) -> bool:
-        """Whether no batch after the last one in this epoch was readable.
+        """Whether the batch is of the next epoch, because no later one of this epoch is readable.
 
-        This is known too late to end Lightning's epoch before: it ends with the first batch of the
-        next one, as its last step and its validation have to follow a batch.
+        Lightning's epoch then ends with this batch: its last step and its validation have to follow
+        a batch.
         """
         assert self._healer is not None
         which = self._healer.unused[-1]
@@ -110,10 +114,116 @@ class Feed:
         return which.index < before
 
     def reset(self) -> None:
-        """Begins to count again, as Lightning's data fetcher does."""
+        """Resets the counts, as Lightning's data fetcher does."""
         self.fetched, self.done = 0, False
 
     def teardown(self) -> None:
         """Shuts the workers of the dataloaders down."""
         self._batches = None
         self._fetcher.teardown()
+
+
+class TrainBatch(NamedTuple):
+    """What `TrainLoader` yields."""
+
+    fetched: tuple[Any, int, int]
+    """Batch, its index and its dataloader's, as Lightning's `CombinedLoader` yields them."""
+    is_last: bool
+    """Whether it is known to be the last batch of its epoch."""
+
+
+class TrainLoader:
+    """Lightning's train dataloaders as one loader, within `limit_train_batches`.
+
+    Reads one batch ahead where the length is not known: Lightning has to know which batch is the
+    last one.
+
+    Args:
+        fetcher: Lightning's data fetcher. It has begun the first epoch, which is continued.
+        length: batches per epoch, or None if it is not known.
+        done: batches of the first epoch that were trained on before Lightning's checkpoint.
+
+    Attributes:
+        length: batches of the current epoch, or None if it is not known.
+        why_not: why the loader cannot be rewound, or None if it can.
+    """
+
+    def __init__(self, fetcher: Any, length: int | None, done: int = 0) -> None:
+        self._combined = fetcher.combined_loader
+        # Not iter(combined), which would begin the epoch again, with other random numbers.
+        begun = iter(self._combined.__next__, _END)
+        self._begun: Iterator[Any] | None = chain(getattr(fetcher, "batches", ()), begun)
+        self._index = 0
+        self._full_length = length
+        self.length = None if length is None else max(length - done, 0)
+        self._loaded: Mapping[str, Any] | None = None
+        loaders = self._combined.flattened
+        self._only: Any = loaders[0] if len(loaders) == 1 else None
+        self.why_not = self._why_not()
+        # The Healer saves the generators of samplers, and calls their `set_epoch`.
+        self.sampler = getattr(self._only, "sampler", None)
+        self.batch_sampler = getattr(self._only, "batch_sampler", None)
+        self.dataset = getattr(self._only, "dataset", None)
+        self.num_workers = getattr(self._only, "num_workers", 0)
+        self.in_order = getattr(self._only, "in_order", True)
+
+    def __len__(self) -> int:
+        """The number of batches of the current epoch; TypeError if it is not known."""
+        if self.length is None:
+            raise TypeError("the train dataloader has no length")
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        """`TrainBatch`es, with an `Unreadable` in place of a batch that cannot be read."""
+        batches = Marking(self._begin())
+        return self._unsized(batches) if self.length is None else self._sized(batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for a dataloader that has a state."""
+        return {"loader": self._only.state_dict(), "index": self._index, "length": self.length}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a position with the next `iter`."""
+        self._only.load_state_dict(state["loader"])
+        self._loaded, self._begun = state, None
+
+    def _begin(self) -> Iterator[Any]:
+        """The batches of the next epoch, or the rest of the epoch that was loaded."""
+        loaded, self._loaded = self._loaded, None
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return begun
+        self._index, self.length = 0, self._full_length
+        if loaded is not None:
+            self._index, self.length = loaded["index"], loaded["length"]
+        return iter(self._combined)
+
+    def _sized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
+        assert self.length is not None
+        while self._index < self.length:
+            fetched = next(batches, _END)
+            if fetched is _END:
+                return
+            self._index += 1
+            yield _train_batch(fetched, False)
+
+    def _unsized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
+        ahead: Any = next(batches, _END)
+        while ahead is not _END:
+            fetched, ahead = ahead, next(batches, _END)
+            self._index += 1
+            yield _train_batch(fetched, ahead is _END)
+
+    def _why_not(self) -> str | None:
+        if self._only is None:
+            return "there are several train dataloaders, and only a single one can be rewound"
+        has = [callable(getattr(self._only, n, None)) for n in ("state_dict", "load_state_dict")]
+        if not all(has):
+            return why_no_state(self._only)
+        if self.length is None:
+            return "the train dataloader has no length: a batch is always read ahead"
+        return None
+
+
+def _train_batch(fetched: Any, is_last: bool) -> TrainBatch | Unreadable:
+    return fetched if isinstance(fetched, Unreadable) else TrainBatch(fetched, is_last)

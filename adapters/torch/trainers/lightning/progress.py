@@ -9,30 +9,29 @@ from healcore.runtime.driver import json_setting
 
 
 class Progress:
-    """The counters of `trainer.fit_loop`, an item of the Healer's state.
+    """The counters of `trainer.fit_loop` as an item of the Healer's state.
 
-    `global_step` is the number of optimizer steps. It goes back with the weights. Epoch and batch
-    are the position in the data: they go back only if the data do, because a run that goes on
-    forward through its loader is not at the checkpoint's batch again.
+    `global_step`, the number of optimizer steps, is restored with the weights. Epoch and batch are
+    the position in the data: they are restored only where the data are rewound.
 
-    The Healer saves and restores them between two batches, where Lightning asks for the next one.
-    What it saves at an exception within a step is as it was before the first batch of that step.
+    The Healer saves and restores them where Lightning asks for the next batch. At an exception
+    within a step they are saved as they were before the first batch of that step.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._fit = trainer.fit_loop
         self.data_goes_back = True
-        """Whether the data return to the checkpoint too."""
+        """Whether the data are rewound to the checkpoint."""
         self.within_step: Callable[[], bool] = bool
         """Whether batches have been fetched since the last step."""
         self._before: dict[str, Any] = {}
         self._saved_limits: dict[str, int] | None = None
 
     def is_complete(self, *, had_completed: bool) -> bool:
-        """Whether `max_steps` or `max_epochs` is reached; or the fit had ended before, as it was.
+        """Whether `max_steps` or `max_epochs` is reached, or the same fit had ended before.
 
         `had_completed`: the fit in the store ended by itself, by early stopping perhaps. With
-        another limit than then it is trained further.
+        another limit it is trained further.
         """
         if had_completed and self._saved_limits == self._limits():
             return True
@@ -42,13 +41,13 @@ class Progress:
         return steps or (epochs and fit.epoch_progress.current.processed >= fit.max_epochs)
 
     def _limits(self) -> dict[str, int]:
-        """Lightning's limits of a fit; -1: none."""
+        """Lightning's limits of a fit; -1 is no limit."""
         found = {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
         return {name: -1 if limit is None else limit for name, limit in found.items()}
 
     @property
     def run_settings(self) -> dict[str, Any]:
-        """What decides what is learnt: the Trainer's options and the module's `hparams`."""
+        """The options that decide what is learnt: the Trainer's, and the module's `hparams`."""
         trainer = self._fit.trainer
         loaders = self._fit._combined_loader
         sizes = [getattr(each, "batch_size", None) for each in getattr(loaders, "flattened", ())]
@@ -64,15 +63,15 @@ class Progress:
         return {name: value for name, value in plain.items() if value is not None}
 
     def count_left_out(self, length: int) -> None:
-        """Before the last of `length` batches: counts those of its epoch that were left out.
+        """Counts the skipped batches of an epoch before the last of its `length` batches.
 
-        Validation at the end of an epoch begins at the number of batches, not at the last one.
+        Lightning validates at the end of an epoch when the count of batches is complete.
         """
         batch = self._fit.epoch_loop.batch_progress
         batch.increment_by(max(length - 1 - batch.current.ready, 0))
 
     def begin_step(self) -> None:
-        """Remembers how many batches there were before the first one of a step."""
+        """Records the number of batches before the first one of a step."""
         batch = self._fit.epoch_loop.batch_progress
         self._before = {
             "current": batch.current.ready,

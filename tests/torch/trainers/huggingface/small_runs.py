@@ -42,6 +42,20 @@ class Rows(torch.utils.data.Dataset):
         return {"x": self.x[index], "labels": self.y[index]}
 
 
+class Reading(torch.utils.data.Dataset):
+    """Rows of another data set; calls `read` with the index before each of them."""
+
+    def __init__(self, rows: Any, read: Callable[[int], object]) -> None:
+        self.rows, self.read = rows, read
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read(index)
+        return self.rows[index]
+
+
 class InOrder(Trainer):
     """A Trainer that takes its rows in order, so that a test knows which step has which batch."""
 
@@ -94,3 +108,50 @@ def weights(of: Any) -> Tensor:
 def logged(of: Any, name: str) -> list[float]:
     """The values of one key of the log."""
     return [row[name] for row in of.state.log_history if name in row]
+
+
+def calling(event: str, call: Callable[..., object], *, at: int | None = None) -> TrainerCallback:
+    """A callback that calls `call(state, **kwargs)` at one event; with `at` only at that step."""
+
+    def called(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if at is None or state.global_step == at:
+            call(state, control=control, **kwargs)
+
+    callback = TrainerCallback()
+    setattr(callback, event, called)
+    return callback
+
+
+def raising(error: Exception) -> Callable[..., object]:
+    """A function that raises the error, whatever it is called with."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return fail
+
+
+class Steps(TrainerCallback):
+    """Records each optimizer step: global_step after it, epoch, and how far the weights moved."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.epochs: list[float] = []
+        self.moved: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._before = _vector(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+        self.epochs.append(state.epoch)
+        self.moved.append(float((_vector(kwargs["model"]) - self._before).norm()))
+
+    @property
+    def returns(self) -> list[int]:
+        """Indices of the first step after each rollback."""
+        return [i for i in range(1, len(self.steps)) if self.steps[i] <= self.steps[i - 1]]
+
+
+def _vector(of: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().double().reshape(-1) for p in of.parameters()])

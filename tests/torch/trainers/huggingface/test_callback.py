@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from healcore.runtime.events import log as events_log
+from healcore.events import log as events_log
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback
-from tests.runtime.events.checked_events import problems
+from tests.events.sample_events import problems
 from tests.torch.trainers.huggingface import small_runs
-from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
+from tests.torch.trainers.huggingface.small_runs import calling, logged, trainer, weights
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
@@ -38,12 +38,11 @@ def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Pa
     sick = trainer(tmp_path / "sick", scaled={20: math.nan}, callbacks=[callback])
     seen: list[Any] = []
 
-    class Decisions(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert callback.healing is not None
-            seen.append(callback.healing.last_decision())
+    def decided(state: Any, **_: Any) -> None:
+        assert callback.healing is not None
+        seen.append(callback.healing.last_decision())
 
-    sick.add_callback(Decisions())
+    sick.add_callback(calling("on_step_end", decided))
     sick.train()
     healthy = trainer(tmp_path / "healthy")
     healthy.train()
@@ -51,8 +50,7 @@ def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Pa
     assert sick.state.global_step == 40
     assert weights(sick).isfinite().all()
     assert mean_loss(sick) == pytest.approx(mean_loss(healthy), rel=0.15)
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert (report.counts["skips"], len(report.history), report.ending) == (1, 1, "completed")
     assert not schema_problems(events_of(tmp_path / "sick"))
 
@@ -81,34 +79,18 @@ def test_what_changes_nothing_changes_no_bit(tmp_path: Path, limit: float, accum
         assert logged(plain, "grad_norm") == logged(healed, "grad_norm")
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in (1, 2, 3))]
-)
-def test_a_healthy_run_ends_within_noise_of_the_same_run_without(tmp_path: Path, seed: int):
-    plain = trainer(tmp_path, seed=seed)
+def test_a_healthy_run_keeps_the_trainers_clip(tmp_path: Path):
+    """The policy keeps HF's limit of 1.0 in the fused kernel: only the last bits differ."""
+    plain = trainer(tmp_path)
     plain.train()
-    healed = trainer(tmp_path, seed=seed, callbacks=[HealingCallback()])
+    healed = trainer(tmp_path, callbacks=[HealingCallback()])
     healed.train()
-    # The limit of 1.0 is HF's, and the policy keeps it in the fused kernel: the last bits differ.
-    assert mean_loss(healed) == pytest.approx(mean_loss(plain), rel=0.05)
+    assert torch.allclose(weights(healed), weights(plain), atol=1e-4)
 
 
 def test_the_policys_clip_is_really_applied(tmp_path: Path):
     """With plain SGD a step moves the weights by learning rate times the clipped norm."""
-
-    class Moves(TrainerCallback):
-        def __init__(self) -> None:
-            self.moved: list[float] = []
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.before = [p.detach().clone() for p in kwargs["model"].parameters()]
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            after = kwargs["model"].parameters()
-            change = [(b - a).reshape(-1) for b, a in zip(self.before, after, strict=True)]
-            self.moved.append(float(torch.linalg.vector_norm(torch.cat(change)).detach()))
-
-    moves = Moves()
+    moves = small_runs.Steps()
     run = trainer(
         tmp_path,
         scaled={30: 1000.0},
@@ -128,13 +110,13 @@ def test_a_clip_never_loosens_the_users_own(tmp_path: Path):
     callback = HealingCallback("zclip", clip={"max_norm": 1.0})
     applied: list[float] = []
 
-    class Applied(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert callback.healing is not None
-            row = callback.healing.metrics()
-            applied.append(float(row["heal/grad_norm"] * row["heal/grad_scale"]))
+    def note(state: Any, **_: Any) -> None:
+        assert callback.healing is not None
+        row = callback.healing.metrics()
+        applied.append(float(row["heal/grad_norm"] * row["heal/grad_scale"]))
 
-    run = trainer(tmp_path, callbacks=[callback, Applied()], max_grad_norm=0.3)
+    callbacks = [callback, calling("on_step_end", note)]
+    run = trainer(tmp_path, callbacks=callbacks, max_grad_norm=0.3)
     run.train()
     assert max(applied) == pytest.approx(0.3, rel=1e-3)
     assert run.args.max_grad_norm == 0.3
@@ -142,28 +124,18 @@ def test_a_clip_never_loosens_the_users_own(tmp_path: Path):
 
 def test_the_halved_learning_rate_takes_effect(tmp_path: Path):
     """From the step of the cut on, weights move half as far: measured with sign-like updates."""
-    moved: list[float] = []
-
-    class Moves(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.before = [p.detach().clone() for p in kwargs["model"].parameters()]
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            pairs = zip(self.before, kwargs["model"].parameters(), strict=True)
-            moved.append(float(torch.cat([(b - a).reshape(-1) for b, a in pairs]).detach().norm()))
-
     callback = HealingCallback(
         respond=[{"to": ["nonfinite"], "do": ["skip", "cut_lr"]}],
         lr={"factor": 0.5, "hold_steps": 50, "ceiling": 1.0},
     )
     both = {"lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 1e-3}
-    run = trainer(tmp_path, scaled={20: math.nan}, callbacks=[callback, Moves()], **both)
-    run.train()
+    steps = small_runs.Steps()
+    trainer(tmp_path, scaled={20: math.nan}, callbacks=[callback, steps], **both).train()
+    moved = steps.moved
     assert moved[19] == pytest.approx(1e-2 * 1e-3, rel=0.01)  # every step is clipped to 1e-3
     assert moved[20] == 0
     assert moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert (report.counts["lr_cuts"], report.lr_scale) == (1, 0.5)
 
 
@@ -202,11 +174,9 @@ def test_a_rollback_that_a_callback_cannot_do_is_said_once(
     run = trainer(tmp_path, scaled=scaled, callbacks=[callback])
     run.train()
     lines = [e for e in capsys.readouterr().err.splitlines() if "heal(trainer, policy)" in e]
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert report.counts["not_carried_out"] == 3
     assert len(lines) == 1
-    assert "callback cannot go back" in lines[0]
 
 
 def test_a_stop_ends_training_with_a_diagnosis(tmp_path: Path):
@@ -220,8 +190,7 @@ def test_a_stop_ends_training_with_a_diagnosis(tmp_path: Path):
     assert run.state.global_step in (13, 14)
     assert isinstance(stopped.value, SystemExit)
     assert stopped.value.code  # a text: printed, and the process ends with status 1
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert report.ending == "stopped"
     assert report.postmortem is not None
     found = json.loads(report.postmortem.read_text())
@@ -240,12 +209,6 @@ def test_a_success_does_not_overwrite_the_postmortem_of_a_failure(tmp_path: Path
     assert {p: p.read_bytes() for p in before} == before
 
 
-class Raises(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 5:
-            raise RuntimeError("stop here")
-
-
 def hooks_of(run: Any) -> int:
     optimizer = run.optimizer.optimizer
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
@@ -254,16 +217,15 @@ def hooks_of(run: Any) -> int:
 @pytest.mark.parametrize("late", [False, True])
 def test_nothing_stays_after_an_exception(tmp_path: Path, late: bool):
     callback = HealingCallback()
-    run = trainer(tmp_path, callbacks=[Raises()] if late else [callback, Raises()])
+    raises = calling("on_step_end", small_runs.raising(RuntimeError("stop here")), at=5)
+    run = trainer(tmp_path, callbacks=[raises] if late else [callback, raises])
     if late:
         run.add_callback(callback)
-        raises = next(e for e in run.callback_handler.callbacks if isinstance(e, Raises))
         run.callback_handler.callbacks.remove(raises)
         run.callback_handler.callbacks.append(raises)
     with pytest.raises(RuntimeError, match="stop here"):
         run.train()
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     if late:  # it was added after the Trainer was made, which calls it only within train()
         callback.close(None)
     else:
@@ -282,8 +244,7 @@ def test_a_second_train_is_healed_anew(tmp_path: Path):
     run.train()
     assert hooks_of(run) == 0
     run.train()
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert (report.counts["skips"], report.ending) == (1, "completed")
     assert weights(run).isfinite().all()
 
@@ -293,13 +254,9 @@ def test_a_row_of_the_log_has_what_has_changed(
 ):
     seen: list[dict[str, float]] = []
 
-    class Tracker(TrainerCallback):
-        """As those of report_to, before the user's callbacks."""
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            seen.append(dict(logs))
-
-    run = trainer(tmp_path, callbacks=[Tracker(), HealingCallback()], scaled={7: math.nan})
+    # As the trackers of report_to, before the user's callbacks.
+    tracker = calling("on_log", lambda state, *, logs, **_: seen.append(dict(logs)))
+    run = trainer(tmp_path, callbacks=[tracker, HealingCallback()], scaled={7: math.nan})
     run.train()
     rows = [row for row in seen if "loss" in row]
     assert len(rows) == 40
@@ -345,18 +302,16 @@ def test_a_callback_without_a_trainer_is_refused(tmp_path: Path):
 def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path, kind: str, word: str):
     run = trainer(tmp_path, callbacks=[HealingCallback()])
 
-    class Elsewhere(TrainerCallback):
-        """Before the Trainer's other callbacks: there is no such machine here."""
+    def elsewhere(state: Any, **_: Any) -> None:
+        """There is no such machine here."""
+        accelerator = run.accelerator
+        accelerator.state = copy.copy(accelerator.state)
+        accelerator.state._shared_state = {}
+        vars(accelerator.state).update(
+            distributed_type=DistributedType[kind], fsdp_plugin=SimpleNamespace(fsdp_version=1)
+        )
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            accelerator = run.accelerator
-            accelerator.state = copy.copy(accelerator.state)
-            accelerator.state._shared_state = {}
-            vars(accelerator.state).update(
-                distributed_type=DistributedType[kind], fsdp_plugin=SimpleNamespace(fsdp_version=1)
-            )
-
-    run.callback_handler.callbacks.insert(0, Elsewhere())
+    run.callback_handler.callbacks.insert(0, calling("on_train_begin", elsewhere))
     with pytest.raises(AttachError, match=word):
         run.train()
     assert hooks_of(run) == 0

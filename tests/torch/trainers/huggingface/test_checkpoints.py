@@ -17,22 +17,20 @@ from transformers.trainer_utils import get_last_checkpoint
 from healcore.runtime.loop.termination import RunStopped
 from healcore.torch import HealingCallback
 from healcore.torch.trainers.huggingface import checkpoints
-from tests.torch.trainers.huggingface.small_runs import Rows, trainer, weights
+from tests.torch.trainers.huggingface.small_runs import Rows, calling, trainer, weights
 
 SAVES = {"save_strategy": "steps", "save_steps": 10}
 SHORT = {"probation": 5, "confirm": False}
 
 
-class Breaks(TrainerCallback):
+def breaks(step: int) -> TrainerCallback:
     """Writes NaN into a weight, as a faulty device would."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def write(state: Any, *, model: Any, **_: Any) -> None:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] = math.nan
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            with torch.no_grad():
-                next(kwargs["model"].parameters()).view(-1)[0] = math.nan
+    return calling("on_step_begin", write, at=step)
 
 
 def saved_in(folder: Path) -> list[str]:
@@ -40,7 +38,7 @@ def saved_in(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_with_nan_is_never_saved_and_the_run_stops(tmp_path: Path):
-    run = trainer(tmp_path, callbacks=[HealingCallback(), Breaks(17)], **SAVES)
+    run = trainer(tmp_path, callbacks=[HealingCallback(), breaks(17)], **SAVES)
     with pytest.raises(RunStopped, match=r"layers.0.weight"):
         run.train()
     assert saved_in(tmp_path) == ["checkpoint-10"]
@@ -52,7 +50,7 @@ def test_a_checkpoint_with_nan_is_never_saved_and_the_run_stops(tmp_path: Path):
 
 def test_the_policy_may_let_it_pass_with_an_alert(tmp_path: Path):
     callback = HealingCallback(rollback={"nonfinite_state": "alert"}, respond=[])
-    run = trainer(tmp_path, callbacks=[callback, Breaks(17)], **SAVES)
+    run = trainer(tmp_path, callbacks=[callback, breaks(17)], **SAVES)
     run.train()
     assert saved_in(tmp_path) == ["checkpoint-10"]
 
@@ -61,7 +59,7 @@ def test_the_best_one_is_not_saved_with_nan_either(tmp_path: Path):
     """save_strategy="best" decides on saving after the last event that could prevent it."""
     run = trainer(
         tmp_path,
-        callbacks=[HealingCallback(respond=[]), Breaks(17)],
+        callbacks=[HealingCallback(respond=[]), breaks(17)],
         save_strategy="best",
         eval_strategy="steps",
         eval_steps=20,
@@ -85,8 +83,7 @@ def test_healthy_steps_make_a_checkpoint_known_good(tmp_path: Path):
         "checkpoint-30": "good",
         "checkpoint-40": "candidate",
     }
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert report.last_good == 30
 
 
@@ -129,14 +126,11 @@ def test_the_best_model_can_still_be_loaded_from_there(tmp_path: Path):
     )
     run.state.best_metric = None
 
-    class Best(TrainerCallback):
+    def rate(state: Any, *, metrics: Any, **_: Any) -> None:
         """The checkpoint of step 20 is the best by its evaluation."""
+        metrics["eval_steps_per_second"] = 1.0 if state.global_step == 20 else 0.5
 
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            value = 1.0 if state.global_step == 20 else 0.5
-            kwargs["metrics"]["eval_steps_per_second"] = value
-
-    run.add_callback(Best())
+    run.add_callback(calling("on_evaluate", rate))
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "_healcore" / "checkpoint-20")
 
@@ -153,11 +147,8 @@ def test_what_a_kill_cut_off_is_not_resumed_from(tmp_path: Path):
     again = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
     resumed: list[int] = []
 
-    class From(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            resumed.append(state.global_step)
-
-    again.add_callback(From())
+    begin = lambda state, **_: resumed.append(state.global_step)  # noqa: E731
+    again.add_callback(calling("on_train_begin", begin))
     again.train(resume_from_checkpoint=True)
     assert resumed == [30]
     assert {p.name for p in (tmp_path / "_healcore").glob("checkpoint-*")} == {
@@ -196,32 +187,25 @@ def test_where_nothing_good_is_left_training_begins_anew(tmp_path: Path):
 
 
 def test_save_total_limit_leaves_the_newest_known_good_one(tmp_path: Path):
-    class Slow(TrainerCallback):
+    def age(state: Any, **_: Any) -> None:
         """Ten seconds between two saves: below one the Trainer orders folders by number."""
-
-        def __init__(self) -> None:
-            self.saves = 0
-
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for path in tmp_path.glob("checkpoint-*"):
-                found = path.stat().st_mtime
-                os.utime(path, (found - 10, found - 10))
+        for path in tmp_path.glob("checkpoint-*"):
+            found = path.stat().st_mtime
+            os.utime(path, (found - 10, found - 10))
 
     # 10 becomes known-good; NaN batches keep 20, 30 and 40 on probation.
     scaled = dict.fromkeys([*range(21, 28, 2), *range(31, 38, 2)], math.nan)
     callback = HealingCallback(rollback={"probation": 9, "confirm": False})
-    run = trainer(
-        tmp_path, scaled=scaled, callbacks=[callback, Slow()], save_total_limit=2, **SAVES
-    )
+    callbacks = [callback, calling("on_save", age)]
+    run = trainer(tmp_path, scaled=scaled, callbacks=callbacks, save_total_limit=2, **SAVES)
     run.train()
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert report.last_good is not None
     assert saved_in(tmp_path) == [f"checkpoint-{report.last_good}", "checkpoint-40"]
 
 
 def test_in_observe_mode_nothing_is_moved_or_written(tmp_path: Path):
-    run = trainer(tmp_path, callbacks=[HealingCallback("observe"), Breaks(17)], **SAVES)
+    run = trainer(tmp_path, callbacks=[HealingCallback("observe"), breaks(17)], **SAVES)
     run.train()
     assert len(saved_in(tmp_path)) == 4
     assert not list(tmp_path.glob("checkpoint-*/healcore.json"))

@@ -47,20 +47,8 @@ def test_a_nan_is_noticed_under_the_default_arguments(tmp_path: Path):
     # A row is written before the loop asks for a batch, and a step is read one step later.
     counted = [(i, row["heal/skips"]) for i, row in enumerate(rows) if "heal/skips" in row]
     assert counted == [(22, 1.0)]
-    losses = [
-        [row["loss"] for row in of.state.log_history if "loss" in row] for of in (trainer, alone)
-    ]
-    assert sum(losses[0][-10:]) == pytest.approx(sum(losses[1][-10:]), rel=0.1)
-
-
-def test_a_tighter_limit_is_not_loosened_and_clips(tmp_path: Path):
-    trainer, steps = (
-        tiny.sft(tmp_path, optim="sgd", max_grad_norm=0.3, warmup_steps=0),
-        tiny.Steps(),
-    )
-    trainer.add_callback(steps)
-    heal(trainer, store=tmp_path / "store").train()
-    assert max(steps.moved) <= 0.3 * 1e-2 * 1.001
+    losses = [sum(tiny.logged(of, "loss")[-10:]) for of in (trainer, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.1)
 
 
 class Poison(TrainerCallback):

@@ -1,28 +1,55 @@
-"""A killed run goes on with the same command, with healcore's state."""
+"""A killed run continues with the same command, with healcore's state.
+
+`python -m tests.torch.trainers.huggingface.test_resume FOLDER STEP` kills itself after a step, or
+never with 0.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from healcore.torch import HealingCallback
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS
-from tests.torch.trainers.huggingface.killed_run import POLICY, main
-from tests.torch.trainers.huggingface.small_runs import logged, trainer, weights
+from tests.torch.trainers.huggingface.small_runs import Steps, calling, logged, trainer, weights
 
 SAVES = {"save_strategy": "steps", "save_steps": 10}
+POLICY = {
+    "respond": [{"to": ["nonfinite"], "do": ["skip", "cut_lr"]}],
+    "lr": {"factor": 0.5, "hold_steps": 1000, "ceiling": 1.0},
+}
+
+
+def main(folder: Path, step: int) -> None:
+    callback = HealingCallback(**POLICY)
+    kills = calling("on_step_end", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL), at=step)
+    run = trainer(
+        folder,
+        scaled={12: math.nan},
+        callbacks=[callback, kills],
+        save_strategy="steps",
+        save_steps=10,
+        lr_scheduler_type="constant",
+    )
+    folder.mkdir(exist_ok=True)
+    run.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) is not None)
+    report: Any = callback.report()
+    total = weights(run).double().sum().item()
+    print(f"end {total!r} {report.counts['skips']} {report.lr_scale} {report.ending}")
 
 
 def started(folder: Path, step: int) -> subprocess.CompletedProcess[str]:
-    module = "tests.torch.trainers.huggingface.killed_run"
-    return forked_programs.run("-m", module, folder, step, imports=TRANSFORMERS)
+    return forked_programs.run("-m", __name__, folder, step, imports=TRANSFORMERS)
 
 
 def test_kill_9_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -36,21 +63,6 @@ def test_kill_9_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.Capt
     assert end.endswith("1 0.5 completed")
     folder = tmp_path / "killed" / "_healcore"
     assert len(list(folder.glob("*.postmortem.*.json"))) == 2  # of the killed run too
-
-
-class LearningRate(TrainerCallback):
-    """How far plain SGD moves the weights, per step."""
-
-    def __init__(self) -> None:
-        self.moved: dict[int, float] = {}
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.before = [p.detach().clone() for p in kwargs["model"].parameters()]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        pairs = zip(self.before, kwargs["model"].parameters(), strict=True)
-        change = torch.cat([(b - a).detach().reshape(-1) for b, a in pairs])
-        self.moved[state.global_step] = float(change.norm())
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -67,15 +79,15 @@ def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
         tmp_path, scaled={12: math.nan}, callbacks=[HealingCallback(**POLICY)], **arguments
     )
     first.train()
-    rates = LearningRate()
+    steps = Steps()
     callback = HealingCallback(**POLICY)
-    again = trainer(tmp_path, scaled={12: math.nan}, callbacks=[callback, rates], **arguments)
+    again = trainer(tmp_path, scaled={12: math.nan}, callbacks=[callback, steps], **arguments)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
-    assert rates.moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
+    moved = dict(zip(steps.steps, steps.moved, strict=True))
+    assert moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
     live = [e for e in again.callback_handler.callbacks if isinstance(e, HealingCallback)]
     assert len(live) == 1
-    report = live[0].report()
-    assert report is not None
+    report: Any = live[0].report()
     assert (report.lr_scale, report.counts["skips"]) == (0.5, 1)
     assert torch.equal(weights(first), weights(again))
 
@@ -144,3 +156,7 @@ def test_a_mask_of_minus_infinity_is_no_damage(tmp_path: Path):
     assert again.state.global_step == 10
     assert (tmp_path / "checkpoint-10").is_dir()
     assert not (tmp_path / "_healcore" / "checkpoint-10").exists()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -74,7 +74,7 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     assert logged == list(range(1, 51))
     shown = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     assert [each.step for each in shown.Scalars("train/loss")] == logged
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    losses = tiny.logged(trainer, "loss")
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(sum(losses) / 50, rel=1e-4)
     # Without healing the same run is lost.
     alone = getattr(tiny, kind)(tmp_path, **DIVERGES)
@@ -222,15 +222,14 @@ class Failing(Trainer):
 SCRIPT = """
 import os, sys, torch
 from pathlib import Path
+from transformers import TrainerCallback
 from healcore.torch import heal
-from tests import forked_programs
-from tests.forked_programs import TRANSFORMERS
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 def run(folder, kill_at):
     trainer = getattr(tiny, kind)(folder, max_steps=24, gradient_accumulation_steps=2)
     steps = tiny.Steps()
-    class Kill(tiny.TrainerCallback):
+    class Kill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == kill_at: os.kill(os.getpid(), 9)
     for each in (steps, Kill()): trainer.add_callback(each)

@@ -132,11 +132,8 @@ def test_a_policy_that_cannot_keep_a_limit_is_left_alone(policy: str):
 
 
 def test_everything_is_put_back_when_training_raises(tmp_path: Path):
-    class Stops(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise RuntimeError("stop")
-
-    run = small_runs.trainer(tmp_path, callbacks=[Stops()])
+    stops = small_runs.calling("on_step_end", small_runs.raising(RuntimeError("stop")))
+    run = small_runs.trainer(tmp_path, callbacks=[stops])
     with (
         pytest.raises(RuntimeError, match="stop"),
         signals.unclipped(run),

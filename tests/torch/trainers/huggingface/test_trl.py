@@ -11,10 +11,18 @@ import torch
 from transformers import TrainerCallback
 
 from healcore.torch import HealingCallback
-from tests.torch.trainers.huggingface.small_language_runs import trainer
-from tests.torch.trainers.huggingface.small_runs import logged, weights
+from tests.torch.trainers.huggingface import tiny_trainers as tiny
+from tests.torch.trainers.huggingface.small_runs import calling, logged, weights
 
 KINDS = ["sft", "dpo", "grpo"]
+
+
+def trainer(kind: str, folder: Path, *, callbacks: Any = (), **given: Any) -> Any:
+    usual = {"gradient_accumulation_steps": 2, "max_steps": 16, "learning_rate": 3e-3}
+    made = getattr(tiny, kind)(folder, **{**usual, **given})
+    for each in callbacks:
+        made.add_callback(each)
+    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -27,23 +35,8 @@ def test_a_healthy_run_is_that_without_the_callback(tmp_path: Path, kind: str):
     same.train()
     assert torch.equal(weights(plain), weights(same))
     assert logged(plain, "loss") == logged(same, "loss")
-    report = callback.report()
-    assert report is not None
+    report: Any = callback.report()
     assert (report.counts["skips"], report.ending) == (0, "completed")
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_healthy_run_with_the_policys_clip_ends_within_noise(
-    tmp_path: Path, kind: str, seed: int
-):
-    plain = trainer(kind, tmp_path, seed=seed, max_steps=30)
-    plain.train()
-    healed = trainer(kind, tmp_path, seed=seed, max_steps=30, callbacks=[HealingCallback()])
-    healed.train()
-    last = logged(plain, "loss")[-1]
-    assert logged(healed, "loss")[-1] == pytest.approx(last, rel=0.02, abs=0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,12 +44,12 @@ def test_the_loss_that_is_judged_is_the_steps(tmp_path: Path, kind: str):
     """TRL's trainers scale it for the accumulation in two ways."""
     callback, judged = HealingCallback(), []
 
-    class Judged(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            assert callback.healing is not None
-            judged.append(float(callback.healing.metrics()["heal/loss"]))
+    def note(state: Any, **_: Any) -> None:
+        assert callback.healing is not None
+        judged.append(float(callback.healing.metrics()["heal/loss"]))
 
-    run = trainer(kind, tmp_path, callbacks=[callback, Judged()], max_steps=6)
+    callbacks = [callback, calling("on_step_end", note)]
+    run = trainer(kind, tmp_path, callbacks=callbacks, max_steps=6)
     run.train()
     assert judged == pytest.approx(logged(run, "loss"), rel=1e-2, abs=2e-4)
     assert len(judged) == 6

@@ -14,9 +14,12 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
+
+from tests.torch.trainers.huggingface.small_runs import Steps as Steps
+from tests.torch.trainers.huggingface.small_runs import logged as logged
+from tests.torch.trainers.huggingface.small_runs import weights as weights
 
 WORDS = 32
 """The size of the vocabulary; the last two are padding and the end."""
@@ -123,34 +126,3 @@ def grpo(folder: Path, **given: Any) -> Any:
         processing_class=tokenizer(),
         reward_funcs=reward,
     )
-
-
-def weights(of: Any) -> torch.Tensor:
-    """All parameters, as one vector."""
-    return torch.cat([p.detach().reshape(-1).clone() for p in of.model.parameters()])
-
-
-class Steps(TrainerCallback):
-    """Records each optimizer step: global_step after it, epoch, and how far the weights moved."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.epochs: list[float] = []
-        self.moved: list[float] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._before = _vector(kwargs["model"])
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.append(state.global_step)
-        self.epochs.append(state.epoch)
-        self.moved.append(float((_vector(kwargs["model"]) - self._before).norm()))
-
-    @property
-    def returns(self) -> list[int]:
-        """Indices of the first step after each rollback."""
-        return [i for i in range(1, len(self.steps)) if self.steps[i] <= self.steps[i - 1]]
-
-
-def _vector(of: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().double().reshape(-1) for p in of.parameters()])

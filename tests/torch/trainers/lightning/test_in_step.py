@@ -271,18 +271,7 @@ def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path, in_step_o
     assert added == 0
 
 
-# -- faults of lightning.pytorch.callbacks SpikeDetection -----------------------------------------
-
-
-def test_a_batch_before_a_bad_one_is_not_left_out_with_it():
-    """Lightning's SpikeDetection also excludes the batch before the spike, and raises."""
-    callback = Judged()
-    fit(callback, rows=data(bad=3))
-    assert [i for i, each in enumerate(callback.decisions) if each.skip] == [3]
-
-
 def test_state_survives_lightnings_checkpoint(tmp_path: Any):
-    """SpikeDetection's load_state_dict raises."""
     callback = LightningHealingCallback(in_step_only=True)
     _, running = fit(callback, rows=data(bad=3))
     (first,) = callback.healings.values()

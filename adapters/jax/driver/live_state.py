@@ -1,0 +1,345 @@
+"""The live state of a run as one pytree of arrays, and as the items of a checkpoint.
+
+A checkpoint keeps only dtypes. Restored leaves also get the weak type, sharding and commitment of
+the live ones, so that a step is not compiled again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+
+from healcore.jax.heal_state import HealStateError, map_nodes, nodes
+from healcore.jax.opt_state import with_heal_state, without_heal_state
+from healcore.runtime.store.errors import StateMismatch
+
+STATE = "state"
+"""Name of the item for a state without names."""
+SIDE_STATE = "healcore.side_state"
+_PROTECT = ("heal_update_norm", "heal_reset_moments")
+"""Fields of `ProtectState` that belong to the parameters and moments, not to the engine."""
+_SHOWN = 3
+"""Differences that a message names."""
+
+
+class LiveState:
+    """A pytree: a TrainState, a tuple, a dictionary. `NnxLiveState` is for nnx objects.
+
+    The items of a checkpoint are its parts if it is a dictionary, the same in every process.
+    """
+
+    in_place = False
+    """Whether a step updates the state in place."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        """The state as the user passed it."""
+        self._named = type(state) is dict and all(isinstance(name, str) for name in state)
+        tree = self.read()
+        self._accumulates = bool(nodes(optax.MultiStepsState, tree))
+        self._forms = _forms(tree)
+        self._checked: tuple[Any, list[Any]] | None = None
+        """Structure and abstract values of the last state that fitted."""
+
+    def read(self) -> Any:
+        """The state as a pytree of arrays, in which optax's states keep their types. No copies."""
+        return self.state
+
+    def write(self, tree: Any) -> None:
+        """Replaces the state by a tree of the structure of `read`."""
+        self.state = tree
+
+    def roots(self) -> Any:
+        """A cheap tree with each optimizer state at its path in `read`; its leaves: `array_of`."""
+        return self.state
+
+    def trained(self) -> Any:
+        """A tree that contains the parameters, for their names."""
+        return self.state
+
+    def check(self) -> None:
+        """Raises HealStateError unless the leaves have the first state's paths, shapes and dtypes.
+
+        A compiled step returns the same `aval` objects every time, which are compared first.
+        """
+        tree = self.read()
+        leaves, structure = jax.tree.flatten(tree)
+        found = structure, [getattr(leaf, "aval", None) or _kind(leaf) for leaf in leaves]
+        if found == self._checked:
+            return
+        forms, wanted = _forms(tree), self._forms
+        for index, part in enumerate(tree if isinstance(tree, tuple) else ()):
+            if _forms(part) == wanted:
+                raise HealStateError(
+                    f"update takes the state alone, got a tuple whose element {index} is the state:"
+                    " write `state, loss = step(healer.state, batch); healer.update(state)`"
+                )
+        wrong = [path for path in {**wanted, **forms} if forms.get(path) != wanted.get(path)]
+        if wrong:
+            lines = [
+                f"state{path} is {forms.get(path, 'missing')}, and was "
+                f"{wanted.get(path, 'not there')}"
+                for path in wrong[:_SHOWN]
+            ]
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise HealStateError(
+                "update takes the state in the structure, shapes and dtypes that the run began "
+                f"with: {'; '.join(lines)}{more}. Nothing was saved or replaced: return the whole "
+                "state from the step, and cast what has changed, x.astype(old.dtype). For NumPy "
+                "arrays write `state = jax.tree.map(jnp.asarray, state)` before the Healer"
+            )
+        self._checked = found
+
+    def items(self) -> dict[str, Any]:
+        """The items of a checkpoint by their names, without healing state. Nothing is copied."""
+        tree = self.read()
+        side_state = SideState(tree)
+        return {**self._parts(_saved(tree)), **({SIDE_STATE: side_state} if side_state else {})}
+
+    def restored(self, items: Mapping[str, Any]) -> Any:
+        """The tree of a checkpoint's items, with the live healing state.
+
+        StateMismatch if it does not fit. Accumulators of optax.MultiSteps are zeroed, because a NaN
+        would stay in them.
+        """
+        tree = self.read()
+        wanted = self._parts(_saved(tree))
+        missing = [f'there is no "{name}" in it' for name in wanted if name not in items]
+        if missing:
+            raise StateMismatch(None, missing)
+        found = {name: items[name] for name in wanted}
+        wrong = [line for name in wanted for line in _differences(name, found[name], wanted[name])]
+        if wrong:
+            raise StateMismatch(None, wrong)
+        side_state = items.get(SIDE_STATE, {})
+        bare = tree_map_with_path(
+            lambda path, new, live: as_live(side_state.get(keystr(path), new), live),
+            found if self._named else found[STATE],
+            without_heal_state(tree),
+        )
+
+        def with_side_state(path: Any, live: Any) -> Any:
+            if not _is_of_protect(path):
+                return live
+            # 0 or False, as at the start of a run, if the checkpoint has none.
+            return as_live(side_state.get(keystr(path), np.zeros((), live.dtype)), live)
+
+        new = with_heal_state(map_nodes(optax.MultiStepsState, _emptied, bare), like=tree)
+        return tree_map_with_path(with_side_state, new)
+
+    def between_steps(self) -> bool:
+        """Whether nothing is accumulated. Reads the device if the optimizer accumulates."""
+        if not self._accumulates:
+            return True
+        return not any(int(each.mini_step) for _, each in nodes(optax.MultiStepsState, self.read()))
+
+    def _parts(self, tree: Any) -> dict[str, Any]:
+        return dict(tree) if self._named else {STATE: tree}
+
+
+class NnxLiveState(LiveState):
+    """A mapping of names to nnx objects, updated in place, and pytrees."""
+
+    in_place = True
+
+    def read(self) -> Any:
+        """The state as a pytree of the Variables' present arrays."""
+        from flax import nnx
+
+        def arrays(live: Any) -> Any:
+            if not isinstance(live, nnx.Pytree):
+                return live
+            if not isinstance(live, nnx.Optimizer):
+                return _arrays(nnx.state(live))
+            # nnx.state would make dictionaries of optax's named tuples.
+            flat = nnx.to_flat_state(nnx.state(live))
+            rest = nnx.from_flat_state([each for each in flat if each[0][0] != "opt_state"])
+            return {"opt_state": _arrays(live.opt_state), "rest": _arrays(rest)}
+
+        return {name: arrays(live) for name, live in self.state.items()}
+
+    def write(self, tree: Any) -> None:
+        """Sets the Variables; pytrees are replaced."""
+        from flax import nnx
+
+        for name, new in tree.items():
+            live = self.state[name]
+            if isinstance(live, nnx.Optimizer):
+                nnx.update(live.opt_state, nnx.state(new["opt_state"]))
+                nnx.update(live, new["rest"])
+            elif isinstance(live, nnx.Pytree):
+                nnx.update(live, new)
+            else:
+                self.state[name] = new
+
+    def roots(self) -> Any:
+        """The optimizer states, with their Variables."""
+        from flax import nnx
+
+        return {
+            name: {"opt_state": live.opt_state} if isinstance(live, nnx.Optimizer) else live
+            for name, live in self.state.items()
+        }
+
+    def trained(self) -> Any:
+        """The Variables of each module that the optimizers train."""
+        from flax import nnx
+
+        optimizers = [each for each in self.state.values() if isinstance(each, nnx.Optimizer)]
+        wrt = optimizers[0].wrt if optimizers else nnx.Param
+        return {
+            name: _arrays(nnx.state(each, wrt))
+            for name, each in self.state.items()
+            if isinstance(each, nnx.Pytree) and not isinstance(each, nnx.Optimizer)
+        }
+
+
+def live_state_of(state: Any) -> LiveState:
+    """The live state that a user has passed; HealStateError for nnx objects without names."""
+    nnx = sys.modules.get("flax.nnx")  # unless it is imported there are no such objects
+    if nnx is None:
+        return LiveState(state)
+
+    def is_object(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree) and not isinstance(node, (nnx.State, nnx.Variable))
+
+    if isinstance(state, Mapping) and any(map(is_object, state.values())):
+        return NnxLiveState(dict(state))
+    if any(map(is_object, jax.tree.leaves(state, is_leaf=is_object))):
+        raise HealStateError(
+            f"this {type(state).__name__} has nnx objects within: map names to them, as in "
+            'state={"model": model, "optimizer": optimizer}'
+        )
+    return LiveState(state)
+
+
+def array_of(leaf: Any) -> Any:
+    """The array of a leaf of `LiveState.roots`, which may be an nnx.Variable."""
+    return leaf[...] if _is_variable(leaf) else leaf
+
+
+def _arrays(tree: Any) -> Any:
+    return jax.tree.map(array_of, tree, is_leaf=_is_variable)
+
+
+def _is_variable(node: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Variable)
+
+
+class SideState:
+    """Python numbers, and `_PROTECT` of each `ProtectState`, which the other items cannot hold."""
+
+    optional = True  # not in checkpoints of a run without healcore
+
+    def __init__(self, tree: Any) -> None:
+        bare = tree_leaves_with_path(without_heal_state(tree))
+        self._kept = {keystr(path): leaf for path, leaf in bare if _is_number(leaf)}
+        whole = tree_leaves_with_path(tree)
+        self._kept |= {keystr(path): leaf for path, leaf in whole if _is_of_protect(path)}
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values by their path in the state."""
+        return self._kept
+
+
+def as_live(new: Any, live: Any) -> Any:
+    """A restored leaf in the form of the live one: an array, which may be donated, or a number."""
+    if _is_number(live):
+        return type(live)(np.asarray(new).item())
+    if not isinstance(live, jax.Array):
+        return new
+    if jnp.issubdtype(live.dtype, jax.dtypes.prng_key):
+        data = _placed(jax.random.key_data(new), live)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
+    if not isinstance(new, jax.Array):
+        new = np.asarray(new, live.dtype)
+    new = _placed(new, live)
+    return _weak(new) if live.weak_type and not new.weak_type else new
+
+
+def _placed(new: Any, live: jax.Array) -> jax.Array:
+    """The array, committed where the live one is."""
+    if isinstance(new, jax.Array) and new.committed == live.committed:
+        return new if new.sharding == live.sharding else jax.device_put(new, live.sharding)
+    if live.committed:
+        return jax.device_put(new, live.sharding)
+    return jnp.asarray(np.asarray(new))  # an array is uncommitted only if it comes from the host
+
+
+def _weak(array: jax.Array) -> jax.Array:
+    """The same numbers, weakly typed where a weak type of this dtype exists."""
+    zero = 0.0 if jnp.issubdtype(array.dtype, jnp.floating) else 0
+    weak = jnp.full(array.shape, zero)
+    return array if weak.dtype != array.dtype else weak.at[...].set(array)
+
+
+def _saved(tree: Any) -> Any:
+    return jax.tree.map(_as_saved, without_heal_state(tree))
+
+
+def _as_saved(leaf: Any) -> Any:
+    """A leaf as it is saved: a Python number becomes the array that jit makes of it.
+
+    A TrainState's `step` starts as a number and is an array after the first compiled step, and the
+    two must match. `SideState` keeps the number.
+    """
+    if not _is_number(leaf):
+        return leaf
+    zero = jnp.asarray(type(leaf)())
+    if zero.dtype == jnp.bool_:
+        return jnp.asarray(leaf)
+    limits = jnp.finfo(zero.dtype) if type(leaf) is float else jnp.iinfo(zero.dtype)
+    # An Inf, also one by overflow, would make the checkpoint count as bad.
+    return jnp.asarray(leaf) if abs(leaf) <= limits.max else zero
+
+
+def _differences(name: str, found: Any, wanted: Any) -> list[str]:
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        return [f'"{name}" has another structure']
+    pairs = zip(tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True)
+    return [
+        f"{name}{keystr(path)} is {_form(new)} in it, {_form(live)} in the live state"
+        for (path, live), new in pairs
+        if _form(new) != _form(live)
+    ]
+
+
+def _emptied(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
+    count, gradients = jax.tree.map(
+        lambda leaf: as_live(jnp.zeros(leaf.shape, leaf.dtype), leaf),
+        (accumulator.mini_step, accumulator.acc_grads),
+    )
+    return accumulator._replace(mini_step=count, acc_grads=gradients)
+
+
+def _is_of_protect(path: tuple[Any, ...]) -> bool:
+    return bool(path) and getattr(path[-1], "name", None) in _PROTECT
+
+
+def _is_number(leaf: Any) -> bool:
+    return type(leaf) in (bool, int, float)
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    return type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
+
+
+def _forms(tree: Any) -> dict[str, str]:
+    """Path -> form of each leaf."""
+    return {keystr(path): _form(_as_saved(leaf)) for path, leaf in tree_leaves_with_path(tree)}
+
+
+def _form(leaf: Any) -> str:
+    """Shape and dtype, in which a restored leaf and `_as_saved` of the live one must agree."""
+    return f"{leaf.dtype}{tuple(leaf.shape)}" if hasattr(leaf, "dtype") else "no array"

@@ -1,0 +1,282 @@
+"""States of optax: the LR multiplier among them, moments, second iterates and injected rates.
+
+States are known by their type: nothing says which optimizer has made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from healcore.jax.gradients import is_gradient
+from healcore.jax.gradients import scale as scaled
+from healcore.jax.heal_state import HealState, HealStateError, at, map_nodes, nodes
+
+State = TypeVar("State")
+
+_MOMENTS = {
+    "TraceState": ("trace",),
+    "EmaState": ("count", "ema"),
+    "ScaleByAdamState": ("count", "mu", "nu"),
+    "ScaleByAmsgradState": ("count", "mu", "nu", "nu_max"),
+    "ScaleByBeliefState": ("count", "mu", "nu"),
+    "ScaleByLionState": ("count", "mu"),
+    "ScaleByAdaDeltaState": ("e_g", "e_x"),
+    "ScaleByAdanState": ("m", "v", "n", "g", "t"),
+    "FactoredState": ("count", "v_row", "v_col", "v"),
+    "MuonState": ("count", "mu"),
+}
+"""State with moments -> its fields that are zero at the start, for any arguments of the optimizer.
+The `count` next to moments drives the bias correction. The count of a schedule is in another
+state."""
+
+_SECOND_ITERATES = {
+    "ScheduleFreeState": (
+        "z",
+        "optax.contrib.schedule_free(optax.chain(optax.sgd(rate), scale_by_heal_lr()), rate)",
+    ),
+    "LookaheadState": (
+        "the slow parameters",
+        "optax.lookahead(optax.chain(optax.sgd(rate), scale_by_heal_lr()), ...)",
+    ),
+    "SAMState": (
+        "cache",
+        "optax.contrib.sam(optax.chain(optax.sgd(rate), scale_by_heal_lr()), ...), "
+        "or pass opaque_mode=True",
+    ),
+    "MadgradState": ("s", "another optimizer: MADGRAD has no place for a multiplier"),
+}
+"""State with a second iterate -> the iterate, and how to write the optimizer so that a cut reaches
+it. A scaled update would slow down the parameters alone. (Mechanic, D-Adaptation, DoG and Prodigy
+derive theirs from the parameters; the rate of COCOB scales its update.)"""
+
+
+def check_leaves(tree: Any, name: str, write: str) -> None:
+    """Raises HealStateError for a leaf that is neither an array nor a number, as a function.
+
+    JAX's own error does not name the leaf. `name` names the tree; `write` says what to pass.
+    """
+    for path, leaf in tree_leaves_with_path(tree):
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        if not is_array and not isinstance(leaf, bool | int | float | complex):
+            raise HealStateError(
+                f"{name}{keystr(path)} is a {type(leaf).__name__}, and not an array "
+                f"or a number: {write}. In a class of your own, make the field static"
+            )
+
+
+def on_mesh_of(params: Any, state: State) -> State:
+    """A fresh state, with arrays that are on no mesh replicated over the mesh of the parameters.
+
+    A compiled step would return them on that mesh, and be compiled a second time for that.
+    """
+    shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
+    sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)
+    if sharding is None:
+        return state
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def one(leaf: Any) -> Any:
+        if not _is_array(leaf) or leaf.committed or isinstance(leaf.sharding, NamedSharding):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = one(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        # Not device_put: among several processes that compares the values, which is a collective.
+        value = np.asarray(leaf)
+        return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
+
+    return jax.tree.map(one, state)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+
+
+def _in(table: Mapping[str, Any], node: Any) -> bool:
+    """Whether a node is a state of optax in one of the tables."""
+    kind = type(node)
+    return kind.__module__.startswith("optax.") and kind.__name__ in table
+
+
+# -- the LR multiplier --------------------------------------------------------------------------
+
+
+class ScaleByHealLrState(NamedTuple):
+    """One multiplier, under a name that no other state in a chain has."""
+
+    heal_lr_scale: chex.Array
+    """float32 0-d in (0, 1]."""
+
+
+def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
+    """Multiplies the updates by a number in the state, 1.0 until it is set.
+
+    `heal` comes before the optimizer in a chain and cannot change its learning rate, and a schedule
+    cannot be overridden from outside. Put this last:
+
+        tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
+        ...
+        decision = last_decision(opt_state)
+        opt_state = set_lr_scale(opt_state, decision.lr_scale)  # from the next step on
+
+    `protect` applies the multiplier itself, in the same step. It needs this only within an
+    optimizer that keeps a second iterate, such as `optax.contrib.schedule_free`:
+
+        base = optax.chain(optax.sgd(rate), scale_by_heal_lr())
+        tx = protect(optax.contrib.schedule_free(base, rate))
+
+    Returns:
+        A transformation whose state is one float32.
+    """
+
+    def init(params: optax.Params) -> ScaleByHealLrState:
+        return on_mesh_of(params, ScaleByHealLrState(jnp.ones((), jnp.float32)))
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, ScaleByHealLrState]:
+        del params, extra_args
+        return scaled(updates, state.heal_lr_scale), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def set_lr_scale(opt_state: State, scale: chex.Numeric) -> State:
+    """Sets the multiplier of every `scale_by_heal_lr` in an optimizer state.
+
+    Args:
+        opt_state: the state of a chain with `scale_by_heal_lr`.
+        scale: a number in (0, 1], or a traced array (not checked).
+
+    Returns:
+        The new optimizer state; dtypes kept, so a compiled step is not compiled again.
+
+    Raises:
+        ValueError: `scale` is not in (0, 1].
+        HealStateError: there is no `scale_by_heal_lr` in the state.
+    """
+    if not isinstance(scale, Tracer) and not 0.0 < float(np.asarray(scale)) <= 1.0:
+        raise ValueError(
+            f"scale must be in (0, 1], got {scale}: 1.0 is the schedule itself, and healing never "
+            "raises a learning rate"
+        )
+    if not has_lr_scale(opt_state):
+        raise HealStateError(
+            "no learning-rate multiplier in this optimizer state: build the optimizer as "
+            "optax.chain(heal(policy), ..., scale_by_heal_lr())"
+        )
+    return with_lr_scale(opt_state, jnp.asarray(scale))
+
+
+def has_lr_scale(opt_state: Any) -> bool:
+    """Whether there is a `scale_by_heal_lr` in an optimizer state."""
+    return bool(nodes(ScaleByHealLrState, opt_state))
+
+
+def with_lr_scale(opt_state: State, scale: chex.Array) -> State:
+    """The state with the multiplier in every `scale_by_heal_lr`."""
+    new = ScaleByHealLrState(scale.astype(jnp.float32))
+    return map_nodes(ScaleByHealLrState, lambda _: new, opt_state)
+
+
+def check_second_iterates(opt_state: Any, cut: str, *, reaches_base: bool = True) -> None:
+    """Raises HealStateError if a scaled update is not what a lower learning rate gives.
+
+    Args:
+        opt_state: the state of an optimizer.
+        cut: what scales the update, for the message.
+        reaches_base: whether a `scale_by_heal_lr` within the optimizer takes the place of `cut`.
+    """
+
+    def has_second_iterate(node: Any) -> bool:
+        # With opaque_mode SAM moves the parameters only, and has no cache.
+        return _in(_SECOND_ITERATES, node) and getattr(node, "cache", ()) is not None
+
+    for place, node in tree_leaves_with_path(opt_state, is_leaf=has_second_iterate):
+        if not has_second_iterate(node) or (reaches_base and has_lr_scale(tuple(node))):
+            continue
+        what, write = _SECOND_ITERATES[type(node).__name__]
+        fix = "use a policy without [update_clip]"
+        if reaches_base:
+            fix = f"write {write}, or use a policy without cut_lr"
+        raise HealStateError(
+            f"{cut} scales the update, and the optimizer at {keystr(place) or 'top'} "
+            f"({type(node).__name__}) keeps a second iterate ({what}) that would move on at the "
+            f"full rate: {fix}"
+        )
+
+
+# -- what optax.inject_hyperparams holds --------------------------------------------------------
+
+
+def injected_hyperparameters(tree: Any) -> dict[str, chex.Array]:
+    """Path -> each number that `optax.inject_hyperparams` holds in a state: floating, 0-d."""
+    return {
+        keystr(path): leaf
+        for path, leaf in tree_leaves_with_path(tree)
+        if len(path) > 1
+        and getattr(path[-2], "name", None) == "hyperparams"
+        and jnp.shape(leaf) == ()
+        and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    }
+
+
+def injected_rates(tree: Any) -> list[chex.Array]:
+    """The learning rates that `optax.inject_hyperparams` holds in a state: floating, 0-d."""
+    found = injected_hyperparameters(tree)
+    return [leaf for path, leaf in found.items() if path.endswith(".hyperparams['learning_rate']")]
+
+
+def has_injected_schedule(tree: Any) -> bool:
+    """Whether `optax.inject_hyperparams` computes a rate from a schedule, in the update."""
+    paths = (keystr(path) for path, _ in tree_leaves_with_path(tree))
+    return any(".hyperparams_states['learning_rate']" in path for path in paths)
+
+
+# -- moments ------------------------------------------------------------------------------------
+
+
+def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
+    """The tree with `zeroed(leaf)` for each moment, and for each count next to moments.
+
+    Schedules stay where they are.
+    """
+
+    def has_moments(node: Any) -> bool:
+        return _in(_MOMENTS, node)
+
+    def reset(node: Any) -> Any:
+        if not has_moments(node):
+            return node
+        fields = {name: getattr(node, name) for name in _MOMENTS[type(node).__name__]}
+        return node._replace(**jax.tree.map(zeroed, fields))
+
+    return jax.tree.map(reset, tree, is_leaf=has_moments)
+
+
+def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
+    """Why moments cannot be reset, or "". `engines`: paths of the HealStates in `tree`."""
+
+    def is_known(node: Any) -> bool:
+        return _in(_MOMENTS, node) or isinstance(node, HealState | ScaleByHealLrState)
+
+    for path in engines:
+        for place, node in tree_leaves_with_path(at(tree, path[:-1]), is_leaf=is_known):
+            if is_known(node) or any(getattr(key, "name", "") == "acc_grads" for key in place):
+                continue  # `JaxDriver.replace` empties the accumulators of optax.MultiSteps
+            if jnp.ndim(node) and is_gradient(node):  # numbers are scales and hyperparameters
+                return (
+                    f"state{keystr((*path[:-1], *place))} is of no optax state whose first values "
+                    f"are known (they are {', '.join(_MOMENTS)})"
+                )
+    return ""

@@ -1,0 +1,172 @@
+"""The JAX backends of `healcore replay` and `healcore sweep`: recorded rows through the engine.
+
+Both run in one compiled loop on the CPU, because an accelerator does not speed up a loop of
+scalars.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.signals import Signals
+from healcore.core.tree import map_leaves
+from healcore.jax import namespace
+from healcore.jax.compilation import one_kernel_per_call
+from healcore.plugins.rows import (
+    MOST_ROWS,
+    DecisionColumns,
+    SignalLayout,
+    empty_columns,
+    judge_row,
+    rolled_back,
+)
+from healcore.plugins.sweep import (
+    WORD,
+    PackedRows,
+    PackedSeries,
+    Place,
+    VariantDecision,
+    step,
+    variants_of,
+)
+
+_WIDE_VECTORS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
+"""For LLVM, whose default is 256 bits. Results stay the same bit for bit (docs/parity.md)."""
+
+
+class JaxRowRunner:
+    """Implements `RowRunner`. Chunks are padded to one size, so that the loop is compiled once."""
+
+    def __init__(self, engine: Engine, layout: SignalLayout) -> None:
+        self._engine = engine
+        self._branches = [functools.partial(self._judge, names) for names in layout.combinations]
+        try:
+            self._device = jax.devices("cpu")[0]
+        except RuntimeError:  # JAX_PLATFORMS excludes the CPU
+            self._device = jax.devices()[0]
+        self._loop = jax.jit(self._judge_all)
+
+    def start(self) -> EngineState:
+        """The engine's first state, on the CPU."""
+        return jax.device_put(self._engine.init(), self._device)
+
+    def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
+        """See `RowRunner.on_rollback`."""
+        with jax.default_device(self._device):
+            return rolled_back(self._engine, live, restored, xp=jnp)
+
+    def run(
+        self, state: EngineState, values: Mapping[str, np.ndarray], kind: np.ndarray
+    ) -> tuple[EngineState, DecisionColumns]:
+        """See `RowRunner.run`."""
+        count = len(kind)
+        padding = (0, MOST_ROWS - count)
+        padded = {name: np.pad(column, padding) for name, column in values.items()}
+        with jax.default_device(self._device):
+            state, found = self._loop(state, padded, np.pad(kind, padding), np.int32(count))
+        return state, map_leaves(lambda column: np.asarray(column)[:count], found)
+
+    def _judge(
+        self, names: tuple[str, ...], state: EngineState, row: dict[str, Any]
+    ) -> tuple[EngineState, DecisionColumns]:
+        return judge_row(self._engine, state, Signals(**{n: row[n] for n in names}), xp=jnp)
+
+    def _judge_all(self, state: EngineState, values: dict[str, Any], kind: Any, rows: Any) -> Any:
+        def body(i: Any, carry: Any) -> tuple[EngineState, DecisionColumns]:
+            state, found = carry
+            row = {name: column[i] for name, column in values.items()}
+            state, one_row = jax.lax.switch(kind[i], self._branches, state, row)
+            return state, map_leaves(lambda all_, one: all_.at[i].set(one), found, one_row)
+
+        # Not a scan, which would be compiled again for each length of a chunk.
+        columns = map_leaves(jnp.asarray, empty_columns(MOST_ROWS))
+        return jax.lax.fori_loop(0, rows, body, (state, columns))
+
+
+class JaxSweepScan:
+    """Implements `SweepScan`: the variants of a policy in one vmapped scan.
+
+    Thread-safe: two threads keep two cores busy. `places` are the positions of the varied numbers
+    in `config`. Raises RuntimeError without a CPU backend.
+
+    Wide vectors and a loop compiled as one kernel make it four times as fast. By default XLA does
+    the latter only for loops with tiny buffers (xla_cpu_small_while_loop_byte_threshold).
+    """
+
+    def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
+        self._config, self._places = config, places
+        self._device = jax.devices("cpu")[0]
+        self._programs: dict[tuple[SignalLayout, int, int], Callable[..., Any]] = {}
+        self._compiling = threading.Lock()
+
+    def run(
+        self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `SweepScan.run`."""
+        shape = (packed.layout, len(numbers[0]), len(packed.rows.start))
+        with self._compiling:
+            if shape not in self._programs:
+                self._programs[shape] = self._compiled(numbers, packed)
+        words, skipped, recovered = self._programs[shape](numbers, packed.rows)
+        return np.asarray(words), np.asarray(skipped), np.asarray(recovered)
+
+    def _compiled(self, numbers: tuple[np.ndarray, ...], packed: PackedSeries) -> Any:
+        one = functools.partial(self._scan, packed.layout)
+        scan = jax.jit(jax.vmap(one, in_axes=(0, None), out_axes=1))
+
+        def with_hint(*arguments: Any) -> Any:
+            with one_kernel_per_call():
+                return scan(*arguments)
+
+        with jax.default_device(self._device):
+            lowered = jax.jit(with_hint).lower(numbers, packed.rows)
+            try:
+                return lowered.compile(compiler_options=_WIDE_VECTORS)
+            except jax.errors.JaxRuntimeError:  # an XLA without this option
+                return lowered.compile()
+
+    def _scan(self, layout: SignalLayout, numbers: tuple[Any, ...], rows: PackedRows) -> Any:
+        """One variant over all groups: order bits, skips and recoveries of each group.
+
+        Vmap does not batch what is the same for all variants, the signals for example.
+        """
+        engine = variants_of(self._config, self._places, numbers)
+        new_state = map_leaves(jnp.asarray, engine.init())
+
+        def one(
+            i: Any, names: tuple[str, ...], state: EngineState
+        ) -> tuple[EngineState, VariantDecision]:
+            signals = Signals(**{n: rows.signals[i, layout.signals.index(n)] for n in names})
+            return step(engine, state, signals, xp=namespace)
+
+        def row(i: Any, carry: Any) -> Any:
+            state, skipped, recovered, word = carry
+            state = _chosen(rows.resumed[i], rolled_back(engine, state, state, xp=namespace), state)
+            cases = [functools.partial(one, i, names) for names in layout.combinations]
+            state, verdict = jax.lax.switch(rows.kind[i], cases, state)
+            bit = verdict.order.astype(jnp.uint32) << (i % WORD).astype(jnp.uint32)
+            skipped = skipped + (verdict.skip & rows.own[i]).astype(jnp.int32)
+            recovered = recovered + (verdict.first & rows.own[i]).astype(jnp.int32)
+            return state, skipped, recovered, word | bit
+
+        def group(state: EngineState, part: tuple[Any, Any, Any]) -> Any:
+            start, stop, fresh = part
+            carry = (_chosen(fresh, new_state, state), jnp.int32(0), jnp.int32(0), jnp.uint32(0))
+            # As many iterations as the group has rows: padding costs nothing.
+            state, skipped, recovered, word = jax.lax.fori_loop(start, stop, row, carry)
+            return state, (word, skipped, recovered)
+
+        return jax.lax.scan(group, new_state, (rows.start, rows.stop, rows.fresh))[1]
+
+
+def _chosen(condition: Any, new: EngineState, old: EngineState) -> EngineState:
+    """`new` where the condition holds. What is in both is not selected."""
+    return map_leaves(lambda a, b: b if a is b else jnp.where(condition, a, b), new, old)

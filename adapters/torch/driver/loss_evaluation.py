@@ -1,0 +1,125 @@
+"""Evaluates losses without gradients, with other weights, and leaves the run as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from healcore.torch import gradients
+from healcore.torch.healing import Healing
+from healcore.torch.live_state import RngState
+
+
+class LossEvaluation:
+    """Copies, replaces and evaluates the weights of a state.
+
+    Modules stay in training mode, as the loop has set it. A wrapper that is not in the state is not
+    known, so its buffers and flags are not restored.
+    """
+
+    def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
+        self._state = state
+        self._healings = healings
+
+    def copy_weights(self) -> list[Tensor]:
+        """The trainable parameters of all modules and optimizers, of DTensors the shards.
+
+        On the host, so that an accelerator's memory holds one set of weights.
+        """
+        return [part.detach().to("cpu", copy=True) for part in self._trainable()]
+
+    def losses_of(
+        self,
+        loss_fn: Callable[..., Any],
+        batches: Iterable[Any],
+        weights: Sequence[Tensor] | None = None,
+    ) -> list[float]:
+        """See `Driver.losses_of`."""
+        with self._restoring(), torch.no_grad():
+            current = None if weights is None else self.copy_weights()
+            try:
+                if weights is not None:
+                    self._write_weights(weights)
+                return [float(_whole(loss_fn(batch))) for batch in batches]
+            finally:
+                if current is not None:
+                    self._write_weights(current)
+                else:
+                    self.reshard()
+
+    def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+        """See `Driver.try_loss_fn`."""
+        found: list[Any] = []
+
+        def call(each: Any) -> float:
+            loss = _whole(loss_fn(each))
+            found.append(loss.tolist() if isinstance(loss, Tensor) else loss)
+            return 0.0
+
+        self.losses_of(call, [batch])
+        return found[0]
+
+    def reshard(self) -> None:
+        """Frees parameters that a forward pass of FSDP2 has gathered: they hide the shards."""
+        for module in self._modules():
+            if hasattr(module, "set_reshard_after_forward"):  # an FSDPModule
+                module.reshard()  # type: ignore[operator]
+
+    def _modules(self) -> list[nn.Module]:
+        """All modules of the state, once each."""
+        named = (item for item in self._state.values() if isinstance(item, nn.Module))
+        return list({id(module): module for item in named for module in item.modules()}.values())
+
+    def _trainable(self) -> list[Tensor]:
+        """The trainable parameters, of DTensors the local shards."""
+        self.reshard()
+        params = [p for module in self._modules() for p in module.parameters(recurse=False)]
+        params += [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
+        unique = {id(p): p for p in params if p.requires_grad}.values()
+        return [p.to_local() if hasattr(p, "to_local") else p for p in unique]  # type: ignore[operator]
+
+    def _write_weights(self, weights: Sequence[Tensor]) -> None:
+        for part, saved in zip(self._trainable(), weights, strict=True):
+            part.data.copy_(saved)
+
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        """Restores modes, buffers and random states, which forward passes change.
+
+        A forward pass may write into a buffer, or replace it by a new tensor. After a forward pass
+        without gradients, a `DistributedDataParallel` does not broadcast its buffers in the next
+        step, so its flag is restored too.
+        """
+        modules = self._modules()
+        modes = [(module, module.training) for module in modules]
+        buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in modules
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+        broadcasts = [
+            (module, module.require_forward_param_sync)
+            for module in modules
+            if hasattr(module, "require_forward_param_sync")  # DistributedDataParallel
+        ]
+        random = RngState().state_dict()
+        try:
+            yield
+        finally:
+            for module, name, buffer, content in buffers:
+                buffer.data.copy_(content)
+                module._buffers[name] = buffer
+            for module, mode in modes:
+                module.training = mode
+            for module, flag in broadcasts:
+                module.require_forward_param_sync = flag
+            RngState().load_state_dict(random)
+
+
+def _whole(loss: Any) -> Any:
+    """The loss; of a DTensor, the value on all ranks together."""
+    return loss.full_tensor() if hasattr(loss, "full_tensor") else loss

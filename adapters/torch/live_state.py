@@ -1,0 +1,272 @@
+"""The live state of a run: checks of what the user passes, names of its parts, random states.
+
+Without the checks a missing part would show at the first rollback, which would combine old moments
+with new weights.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from healcore.runtime.driver import json_setting
+from healcore.torch import gradients
+from healcore.torch.attachment import scaler_of, unwrapped
+from healcore.torch.errors import AttachError
+from healcore.torch.healing import Healing
+
+_NO_HYPERPARAMETERS = {
+    *("params", "param_names", "initial_lr"),
+    *("foreach", "fused", "capturable", "differentiable"),
+}
+"""Entries of a parameter group that do not change what is learnt."""
+_COUNTED = {"last_epoch", "base_lrs"}
+
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
+"""What torch.compile, activation checkpointing and FSDP1 add to the path of a parameter."""
+
+_EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": scheduler}'
+
+
+def checked(state: Any) -> dict[str, Any]:
+    """A copy of the mapping; AttachError unless it can be healed and restored in place."""
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise AttachError(
+            f"the state maps names to what is saved, got {type(state).__name__}: {_EXAMPLE}"
+        )
+    for name, value in state.items():
+        if isinstance(value, Healing):
+            raise AttachError(
+                f'state["{name}"] is a handle of attach(): leave it out, its engine is saved with '
+                "the state, and the handle is found through its optimizer"
+            )
+        _check_restorable(name, value)
+    found = optimizers(state)
+    if not found:
+        items = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
+        raise AttachError(f"the state has no torch.optim.Optimizer ({items}): {_EXAMPLE}")
+    names: dict[int, str] = {}
+    for name, optimizer in found.items():
+        other = names.setdefault(id(optimizer), name)
+        if other != name:
+            raise AttachError(f'"{other}" and "{name}" are the same optimizer: leave one out')
+        _check_complete(name, optimizer, state)
+    return dict(state)
+
+
+def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
+    """The only GradScaler in the state and accelerate's wrappers, or None for none or several."""
+    found = [v for v in state.values() if isinstance(v, torch.amp.GradScaler)]
+    found += [s for v in state.values() if isinstance(v, Optimizer) and (s := scaler_of(v))]
+    return found[0] if len({*map(id, found)}) == 1 else None
+
+
+def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The classes of optimizers and schedulers, then their hyperparameters as JSON values.
+
+    For example `optimizer` -> "AdamW" and `optimizer.lr` -> 0.001. `lr` is the rate that a
+    scheduler starts from. Groups that differ have a list of values.
+    """
+    found: dict[str, Any] = dict(classes(state))
+    for name, optimizer in optimizers(state).items():
+        groups = optimizer.param_groups
+        for key in dict.fromkeys(key for group in groups for key in group):
+            if key in _NO_HYPERPARAMETERS:
+                continue
+            source = "initial_lr" if key == "lr" else key
+            values = [_setting(group.get(source, group.get(key))) for group in groups]
+            if None not in values:
+                same = all(value == values[0] for value in values)
+                found[f"{name}.{key}"] = values[0] if same else values
+    for name, value in state.items():
+        if is_scheduler(value):
+            for key, each in getattr(value, "scheduler", value).state_dict().items():
+                # The rest are counters, and the rates that the optimizer has too.
+                setting = None if key[0] == "_" or key in _COUNTED else json_setting(each)
+                if setting is not None:
+                    found[f"{name}.{key}"] = setting
+    return found
+
+
+def _setting(value: Any) -> Any:
+    single = isinstance(value, Tensor) and value.numel() == 1
+    return json_setting(value.item() if single else value)
+
+
+def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What has to be the same when the state is restored: name -> part -> class or place.
+
+    An optimizer's `load_state_dict` assigns moments by the number of the parameter, without a check
+    of the parameter or the class. A scheduler's `load_state_dict` takes over every attribute.
+    """
+    found = {name: {name: kind} for name, kind in classes(state).items()}
+    for name, optimizer in optimizers(state).items():
+        names = iter(parameter_names(state, gradients.parameters(optimizer)))
+        found[name] |= {
+            f"{name}[{next(names)}]": f"parameter {i} of group {g}"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, _ in enumerate(group["params"])
+        }
+    return found
+
+
+def classes(state: Mapping[str, Any]) -> dict[str, str]:
+    """The class of each optimizer and scheduler, by name, without accelerate's wrapper."""
+    schedulers = {n: getattr(v, "scheduler", v) for n, v in state.items() if is_scheduler(v)}
+    return {n: type(v).__qualname__ for n, v in {**optimizers(state), **schedulers}.items()}
+
+
+def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
+    """The optimizers by name, without accelerate's wrapper."""
+    return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
+
+
+def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[str]:
+    """Names of parameters: the path in a module, or the position in the optimizer. Slow."""
+    known: dict[int, str] = {}
+    for name, optimizer in optimizers(state).items():
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
+    modules = {n: m for n, m in state.items() if isinstance(m, nn.Module)}
+    for name, module in modules.items():
+        prefix = f"{name}." if len(modules) > 1 else ""
+        for path, p in module.named_parameters():
+            known[id(p)] = prefix + _WRAPPERS.sub("", path)
+    return [known.get(id(p), "(not in the state any more)") for p in params]
+
+
+def is_scheduler(value: Any) -> bool:
+    """Whether it is a learning-rate scheduler, or accelerate's wrapper of a scheduler."""
+    return isinstance(value, LRScheduler) or isinstance(
+        getattr(value, "scheduler", None), LRScheduler
+    )
+
+
+class RngState:
+    """torch's global random generators: of the CPU, and of every CUDA device once CUDA is in use.
+
+    Reading them is no sync: a CUDA generator's seed and offset are on the host.
+    """
+
+    per_rank = True
+    optional = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"cpu": uint8 (n,), "cuda": [uint8 (m,) of each device]}`."""
+        # get_rng_state_all would initialise CUDA in a process that only uses the CPU.
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets every generator. Ignores devices that this process does not have."""
+        torch.set_rng_state(state["cpu"].cpu())
+        for device, generator in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(generator.cpu(), device)
+
+
+class TensorHyperparameters:
+    """Keeps the tensors of hyperparameters (`lr`, `betas`) through `load_state_dict`.
+
+    torch replaces them by new tensors, perhaps on the host. A captured graph does not read these,
+    and a capturable optimizer rejects them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._originals = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        """Writes the loaded values into the old tensors."""
+        for group, originals in zip(self._optimizer.param_groups, self._originals, strict=True):
+            for name, old in originals.items():
+                if name in group:
+                    group[name] = _kept(old, group[name])
+
+
+def _kept(old: Any, new: Any) -> Any:
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
+        old.detach().copy_(new)
+        return old
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        return tuple(_kept(a, b) for a, b in zip(old, new, strict=True))
+    return new
+
+
+def _check_restorable(name: str, value: Any) -> None:
+    """Raises AttachError unless `store.apply` can restore the value in place."""
+    if isinstance(value, (Tensor, dict, list)):
+        return
+    has = [hasattr(value, method) for method in ("state_dict", "load_state_dict")]
+    if all(has):
+        return
+    kind = type(value).__name__
+    hint = f'hold it in a dictionary that the loop reads and writes, state={{"{name}": {{...}}}}'
+    if any(has):
+        hint = f"give {kind} {'load_state_dict(state)' if has[0] else 'state_dict()'} too"
+    elif isinstance(value, tuple):
+        hint = "make it a list"
+    raise AttachError(
+        f'state["{name}"] is of type {kind}, which a rollback cannot restore in place: {hint}; '
+        "the state holds tensors, dictionaries and lists of them, and objects with state_dict() "
+        "and load_state_dict()"
+    )
+
+
+def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    if any(_is_opaque(value) for value in state.values()):
+        return  # it may hold them
+    present = {id(p) for value in state.values() for p in _tensors(value)}
+    params = gradients.parameters(optimizer)
+    missing = sum(id(p) not in present for p in params)
+    if missing:
+        raise AttachError(
+            f'{missing} of the {len(params)} parameters of "{name}" are not in the state: a '
+            "rollback would combine old moments with new weights; add their module, as in "
+            f"{_EXAMPLE}"
+        )
+    scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+    if scheduled and not any(is_scheduler(value) for value in state.values()):
+        warnings.warn(
+            f'a learning-rate scheduler drives "{name}" and none is in the state: a rollback would '
+            f"not restore it; add it, as in {_EXAMPLE}",
+            UserWarning,
+            stacklevel=4,
+        )
+    scales = scaler_of(state[name])
+    if scales is not None and not any(value is scales for value in state.values()):
+        warnings.warn(
+            f'"{name}" steps by a GradScaler that is not in the state: a rollback would not '
+            'restore its scale; add it, as in state={..., "scaler": accelerator.scaler}',
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether a value may hold parameters that are not known: a trainer, an EMA."""
+    known = (nn.Module, Optimizer, torch.amp.GradScaler)
+    return hasattr(value, "state_dict") and not (isinstance(value, known) or is_scheduler(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)

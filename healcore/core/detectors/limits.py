@@ -1,0 +1,202 @@
+"""Detectors that compare with a limit: a fixed limit, or the largest value of the first steps.
+
+A limit is the user's and has no escape. The first norms of `grad_ceiling` are counted again after
+`escape` alarms in a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.core import numerics
+from healcore.core.signals import Observed
+from healcore.core.verdict import NONFINITE, Cause, Reading, flag
+
+
+class NonFiniteState(NamedTuple):
+    """Empty."""
+
+
+class NonFiniteConfig(NamedTuple):
+    """NaN or infinite loss, gradient or update, and norms that overflowed float32.
+
+    Every such step is an alarm. A rule's `when` says how many are too many, in a row or within a
+    window: a count in a row alone misses a run in which every other step is NaN.
+    """
+
+    CAUSE = NONFINITE
+    NEEDS = frozenset()
+
+    def init(self) -> NonFiniteState:
+        """An empty state."""
+        return NonFiniteState()
+
+    def update(
+        self, state: NonFiniteState, seen: Observed, *, xp: Any
+    ) -> tuple[NonFiniteState, Reading]:
+        """Reads the flags of `seen`. A bad update counts as a bad gradient."""
+        never = seen.finite & False
+        bad_loss = never if seen.bad_loss is None else seen.bad_loss
+        bad_grad = never if seen.bad_grad is None else seen.bad_grad
+        if seen.bad_update is not None:
+            bad_grad = bad_grad | seen.bad_update
+        cause = flag(bad_loss, Cause.NONFINITE_LOSS, xp=xp)
+        cause = cause | flag(bad_grad, Cause.NONFINITE_GRAD, xp=xp)
+        alarm = bad_loss | bad_grad
+        return state, Reading(alarm, alarm, cause=cause)
+
+
+class VanishingState(NamedTuple):
+    """One counter."""
+
+    run: Any  # int32: steps below the floor, in a row, up to `patience`
+
+
+class VanishingConfig(NamedTuple):
+    """A global gradient norm that stays below a floor.
+
+    The sign of a dead network, a detached graph or a loss without gradient. One tiny norm is normal
+    (a batch that is fully masked), `patience` of them in a row are not.
+    """
+
+    threshold: Any = 1e-7
+    """Norm below which a gradient counts as gone."""
+    patience: Any = 20
+    """Steps in a row that make the alarm."""
+
+    CAUSE = Cause.GRAD_VANISHING
+    NEEDS = frozenset({"grad_norm"})
+
+    def init(self) -> VanishingState:
+        """No step seen."""
+        return VanishingState(np.zeros((), np.int32))
+
+    def update(
+        self, state: VanishingState, seen: Observed, *, xp: Any
+    ) -> tuple[VanishingState, Reading]:
+        """Counts steps below the floor. Non-finite steps change nothing."""
+        gone = seen.grad_norm < self.threshold
+        more = xp.where(state.run < self.patience, state.run + 1, state.run)
+        run = xp.where(seen.finite, xp.where(gone, more, 0), state.run)
+        run = xp.where(seen.restart, 0, run)
+        alarm = seen.finite & gone & (run >= self.patience)
+        return VanishingState(run), Reading(alarm, alarm)
+
+
+class CeilingState(NamedTuple):
+    """The first values, and the alarms in a row."""
+
+    count: Any  # int32: values counted, up to `first_steps`
+    top: Any  # float32: the largest of them
+    run: Any  # int32: alarms in a row, up to `sustain` (losses) or `escape` (norms)
+
+
+def _no_value() -> CeilingState:
+    none = np.zeros((), np.int32)
+    return CeilingState(none, np.zeros((), np.float32), none.copy())
+
+
+class LossCeilingConfig(NamedTuple):
+    """A loss above a fixed level, or above all losses of the first steps.
+
+    The rules of Axolotl's loss watchdog (above `loss_watchdog_threshold` at three logs in a row)
+    and of the second half of llm-foundry's `KillLossSpike` (half of the window above the largest
+    loss of the first window, or above 10). Here each step counts once, and NaN changes nothing
+    (docs/recipes.md). Only the first steps are learnt, so that the rule needs no escape.
+    """
+
+    ceiling: Any | None = None
+    """Highest ordinary loss, in units of the loss, or None for no fixed level."""
+    first_steps: Any = 100
+    """First steps whose largest loss is a ceiling too; 0 for no such ceiling. Nothing is judged in
+    these steps: an untrained model's loss is no trouble."""
+    first_ratio: Any = 1.0
+    """That ceiling is this multiple of it (of its size, for a loss that is not above 0)."""
+    sustain: Any = 3
+    """Steps above the ceiling in a row that make it sustained."""
+
+    CAUSE = Cause.DIVERGENCE
+    NEEDS = frozenset({"loss"})
+
+    def init(self) -> CeilingState:
+        """No step seen."""
+        return _no_value()
+
+    def update(
+        self, state: CeilingState, seen: Observed, *, xp: Any
+    ) -> tuple[CeilingState, Reading]:
+        """Judges `seen.loss`, or learns the ceiling from it. Non-finite steps change nothing."""
+        learn, loss = seen.finite, seen.loss
+        count = xp.where(seen.restart, 0, state.count)
+        early = count < self.first_steps
+        top = xp.where((count == 0) | (loss > state.top), loss, state.top)
+        top = xp.where(learn & early, top, state.top)
+
+        above = numerics.product(self.first_ratio - 1.0, xp.abs(state.top), xp=xp)
+        over = (loss > state.top + above) & (count > 0)
+        if self.ceiling is not None:
+            over = over | (loss > self.ceiling)
+        alarm = learn & ~early & over
+        run = xp.where(seen.restart, 0, state.run)
+        more = xp.where(run < self.sustain, run + 1, run)
+        run = xp.where(learn, xp.where(alarm, more, 0), run)
+        count = xp.where(learn & early, count + 1, count)
+        return CeilingState(count, top, run), Reading(alarm, alarm & (run >= self.sustain))
+
+
+class GradCeilingConfig(NamedTuple):
+    """A gradient norm above an absolute limit, or many times the largest of the first norms.
+
+    Two rules of Megatron-LM: `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py), and
+    `is_unexpectedly_large` (megatron/core/rerun_state_machine.py), ten times the largest of the
+    first 100. As published the first norms are never counted again, even if they were zeros (a
+    frozen network).
+    """
+
+    ceiling: Any | None = None
+    """Largest ordinary norm, or None for no fixed limit."""
+    first_ratio: Any | None = 10.0
+    """Least ratio of an outlier to the largest of the first norms, or None for no such test."""
+    first_steps: Any = 100
+    """How many norms are the first."""
+    sustain: Any = 5
+    """Alarms in a row that make it sustained."""
+    escape: Any = 100
+    """Alarms in a row after which the first norms are counted again."""
+
+    CAUSE = Cause.GRAD_SPIKE
+    NEEDS = frozenset({"grad_norm"})
+
+    def init(self) -> CeilingState:
+        """No norm seen."""
+        return _no_value()
+
+    def update(
+        self, state: CeilingState, seen: Observed, *, xp: Any
+    ) -> tuple[CeilingState, Reading]:
+        """Judges the norm, or learns the ceiling from it. Non-finite steps change nothing."""
+        norm = seen.grad_norm
+        learn = seen.finite & (norm > 0)
+        count = xp.where(seen.restart, 0, state.count)
+        early = count < self.first_steps
+        top = xp.where(count == 0, 0.0, state.top)
+        far = norm < 0
+        if self.first_ratio is not None:
+            far = far | (~early & (norm >= self.first_ratio * top))
+        if self.ceiling is not None:
+            far = far | (norm > self.ceiling)
+        alarm = learn & far
+
+        run = xp.where(seen.restart, 0, state.run)
+        more = xp.where(run < self.escape, run + 1, run)
+        run = xp.where(learn, xp.where(alarm, more, 0), run)
+        sustained = alarm & (run >= self.sustain)
+        taught = learn & early & ~alarm
+        count = xp.where(taught, count + 1, count)
+        top = xp.where(taught & (norm > top), norm, top)
+        if self.first_ratio is not None:
+            escaped = alarm & (run >= self.escape)
+            count, run = xp.where(escaped, 0, count), xp.where(escaped, 0, run)
+        return CeilingState(count, top, run), Reading(alarm, sustained)

@@ -1,0 +1,10 @@
+"""The events file: what happened in a run, one JSON object per line.
+
+docs/events.md describes the format, docs/events.schema.json is its JSON Schema.
+"""
+
+from __future__ import annotations
+
+from healcore.events.log import History, LineProblem, Log, last, read
+
+__all__ = ["History", "LineProblem", "Log", "last", "read"]

@@ -1,0 +1,135 @@
+"""Defines the kinds of events, and exports the formats as JSON Schema."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from healcore.events import log, metrics
+from healcore.events.models import EventHead, EventModel, MetricsModel
+
+ENVELOPE = tuple(field.alias or name for name, field in EventHead.model_fields.items())
+"""Fields that every event has."""
+
+
+class EventKind(NamedTuple):
+    """One kind of event."""
+
+    when: str
+    """When it is written, and what `step` is, if not the current step."""
+    needs: tuple[str, ...] = ()
+    """Fields that it always has besides `ENVELOPE`."""
+
+
+KINDS: dict[str, EventKind] = {
+    "start": EventKind(
+        "A process begins. Its number, host and versions are added by the log.",
+        ("host", "pid", "environment", "policy"),
+    ),
+    "resume": EventKind(
+        "The run continues from a checkpoint of an earlier process.", ("checkpoint",)
+    ),
+    "alarm": EventKind("A step with a cause. `step` is that step.", ("cause", "readings")),
+    "incident": EventKind(
+        "An incident begins. `step` is the step that was judged.", ("incident", "onset", "cause")
+    ),
+    "alert": EventKind(
+        "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
+        "incidents at its 1st, 10th, 100th. `step` is the step that was judged.",
+        ("cause", "action", "severity", "diagnosis", "references"),
+    ),
+    "order": EventKind(
+        "The policy orders an action on the host. `step` is the step that was judged.",
+        ("action", "cause"),
+    ),
+    "assessment": EventKind(
+        "Whether there is evidence that the model is worse; only `damage` rolls back.",
+        ("verdict", "cause"),
+    ),
+    "save": EventKind("A checkpoint's copy was taken. `step` is the checkpoint's."),
+    "save_failed": EventKind(
+        "A checkpoint could not be written; training goes on. `step` is the checkpoint's.",
+        ("problem",),
+    ),
+    "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
+    "quarantine": EventKind(
+        "A checkpoint that is newer than the restored checkpoint is quarantined.", ("checkpoint",)
+    ),
+    "damaged": EventKind(
+        "The bytes of a checkpoint have changed since the save. `step` is the checkpoint's.",
+        ("problem",),
+    ),
+    "rollback_begin": EventKind("A rollback begins. It is in the journal.", ("onset",)),
+    "rollback": EventKind(
+        "A rollback is done. `step` is where it started.", ("checkpoint", "outcome")
+    ),
+    "skipped_batches": EventKind("The run skips exactly these batches.", ("batches",)),
+    "data": EventKind("How the data was positioned.", ("outcome",)),
+    "lr": EventKind(
+        "The learning-rate multiplier was cut (`action`: `CUT_LR`), has left 1, or is 1 again.",
+        ("lr_scale_before", "lr_scale"),
+    ),
+    "rerun": EventKind("A suspicious step is repeated from a snapshot.", ("checkpoint",)),
+    "verdict": EventKind("The result of the re-run.", ("outcome",)),
+    "hook": EventKind("A hook overrode an order, or raised."),
+    "fault": EventKind(
+        "An exception was classified, or a step does not return. `answer` is the action; without "
+        "`answer` the exception propagates.",
+        ("cause", "problem"),
+    ),
+    "vote": EventKind(
+        "The processes of the run have exchanged what only some of them knew, and rank 0 reports "
+        "it, or all of them end the run.",
+        ("outcome", "why", "of_ranks"),
+    ),
+    "grow": EventKind(
+        "Larger parts of a batch, which ran out of memory earlier, are tried again.",
+        ("samples", "size_before", "size"),
+    ),
+    "retried": EventKind("A network call has succeeded after it had failed.", ("attempt",)),
+    "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
+    "problem": EventKind("A problem that does not stop the run.", ("problem",)),
+    "end": EventKind("The process ends. A killed process does not write this event.", ("ending",)),
+}
+
+SEVERE = frozenset({"alert", "rollback", "stop", "problem", "save_failed", "damaged", "fault"})
+"""Kinds that `healcore watch` highlights and that trackers alert on."""
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of one line of an events file.
+
+    Open to kinds and fields that a later version adds without a new `schema` number.
+    """
+    return {
+        **_document(EventModel, f"healcore events, schema {log.SCHEMA}"),
+        "allOf": [
+            {
+                "if": {"properties": {"kind": {"const": name}}, "required": ["kind"]},
+                "then": {"description": kind.when, "required": list(kind.needs)},
+            }
+            for name, kind in KINDS.items()
+        ],
+    }
+
+
+def metrics_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of one line of a metrics file."""
+    return _document(MetricsModel, f"healcore metrics, schema {metrics.SCHEMA}")
+
+
+def _document(model: type[BaseModel], title: str) -> dict[str, Any]:
+    found = model.model_json_schema()
+    for name, shape in found["properties"].items():
+        if shape.get("default", 0) is None:  # a field without a value is absent, never null
+            del found["properties"][name]["default"]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        **{
+            name: found[name]
+            for name in ("type", "properties", "required", "$defs")
+            if name in found
+        },
+    }

@@ -1,0 +1,417 @@
+"""`Data`: the batches of a run, from its loaders to the steps that use them."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, MutableMapping, MutableSequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from healcore.console import counted
+from healcore.core.verdict import Cause
+from healcore.policy.recovery import Retry
+from healcore.runtime.checkpoints.host_state import HostParts, HostState
+from healcore.runtime.data import BatchId
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.dominance.anchor import ObservedBatch
+from healcore.runtime.driver import PendingDispatch
+from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.retry import Attempt, delay, is_retried, own_random, repeated
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.loop.run_settings import change_of_batch_size
+from healcore.runtime.loop.termination import TerminationWatch
+from healcore.runtime.recovery.journal import Journal
+from healcore.runtime.run_log import RunLog
+from healcore.runtime.store.ranks import Ranks
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Data:
+    """Counts the steps, and knows which batches wait for the next step.
+
+    `host` has the random generators, which reading a batch draws from; `journal` has the loaders'
+    batch sizes; `keeps_batches` says whether weights are compared on the batches.
+
+    Attributes:
+        step: Steps done. A rollback decreases the number.
+        steps_taken: Steps of this process, including steps that a rollback has undone.
+        used_up: Whether the loader that steps are taken with had no further batch.
+        had_completed: Whether the run in the store had completed, and this process has its last
+            state.
+    """
+
+    def __init__(
+        self,
+        *,
+        loaders: LoaderRegistry,
+        host: HostState,
+        policy: HostPolicy,
+        ranks: Ranks,
+        termination: TerminationWatch,
+        log: RunLog,
+        journal: Journal,
+        keeps_batches: bool = False,
+    ) -> None:
+        self.loaders = loaders
+        self.host = host
+        self.step = self.steps_taken = 0
+        self.used_up = self.had_completed = False
+        self._termination = termination
+        self._log = log
+        self._journal = journal
+        self._reader = _Reader(self, policy, ranks, termination, log)
+        self._ids: dict[int, list[BatchId]] = {}
+        """Number of a loader -> ids of its batches since the last step."""
+        self._last_ids: list[BatchId] = []
+        """Ids of the last step's batches."""
+        self._keeps_batches = keeps_batches
+        self._loop_names_batches = False
+        """The loop calls `Healer.loss`, or `observe` with a batch."""
+        self._contents: dict[int, list[ObservedBatch]] = {}
+        """Number of a loader -> its batches since the last step, if weights are compared."""
+        self._current = 0
+        """Number of the loader of the last batch."""
+        self._open: set[int] = set()
+        """Numbers of the loaders of which the loop has a batch in hand."""
+        self._generators: HostParts | None = None
+        """Random states of the checkpoint that the run has resumed from, until the first batch."""
+        self._started_at = 0
+        self._resumed = False
+
+    def start(self, *, resumed: bool, completed_at: int | None = None) -> None:
+        """Starts this process at the present step.
+
+        `completed_at` is the step at which the run in the store had completed, or None.
+        """
+        self._started_at, self._resumed = self.step, resumed
+        self.had_completed = resumed and self.step == completed_at
+
+    def go_to(self, step: int) -> None:
+        """Sets the number of steps done."""
+        self.step = step
+
+    def restore(self, step: int, generators: HostParts | None) -> None:
+        """Sets the step and the random states of a restored checkpoint of an earlier process."""
+        self.step, self._generators = step, generators
+        self._restore_generators()
+
+    @property
+    def resumed_here(self) -> bool:
+        """Whether this process has resumed and not taken a step since."""
+        return self._resumed and self.step == self._started_at
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def begin(self, loader: Any, epochs: int | None) -> int:
+        """Begins to iterate over a loader; returns the loader's number."""
+        saved = self.loaders.has_saved(loader)
+        if not saved:
+            self._restore_generators()  # it begins now, as it did after that checkpoint
+        number = self.loaders.begin(loader, epochs)
+        if saved:
+            self._restore_generators()
+        change = change_of_batch_size(self._journal, number, loader)
+        if change:
+            self._log.problem(
+                self.step,
+                f"{change} (saved -> given): the loader continues at the same number of batches, "
+                "which is another position in the data; to start from the first batch, pass an "
+                "empty directory",
+            )
+        for line in self.loaders.notices:
+            self._log.event("data", step=self.step, outcome=line)
+            self._log.info(f"data: {line}")
+        self.loaders.notices.clear()
+        return number
+
+    def next(self, number: int) -> Any:
+        """The next batch of a loader; StopIteration after its last epoch."""
+        alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
+        with alone:
+            batch, batch_id = self._reader.next(number)
+        self._current = number
+        self._ids.setdefault(number, []).append(batch_id)
+        self._generators = None
+        if self._keeps_batches and not self._loop_names_batches:
+            self._contents.setdefault(number, []).append(ObservedBatch(batch))
+        self._open.add(number)
+        return batch
+
+    def put_down(self, number: int) -> None:
+        """The loop is done with its batch of this loader, or was left."""
+        self._open.discard(number)
+
+    def end(self, number: int) -> None:
+        """Ends the loop over a loader that has no further batch."""
+        if number == self.loaders.current:
+            self.used_up = True
+        else:  # an evaluation: its batches wait for no step
+            self._ids.pop(number, None)
+            self._contents.pop(number, None)
+        self.loaders.close(number)
+
+    def at_last_batch(self, number: int | None) -> bool:
+        """Whether the batch that the loop has in hand is the last one of this loader."""
+        return number in self._open and self.loaders.at_end(number)
+
+    def log_skipped(self, number: int) -> None:
+        """Logs the batches that the loader has skipped since the last call."""
+        skipped = self.loaders.skipped(number)
+        if skipped:
+            batches = [list(each) for each in skipped]
+            self._log.event("skipped_batches", step=self.step, batches=batches)
+            text = counted(len(skipped), "batch", "batches")
+            self._log.info(f"step {self.step}: {text} skipped")
+
+    def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
+        """See `Healer.retrying`."""
+        return self._reader.retrying(call)
+
+    def _restore_generators(self) -> None:
+        """Restores random states after a restart: rewinding a loader draws from them.
+
+        Called again with each loader until the first batch.
+        """
+        if self._generators is not None:
+            self.host.put_back(self._generators)
+
+    # -- the batches of a step ------------------------------------------------------------------
+
+    def observed(self, batch: Any, weight: float) -> bool:
+        """Takes a batch, or a part of it, whose loss the loop has from `loss_fn`.
+
+        Returns whether it is the first one.
+        """
+        if not self._keeps_batches:
+            return False
+        first, self._loop_names_batches = not self._loop_names_batches, True
+        if first:
+            self._contents.clear()
+        self._contents.setdefault(self._current, []).append(ObservedBatch(batch, weight))
+        return first
+
+    def forget_parts(self) -> None:
+        """Forgets the parts of batches since the last step, which come again in smaller parts."""
+        if self._loop_names_batches:
+            self._contents.clear()
+
+    def take(self, pending: PendingDispatch) -> StepResult:
+        """Counts a dispatch, with the batches of the loader that yielded last."""
+        again = self._last_ids if self._current in self._open else []  # of one batch, two updates
+        self._last_ids = ids = self._ids.get(self._current, again)
+        self._ids.clear()  # a step may take batches of several loaders
+        self.loaders.stepped(self._current, ids[-1] if ids else None)
+        contents = tuple(self._contents.get(self._current, ()))
+        self._contents.clear()
+        first = StepResult(self.step, [], tuple(ids), contents)
+        self.step += pending.count
+        self.steps_taken += pending.count
+        return first
+
+    def on_rollback(self, target: int) -> None:
+        """Forgets the batches of the steps from `target` on."""
+        self.step = target
+        self._ids.clear()
+        self._last_ids = []
+        self._contents.clear()
+
+    @property
+    def batches_since_step(self) -> int:
+        """Number of batches that wait for the next step."""
+        return len(self.unused)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no batch waits for a step: state and positions of the loaders fit together."""
+        return not self.unused
+
+    @property
+    def unused(self) -> tuple[BatchId, ...]:
+        """See `Healer.unused`."""
+        return tuple(self._ids.get(self._current, ()))
+
+    @property
+    def waiting(self) -> dict[int, BatchId]:
+        """Number of a loader -> its first batch since the last step."""
+        return {number: ids[0] for number, ids in self._ids.items() if ids}
+
+    @property
+    def steps_left_out(self) -> int:
+        """Approximate number of steps whose batches rollbacks have skipped."""
+        return self.loaders.left_out_count // max(1, len(self._last_ids))
+
+
+class _Skip(NamedTuple):
+    """A batch that cannot be read, and that the policy skips."""
+
+    fault: Fault
+    batch: BatchId
+    problem: str
+
+
+class _Reader:
+    """Reads batches: repeats network calls, and skips batches that cannot be read.
+
+    With several ranks the batch before an unreadable one replaces it. Otherwise one rank would end
+    its epoch while the others wait for it, and no rank knows what another rank cannot read.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        policy: HostPolicy,
+        ranks: Ranks,
+        termination: TerminationWatch,
+        log: RunLog,
+    ) -> None:
+        self._data = data
+        self._loaders = data.loaders
+        self._limits = policy.skip_batch
+        self._skips = "skip_batch" in policy.answers(Cause.DATA)
+        retries = "retry" in policy.answers(Cause.NETWORK)
+        self._retry: Retry | None = policy.retry if retries else None
+        self._alone = ranks.world == 1
+        self._termination = termination
+        self._log = log
+        self._reads = 0
+        self._unreadable: deque[int] = deque()
+        """Numbers of the reads that failed, among the last `within`."""
+        self._in_a_row = 0
+        self._last: dict[int, Any] = {}
+        """Number of a loader -> its last batch, with several ranks."""
+        self._failed: dict[int, Exception] = {}
+        """Number of a loader -> the exception of the batch that was replaced."""
+
+    def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
+        sleep = self._termination.sleep
+        return repeated(call, self._retry, report=self._report_attempt, sleep=sleep)
+
+    def _report_attempt(self, attempt: Attempt) -> None:
+        step = self._data.step
+        if attempt.error is None or attempt.fault is None:
+            self._log.event("retried", step=step, attempt=attempt.number, why=str(attempt))
+            self._log.info(str(attempt))
+            return
+        self._log.fault(
+            step,
+            attempt.fault,
+            str(attempt),
+            answer=None if attempt.wait_s is None else "retry",
+            attempt=attempt.number,
+            wait_s=attempt.wait_s,
+        )
+
+    def next(self, number: int) -> tuple[Any, BatchId]:
+        """The next batch of a loader that can be read, and its id; StopIteration after the last."""
+        failed = self._failed.pop(number, None)
+        pending: _Skip | None = None  # skipped once the loader has yielded the batch after it
+        attempt = 1
+        while True:
+            self._reads += 1
+            try:
+                found = self._loaders.next(number, after=failed)
+            except Exception as error:
+                if pending is not None and error is not failed:
+                    self._carry_out(number, pending)
+                if isinstance(error, StopIteration) or error is failed:
+                    raise
+                if self._repeats_read(number, attempt, error):
+                    attempt, pending, failed = attempt + 1, None, None
+                    continue
+                pending = self._skip_of(number, error)
+                if pending is None:
+                    raise
+                failed = error
+                if not self._alone:
+                    self._carry_out(number, pending)
+                    self._failed[number] = error
+                    return _copied(self._last[number]), self._loaders.replaced(number)
+            else:
+                if pending is not None:
+                    self._carry_out(number, pending)
+                if attempt > 1:
+                    self._report_attempt(Attempt(_reading(found[1]), attempt))
+                self._in_a_row = 0
+                if not self._alone:
+                    self._last[number] = _copied(found[0])
+                return found
+
+    def _repeats_read(self, number: int, attempt: int, error: Exception) -> bool:
+        """Whether the read is repeated; then it has waited, and the batch comes next."""
+        batch, fault = self._loaders.unreadable(number), classify(error)
+        if batch is None or not is_retried(fault) or not self._retry:
+            return False
+        wait_s = None
+        if attempt < self._retry.attempts:
+            states = self._data.host.drawn()
+            if self._loaders.reread(number):
+                wait_s = delay(self._retry, attempt, fault, own_random())
+            else:
+                error.add_note(
+                    "healcore: the read was not repeated, because the loader has no way back to "
+                    "this batch: repeat it in the dataset, with healcore.retrying(call)"
+                )
+            self._data.host.set_generators(states)  # moving a loader draws numbers
+        self._report_attempt(Attempt(_reading(batch), attempt, error, fault, wait_s))
+        if wait_s is None:
+            return False
+        self._termination.sleep(wait_s)
+        return True
+
+    def _skip_of(self, number: int, error: Exception) -> _Skip | None:
+        """How the batch that has raised is skipped, or None if its error propagates."""
+        batch = self._loaders.unreadable(number)
+        fault = classify(error)
+        if batch is None or self._termination.signal_number is not None:
+            return None  # no batch is at fault; a signal kills a loader's workers too
+        if fault.cause not in (Cause.DATA, Cause.UNKNOWN):
+            return None
+        fault = fault._replace(cause=Cause.DATA)  # an unknown error of this batch too
+        limits = self._limits
+        while self._unreadable and self._unreadable[0] <= self._reads - limits.within:
+            self._unreadable.popleft()
+        if not self._skips:
+            return None
+        if self._in_a_row >= limits.consecutive or len(self._unreadable) >= limits.count:
+            done = "skipped" if self._alone else "replaced by the batch before"
+            error.add_note(
+                f"healcore: {self._in_a_row} unreadable batches in a row and "
+                f"{len(self._unreadable)} within {limits.within} were {done}, which is "
+                "the limit of [skip_batch]"
+            )
+            return None
+        if not self._alone and number not in self._last:
+            return None
+        self._unreadable.append(self._reads)
+        self._in_a_row += 1
+        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {_line_of(error)}"
+        if not self._alone:
+            problem += "; the batch before comes again in its place"
+        return _Skip(fault, batch, problem)
+
+    def _carry_out(self, number: int, skip: _Skip) -> None:
+        """Skips the batch from now on, unless another one replaces it, and logs that."""
+        if self._alone:
+            self._loaders.leave_out(number, skip.batch)
+        batches = [list(skip.batch)]
+        step = self._data.step
+        self._log.fault(step, skip.fault, skip.problem, answer="skip_batch", batches=batches)
+
+
+def _reading(batch: BatchId) -> str:
+    return f"reading batch {batch.index} of epoch {batch.epoch}"
+
+
+def _line_of(error: Exception) -> str:
+    """An exception in one line; torch puts the traceback of a loader's worker into its message."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    return " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
+
+
+def _copied(batch: Any) -> Any:
+    """A batch from which the loop may take entries out: the arrays are the same."""
+    return copy.copy(batch) if isinstance(batch, MutableMapping | MutableSequence) else batch

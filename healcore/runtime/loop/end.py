@@ -1,0 +1,476 @@
+"""The end of a run, in every way that leaves the process time for it.
+
+The next start writes the postmortem of a process that was killed (`postmortem.of_killed`). Errors
+at the end are reported and not raised: they would hide the error that has ended the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from healcore.console import counted
+from healcore.core.verdict import Cause, names
+from healcore.events.models import Ending
+from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.known_errors import is_broken_connection
+from healcore.runtime.faults.shapes import shape_diagnosis
+from healcore.runtime.loop import rank_group
+from healcore.runtime.loop.loop import Loop
+from healcore.runtime.loop.run_settings import record_end
+from healcore.runtime.loop.saver import CheckpointSaver
+from healcore.runtime.loop.termination import (
+    EndRequested,
+    IncompleteRun,
+    Interrupted,
+    LastStateNotSaved,
+    RunStopped,
+    Terminated,
+)
+from healcore.runtime.postmortem import postmortem
+from healcore.runtime.postmortem.diagnosis import (
+    AFTER_A_KILL,
+    RunEnd,
+    answers_text,
+    with_undone,
+)
+from healcore.runtime.postmortem.rank_notes import RankNote, of_ranks, traces
+from healcore.runtime.store import StoreError
+
+_OF_FAULTS = (Ending.EXCEPTION, Ending.STOPPED)
+"""Endings that an exception may have brought about."""
+_VISIBLE_S = 2.0
+"""Seconds within which rank 0 sees the note of a rank whose connection has broken."""
+_OTHER_LENGTHS = (
+    "give every rank as many batches (torch's DistributedSampler does, or itertools.islice), and "
+    "leave the loop at the same step on all ranks; ranks that train on wait for this rank until "
+    "the time-out of their process group"
+)
+_LOOPS = {
+    "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
+    "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
+}
+"""The loop to write."""
+_ENDINGS = {
+    Ending.COMPLETED: "completed",
+    Ending.STOPPED: "stopped",
+    Ending.EXCEPTION: "ended by an exception",
+    Ending.INTERRUPTED: "interrupted",
+    Ending.SIGNAL: "ended by a signal",
+    Ending.REQUESTED: "ended by",
+}
+
+
+def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
+    """How a run ended, by the error that left its block and a signal that it has received."""
+    if error is None:
+        return Ending.COMPLETED
+    if isinstance(error, RunStopped):
+        return Ending.STOPPED
+    # torch's loader raises when the signal has killed its workers too.
+    killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
+    if isinstance(error, Terminated) or killed:
+        return Ending.SIGNAL
+    if isinstance(error, KeyboardInterrupt):
+        return Ending.INTERRUPTED
+    if isinstance(error, EndRequested):
+        return Ending.REQUESTED
+    return Ending.EXCEPTION
+
+
+def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseException | None:
+    """Ends a run; returns what the block has to raise instead of `error`, if anything.
+
+    LastStateNotSaved although the loop has completed.
+    """
+    loop.guard.pause()
+    ranks, saver, data = loop.ranks, loop.saver, loop.data
+    ending = ending_of(error, ranks.termination.signal_number)
+    raised = error.__cause__ if isinstance(error, RunStopped) else error
+    problems: list[str] = []
+
+    def attempt(what: str, action: Callable[[], object]) -> bool:
+        try:
+            action()
+        except Exception as problem:
+            problems.append(f"{what}: {type(problem).__name__}: {problem}")
+            return False
+        return True
+
+    # A rank that ends alone, or a step before the others, must not wait for them.
+    completed = ending == Ending.COMPLETED
+    saved, together = True, completed or ranks.ends_together or ranks.world == 1
+    if completed and ranks.world > 1:
+        try:
+            _meet(loop)
+        except Exception as problem:
+            together, raised = False, problem
+            problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
+    is_fault = completed or ending in _OF_FAULTS
+    fault = classify(raised) if is_fault and raised is not None else None
+    notes = [] if together else _notes(loop, ending, error or raised, fault)
+    if completed and together:
+        attempt("the last steps could not be read", loop.read_remaining)
+    instead: BaseException | None = None
+    if together and isinstance(error, Terminated | Interrupted | EndRequested):
+        try:  # what the last steps order is not ordered again after a restart from a later state
+            attempt("the last steps could not be read", loop.act_on_last_steps)
+        except RunStopped as stop:
+            error = instead = stop
+            ending = Ending.STOPPED
+    between_steps = data.between_steps
+    other = notes[0] if notes and notes[0].rank != ranks.rank else None
+    if other is not None:
+        fault = _report_other(loop, other)
+    elif fault is not None and isinstance(raised, Exception):  # the cause of a stop too
+        attempt("the fault could not be dealt with", partial(_answer, loop, fault, raised))
+    if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
+        # Not after an exception within a step, which leaves the state half changed.
+        save = partial(saver.save_last, completed=completed)
+        saved = attempt("the last state could not be saved", save)
+    attempt("checkpoints being written", saver.checkpoints.wait)
+    if completed and (not together or _lost_on_any(loop, saved, problems)):
+        # The journal must not have "completed": the program started again resumes and saves it.
+        error = instead = LastStateNotSaved(_not_saved(loop, problems))
+        ending = Ending.EXCEPTION
+    elif completed:
+        error = instead = _shortfall(loop)
+        ending = ending_of(error)
+        if error is None and loop.left_by_break:
+            ending = Ending.REQUESTED
+    if together:
+        ledger = loop.recovery.ledger
+        attempt("checkpoints on probation", lambda: saver.checkpoints.finish(ledger, data.step))
+        attempt("the last saves", saver.checkpoints.nonfinite_checkpoints)
+        if ranks.votes:
+            attempt("reports of other ranks", partial(ranks.vote, data.step, loop.log))
+    attempt("the journal", lambda: _write_ending(loop, ending))
+    for problem in problems:
+        loop.warn(problem)
+    attempt("trackers", loop.log.trackers.drain)
+    loop.log.report_trackers(data.step)
+    if isinstance(error, RunStopped) and ranks.rank:
+        error.code = f"healcore stopped the run: {error.why} (rank 0 has the diagnosis)"
+    cause = Cause(0) if fault is None else fault.cause
+    if other is not None and other.ending not in (None, Ending.COMPLETED):
+        ending = other.ending  # the first rank that has ended has ended the run
+    _write_end(loop, ending, error, cause, notes)
+    if not ranks.rank:
+        loop.notes.remove()
+    for end in (
+        loop.guard.close,
+        ranks.close,
+        saver.checkpoints.close,
+        loop.driver.close,
+        partial(release, loop),
+        loop.log.close,
+    ):
+        with contextlib.suppress(Exception):
+            end()
+    return instead
+
+
+def release(loop: Loop[CheckpointSaver]) -> None:
+    """Releases the store's directory; the finalizer is no longer needed."""
+    loop.finalizer.detach()
+    if loop.saver.claim is not None:
+        loop.saver.claim.release()
+
+
+# -- several ranks --------------------------------------------------------------------------------
+
+
+def _meet(loop: Loop[Any]) -> None:
+    """Waits until the loops of all ranks have ended. RuntimeError or OSError if one has left."""
+    ranks = loop.ranks
+
+    def leave_note() -> None:
+        why = f"its loop has ended, and it waits for the other ranks: {_OTHER_LENGTHS}"
+        if ranks.rank:
+            loop.notes.leave(_note(loop, Ending.COMPLETED, why=why))
+
+    of = f"rank {ranks.rank}, whose loop has ended at step {loop.data.step},"
+    with rank_group.warning_if_late(of, _OTHER_LENGTHS, then=leave_note):
+        ranks.gather(None)
+
+
+def _notes(
+    loop: Loop[Any], ending: Ending, error: BaseException | None, fault: Fault | None
+) -> list[RankNote]:
+    """On rank 0 how the ranks have ended, the first one first; the others leave their notes."""
+    completed = ending == Ending.COMPLETED
+    note = _note(loop, Ending.EXCEPTION if completed else ending, error, fault)
+    if loop.ranks.rank:
+        if all(each.rank != note.rank for each in loop.notes.found()):  # see `_meet`
+            loop.notes.leave(note)
+        return []
+    until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
+    while True:
+        found = loop.notes.found()
+        if completed:  # as on this rank: they are not the cause
+            found = [each for each in found if each.ending != Ending.COMPLETED]
+        if any(not each.follows for each in found) or time.monotonic() >= until:
+            break
+        time.sleep(0.1)
+    if found and note.follows and not found[0].follows:
+        return [*found, note]
+    if is_broken_connection(error):
+        lost = f"the connection to another rank broke, and no rank has said why: {AFTER_A_KILL}"
+        note = note.model_copy(update={"why": lost})
+    return [note, *found]
+
+
+def _note(
+    loop: Loop[Any],
+    ending: Ending,
+    error: BaseException | None = None,
+    fault: Fault | None = None,
+    *,
+    why: str = "",
+) -> RankNote:
+    """How this rank has ended."""
+    what = trace = ""
+    if error is not None:
+        what, trace = described(error)
+    waited = fault is not None and (Cause.HANG in fault.cause or fault.sign.startswith("nccl"))
+    return RankNote(
+        rank=loop.ranks.rank,
+        ending=ending,
+        step=loop.data.step,
+        why=why or _why(error) or what,
+        trace=trace,
+        cause=[] if fault is None else list(names(fault.cause)),
+        sign="" if fault is None else fault.sign,
+        follows=waited or is_broken_connection(error),
+        time=time.time(),
+    )
+
+
+def _report_other(loop: Loop[Any], note: RankNote) -> Fault | None:
+    """Logs the exception of another rank, which has ended the run."""
+    if not note.cause:
+        return None
+    cause = Cause(0)
+    for name in note.cause:
+        cause |= Cause.__members__.get(name, Cause.UNKNOWN)
+    fault = Fault(cause, note.sign)
+    problem = f"the loop raised on rank {note.rank}: {note.why:.600}"
+    loop.log.fault(loop.data.step, fault, problem, answer=None)
+    return fault
+
+
+# -- the last state -------------------------------------------------------------------------------
+
+
+def _answer(loop: Loop[CheckpointSaver], fault: Fault, error: Exception) -> None:
+    """Logs the exception that ends the run, after a save if the policy has a rule for one."""
+    answer, why_not = None, ""
+    # The ranks that have not raised do not take part in a save; memory ends with the process.
+    alone = loop.ranks.world == 1 and loop.saver.checkpoints.store.disk is not None
+    if alone and "save" in loop.policy.answers(fault.cause):
+        try:
+            if loop.take_last_step():
+                loop.read_last_steps()
+                why_not = loop.saver.save_emergency()
+            else:
+                why_not = "the exception interrupted the optimizer's update"
+        except Exception as problem:  # a step in JAX that failed may have donated the state
+            why_not = f"{type(problem).__name__}: {problem}"
+        answer = None if why_not else "save"
+    problem = f"the loop raised {described(error)[0]:.600}"
+    loop.log.fault(loop.data.step, fault, problem, answer=answer)
+    if why_not:
+        loop.warn(f"no checkpoint was saved at the exception: {why_not}")
+
+
+def _lost_on_any(loop: Loop[CheckpointSaver], saved: bool, problems: list[str]) -> bool:
+    """Whether the last state is lost on any rank; also if one has left and cannot say."""
+    checkpoints = loop.saver.checkpoints
+    lost = loop.data.step in checkpoints.unsaved or not saved
+    lost = lost and checkpoints.store.disk is not None  # memory ends with the process in any case
+    try:
+        return any(loop.ranks.gather(lost))
+    except Exception as problem:
+        problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
+        return True
+
+
+def _not_saved(loop: Loop[CheckpointSaver], problems: list[str]) -> str:
+    checkpoints = loop.saver.checkpoints
+    store = checkpoints.store
+    try:  # the checkpoints that survive the process
+        newest = max((save.step for save in (store.disk or store).steps()), default=None)
+        target = "starts from the beginning"
+        if newest is not None:
+            target = f"resumes from the checkpoint of step {newest}"
+    except (StoreError, OSError):
+        target = "resumes from the newest checkpoint"
+    why = checkpoints.last_failure or next(iter(problems), "it failed on another rank")
+    return (
+        f"healcore: the loop has ended at step {loop.data.step}, and its last state is not saved "
+        f"({why}). Remove the cause and start the program again: it {target}"
+    )
+
+
+def _shortfall(loop: Loop[Any]) -> BaseException | None:
+    """What a loop that has ended by itself raises because its run is not complete, or None."""
+    data, ledger = loop.data, loop.recovery.ledger
+    unread = len(data.unused)
+    write = _LOOPS[loop.driver.framework]
+    if data.steps_taken and not loop.polled:
+        return IncompleteRun(
+            "healcore: the loop took its steps without the Healer, which could not save between "
+            f"them, roll back or stop. Write `{write}`, or call healer.after_step() after each "
+            "step. The last state is saved"
+        )
+    if not data.steps_taken and (data.step == 0 or (unread and not loop.left_by_break)):
+        read = counted(unread, "batch", "batches")
+        return IncompleteRun(
+            f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
+            f"`{write}`. Nothing was trained: the next start begins at step {data.step}"
+        )
+    left_out = data.steps_left_out
+    skipped, total = ledger.untrained, data.step + left_out
+    if not loop.policy.observes and 2 * (skipped + left_out) > total:
+        try:
+            loop.stop(
+                "the data have ended, and the run has not trained on most of them: of "
+                f"{total} steps, {skipped} were skipped and {left_out} had their batches left out"
+            )
+        except RunStopped as stop:
+            return stop
+    return None
+
+
+# -- reports --------------------------------------------------------------------------------------
+
+
+def _write_ending(loop: Loop[CheckpointSaver], ending: Ending) -> None:
+    """Writes to the journal how the process ended; without it, the process was killed."""
+    restorer = loop.saver.restorer
+    restorer.journal.state.ending = ending
+    with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
+        record_end(restorer.journal, loop.driver)
+    restorer.write_journal(loop.data.step)
+
+
+def _write_end(
+    loop: Loop[CheckpointSaver],
+    ending: Ending,
+    error: BaseException | None,
+    fault: Cause,
+    notes: list[RankNote],
+) -> None:
+    """Writes the postmortem and the last event; `notes` are of ranks that have ended alone."""
+    with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
+        loop.recovery.read_engines()
+    why = loop.left_by_break if ending == Ending.REQUESTED and error is None else _why(error)
+    exception = trace = None
+    if notes and notes[0].rank != loop.ranks.rank and ending != Ending.EXCEPTION:
+        why = f"rank {notes[0].rank}: {notes[0].why}"
+    if notes and ending == Ending.EXCEPTION:
+        exception, trace = f"rank {notes[0].rank}: {notes[0].why}", traces(notes) or None
+    elif ending == Ending.EXCEPTION and error is not None:
+        exception, trace = described(error)
+    hint = shape_diagnosis(error) if ending == Ending.EXCEPTION else ""
+    end = loop.recovery.run_end(ending, why, exception=exception, fault=fault, hint=hint)
+    if not loop.ranks.rank:
+        write_postmortem(loop, end, trace)
+    log_end(loop, end, notes)
+    journal, data = loop.saver.restorer.journal, loop.data
+    newest = journal.state.newest_on_disk if journal.path is not None else None
+    if ending == Ending.COMPLETED and data.had_completed and data.resumed_here:
+        loop.log.warning(
+            f"completed earlier, at step {data.step}: nothing was trained, and the state is the "
+            "saved one; an empty directory begins a new run"
+        )
+    else:
+        line = end_line(end, rollbacks=journal.state.rollbacks, newest=newest)
+        loop.log.info(line)
+
+
+def write_postmortem(loop: Loop[Any], end: RunEnd, trace: str | None) -> Path | None:
+    """Writes the postmortem, before the event `end`; returns its path, or None if it could not.
+
+    The next start looks for a missing postmortem only if there is no event `end`.
+    """
+    events = loop.log.events
+    if events.path is None:
+        return None
+    found = postmortem.of(end, events, seconds=time.monotonic() - loop.began, trace=trace)
+    path = postmortem.path_for(events.path, events.run)
+    problem = postmortem.write(path, found)
+    if problem:
+        loop.log.warning(problem)
+    return None if problem else path
+
+
+def log_end(loop: Loop[Any], end: RunEnd, notes: list[RankNote]) -> None:
+    """Writes the event `end`."""
+    loop.log.event(
+        "end",
+        step=end.step,
+        ending=end.ending,
+        incidents=end.incidents,
+        rollbacks=loop.recovery.rollbacks,
+        last_good=end.last_good,
+        unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
+        of_ranks=of_ranks(notes) or None,
+    )
+
+
+def end_line(
+    end: RunEnd, *, rollbacks: int = 0, not_carried_out: int = 0, newest: int | None = None
+) -> str:
+    """The last line of a run on the console.
+
+    `not_carried_out` counts rollbacks that a trainer's callback could not carry out, and `newest`
+    is the step of the newest checkpoint on disk.
+    """
+    would = "would have " if end.observes else ""
+    skipped = with_undone(counted(end.skips, "step"), end.undone_skips)
+    done = [f"{would}skipped {skipped}"] if end.skips else []
+    done += [
+        f"{would}{what} {counted(number, noun)}"
+        for number, what, noun in (
+            (end.clips, "clipped", "step"),
+            (end.lr_cuts, "cut the learning rate", "time"),
+            (rollbacks, "rolled back", "time"),
+            (not_carried_out, "could not roll back", "time"),
+        )
+        if number
+    ]
+    done += answers_text(end.answered)
+    if end.declined:
+        done.append(f"declined {counted(end.declined, 'order')}")
+    if end.lr_scale < 1 and not end.observes:
+        done.append(f"learning rate × {end.lr_scale:.3g} at the end")
+    good = "none" if end.last_good is None else f"step {end.last_good}"
+    disk = "" if newest is None else f"checkpoint {newest} is on disk, "
+    ended = _ENDINGS[Ending(end.ending)]
+    if end.ending == Ending.REQUESTED:
+        ended += f" {end.why}"
+    return (
+        f"{ended} after step {end.step}: "
+        f"{', '.join(done) or 'no intervention'}; {disk}newest known-good checkpoint: {good}"
+    )
+
+
+def described(error: BaseException) -> tuple[str, str]:
+    """An exception in one line, and with its traceback."""
+    what = "".join(traceback.format_exception_only(error)).strip()
+    return what, "".join(traceback.format_exception(error))
+
+
+def _why(error: BaseException | None) -> str:
+    if isinstance(error, Terminated):
+        return f"signal {error.number}"
+    if isinstance(error, RunStopped | EndRequested):
+        return error.why
+    return ""

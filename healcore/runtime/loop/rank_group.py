@@ -1,0 +1,250 @@
+"""`RankGroup`: what one rank knows alone, and all ranks have to act upon at the same step.
+
+A signal, a stop file or an unreadable batch reaches one rank only. It must not act alone: the
+others would wait for it in their next collective. So it makes a proposal:
+
+    loop.ranks.propose(Proposal("signal 15", ends=True, signal=15))
+
+The driver marks the steps from then on (`Driver.request_vote`; in torch a bit of the step's own
+all_reduce), and every rank reads the mark with the step's record, `lag` steps later. Only then the
+ranks exchange their proposals, once. If one rank proposes to end, all of them end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from healcore import console
+from healcore.runtime.driver import Driver
+from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.loop.termination import EndRequested, StopFile, TerminationWatch, exit_for
+from healcore.runtime.run_log import RunLog
+from healcore.runtime.store import StoreError
+from healcore.runtime.store.ranks import Ranks, on_first
+
+SILENT_S = 30.0
+"""Seconds that a rank waits for the others before it warns."""
+_VISIBLE_S = 5.0
+"""Seconds that a new file may take to be visible to the other ranks, on a network disk."""
+_MOST_REPORTS = 200
+"""Different lines that a rank reports: a disk that fails may fail at every step."""
+
+
+class Proposal(NamedTuple):
+    """What one rank proposes."""
+
+    why: str
+    ends: bool = False
+    """Whether the run ends and saves its last state; else rank 0 reports the text."""
+    signal: int | None = None
+    """The signal that asks the run to end, or None for another reason."""
+
+    @property
+    def outcome(self) -> str:
+        """`end` or `report`, for the event."""
+        return "end" if self.ends else "report"
+
+    def end(self) -> BaseException:
+        """The exception that ends the loop."""
+        return EndRequested(self.why) if self.signal is None else exit_for(self.signal)
+
+
+class RankGroup:
+    """The ranks of one run, and what asks this rank to end: signals and the stop file.
+
+    The driver marks steps, and `lag` steps later the mark is read.
+
+    Attributes:
+        votes: Whether the ranks vote: there are several, and the driver can mark steps.
+        ends_together: Whether the ranks have agreed to end after this step.
+        termination: The signals.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        driver: Driver,
+        lag: int,
+        stop_file: str | os.PathLike[str] | None = None,
+        *,
+        votes: bool = True,
+    ) -> None:
+        self.rank, self.world, self.gather = ranks.rank, ranks.world, ranks.gather
+        self.votes = votes and ranks.world > 1 and driver.request_vote(False)
+        self.ends_together = False
+        self.stop_file = StopFile(stop_file)
+        self.termination = TerminationWatch(self._propose_end if self.votes else None)
+        self._driver = driver
+        self._lag = lag
+        self._mine: list[Proposal] = []
+        self._reported: set[str] = set()
+        """Lines that this rank has written or reported, once each."""
+        self._due_at: int | None = None
+        self._voted_at = 0
+        self._proposed_end = False
+        """Whether this rank has proposed to end because of the stop file."""
+
+    def close(self) -> None:
+        """Stops watching."""
+        self.termination.stop()
+        self.stop_file.close()
+
+    def raise_if_asked(self, *, may_end: bool) -> None:
+        """Raises what ends this rank, if something asks it to end; with votes it proposes that.
+
+        Args:
+            may_end: whether the state can be saved now, so that a rank may end alone.
+        """
+        if self.votes:  # the next step brings the vote
+            if self.stop_file.found and not self._proposed_end:
+                self._proposed_end = True
+                self.propose(Proposal(self.stop_file.why, ends=True))
+        elif may_end:
+            self.termination.raise_if_alone()
+            if self.stop_file.found:
+                raise EndRequested(self.stop_file.why)
+
+    # -- votes ----------------------------------------------------------------------------------
+
+    def propose(self, proposal: Proposal) -> None:
+        """Proposes something to all ranks; called in this thread or by its signal handler."""
+        self._mine.append(proposal)
+        self._driver.request_vote(True)
+
+    def _propose_end(self, number: int) -> None:
+        self.propose(Proposal(f"signal {number}", ends=True, signal=number))
+
+    def report(self, text: str) -> None:
+        """Reports to rank 0, which alone writes events, what this rank has seen, once."""
+        known = text in self._reported
+        if len(self._reported) < _MOST_REPORTS:
+            self._reported.add(text)
+            if self.rank and not known:
+                self.propose(Proposal(text))
+
+    def read(self, step: StepResult) -> None:
+        """Takes every step that is read. Marks from before the last vote have been answered."""
+        if step.vote_requested and self._due_at is None and step.index >= self._voted_at:
+            self._due_at = step.index + 1 + self._lag
+
+    def due(self, step: int) -> bool:
+        """Whether all ranks vote now, after `step` steps.
+
+        Not as soon as this rank has read the mark: a rank that evaluates alone reads earlier.
+        """
+        return self._due_at is not None and step >= self._due_at
+
+    def vote(self, step: int, log: RunLog) -> Proposal | None:
+        """The lowest rank's proposal to end, or None without one. Collective."""
+        self._due_at, self._voted_at = None, step
+        mine, self._mine = self._mine, []
+        of_ranks: Sequence[Sequence[Proposal]] = self.gather(mine)
+        self._driver.request_vote(bool(self._mine))  # a signal may have come meanwhile
+        known = self._reported if self.rank == 0 else ()  # all ranks may have seen it
+        every = [
+            (rank, each)
+            for rank, some in enumerate(of_ranks)
+            for each in some
+            if each.ends or each.why not in known
+        ]
+        if not every:
+            return None
+        ends = next((each for _, each in every if each.ends), None)
+        outcome = ends or every[0][1]
+        log.event(
+            "vote",
+            step=step,
+            outcome=outcome.outcome,
+            why=outcome.why,
+            of_ranks=[
+                {"rank": rank, "outcome": each.outcome, "why": each.why} for rank, each in every
+            ],
+        )
+        for rank, each in every:
+            if not each.ends:
+                log.warning(f"step {step}: rank {rank}: {each.why:.600}")
+        if ends is not None:
+            of = ", ".join(f"rank {rank}: {each.why}" for rank, each in every)
+            log.info(f"step {step}: the ranks end together ({of:.500})")
+        self.ends_together = ends is not None
+        return ends
+
+    def on_rollback(self) -> None:
+        """Forgets the marks of undone steps; the next steps are marked for pending proposals."""
+        self._due_at, self._voted_at = None, 0
+
+
+# -- before the run -------------------------------------------------------------------------------
+
+
+def check_same(mine: Mapping[str, Any], ranks: Ranks) -> None:
+    """Raises ValueError on all ranks if their options differ: they would wait for each other."""
+    for rank, theirs in enumerate(ranks.gather(dict(mine))):
+        differ = [name for name, value in mine.items() if theirs[name] != value]
+        if differ:
+            raise ValueError(
+                f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
+                "same to Healer(...) on every rank"
+            )
+
+
+@contextlib.contextmanager
+def warning_if_late(of: str, advice: str, then: Callable[[], object] = int) -> Iterator[None]:
+    """Warns if the other ranks do not come: a program may have a Healer on rank 0 only.
+
+    Args:
+        of: what waits, for a sentence.
+        advice: what to do about it.
+        then: called after the warning, in another thread.
+    """
+
+    def warn() -> None:
+        console.warning(f"{of} has waited {SILENT_S:g} s for those of the other ranks: {advice}")
+        then()
+
+    timer = threading.Timer(SILENT_S, warn)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def check_one_directory(folder: Path | None, ranks: Ranks) -> None:
+    """Raises StoreError on all ranks if a rank does not see the directory that rank 0 writes to.
+
+    Otherwise the first restart would find that, when nothing can be restored.
+    """
+    if folder is None or ranks.world == 1:
+        return
+    name = f".tmp-healcore-{os.getpid()}-{secrets.token_hex(8)}"
+
+    def leave() -> str | None:
+        try:
+            (folder / name).touch()
+        except OSError:  # the store raises a better message
+            return None
+        return name
+
+    left = on_first(ranks, leave)
+    until = time.monotonic() + _VISIBLE_S
+    while not (seen := left is None or (folder / left).exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    found = ranks.gather((seen, str(folder.absolute())))
+    if ranks.rank == 0 and left is not None:
+        (folder / left).unlink(missing_ok=True)
+    blind = [rank for rank, (sees, _) in enumerate(found) if not sees]
+    if blind:
+        raise StoreError(
+            f"rank {blind[0]} does not see in {found[blind[0]][1]} what rank 0 writes to "
+            f"{found[0][1]}: all ranks need one directory (a name with the time or the rank in it "
+            "is another one on each; broadcast it from rank 0)"
+        )

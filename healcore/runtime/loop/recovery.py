@@ -1,0 +1,465 @@
+"""`Recovery`: from the records of the steps to a rollback, a stop or nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from healcore.core.verdict import Action, Cause, names
+from healcore.events.models import Ending, RerunVerdict, RollbackOutcome
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.data.loader_registry import RewindResult
+from healcore.runtime.dominance.anchor import TrainedStep
+from healcore.runtime.dominance.dominance import Dominance, Verdict
+from healcore.runtime.driver import Driver
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.delayed_reader import DelayedReader, StepResult
+from healcore.runtime.incidents.hooks import Hooks, RunFacts
+from healcore.runtime.incidents.step_lines import cause_text
+from healcore.runtime.loop.data import Data
+from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.postmortem.diagnosis import RunEnd, explain
+from healcore.runtime.recovery.engine_states import without_limit
+from healcore.runtime.recovery.evidence import Evidence, change
+from healcore.runtime.recovery.ledger import LASTING, Ledger
+from healcore.runtime.recovery.monitor import IncidentMonitor
+from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.recovery.rollback import Rollback, Status
+from healcore.runtime.run_log import RunLog
+from healcore.runtime.store import Saved, StoreError
+from healcore.runtime.store.errors import NoGoodCheckpoint
+from healcore.runtime.store.ranks import Ranks, agreed
+
+
+class Recovery:
+    """Reads the steps, and carries out the orders of the monitor and of comparisons of weights.
+
+    Without a `restorer` an order to roll back is passed to `instead`, and `newest_good` returns
+    step and path of the newest known-good checkpoint. `reruns` says whether a re-run with nothing
+    changed precedes a rollback.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: HostPolicy,
+        driver: Driver,
+        data: Data,
+        ranks: Ranks,
+        log: RunLog,
+        ledger: Ledger,
+        hooks: Hooks,
+        lag: int,
+        restorer: Restorer | None = None,
+        instead: Callable[[Rollback], object] = lambda order: None,
+        newest_good: Callable[[], tuple[int | None, str | None]] = lambda: (None, None),
+        loss_fn: Callable[..., Any] | None = None,
+        reruns: bool = False,
+    ) -> None:
+        self._policy = policy
+        self._driver = driver
+        self._data = data
+        self._ranks = ranks
+        self._log = log
+        self.restorer = restorer
+        self._instead = instead
+        self._newest_good = newest_good
+        self._reruns = reruns
+        self.ledger = ledger
+        self.reader = DelayedReader(lag)
+        every = 0 if self._checkpoints is None else self._checkpoints.every
+        self.monitor = IncidentMonitor(
+            policy=policy,
+            ledger=ledger,
+            hooks=hooks,
+            ranks=ranks,
+            log=log,
+            facts=self._facts,
+            learning_rate=driver.learning_rate,
+            interval=every,
+        )
+        self.dominance = Dominance(
+            driver=driver,
+            loss_fn=loss_fn,
+            ranks=ranks,
+            threshold=policy.evidence,
+            interval=every,
+            warn=lambda problem: log.problem(data.step, problem),
+            log=log,
+            learning_rate=self._rate_in_force,
+        )
+        compares = self.dominance.asks
+        self._evidence = Evidence(policy, driver, ranks, ledger, log, compares=compares)
+        self._verdict = ""
+        """Verdict of the last re-run: `transient` or `reproducible`, or an empty string."""
+        self._rerun: Rollback | None = None
+        """The re-run in progress."""
+        self._rate_checked = policy.observes
+
+    @property
+    def rollbacks(self) -> int:
+        """Rollbacks so far, in earlier processes too."""
+        return 0 if self.restorer is None else self.restorer.journal.state.rollbacks
+
+    @property
+    def _checkpoints(self) -> CheckpointManager | None:
+        return None if self.restorer is None else self.restorer.checkpoints
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def process(self, step: StepResult) -> Rollback | None:
+        """Takes a step that was read. Returns the order that follows from it, or None."""
+        # A dispatch may have more or fewer steps than `PendingDispatch.count`.
+        self._data.go_to(self._data.step + self.reader.count_correction())
+        self._log.records(step.index, step.records)
+        return self.monitor.process(step)
+
+    def act(self, step: StepResult, order: Rollback | None) -> Rollback | None:
+        """Carries out the order of a step, or an order by better weights. Returns it, or None.
+
+        Raises RunStopped.
+        """
+        self._check_rate()
+        verdict = self._compared(step)
+        self._observe_rerun(step.index, order)
+        if order is not None:
+            self.carry_out(order)
+        elif verdict is not None:
+            order = self.roll_back_to_better(verdict)
+        return order
+
+    def _compared(self, step: StepResult) -> Verdict | None:
+        """Compares the current weights with earlier ones, if there is a reason to."""
+        records = step.records
+        if not self.dominance.asks or not any(each.judged for each in records):
+            return None
+        bad = any(each.cause & Cause.NONFINITE_LOSS for each in records)
+        loss = math.nan if bad else sum(each.loss for each in records) / len(records)
+        return self.dominance.observe(
+            TrainedStep(step.index, step.contents),
+            loss,
+            alarm=any(each.cause & ~LASTING for each in records),
+            trained=not all(each.skip for each in records),
+        )
+
+    def _rate_in_force(self) -> float | None:
+        rate = self._driver.learning_rate()
+        return None if rate is None else rate * self.monitor.lr_scale
+
+    def _check_rate(self) -> None:
+        """Says once, after the first step, that the learning rate is unknown."""
+        if self._rate_checked:
+            return
+        self._rate_checked = True
+        if self._policy.engine.limits_lr and self._driver.learning_rate() is None:
+            self._log.info(
+                "the learning rate is unknown: a rollback can lower it by a factor, but not to the "
+                "last healthy rate. In JAX write optax.inject_hyperparams(optax.adamw)("
+                "learning_rate=...), or pass learning_rate=... to tx.update"
+            )
+
+    # -- orders ---------------------------------------------------------------------------------
+
+    def carry_out(self, order: Rollback) -> None:
+        """Carries out an order, and sets its status; may raise RunStopped."""
+        evidence = self._evidence
+        if evidence.needed(order) and not evidence.found(order, self._data.step):
+            return
+        if order.action & Action.STOP:
+            self.stop(self._why_stop(order))
+        if not order.action & Action.ROLLBACK:
+            return
+        exhausted = evidence.exhausted(order)
+        if not exhausted:
+            order.rerun = self._needs_rerun(order)
+            self._add_measures(order)
+            self.roll_back(order)
+            return
+        if not evidence.needed(order) or not evidence.finite():
+            self.stop(exhausted)
+        evidence.decline(order, self._data.step, "budget", "the budget of rollbacks is exhausted")
+
+    def roll_back_to_better(self, verdict: Verdict) -> Rollback:
+        """Rolls back to weights that are better than the current ones; see `dominance`.
+
+        If rollbacks have not helped here, the order is declined, and the limits that they have set
+        are lifted.
+        """
+        order = self._order_of(verdict)
+        self._log.event(
+            "assessment",
+            step=self._data.step,
+            onset=order.onset,
+            cause=[],
+            verdict="damage",
+            by="earlier_weights",
+            rise=verdict.rise,
+            rise_remembered=verdict.rise_remembered,
+        )
+        exhausted = self._evidence.exhausted(order)
+        if not exhausted:
+            self.roll_back(order)
+        else:
+            order.status, rate = Status.DECLINED, ""
+            if self._may_limit_lr:
+                states = without_limit(self._policy.engine, self._driver.healing())
+                self._driver.load_healing(states)
+                rate = " at the full learning rate,"
+            self._log.warning(
+                f"step {order.index}: the weights of step {verdict.anchor} are better, but "
+                f"{exhausted}: the run continues{rate} without further rollbacks for "
+                f"{self._policy.region} steps"
+            )
+        if order.status is not Status.APPLIED:
+            self.dominance.stay_silent(verdict.index + self._policy.region)
+        return order
+
+    def _order_of(self, verdict: Verdict) -> Rollback:
+        restorer = self.restorer
+        assert restorer is not None  # only a run with checkpoints compares weights
+        found = agreed(  # each rank reads its own optimizer
+            self._ranks,
+            change(
+                verdict,
+                self.ledger.same_trouble(verdict.onset),
+                factor=self._policy.engine.config.lr.factor,
+                first_step=restorer.journal.state.first_step or 0,
+                may_limit=self._may_limit_lr,
+                can_rewind=restorer.loaders.can_rewind,
+            ),
+        )
+        return Rollback(
+            index=verdict.index,
+            onset=verdict.onset,
+            since=verdict.onset,
+            batches=[] if found.skip is None else self.monitor.batches_between(*found.skip),
+            forced=True,
+            better=verdict.anchor,
+            lr_at_fault=found.lr_at_fault,
+        )
+
+    def _add_measures(self, order: Rollback) -> None:
+        """Adds what an order of the policy changes: depth, limit of the learning rate, batches.
+
+        The rate is limited if a rollback for the same trouble has not helped.
+        """
+        if order.rerun:
+            order.batches = []
+            return
+        past = self.ledger.same_trouble(order.onset, self._policy.region)
+        if not order.forced:
+            rollback = self._policy.engine.config.rollback
+            order.depth = rollback.depth + rollback.deepen * len(past)
+        if self._may_limit_lr and past:
+            order.lr_at_fault = math.nan
+
+    @property
+    def _may_limit_lr(self) -> bool:
+        """Whether rollbacks limit the rate. Otherwise only rules of the policy cut it."""
+        return self._policy.confirm and self._policy.engine.may_be_limited
+
+    def roll_back(self, order: Rollback) -> None:
+        """Restores a checkpoint for an order, and reports it."""
+        if self.restorer is None:
+            self._instead(order)
+            return
+        # Steps that are not read yet belong to the trouble if they have alarms too.
+        unread = list(self.reader.due(all=True))
+        self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
+        if order.better is None and not order.rerun:
+            order.batches += self.monitor.batches_of_alarms(unread)
+        step = self._data.step
+        try:
+            moved = self.restorer.apply(order, step)
+        except StoreError as error:
+            if order.better is None or not isinstance(error, NoGoodCheckpoint):
+                self.stop(str(error))
+            problem = f"the weights of step {order.better} are better, but {error}"
+            self._log.problem(step, f"{problem}; the run continues without a rollback")
+            return
+        self.monitor.on_rollback(order.target)
+        self._rerun = order if order.rerun else None
+        self.report(order, moved)
+
+    def on_rollback(self, target: int) -> None:
+        """Forgets the steps from `target` on."""
+        self.reader.clear()
+        self.dominance.on_rollback(target)
+        self.read_engines()
+
+    def read_engines(self) -> None:
+        """Takes the engines' learning-rate multipliers and counts as known, without an event."""
+        self.monitor.set_engines(self._driver.healing())
+
+    def _why_stop(self, order: Rollback) -> str:
+        if order.arrays:
+            return nonfinite_save(order)
+        if order.forced:
+            return "an on_incident hook stopped it"
+        engines = self._driver.healing().values()
+        if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
+            return "the budget of recoveries is exhausted, and the trouble continues"
+        return "a rule of the policy stops it"
+
+    # -- re-runs: a rollback with nothing changed, is the fault transient or reproducible? ------
+
+    def _needs_rerun(self, order: Rollback) -> bool:
+        """Whether to answer an order with a re-run first; at most one for the same trouble."""
+        if not self._reruns or order.forced or self.restorer is None:
+            return False
+        past = self.ledger.same_trouble(order.onset, self._policy.region, reruns=True)
+        return not past and self.restorer.loaders.can_rewind
+
+    def resume_rerun(self, last: Rollback | None) -> None:
+        """Continues a re-run of an earlier process, if the last rollback is one and not over."""
+        pending = last is not None and last.rerun and self._data.step <= last.index
+        self._rerun = last if pending else None
+
+    def _observe_rerun(self, index: int, order: Rollback | None) -> None:
+        """Takes every step, and logs the verdict at the end of a re-run."""
+        rerun = self._rerun
+        if rerun is None:
+            return
+        again = order is not None and bool(order.action & (Action.ROLLBACK | Action.STOP))
+        if not again and index < rerun.index:
+            return
+        self._rerun = None
+        self._verdict = RerunVerdict.REPRODUCIBLE if again else RerunVerdict.TRANSIENT
+        self._log.event("verdict", step=index, outcome=self._verdict, onset=rerun.onset)
+        self._log.info(f"step {index}: the fault of step {rerun.onset} is {self._verdict}")
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def log_rollback(self, done: Rollback, outcome: RollbackOutcome) -> None:
+        """Writes the event of a rollback."""
+        self._log.event(
+            "rollback",
+            step=done.step,
+            number=done.number,
+            onset=done.onset,
+            cause=names(Cause(done.cause)),
+            checkpoint=done.target,
+            outcome=RollbackOutcome.TRIAL if done.rerun else outcome,
+            lr=done.lr,
+            lr_limit=done.lr_limit,
+            lr_at_fault=None if done.lr is None else done.lr_at_fault,
+            lr_scale_before=self.monitor.lr_scale_before,
+            lr_scale=done.lr_scale,
+            batches=[list(each) for each in done.batches],
+            repeated=done.repeated,
+            initial=done.initial,
+            why=done.why_older or None,
+            moments_reset=True if self._resets_moments(done) else None,
+        )
+
+    def _resets_moments(self, done: Rollback) -> bool:
+        return self._policy.reset_moments and not done.rerun
+
+    def report(self, done: Rollback, moved: RewindResult) -> None:
+        """Writes the events and the line of a rollback that is applied."""
+        if done.rerun:
+            self._log.event("rerun", step=done.step, checkpoint=done.target, onset=done.onset)
+        self.log_rollback(done, RollbackOutcome.DONE)
+        data = "rewound" if moved.rewound else f"goes on forward: {moved.why_not}"
+        self._log.event("data", step=done.target, outcome=data, rewound=moved.rewound)
+        cause = cause_text(Cause(done.cause)) or "ordered by a hook"
+        if done.arrays:
+            cause = nonfinite_save(done)
+        if done.better is not None:
+            cause = f"the weights of step {done.better} are better on the same batches"
+        changed = ["nothing else is changed, to see whether it happens again"]
+        if not done.rerun:
+            moments = "moments reset" if self._resets_moments(done) else ""
+            changed = [done.lr_text, moments, f"data {data.split(':')[0]}"]
+        kind = "checkpoint" if done.better is not None else "known-good checkpoint"
+        kind = "first snapshot" if done.initial else kind
+        self._log.warning(
+            f"step {done.index}: {cause}, since step {done.since}; "
+            f"back to the {kind} of step {done.target}"
+            f"{f' ({done.why_older})' if done.why_older else ''}; "
+            f"{', '.join(filter(None, changed))}"
+        )
+
+    def stop(
+        self,
+        why: str,
+        error: BaseException | None = None,
+        fault: Cause = Cause(0),  # noqa: B008 -- immutable
+        **fields: Any,
+    ) -> NoReturn:
+        """Ends the run with a diagnosis.
+
+        Args:
+            why: the reason.
+            error: what the loop has raised, if that is the reason.
+            fault: the cause of `error`.
+            fields: more fields of the event.
+        """
+        end = self.run_end(Ending.STOPPED, why, fault=fault)
+        text = explain(end)
+        self._log.event(
+            "stop", step=end.step, why=why, diagnosis=text, checkpoint=end.last_good, **fields
+        )
+        raise RunStopped(text, why, end.last_good) from error
+
+    def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
+        """The facts for a diagnosis; `why` is the reason of a stop, or the signal."""
+        good, path = self._good_checkpoint()
+        return RunEnd(
+            ending=ending,
+            step=self._data.step,
+            why=why,
+            rollbacks=tuple(each for each in self.ledger.rollbacks if not each.rerun),
+            verdict=self._verdict,
+            last_good=good,
+            last_good_path=path,
+            declined=self._evidence.declined,
+            **self._facts_of_checkpoints(),
+            **self.monitor.end_facts(),
+            **fields,
+        )
+
+    def _facts_of_checkpoints(self) -> Mapping[str, Any]:
+        found = self._checkpoints
+        if found is None:
+            return {}
+        return {
+            "damaged": tuple(found.damaged),
+            "damaged_in_memory": tuple(found.damaged_in_memory),
+            "not_finite": tuple(found.nonfinite),
+            "unsaved": found.failures,
+            "unsaved_why": found.last_failure,
+        }
+
+    def _good_checkpoint(self) -> tuple[int | None, str | None]:
+        """Step and path of the newest known-good checkpoint."""
+        if self._checkpoints is None:
+            return self._newest_good()
+        good = self._checkpoints.good
+        return good, next((each.path for each in self._listed() if each.step == good), None)
+
+    def _listed(self) -> list[Saved]:
+        try:
+            return [] if self._checkpoints is None else self._checkpoints.listed()
+        except StoreError:
+            return []
+
+    def _facts(self) -> RunFacts:
+        """The facts for a hook."""
+        return RunFacts(
+            run=self._log.events.run,
+            policy=self._policy.name,
+            observes=self._policy.observes,
+            framework=self._driver.framework,
+            rank=self._ranks.rank,
+            learning_rate=self._driver.learning_rate(),
+            rollbacks=self.rollbacks,
+            last_good=self._good_checkpoint()[0],
+            checkpoints=tuple(self._listed()),
+        )
+
+
+def nonfinite_save(order: Rollback) -> str:
+    """Finding of a save, as a clause."""
+    return f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"

@@ -1,0 +1,292 @@
+"""`Saver`: when a run saves, what it saves at its end, and NaN or Inf that a save has found."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from healcore.core.verdict import Action, names
+from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.loop.data import Data
+from healcore.runtime.loop.recovery import Recovery
+from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.recovery.rollback import Rollback
+from healcore.runtime.store import StoreError
+from healcore.runtime.store.claim import Claim
+
+RECENT_ALARM = 2
+"""Steps after an alarm in which no checkpoint is saved: an incident may begin with it."""
+_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
+
+
+class Saver:
+    """Saves the checkpoints of a loop. This one saves nothing, as where a trainer decides."""
+
+    def after_step(self) -> None:
+        """Called when a dispatch was counted."""
+
+    def due(self) -> str:
+        """Called once per dispatch: `regular` or `restart` if such a save is due, else ""."""
+        return ""
+
+    def may_save(self, why: str) -> bool:
+        """Whether a save that was due is still possible, now that all steps are read."""
+        return False
+
+    def save(self, why: str) -> None:
+        """Saves a checkpoint of this step; a restart point if `why` is `restart`."""
+
+    def check(self, *, at_end: bool = False) -> Rollback | None:
+        """The order for new NaN or Inf in the saves so far, or None. All ranks call it.
+
+        `at_end` says whether the data have ended.
+        """
+        return None
+
+    def poll(self) -> None:
+        """Called once per dispatch, after its steps were read."""
+
+    def on_rollback(self, target: int) -> None:
+        """Called when the run was rolled back to the checkpoint of step `target`."""
+
+
+class CheckpointSaver(Saver):
+    """Saves regularly, at the start and at the end; between them restart points.
+
+    `claim` is on the store's directory, or None without one.
+    """
+
+    def __init__(
+        self, data: Data, recovery: Recovery, restorer: Restorer, claim: Claim | None
+    ) -> None:
+        self.restorer = restorer
+        self.claim = claim
+        self.checkpoints: CheckpointManager = restorer.checkpoints
+        self._policy = restorer.policy
+        self._driver = restorer.driver
+        self._ranks = restorer.ranks
+        self._log = restorer.log
+        self._data = data
+        self._ledger = recovery.ledger
+        self._monitor = recovery.monitor
+        self._dominance = recovery.dominance
+        # Whether a save before an exception ends the run is of use.
+        self._exact = self.checkpoints.store.disk is not None and restorer.ranks.world == 1
+        self._counted_to = 0
+        """Step of the last call of `due`; a dispatch may have several steps."""
+        self._overdue = 0
+        """Step at which a save became due that has not been taken yet, or 0."""
+        self._saved = self._newest = -1
+        """Step of the last checkpoint, or that the run started from; restart points included."""
+        self._known_nonfinite: set[int] = set()
+
+    def start(self, step: int) -> None:
+        """Starts from the checkpoint of `step`, or from the initial state."""
+        self.restorer.started_from = step
+        self._saved, self._newest, self._overdue, self._counted_to = step, step, 0, step
+
+    def on_rollback(self, target: int) -> None:
+        """Starts over at the checkpoint of `target`."""
+        self._saved, self._newest, self._overdue, self._counted_to = target, target, 0, target
+        self._known_nonfinite.clear()
+
+    def after_step(self) -> None:
+        """Remembers what a save of this moment needs, in case an exception follows."""
+        if self._exact:
+            self.restorer.host.after_step()
+
+    # -- regular saves --------------------------------------------------------------------------
+
+    def due(self) -> str:
+        """Which save is due and possible; called once per dispatch."""
+        step = self._data.step
+        steps, self._counted_to = step - self._counted_to, step
+        if self.checkpoints.due(step, steps):
+            self._overdue = self._overdue or step
+        if self._overdue and self._alarm_free and self._driver.may_save():
+            return "regular"
+        return "restart" if self._restart_due else ""
+
+    def may_save(self, why: str) -> bool:
+        """Whether no step that was read since `due` speaks against the save."""
+        return self._alarm_free if why == "regular" else self._restart_due
+
+    @property
+    def _restart_due(self) -> bool:
+        """Whether a restart point is due: only of a state that nothing speaks against.
+
+        A restart resumes from it, and it has passed no probation.
+        """
+        due = self.checkpoints.restart_points.due(self._data.step, self._newest)
+        return due and not self._ledger.open and not self._alarmed and self._driver.may_save()
+
+    @property
+    def _alarm_free(self) -> bool:
+        """Whether the last steps had no alarm, which may be the first of an incident.
+
+        A save is delayed by at most one interval: a run with an alarm now and then has an incident
+        open most of the time. A checkpoint from after an onset does no harm: a rollback quarantines
+        it.
+        """
+        late = self._data.step - self._overdue >= self.checkpoints.every
+        return not self._alarmed or late or self._policy.observes
+
+    @property
+    def _alarmed(self) -> bool:
+        unhealthy = self._ledger.unhealthy
+        return bool(unhealthy) and unhealthy[-1] >= self._data.step - RECENT_ALARM
+
+    def save(self, why: str) -> None:
+        """Saves a checkpoint of this step; a restart point if `why` is `restart`."""
+        step = self._data.step
+        self._newest = step  # also if the restart point is left out: the next one is due later
+        if why == "restart":
+            self.checkpoints.save_for_restart(step, *self.restorer.contents(step))
+        else:
+            self._overdue, self._saved = 0, step
+            self.checkpoints.save(step, *self.restorer.contents(step), why)
+        if self.restorer.journal_outdated:
+            self.restorer.write_journal(step)
+        self.restorer.record_first_checkpoint(step)
+        if why in ("first", "regular"):
+            self.keep_anchor()
+
+    def keep_anchor(self) -> None:
+        """Keeps the current weights to compare later ones with, and the anchors' checkpoints."""
+        self._dominance.keep(self._data.step, self.checkpoints.catalog)
+        self.checkpoints.protect(each.step for each in self._dominance.anchors)
+
+    def poll(self) -> None:
+        """Reports what the background has done, and queues checkpoints to be verified."""
+        self.checkpoints.poll(self._ledger)
+
+    # -- the last state -------------------------------------------------------------------------
+
+    def _save_if_not_finite(self) -> None:
+        """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
+        due = self._data.step != self._saved and self._alarmed and self._driver.may_save()
+        if due and not self._driver.finite():
+            self.save("last")
+
+    def save_last(self, *, completed: bool) -> None:
+        """Saves a checkpoint of the last step, if the last checkpoint is older.
+
+        `completed` says whether the loop has ended by itself. Such a loop has given up the
+        gradients that no step has used. After any other end the next step would lack them.
+        """
+        step = self._data.step
+        if step == self._saved and not self.checkpoints.in_memory_only(step):
+            return
+        if not self._driver.may_save():
+            lost = "its gradients are in no checkpoint"
+            lost = lost if completed else f"the last checkpoint is {self._saved}"
+            self._log.problem(step, f"the run ends within an accumulation: {lost}")
+            if not completed:
+                return
+        with nullcontext() if completed else self._before_batches():
+            self.save("last")
+
+    def save_emergency(self) -> str:
+        """Saves before an exception ends the run. Returns the reason if it could not, or "".
+
+        A restart resumes from this checkpoint, which has passed no probation.
+        """
+        if self._ledger.open or self._alarmed:
+            return "the last steps had an alarm"
+        if not self._driver.finite():
+            return "the weights are not finite"
+        if self._data.step == self._saved:
+            return ""
+        try:
+            with self._before_batches():
+                self.save("emergency")
+        except StoreError as error:
+            return str(error)
+        return ""
+
+    @contextmanager
+    def _before_batches(self) -> Iterator[None]:
+        """A context in which a save is of the moment after the last step.
+
+        Batches that were read since then come again after a restart: positions of the loaders and
+        random states are saved as they were before these batches. Raises StoreError if not all that
+        the batches have changed is known.
+        """
+        loaders = self._data.loaders
+        batches = {**loaders.all_unreadable(), **self._data.waiting}
+        if not batches or not self._exact:
+            yield
+            return
+        why_not = self._driver.undo_window()
+        if why_not:
+            raise StoreError(why_not)
+        position = loaders.position_before(batches)
+        if position is None:
+            raise StoreError("the loader has no way back to the first batch of the step")
+        with self.restorer.host.before_batches(position):
+            yield
+        line = "batches that were read for the next step come again after a restart"
+        self._log.event("data", step=self._data.step, outcome=line)
+        self._log.info(f"step {self._data.step}: {line}")
+
+    # -- NaN and Inf ----------------------------------------------------------------------------
+
+    def check(self, *, at_end: bool = False) -> Rollback | None:
+        """The order for new NaN or Inf in the saves so far, or None.
+
+        Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
+        look healthy. No detector sees that, and every checkpoint from then on is bad. The check
+        runs before the next save, however far the disk is behind, so that the result depends on the
+        steps alone. At the end of the data a save follows for it if the weights are not finite.
+        """
+        if at_end:
+            self._save_if_not_finite()
+        found = self.checkpoints.nonfinite_checkpoints()
+        new = found.keys() - self._known_nonfinite
+        self._known_nonfinite |= found.keys()
+        policy, step = self._policy, self._data.step
+        if not new or (policy.observes and len(found) > len(new)):
+            return None  # an observing policy reports the first bad save only
+        first, action = min(found), _ACTIONS[policy.nonfinite_state]
+        since = self.checkpoints.catalog.newest_finite_before(first)
+        bad = self._unhealthy(since, first) or list(range(since, first))
+        order = Rollback(
+            index=step - 1,
+            onset=max(first - 1, 0),  # the state after that step is bad
+            since=since,
+            action=int(action),
+            batches=self._monitor.batches_of(bad),
+            forced=True,
+            arrays=list(found[first]),
+        )
+        serious = action & (Action.ROLLBACK | Action.STOP)
+        if serious and self._harmless(order):
+            self._log.problem(
+                step,
+                f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
+                "without any alarm and with finite weights: the run continues. If this is "
+                "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
+            )
+            return None
+        self._log.event(
+            "order",
+            step=step,
+            cause=[],
+            action=names(action),
+            why=f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}",
+            observed=policy.observes,
+        )
+        return None if policy.observes or not serious else order
+
+    def _unhealthy(self, since: int, until: int) -> list[int]:
+        steps = self._ledger.unhealthy
+        return steps[bisect.bisect_left(steps, since) : bisect.bisect_left(steps, until)]
+
+    def _harmless(self, order: Rollback) -> bool:
+        """Whether a rollback has been tried, and only these arrays are not finite."""
+        past = self._ledger.same_trouble(order.onset, self._policy.region)
+        again = any({*order.arrays} <= {*each.arrays} for each in past)
+        healthy = not self._unhealthy(order.since, order.index + 1)
+        finite = all(self._ranks.gather(self._driver.finite()))
+        return again and healthy and finite

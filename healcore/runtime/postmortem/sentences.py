@@ -1,0 +1,247 @@
+"""Describes events, incidents, states and counts of a run in words.
+
+The report, `healcore watch`, `healcore events show`, trackers and the demo use these sentences. The
+diagnosis at the end of a run is in `healcore.runtime.postmortem.diagnosis`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from healcore.console import counted
+from healcore.core.verdict import Cause
+from healcore.events.models import EventRecord, RollbackOutcome, record
+from healcore.events.schema import ENVELOPE
+from healcore.history import Counts, Incident, Mode
+from healcore.history.process import RunState
+from healcore.history.run import Mark
+from healcore.runtime.faults import FAILURES
+from healcore.runtime.recovery.rollback import Rollback
+
+STATES = {
+    RunState.COMPLETED: "completed",
+    RunState.STOPPED: "stopped by the policy",
+    RunState.EXCEPTION: "ended by an exception",
+    RunState.SIGNAL: "ended by a signal",
+    RunState.INTERRUPTED: "interrupted from the keyboard",
+    RunState.KILLED: "killed",
+    RunState.ENDED: "ended",
+    RunState.GONE: "killed: the process is gone, and there is no end event",
+    RunState.RUNNING: "still running",
+    RunState.UNKNOWN: "unknown: still running, or killed",
+}
+
+
+def flag_names(flags: Sequence[str]) -> str:
+    """Causes or actions: "grad spike and loss spike"."""
+    return " and ".join(name.lower().replace("_", " ") for name in flags)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Joins names: "one, two and three"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def step_range(first: float, last: float) -> str:
+    """A step, or the first and the last step."""
+    return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
+
+
+# -- events ---------------------------------------------------------------------------------------
+
+
+def sentence(event: EventRecord) -> str:
+    """The sentence of an event, or an empty string for kinds without a sentence."""
+    return _SENTENCES[event.kind][0](event) if event.kind in _SENTENCES else ""
+
+
+def sentence_and_fields(event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The sentence of an event, and the fields that the sentence does not contain in full."""
+    found, wrong = record(event)
+    _, said = _SENTENCES.get(found.kind, (None, ""))
+    hidden = {*ENVELOPE, *said.split()} - {*wrong}
+    return sentence(found), {name: each for name, each in event.items() if name not in hidden}
+
+
+def mark(mark: Mark) -> str:
+    """The sentence of a mark on the step axis."""
+    return "a live run would have ended here" if mark.event is None else sentence(mark.event)
+
+
+def _start(event: EventRecord) -> str:
+    observed = " (observes, changes nothing)" if event.mode == "observe" else ""
+    framework = event.framework or ""
+    return f"run {event.run} begins: {framework}, policy {_or(event.policy)}{observed}"
+
+
+def _alarm(event: EventRecord) -> str:
+    return flag_names(event.cause or ()) + ("; skipped" if event.skip else "")
+
+
+def _order(event: EventRecord) -> str:
+    would = "would order" if event.observed else "ordered"
+    actions = ", ".join(flag_names([each]) for each in event.action or ())
+    return f"{would}: {actions}" + (f" ({flag_names(event.cause)})" if event.cause else "")
+
+
+def _rollback(event: EventRecord) -> str:
+    if event.outcome == RollbackOutcome.TRIAL:
+        return f"re-run from step {event.checkpoint}, to see whether the fault is transient"
+    number = len(event.batches or ())
+    parts = (
+        f"from step {event.step or 0} back to the checkpoint of step {_or(event.checkpoint)}",
+        Rollback.of(event).lr_text,
+        f"{counted(number, 'batch', 'batches')} skipped" if number else "",
+        "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
+        "the snapshot that the run started from" if event.initial else "",
+        "the same checkpoint as before: none is older" if event.repeated else "",
+    )
+    return ", ".join(filter(None, parts))
+
+
+def _lr(event: EventRecord) -> str:
+    before, after = event.lr_scale_before, event.lr_scale
+    if not before or not after:
+        return "learning rate"
+    would = "would be " if event.observed else ""
+    why = f": {event.why}" if event.why else ""
+    return f"learning rate {would}× {after:.3g}, was × {before:.3g}{why}"
+
+
+def _hook(event: EventRecord) -> str:
+    if event.problem is not None:
+        return f"a hook failed: {event.problem}"
+    then = flag_names(event.action or ()) or "nothing"
+    return f"the hook {event.hook or ''} changed {flag_names(event.ordered or ())} to {then}"
+
+
+def _fault(event: EventRecord) -> str:
+    """An exception, its kind by the table of failures, and the response."""
+    causes = [Cause[name] for name in event.cause or () if name in Cause.__members__]
+    kinds = ", ".join(f"{FAILURES[each].name} ({FAILURES[each].severity})" for each in causes)
+    done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
+    return f"fault: {kinds or 'unknown'}: {event.problem or ''}{done}"
+
+
+def _or(value: object) -> object:
+    return "?" if value is None else value
+
+
+_SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
+    "start": (_start, "framework policy mode"),
+    "resume": (
+        lambda event: f"resumed from the checkpoint of step {_or(event.checkpoint)}",
+        "checkpoint",
+    ),
+    "alarm": (_alarm, "cause skip"),
+    "incident": (
+        lambda event: (
+            f"incident {_or(event.incident)}: {flag_names(event.cause or ()) or 'unknown cause'}"
+        ),
+        "incident cause",
+    ),
+    "alert": (
+        lambda event: (
+            f"{event.severity or 'alert'}: {flag_names(event.cause or ())}: {event.diagnosis or ''}"
+        ),
+        "severity cause diagnosis",
+    ),
+    "order": (_order, "action cause observed"),
+    "rollback": (_rollback, "checkpoint outcome initial repeated"),
+    "lr": (_lr, "why"),
+    "verdict": (lambda event: f"the re-run: the fault is {_or(event.outcome)}", "outcome"),
+    "grow": (
+        lambda event: (
+            f"tries parts of {_or(event.size)} samples again, not {_or(event.size_before)}"
+        ),
+        "size size_before",
+    ),
+    "vote": (
+        lambda event: f"the ranks agreed: {event.outcome or ''} ({event.why or ''})",
+        "outcome why",
+    ),
+    "hook": (_hook, "hook ordered action problem"),
+    "fault": (_fault, "problem answer"),
+    "retried": (
+        lambda event: event.why or f"a call succeeded at attempt {_or(event.attempt)}",
+        "why",
+    ),
+    "stop": (lambda event: f"stopped: {event.why or ''}", "why"),
+    "problem": (lambda event: f"problem: {event.problem or ''}", "problem"),
+    "save_failed": (
+        lambda event: f"a checkpoint was not written: {event.problem or ''}",
+        "problem",
+    ),
+    "damaged": (lambda event: f"a checkpoint is damaged: {event.problem or ''}", "problem"),
+    "end": (lambda event: f"end: {event.ending or 'unknown'}", "ending"),
+}
+"""Kind -> its sentence, and the fields that the sentence contains in full."""
+
+
+# -- incidents ------------------------------------------------------------------------------------
+
+
+def outcome(incident: Incident) -> str:
+    """The outcome of an incident."""
+    if incident.mode is Mode.REPLAY:
+        return _replayed(incident)
+    measures = [sentence(each) for each in incident.measures]
+    if incident.mode is Mode.OBSERVE:
+        return "; ".join([f"observed only: nothing was done{_would(incident)}", *measures])
+    if measures:
+        return "; ".join(measures)
+    return (
+        f"skipped {_skipped(incident)}, then training continued"
+        if incident.skipped
+        else "training continued"
+    )
+
+
+def _skipped(incident: Incident) -> str:
+    return f"{counted(incident.skipped, 'step')}{' or more' if incident.capped else ''}"
+
+
+def _would(incident: Incident) -> str:
+    parts = [f"skipped {_skipped(incident)}"] if incident.skipped else []
+    if "ROLLBACK" in incident.action:
+        times = "once" if incident.repeats == 1 else f"{incident.repeats} times"
+        more = f" ({times} more if that had not helped)" if incident.repeats else ""
+        parts.append(f"rolled back{more}")
+    if incident.stop_step is not None:
+        parts.append(f"stopped the run at step {incident.stop_step:.0f}")
+    return f"; it would have {', '.join(parts)}" if parts else ""
+
+
+def _replayed(incident: Incident) -> str:
+    parts: list[str] = []
+    if incident.denied:
+        parts.append("a rollback was due and the budget was exhausted: the run would stop")
+    elif "ROLLBACK" in incident.action:
+        parts.append(f"would roll back{_more_rollbacks(incident)}")
+    if "STOP" in incident.action and not incident.denied:
+        parts.append("would stop")
+    if incident.skipped:
+        parts.append(f"{counted(incident.skipped, 'step')} skipped")
+    if incident.clipped:
+        parts.append(f"{incident.clipped} clipped")
+    return ", ".join(parts) or "alert only"
+
+
+def _more_rollbacks(incident: Incident) -> str:
+    more = "once more" if incident.repeats == 1 else f"{incident.repeats} times more"
+    if not incident.repeat_denied:
+        return f" ({more} if that had not helped)" if incident.repeats else ""
+    first = f"{more}, and then " if incident.repeats else ""
+    return f" (if that had not helped: {first}it would stop)"
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def repeats(counts: Counts, *, would: bool) -> str:
+    """Rollbacks beyond one for each incident, or an empty string."""
+    why = "more if rollbacks had not helped" if would else "again in the same incident"
+    parts = [f"and {counts.repeats} {why}"] if counts.repeats else []
+    parts += [f"{counts.denied} beyond the budget"] if counts.denied else []
+    return ", ".join(parts)

@@ -1,1 +1,0 @@
-"""Readers of checkpoints. They execute nothing in a file and read arrays in pieces."""

@@ -1,0 +1,203 @@
+"""The reference's detectors with a limit, a window or an average of the last values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from healcore.core.verdict import Cause
+from tests.core.reference.ties import Ties, Watch, warmup
+
+Finding = tuple[bool, bool, int]
+NO_FINDING: Finding = (False, False, 0)
+
+
+def flushed(square: float) -> float:
+    """A square so small that it is zero to the core."""
+    return square if square >= 1e-30 else 0.0
+
+
+class LossWindow:
+    """A list of the last values, outliers among them as their limit."""
+
+    cause, signal = Cause.LOSS_SPIKE, "loss"
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.held: list[float] = []
+        self.row = 0
+
+    def see(self, step: Any) -> Finding:
+        c, x = self.config, getattr(step, self.signal)
+        if step.restart:
+            self.held, self.row = [], 0
+        if not step.finite:
+            return NO_FINDING
+        limit = self._limit()
+        alarm = limit is not None and self.ties.above(x, limit, *map(abs, self.held))
+        self.row = self.row + 1 if alarm else 0
+        self.held = [*self.held, limit if alarm and limit is not None else x][-c.window :]
+        return alarm, alarm and self.row >= c.sustain, int(self.cause) if alarm else 0
+
+    def _limit(self) -> float | None:
+        c, n = self.config, len(self.held)
+        if not n or n < c.warmup_steps:
+            return None
+        mean = sum(self.held) / n
+        squares = sum(flushed((x - mean) ** 2) for x in self.held)
+        var = squares / max(1, n - 1 if c.bessel else n)
+        var = max(var, flushed((c.min_rel_std * mean) ** 2))
+        return mean + c.sigmas * math.sqrt(var) if var else None
+
+
+class GradWindow(LossWindow):
+    """The same rule on the norm."""
+
+    cause, signal = Cause.GRAD_SPIKE, "norm"
+
+
+class GradEma:
+    """Weights that decay with each accepted norm: written out, not as a recursion."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.count = 0
+        self.weight = self.mean = self.var = 0.0
+        self.watch = Watch(config.shift, ties)
+
+    def see(self, step: Any) -> Finding:
+        c, x = self.config, step.norm
+        if step.restart:
+            self.count = 0
+            self.watch.clear()
+        if not step.finite or x <= 0:
+            return NO_FINDING
+        if self.count < c.warmup_steps:
+            if self.count:
+                x, forget = warmup(x, self.mean, self.ties)
+                self.count = 0 if forget else self.count
+            self._learn(x)
+            self.count += 1
+            return NO_FINDING
+        alarm = self._far(x)
+        if not alarm:
+            self._learn(x)
+        escaped = self.watch.see(x, alarm)
+        sustained = alarm and (escaped or self.watch.run >= c.sustain * c.shift.gain)
+        if escaped:
+            self.mean, self.var = self.watch.level, self.watch.spread
+        return alarm, sustained, int(Cause.GRAD_SPIKE) if alarm else 0
+
+    def _far(self, x: float) -> bool:
+        c, far = self.config, False
+        if c.ratio is not None:
+            far = not self.ties.above(c.ratio * self.mean, x)
+        if c.sigmas is not None:
+            var = max(self.var, flushed((c.min_rel_std * self.mean) ** 2))
+            beyond = not self.ties.above(self.mean + c.sigmas * math.sqrt(var), x)
+            far = far or (beyond and x > self.mean)
+        return far
+
+    def _learn(self, x: float) -> None:
+        if self.count == 0:
+            self.weight = self.mean = self.var = 0.0
+        decay = self.config.ema_decay
+        before, after = decay * self.weight, decay * self.weight + 1 - decay
+        mean = (before * self.mean + (1 - decay) * x) / after
+        old = self.var + (self.mean - mean) ** 2  # of the norms before, about the new mean
+        self.var = (before * old + (1 - decay) * (x - mean) ** 2) / after
+        self.weight, self.mean = after, mean
+
+
+class GradCeiling:
+    """A list of the first norms."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.first: list[float] = []
+        self.row = 0
+
+    def see(self, step: Any) -> Finding:
+        c, x = self.config, step.norm
+        if step.restart:
+            self.first, self.row = [], 0
+        if not step.finite or x <= 0:
+            return NO_FINDING
+        known = len(self.first) >= c.first_steps
+        alarm = c.ceiling is not None and x > c.ceiling
+        if c.first_ratio is not None and known:
+            alarm |= not self.ties.above(c.first_ratio * max(self.first), x)
+        if not alarm and not known:
+            self.first.append(x)
+        self.row = min(self.row + 1, c.escape) if alarm else 0
+        sustained = alarm and self.row >= c.sustain
+        if c.first_ratio is not None and self.row >= c.escape:
+            self.first, self.row = [], 0
+        return alarm, sustained, int(Cause.GRAD_SPIKE) if alarm else 0
+
+
+class LossRatio:
+    """A list of the accepted losses; the mean of the last of them."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.accepted: list[float] = []
+        self.row = 0
+        self.last = 0.0
+
+    def see(self, step: Any) -> tuple[bool, bool, int]:
+        c, x = self.config, step.loss
+        if step.restart:
+            self.accepted, self.row = [], 0
+        if not step.finite:
+            return False, False, 0
+        if self._judge(x):
+            self.row += 1
+            finding = True, self.row >= c.sustain, int(Cause.LOSS_SPIKE)
+            if self.row >= c.escape:
+                self.accepted, self.last, self.row = [x], x, 0
+            return finding
+        self.row, self.last = 0, x
+        self.accepted = [*self.accepted, x][-c.window :]
+        return False, False, 0
+
+    def _judge(self, x: float) -> bool:
+        c, held = self.config, self.accepted
+        if not held or len(held) < c.warmup_steps:
+            return False
+        mean = sum(held) / len(held)
+        zeros = sum(each == 0 for each in held)
+        size = max(abs(each) for each in held)
+        if min(held) >= 0 and 2 * zeros < len(held):
+            return self.ties.above(x, c.ratio * mean) and x > self.last
+        if size == 0 or len(held) < c.window:
+            return False
+        return self.ties.above(x - mean, c.ratio * size, x, size) and x > self.last
+
+
+class LossCeiling:
+    """The losses of the first steps."""
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.first: list[float] = []
+        self.row = 0
+
+    def see(self, step: Any) -> tuple[bool, bool, int]:
+        c, x = self.config, step.loss
+        if step.restart:
+            self.first, self.row = [], 0
+        if not step.finite:
+            return False, False, 0
+        if len(self.first) < c.first_steps:
+            self.first.append(x)
+            self.row = 0
+            return False, False, 0
+        alarm = c.ceiling is not None and x > c.ceiling
+        if self.first and c.first_ratio == 1:
+            alarm |= x > max(self.first)  # as they came in: no tie
+        elif self.first:
+            top = max(self.first)
+            alarm |= self.ties.above(x, top + (c.first_ratio - 1) * abs(top), top)
+        self.row = self.row + 1 if alarm else 0
+        return alarm, alarm and self.row >= c.sustain, int(Cause.DIVERGENCE) if alarm else 0

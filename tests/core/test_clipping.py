@@ -1,0 +1,254 @@
+"""Clipping rules against their definitions.
+
+`recent_max` is monotone in every backend, and nothing locks in. AutoClip's histogram is compared
+with NumPy's percentile, ZClip with its authors' package. The package computes in double precision
+and adds 1e-6 to sigma, so the factors agree to 2e-4 on positive, finite norms without a lasting
+shift and with more noise than one percent of the mean.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from zclip import ZClip
+
+from healcore.core.clipping import RULES
+from healcore.core.engine import Engine, EngineConfig
+from healcore.core.signals import Signals
+from healcore.policy import load
+from tests.core.engine_runner import Runner
+from tests.core.random_policies import BOUNDED
+from tests.parity import backends
+
+RULE = RULES["recent_max"]()
+HELD = 1.0001 * float(RULE.ratio)
+"""A spike after norms of 1 is at most this large."""
+HISTORY, LANES = 24, 8
+
+sizes = st.floats(-12.0, 14.0).map(lambda power: float(np.float32(10.0**power)))
+norms = sizes | st.sampled_from([0.0, float("nan"), float("inf"), 1.0])
+
+
+def passed(*parts: list[float]) -> np.ndarray:
+    """What is left of each norm."""
+    values = np.concatenate(parts)
+    runner = Runner(EngineConfig(clip=("recent_max", RULE)))
+    return np.array([v * float(runner.step(grad_norm=v).grad_scale) for v in values])
+
+
+@functools.cache
+def engine_on(backend: str) -> tuple[Engine, backends.Run]:
+    """The clip of the preset alone."""
+    engine = Engine(EngineConfig(clip=load("default").config().clip))
+    return engine, backends.runner(backend, engine)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "jax", "torch"])
+@given(
+    history=st.lists(norms, min_size=HISTORY, max_size=HISTORY),
+    last=st.lists(sizes, min_size=LANES, max_size=LANES),
+)
+@example(
+    history=[1.0] * HISTORY,
+    last=[1.0, 2.0, 0.999 * HELD, HELD, 1.001 * HELD, 100.0, 1e3, 1e12],
+)
+@settings(**BOUNDED, max_examples=60)
+def test_a_larger_norm_never_passes_less(backend, history, last):
+    engine, run = engine_on(backend)
+    rows = np.repeat(np.array(history, np.float32)[:, None], LANES, axis=1)
+    rows = np.concatenate([rows, np.sort(np.array(last, np.float32))[None]])
+    state = backends.start(backend, engine.init(batch=(LANES,)))
+    _, _, decisions = run(state, Signals(grad_norm=rows))
+    left = rows[-1].astype(np.float64) * decisions.grad_scale[-1]
+    # Factor and product are rounded to float32, and the divisor has torch's 1e-6.
+    rounding = 1e-6 * (left[:-1] + decisions.grad_scale[-1][:-1])
+    assert (np.diff(left) >= -rounding).all()
+    assert (decisions.grad_scale[-1] <= 1).all()
+
+
+def test_the_planted_error_is_no_monotone_rule():
+    """The published ZClip brings the larger of two spikes further down."""
+    zclip = RULES["zclip"](max_norm=None)
+    left = []
+    for spike in (2.0, 200.0):
+        runner = Runner(EngineConfig(clip=("zclip", zclip)))
+        for norm in np.exp(0.1 * np.random.default_rng(0).normal(size=60)):
+            runner.step(grad_norm=norm)
+        left.append(spike * float(runner.step(grad_norm=spike).grad_scale))
+    assert left[1] < 0.95 * left[0]
+
+
+@pytest.mark.parametrize("factor", [10.0, 1e3, 1e6])
+def test_a_higher_level_is_followed_geometrically(factor):
+    left = passed([1.0] * 100, [factor] * 30)[100:]
+    steps = int(np.argmax(left > 0.999 * factor))
+    assert steps == max(0, int(np.ceil(np.log(factor) / np.log(RULE.ratio) - 1e-6)) - 1)
+    np.testing.assert_allclose(left[steps:], factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [[0.0] * 50, [1e-11] * 50, [1e-11] + [1.0] * 49, [float("nan")] * 50, [1e6] + [1e-3] * 2400],
+    ids=["zeros", "tiny", "a tiny first norm", "nan", "a huge first norm"],
+)
+def test_nothing_locks_in(before):
+    left = passed(before, [1.0] * 60)
+    np.testing.assert_allclose(left[-20:], 1.0, rtol=1e-5)
+
+
+def test_after_a_huge_first_norm_spikes_are_clipped_again():
+    left = passed([1e3], [1.0] * 400, [100.0])
+    assert left[-1] < HELD
+
+
+def test_garbage_in_warm_up_raises_the_limit_by_one_factor():
+    left = passed([1.0] * 5, [1e6], [1.0] * 20, [1000.0])
+    assert left[5] == 1e6, "the first ten pass"
+    assert left[-1] < HELD * RULE.ratio
+
+
+def test_a_class_in_batches_of_its_own_passes_whole_after_a_few():
+    """One batch in 50, four times what passes at once."""
+    values, large = np.ones(1000), np.float32(4 * RULE.ratio)
+    values[49::50] = large
+    left = passed(list(values))
+    assert (left[49:600:50][8:] == large).all()
+    assert left[49] < HELD
+
+
+def test_single_garbage_batches_are_held_to_the_ratio_again_and_again():
+    values = np.ones(1000)
+    values[199::200] = 1e3
+    left = passed(list(values))[199::200]
+    assert left.max() < HELD
+
+
+BIN = 2 ** (1 / 16)
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.3, 3.0])
+@pytest.mark.parametrize("percentile", [5.0, 10.0, 50.0, 90.0])
+def test_within_one_bin_above_the_percentile(percentile, spread):
+    rng = np.random.default_rng(int(percentile))
+    norms = np.exp(spread * rng.normal(size=390)).astype(np.float32)
+    config = RULES["autoclip"](percentile=percentile, window=200)
+    runner = Runner(EngineConfig(clip=("autoclip", config)))
+    for i, norm in enumerate(norms):
+        runner.step(grad_norm=norm)
+        exact = np.percentile(norms[: i + 1], percentile, method="inverted_cdf")
+        threshold = float(runner.state.last.threshold)
+        assert exact * (1 - 1e-6) <= threshold <= exact * BIN * (1 + 1e-6), f"step {i}"
+
+
+@pytest.mark.parametrize("factor", [0.01, 1.5, 100.0])
+def test_it_forgets_within_five_windows(factor):
+    rng = np.random.default_rng(0)
+    window = 60
+    config = RULES["autoclip"](percentile=30.0, window=window)
+    runner = Runner(EngineConfig(clip=("autoclip", config)))
+    runner.feed(grad_norm=np.exp(0.2 * rng.normal(size=400)))
+    after = factor * np.exp(0.2 * rng.normal(size=5 * window))
+    runner.feed(grad_norm=after)
+    exact = np.percentile(after, 30.0)
+    assert abs(np.log(float(runner.state.last.threshold) / exact)) < 0.15
+
+
+def test_the_memory_does_not_grow():
+    config = RULES["autoclip"](window=50)
+    runner = Runner(EngineConfig(clip=("autoclip", config)))
+    for norm in np.exp(np.random.default_rng(0).normal(size=500)):
+        runner.step(grad_norm=norm)
+        assert runner.state.clip.counts.sum() <= 100
+
+
+def test_norms_off_the_scale_go_into_the_last_bins():
+    config = RULES["autoclip"](percentile=50.0)
+    runner = Runner(EngineConfig(clip=("autoclip", config)))
+    decisions = runner.feed(grad_norm=[1e-11, 1e14, 1e-11, 1e14, 1e-11])
+    assert runner.state.clip.counts[[0, -1]].tolist() == [3, 2]
+    assert all(0 < d.grad_scale <= 1 for d in decisions)
+
+
+MODES = {
+    "reciprocal": {"mode": "zscore", "clip_option": "adaptive_scaling"},
+    "mean": {"mode": "zscore", "clip_option": "mean"},
+    "max": {"mode": "percentile"},
+}
+TOLERANCE = 2e-4
+
+
+def noisy_norms(seed: int) -> np.ndarray:
+    """Noise about a slow drift, and a spike now and then."""
+    rng = np.random.default_rng(seed)
+    steps = np.arange(600)
+    level = 5 + 0.3 * np.sin(steps / 150)
+    spikes = np.where((rng.random(600) < 0.02) & (steps > 30), rng.uniform(2, 50, 600), 1.0)
+    return (level * np.exp(0.1 * rng.normal(size=600)) * spikes).astype(np.float32)
+
+
+def published(values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray, ZClip]:
+    """The package's factors and means on gradients of these noisy_norms."""
+    rule = ZClip(alpha=0.97, warmup_steps=25, **settings)
+    module = torch.nn.Linear(1, 1, bias=False)
+    factors, means = [], []
+    for value in values:
+        module.weight.grad = torch.full((1, 1), float(value))
+        rule.step(module)
+        factors.append(float(module.weight.grad) / float(value))
+        means.append(rule.mean if rule.initialized else np.nan)
+    return np.array(factors), np.array(means), rule
+
+
+@pytest.mark.parametrize(
+    ("target", "max_norm"),
+    [("reciprocal", None), ("reciprocal", 6.0), ("mean", None), ("max", 6.0)],
+)
+def test_the_same_factors_and_statistics(target, max_norm):
+    runs = np.stack([noisy_norms(seed) for seed in range(3)], axis=1)
+    config = RULES["zclip"](target=target, max_norm=max_norm)
+    runner = Runner(EngineConfig(clip=("zclip", config)), lanes=3)
+    got, ours = [], []
+    for values in runs:
+        got.append(runner.step(grad_norm=values).grad_scale)
+        ours.append(runner.state.clip.mean)
+    for lane in range(3):
+        factors, means, rule = published(
+            runs[:, lane], z_thresh=2.5, max_grad_norm=max_norm, **MODES[target]
+        )
+        assert (factors[25:] < 1).sum() >= 5
+        np.testing.assert_allclose(np.array(got)[:, lane], factors, rtol=TOLERANCE)
+        np.testing.assert_allclose(np.array(ours)[24:, lane], means[24:], rtol=TOLERANCE)
+        assert rule.var is not None
+        np.testing.assert_allclose(runner.state.clip.var[lane], rule.var, rtol=10 * TOLERANCE)
+
+
+def test_the_tolerance_would_notice_another_threshold():
+    """A z_threshold of 2.45 instead of 2.5 is detected."""
+    values = noisy_norms(0)
+    factors, _, _ = published(values, z_thresh=2.5, max_grad_norm=None, **MODES["reciprocal"])
+    config = RULES["zclip"](z_threshold=2.45, max_norm=None)
+    got = [
+        float(d.grad_scale)
+        for d in Runner(EngineConfig(clip=("zclip", config))).feed(grad_norm=values)
+    ]
+    assert not np.allclose(got, factors, rtol=TOLERANCE)
+
+
+def test_nan_blinds_the_package_and_a_shift_locks_it_in():
+    """The published behaviour that healcore departs from is still published."""
+    healthy = np.exp(0.1 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
+    one_nan = np.concatenate([healthy, [np.float32("nan")], healthy, [np.float32(50)]])
+    shifted = np.concatenate([healthy, 2 * np.tile(healthy, 5)])
+    settings = {"z_thresh": 2.5, "max_grad_norm": None, **MODES["reciprocal"]}
+    config = EngineConfig(clip=("zclip", RULES["zclip"](max_norm=None)))
+
+    assert published(one_nan, **settings)[0][-1] == 1.0, "one NaN, and x50 passes"
+    assert Runner(config).feed(grad_norm=one_nan)[-1].grad_scale < 0.1
+    assert (published(shifted, **settings)[0][200:] < 1).mean() > 0.95, "clipped for ever"
+    scales = np.array([d.grad_scale for d in Runner(config).feed(grad_norm=shifted)])
+    assert (scales[300:] < 1).mean() < 0.05

@@ -1,0 +1,145 @@
+"""A sample event of every kind, and the check that an event is as this version writes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from healcore.core.evidence import Evidence
+from healcore.core.step_record import Readings
+from healcore.core.verdict import Action, Cause
+from healcore.events import schema
+from healcore.events.models import EventModel
+
+READINGS = Readings(2.31, 14.2, 1.27, 55.0, math.inf)
+EVIDENCE = (Evidence("layers.3.weight", math.nan), Evidence("layers.1.weight", 12.5))
+
+SAMPLES: dict[str, dict[str, Any]] = {
+    "start": {
+        "policy": "default",
+        "fingerprint": "0a1b2c3d",
+        "mode": "heal",
+        "framework": "torch",
+        "store": "checkpoints",
+        "rank": 0,
+        "world": 1,
+        "lag": 1,
+        "save_every": 100,
+        "resumes": False,
+    },
+    "resume": {"checkpoint": 400},
+    "alarm": {
+        "engine": "optimizer",
+        "incident": 1,
+        "cause": Cause.LOSS_SPIKE,
+        "skip": True,
+        "grad_scale": 1.0,
+        "lr_scale": 1.0,
+        "action": Action.ALERT,
+        "readings": READINGS,
+        "evidence": EVIDENCE,
+        "batches": [(0, 7)],
+    },
+    "incident": {"incident": 1, "onset": 4, "cause": Cause.LOSS_SPIKE, "batches": [(0, 7)]},
+    "alert": {
+        "incident": 1,
+        "cause": Cause.LOSS_SPIKE,
+        "action": Action.ALERT,
+        "severity": "warning",
+        "diagnosis": "The loss left its level and stayed there.",
+        "references": ["arXiv:2504.02507 (ZClip)"],
+    },
+    "order": {
+        "incident": 1,
+        "cause": Cause.LOSS_SPIKE,
+        "action": Action.ROLLBACK | Action.CUT_LR,
+        "depth": 1,
+        "observed": True,
+    },
+    "assessment": {
+        "onset": 4,
+        "cause": Cause.LOSS_SPIKE,
+        "verdict": "damage",
+        "by": "earlier_weights",
+        "rise": 3.5,
+        "rise_remembered": 0.01,
+    },
+    "save": {"why": "regular", "seconds": 0.25},
+    "save_failed": {"problem": OSError(28, "No space left on device")},
+    "good": {},
+    "quarantine": {"checkpoint": 500},
+    "damaged": {"problem": "the checkpoint of step 500 is damaged"},
+    "rollback_begin": {"number": 1, "onset": 4, "checkpoint": 300},
+    "rollback": {
+        "number": 1,
+        "onset": 4,
+        "cause": Cause.LOSS_SPIKE,
+        "checkpoint": 300,
+        "outcome": "done",
+        "lr": 1e-3,
+        "lr_limit": 5e-4,
+        "lr_scale_before": 1.0,
+        "lr_scale": 0.5,
+        "batches": [(0, 7), (0, 8)],
+        "repeated": False,
+        "initial": False,
+    },
+    "skipped_batches": {"batches": [(0, 7), (1, 0)]},
+    "data": {"outcome": "rewound", "rewound": True},
+    "lr": {"lr_scale_before": 1.0, "lr_scale": 0.5, "why": "the policy cuts it"},
+    "rerun": {"checkpoint": 300, "onset": 4},
+    "verdict": {"outcome": "transient", "onset": 4},
+    "hook": {"hook": "mine.watch", "ordered": Action.ROLLBACK, "action": Action(0)},
+    "fault": {
+        "cause": ["NETWORK"],
+        "sign": "HTTP 503",
+        "problem": "upload failed (HTTP 503, attempt 2), again in 1.5 s",
+        "answer": "retry",
+        "attempt": 2,
+        "wait_s": 1.5,
+    },
+    "vote": {
+        "outcome": "end",
+        "why": "signal 15",
+        "of_ranks": [{"rank": 1, "outcome": "end", "why": "signal 15"}],
+    },
+    "grow": {"samples": 32, "size_before": 8, "size": 16},
+    "retried": {"attempt": 3},
+    "stop": {
+        "why": "the budget is spent",
+        "diagnosis": "healcore stopped the run.",
+        "checkpoint": 300,
+    },
+    "problem": {"problem": "the journal could not be written"},
+    "end": {"ending": "stopped", "incidents": 3, "rollbacks": 2, "last_good": 300},
+}
+
+
+def problems(event: Mapping[str, Any]) -> list[str]:
+    """What is wrong with an event; nothing if it is as this version writes it.
+
+    Stricter than `json_schema`: unknown kinds and fields, which a reader of a newer file ignores,
+    are problems.
+    """
+    kind = schema.KINDS.get(event.get("kind", ""))
+    if kind is None:
+        return [f"kind {event.get('kind')!r} is none of {', '.join(schema.KINDS)}"]
+    known = {field.alias or name for name, field in EventModel.model_fields.items()}
+    found = [f"{event['kind']} has no {name}" for name in kind.needs if name not in event]
+    found += [
+        f"{event['kind']} has a field {name!r} that no event has"
+        for name in event
+        if name not in known
+    ]
+    try:
+        EventModel.model_validate(event)
+    except ValidationError as error:
+        wrong = {str(each["loc"][0]): each["msg"] for each in error.errors(include_url=False)}
+        found += [
+            f"{event['kind']}: {name}: {why}, not {event.get(name, 'left out')!r:.200}"
+            for name, why in wrong.items()
+        ]
+    return found

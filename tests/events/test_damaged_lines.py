@@ -1,0 +1,124 @@
+"""Reading events: whole lines are read, whatever lies between them."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from healcore.events import LineProblem, Log, last, read
+
+
+def event(seq: int, run: Any = "a", **fields) -> bytes:
+    return json.dumps({"schema": 1, "seq": seq, "run": run, "kind": "save", **fields}).encode()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.events.jsonl"
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_nothing(path, size):
+    path.write_bytes(b"\n" * size)
+    assert read(path) == ([], [])
+    assert last(path) is None
+
+
+def test_no_file(path):
+    with pytest.raises(FileNotFoundError):
+        read(path)
+    with pytest.raises(FileNotFoundError):
+        last(path)
+
+
+@pytest.mark.parametrize(
+    ("junk", "reason"),
+    [
+        (b'{"schema": 1, "seq"', "not JSON"),
+        (b"\x00\x00\x00", "not JSON"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b"[" * 100_000, "not JSON (RecursionError)"),
+        (b"1" * 5000, "not JSON"),
+        (b"null", "not a JSON object but NoneType"),
+        (event(-1), "seq is not a whole number"),
+        (event(True), "seq is not a whole number"),
+        (event(1 << 60), "seq is not a whole number"),
+        (event(1, run=3), "run is not a string"),
+    ],
+    ids=range(10),
+)
+def test_a_damaged_line_is_listed_and_left_out(path, junk, reason):
+    path.write_bytes(b"\n".join([event(0), junk, event(1), b""]))
+    history = read(path)
+    assert [e["seq"] for e in history.events] == [0, 1]
+    (problem,) = history.problems
+    assert problem.line == 2
+    assert reason in problem.problem
+    path.write_bytes(b"\n".join([event(0), junk]))
+    assert last(path) == json.loads(event(0))
+    assert "torn" in read(path).problems[0].problem
+
+
+def test_every_prefix_reads(path):
+    """Fault 39: a file cut anywhere still gives all its whole lines."""
+    log = Log(path)
+    for step in range(3):
+        log.write("alarm", step=step, why="ü\n" * step)
+    log.close()
+    data = path.read_bytes()
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        whole = data[:cut].count(b"\n")
+        ended = cut > 0 and data[cut : cut + 1] == b"\n"  # all but its line feed
+        history = read(path)
+        assert [e["step"] for e in history.events] == list(range(whole + ended))
+        assert len(history.problems) == (not ended and data[:cut][-1:] not in (b"", b"\n"))
+        assert (last(path) or {}).get("step") == (whole + ended - 1 if whole + ended else None)
+
+
+def test_flipped_bits_cost_at_most_their_lines(path):
+    log = Log(path)
+    for step in range(50):
+        log.write("alarm", step=step)
+    log.close()
+    data, chance = path.read_bytes(), random.Random(1)
+    for _ in range(100):
+        place = chance.randrange(len(data))
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        assert len(read(path).events) >= 48, "a line feed that is gone costs two"
+
+
+def test_last_in_a_large_file_and_behind_a_large_line(path):
+    with path.open("wb") as file:
+        for seq in range(3000):
+            file.write(event(seq, why="x" * 100) + b"\n")
+        file.write(event(3000, why="y" * (1 << 20)) + b"\n")
+        file.write(b"z" * (1 << 20))
+    found = last(path)
+    assert found is not None
+    assert found["seq"] == 3000
+
+
+def test_the_same_event_twice_is_a_problem(path):
+    path.write_bytes(b"\n".join([event(0), event(1), event(0), b""]))
+    assert read(path).problems == [LineProblem(3, "a second event 0 of run a, as in line 1")]
+
+
+def test_a_newer_schema_is_read_with_a_warning(path):
+    path.write_bytes(event(0, schema=3) + b"\n")
+    history = read(path)
+    assert len(history.events) == 1
+    assert "newer healcore" in history.problems[0].problem
+
+
+def test_runs_one_after_another_are_no_problem_and_at_once_are(path):
+    one_by_one = [event(0), event(1), event(2, run="b"), event(3, run="c")]
+    path.write_bytes(b"\n".join([*one_by_one, b""]))
+    assert read(path).problems == []
+    path.write_bytes(b"\n".join([*one_by_one, event(4, run="b"), event(5, run="c"), b""]))
+    assert read(path).problems == [LineProblem(5, "runs c and b write at once")]

@@ -1,0 +1,226 @@
+"""The writer: the content of a line, the numbering across runs, and no exceptions."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from healcore.core.evidence import Evidence
+from healcore.core.verdict import Action, Cause
+from healcore.events import Log, log, read
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "run.events.jsonl"
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_line_per_event(path):
+    events = Log(path, run="mine")
+    assert events.write("alarm", step=3, cause=["LOSS_SPIKE"], engine=None)
+    assert events.write("end", step=None, ending="completed")
+    first, second = lines(path)
+    assert list(first) == ["schema", "seq", "run", "time", "mono", "kind", "step", "cause"]
+    assert (first["schema"], first["seq"], first["run"], first["step"]) == (2, 0, "mine", 3)
+    assert (second["seq"], second["kind"], second["step"]) == (1, "end", None)
+    assert second["mono"] >= first["mono"]
+    assert second["time"] >= first["time"]
+
+
+def test_without_a_path_nothing_is_written_and_nothing_lost(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    events = Log(None)
+    assert not events.write("start", step=0)
+    events.close()
+    assert (events.lost, os.listdir(tmp_path)) == (0, [])
+
+
+def test_start_has_the_process_and_its_environment(path):
+    Log(path).write("start", step=0, policy="default")
+    (start,) = lines(path)
+    assert start["pid"] == os.getpid()
+    assert {"healcore", "python", "numpy"} <= start["environment"].keys()
+
+
+def test_numbers_go_on_from_the_last_good_line(path):
+    for run in ("a", "b", "c"):
+        events = Log(path, run=run)
+        for step in range(3):
+            events.write("save", step=step)
+        events.close()
+    assert [e["seq"] for e in read(path).events] == list(range(9))
+    assert list(read(path).runs()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"schema": 1, "seq": 7, "ru', b"\x00" * 5000, b"[1]", b'{"schema":1}', b"\xff\xfe"]
+)
+def test_a_torn_tail_gets_its_line_feed_first(path, tail):
+    events = Log(path)
+    events.write("save", step=1)
+    events.close()
+    with path.open("ab") as file:
+        file.write(tail)
+    assert Log(path).write("save", step=2)
+    history = read(path)
+    assert [(e["seq"], e["step"]) for e in history.events] == [(0, 1), (1, 2)]
+    assert [problem.line for problem in history.problems] == [2]
+
+
+def test_anothers_torn_line_does_not_take_ours_with_it(path):
+    events = Log(path)
+    events.write("save", step=1)
+    with path.open("ab") as file:
+        file.write(b'{"half a li')
+    events.write("save", step=2)
+    assert [e["step"] for e in read(path).events] == [1, 2]
+
+
+def test_a_file_that_is_rotated_away_or_deleted_is_made_again(path):
+    events = Log(path)
+    events.write("save", step=1)
+    path.rename(path.with_suffix(".1"))
+    events.write("save", step=2)
+    path.unlink()
+    events.write("save", step=3)
+    assert [(e["seq"], e["step"]) for e in read(path).events] == [(2, 3)]
+    assert events.lost == 0
+
+
+def test_it_makes_the_directory(tmp_path):
+    path = tmp_path / "not" / "yet" / "run.events.jsonl"
+    assert Log(path).write("save", step=1)
+    assert len(read(path).events) == 1
+
+
+class Spiteful:
+    """Raises wherever it is looked at."""
+
+    ndim = 0
+
+    def item(self):
+        raise RuntimeError("deleted array")
+
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+def endless() -> list:
+    loop: list = []
+    loop.append(loop)
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (np.float32(-math.inf), "-inf"),
+        (np.float32(0.5), 0.5),
+        (np.int32(3), 3),
+        (np.array(True), True),
+        (np.str_("text"), "text"),
+        (Cause.LOSS_SPIKE | Cause.OOM, ["LOSS_SPIKE", "OOM"]),
+        (Action(0), []),
+        (signal.SIGTERM, 15),
+        ([Evidence("w", math.nan)], [{"name": "w", "grad_norm": "nan"}]),
+        ((1, (2, 3)), [1, [2, 3]]),
+        ({1: {2, 1}}, {"1": [1, 2]}),
+        (Path("a/b"), "a/b"),
+        (ValueError("why"), "ValueError: why"),
+        ("two\nlines \ud800 ü", "two\nlines \ud800 ü"),
+        (b"\x00", "b'\\x00'"),
+        (endless(), "(could not be written: RecursionError)"),
+        (Spiteful(), "(could not be written: RuntimeError)"),
+        (10**5000, "(could not be written: ValueError)"),
+        (np.zeros(10**6), None),
+        ("x" * 10**6, None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_value_is_written_somehow(path, value, written):
+    assert Log(path).write("problem", step=1, value=value, other=1)
+    (line,) = path.read_bytes().splitlines()
+    event = json.loads(line, parse_constant=pytest.fail)
+    assert event["other"] == 1
+    assert len(line) < 12_000
+    if written is not None:
+        assert event["value"] == written
+
+
+def test_nonfinite_numbers_come_back_through_float(path):
+    Log(path).write("alarm", step=1, readings={"loss": math.nan, "grad_norm": -math.inf})
+    readings = read(path).events[0]["readings"]
+    assert math.isnan(float(readings["loss"]))
+    assert float(readings["grad_norm"]) == -math.inf
+
+
+def test_a_jax_array_that_was_donated_and_a_torch_scalar(path):
+    import jax
+    import torch
+
+    gone = jax.numpy.float32(1)
+    gone.delete()
+    Log(path).write("alarm", step=1, loss=torch.tensor(2.5, requires_grad=True), norm=gone)
+    (event,) = lines(path)
+    assert event["loss"] == 2.5
+    assert event["norm"] == "(could not be written: RuntimeError)"
+
+
+def test_clocks_jump(path, monkeypatch):
+    """Fault 38: order by number, durations by the monotonic clock."""
+    times = iter(["2026-03-29T02:00:00.000000Z", "1970-01-01T00:00:00.000000Z"])
+    monkeypatch.setattr(log, "now", lambda: next(times))
+    events = Log(path)
+    events.write("save", step=1)
+    events.write("save", step=2)
+    # As a collector may have left them: the other way round.
+    path.write_text("".join(f"{line}\n" for line in reversed(path.read_text().splitlines())))
+    (in_order,) = read(path).runs().values()
+    assert [e["step"] for e in in_order] == [1, 2]
+    assert in_order[1]["time"] < in_order[0]["time"]
+    assert 0 <= in_order[1]["mono"] - in_order[0]["mono"] < 60
+
+
+def test_a_signal_handler_may_write_in_the_middle_of_a_write(path):
+    events = Log(path)
+
+    class Interrupting:
+        def __repr__(self):
+            signal.raise_signal(signal.SIGUSR1)
+            return "interrupted"
+
+    old = signal.signal(signal.SIGUSR1, lambda *_: events.write("problem", step=2, problem="sig"))
+    try:
+        assert events.write("problem", step=1, problem=Interrupting())
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    history = read(path)
+    assert history.problems == []
+    (in_order,) = history.runs().values()
+    assert [(e["seq"], e["problem"]) for e in in_order] == [(0, "interrupted"), (1, "sig")]
+
+
+def test_threads(path):
+    events = Log(path)
+    threads = [
+        threading.Thread(target=lambda: [events.write("save", step=i) for i in range(200)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [e["seq"] for e in read(path).events] == list(range(800))

@@ -1,0 +1,186 @@
+"""The metrics file: a line per step, true to what the engine saw, rollbacks and deaths included."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from healcore.core.verdict import Cause
+from healcore.events.metrics import Metrics
+from healcore.events.models import MetricsModel
+from healcore.runtime.healer import Healer
+from tests.healer.step_records import record
+from tests.healer.training_loops import Faults, loop_of, rules, same, train
+
+BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Strictly JSON in the shape of `MetricsModel`, or the test fails."""
+
+    def refuse(token: str) -> None:
+        raise AssertionError(f"{token} is not JSON")
+
+    found = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    known = {"schema", *MetricsModel.model_fields}
+    for line in found:
+        MetricsModel.model_validate(line)
+        assert line.keys() <= known
+    return found
+
+
+@BOTH
+def test_a_line_per_step_and_the_undone_ones_stay(framework, tmp_path):
+    path = tmp_path / "run.metrics.jsonl"
+    loop = loop_of(framework, Faults(once=[23]), rules())
+    facts = train(loop, rules(), range(40), metrics=path)
+    found = lines(path)
+    steps = [line["step"] for line in found]
+    back = next(i for i, (a, b) in enumerate(itertools.pairwise(steps)) if b <= a) + 1
+    assert steps[:back] == list(range(24)), "each step until the bad one"
+    assert steps[back:] == list(range(steps[back], facts["step"]))
+    bad = found[23]
+    assert bad["loss"] == "nan"
+    assert bad["skip"]
+    assert "ROLLBACK" in bad["action"]
+    assert "NONFINITE_LOSS" in bad["cause"]
+    assert all(isinstance(line["loss"], float) for line in found if line is not bad)
+    assert {line["lr_scale"] for line in found[back : back + 2]} == {0.5}
+    assert len({line["run"] for line in found}) == 1
+
+
+def test_the_numbers_are_those_of_the_loop(tmp_path):
+    """Losses bit for bit as float32, norms as torch computes them."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses, norms = [], []
+    path = tmp_path / "m.jsonl"
+    state = {"model": model, "optimizer": optimizer}
+    with Healer(rules(), state=state, metrics=path) as healer:
+        for number in healer.batches(range(12)):
+            generator = torch.Generator().manual_seed(number)
+            loss = (model(torch.randn(8, 3, generator=generator)) - 1).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(
+                torch.nn.utils.get_total_norm(
+                    [p.grad for p in model.parameters() if p.grad is not None]
+                ).item()
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+    found = lines(path)
+    assert [line["loss"] for line in found] == losses
+    assert [line["grad_norm"] for line in found] == pytest.approx(norms, rel=1e-6)
+
+
+def test_a_missing_signal_is_not_a_zero(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    path = tmp_path / "m.jsonl"
+    with Healer(rules(), state={"model": model, "optimizer": optimizer}, metrics=path) as healer:
+        for _ in healer.batches(range(4)):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all("loss" not in line and line["grad_norm"] > 0 for line in lines(path))
+
+
+@BOTH
+def test_writing_it_changes_nothing(framework, tmp_path):
+    plain = loop_of(framework, Faults(once=[9]), rules())
+    train(plain, rules(), range(20))
+    watched = loop_of(framework, Faults(once=[9]), rules())
+    train(watched, rules(), range(20), metrics=tmp_path / "m.jsonl")
+    assert same(plain.weights(), watched.weights())
+
+
+def test_a_restart_goes_on_in_the_same_file(tmp_path):
+    path = tmp_path / "m.jsonl"
+
+    def begin(until: int) -> None:
+        loop = loop_of("torch")
+
+        def stop(healer: Healer, number: int) -> None:
+            if number == until:
+                raise KeyboardInterrupt
+
+        train(loop, rules(), range(20), store=tmp_path / "store", metrics=path, before=stop)
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(11)
+    with path.open("ab") as file:
+        file.write(b'{"schema":1,"kind":"st')  # as a power cut leaves it
+    begin(99)
+    whole = [line for line in path.read_text().splitlines() if line.endswith("}")]
+    found = [json.loads(line) for line in whole]
+    assert len({line["run"] for line in found}) == 2
+    assert [line["step"] for line in found][-1] == 19
+    assert sorted({line["step"] for line in found}) == list(range(20))
+
+
+def test_a_disk_that_fails_costs_lines_and_no_training(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    loop = loop_of("torch")
+    facts = train(loop, rules(), range(10), metrics=tmp_path / "file" / "m.jsonl")
+    assert facts["step"] == 10
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_does_not_write_the_parents_lines(tmp_path):
+    path = tmp_path / "m.jsonl"
+    metrics = Metrics(path, run="r")
+    metrics._lines.append('{"step":0}\n')
+    child = os.fork()
+    if child == 0:
+        metrics.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    metrics.close()
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_metrics_lie_next_to_the_events_by_default(tmp_path):
+    train(loop_of("torch", Faults(), rules()), rules(), range(12), store=tmp_path / "checkpoints")
+    assert len(lines(tmp_path / "checkpoints" / "healcore.metrics.jsonl")) == 12
+    loop = loop_of("torch", Faults(), rules())
+    train(loop, rules(), range(12), events=tmp_path / "run.events.jsonl")
+    assert len(lines(tmp_path / "run.metrics.jsonl")) == 12
+    loop = loop_of("torch", Faults(), rules())
+    train(loop, rules(), range(12), events=tmp_path / "none.events.jsonl", metrics=None)
+    assert not (tmp_path / "none.metrics.jsonl").exists()
+
+
+def test_a_long_run_is_thinned_and_marked_so(tmp_path, monkeypatch):
+    """Steps with and without an alarm, each by itself; a restart goes on from the file's size."""
+    monkeypatch.setattr("healcore.events.metrics._UNTHINNED", 100)
+    path = tmp_path / "m.jsonl"
+
+    def written(steps: range) -> list[dict[str, Any]]:
+        before = len(lines(path)) if path.exists() else 0
+        metrics = Metrics(path, run="r", thinned=True)
+        for step in steps:
+            cause = Cause.LOSS_SPIKE if step % 10 == 0 else Cause(0)
+            judged = record(step=step + 1, cause=cause, loss=1.0, grad_norm=1.0)
+            metrics.write(step, judged, several=False)
+        metrics.close()
+        return lines(path)[before:]
+
+    found = written(range(1000))
+    assert [each["step"] for each in found if each["cause"]] == list(range(0, 1000, 10))
+    plain = [each for each in found if not each["cause"]]
+    assert [each["step"] for each in plain[:100]] == [s for s in range(112) if s % 10][:100]
+    assert all("every" not in each for each in plain[:100])
+    assert {each["every"] for each in plain[100:200]} == {2}
+    assert {each["every"] for each in plain[200:300]} == {4}
+    assert 765 <= sum(each.get("every", 1) for each in plain) <= 900
+    again = written(range(1000, 1032))  # as many lines as there were, by the file's size
+    assert {each["every"] for each in again if not each["cause"]} <= {4, 8, 16}

@@ -1,0 +1,190 @@
+"""Code, JSON Schema and docs/events.md agree on events; real lines of every kind are checked."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from healcore.events import Log, read, schema
+from healcore.events.models import EventFields
+from healcore.events.schema import ENVELOPE, KINDS
+from healcore.runtime.postmortem.diagnosis import RunEnd
+from healcore.runtime.postmortem.postmortem import of
+from tests.events.sample_events import SAMPLES, problems
+
+ROOT = Path(__file__).parents[2]
+RUNTIME = ROOT / "healcore" / "runtime"
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "events.md").read_text()
+EXPORTED = json.loads((DOCS / "events.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)
+METRICS = json.loads((DOCS / "metrics.schema.json").read_text())
+FIELDS = tuple(EventFields.model_fields)
+
+
+def written(tmp_path, kind: str) -> dict:
+    """The event as it lies in a file."""
+    path = tmp_path / "run.events.jsonl"
+    assert Log(path).write(kind, step=8, **SAMPLES[kind])
+    (event,) = read(path).events
+    return event
+
+
+def test_there_is_a_sample_of_every_kind():
+    assert list(SAMPLES) == list(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_events_are_valid(tmp_path, kind):
+    event = written(tmp_path, kind)
+    VALIDATOR.validate(event)
+    assert problems(event) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_required_fields_of_a_kind(tmp_path, kind):
+    event = written(tmp_path, kind)
+    for name in (*ENVELOPE, *KINDS[kind].needs):
+        less = {key: value for key, value in event.items() if key != name}
+        assert not VALIDATOR.is_valid(less), name
+        assert problems(less), name
+
+
+WRONG = {
+    "seq": -1,
+    "step": "8",
+    "time": "yesterday",
+    "kind": 3,
+    "mono": "0",
+    "cause": ["SPIKE"],
+    "action": "ROLLBACK",
+    "ordered": [1],
+    "readings": {"loss": 1.0},
+    "evidence": [{"name": "w"}],
+    "batches": [[0, 1, 2]],
+    "lr_scale": "NaN",
+    "mode": "watch",
+    "ending": "died",
+    "skip": 1,
+    "environment": {"python": 3},
+    "lost": 0,
+    "why": None,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_both_checks_reject_wrong_events(tmp_path, name):
+    event = {**written(tmp_path, "problem"), name: WRONG[name]}
+    assert not VALIDATOR.is_valid(event)
+    assert len(problems(event)) == 1
+
+
+def test_the_two_checks_agree_on_every_field(tmp_path):
+    """The schema accepts the values that the check in Python accepts, in every field."""
+    values = [None, True, -1, 0, 3, 2.5, "nan", "text", [], [1], ["STOP"], [[0, 1]], {}, {"a": "b"}]
+    base = written(tmp_path, "problem")
+    for name in (*ENVELOPE, *FIELDS):
+        if name in ("kind", "problem"):
+            continue
+        for value in values:
+            event = {**base, name: value}
+            assert VALIDATOR.is_valid(event) == (not problems(event)), (name, value)
+
+
+def calls() -> Iterator[tuple[str, str, set[str]]]:
+    """Where the runtime writes events: place, kind, names of the fields."""
+    for path in sorted(RUNTIME.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            kind = getattr(node.args[0], "value", None)
+            if name in ("event", "write") and isinstance(kind, str):
+                fields = {keyword.arg for keyword in node.keywords if keyword.arg}
+                yield f"{path.name}:{node.lineno}", kind, fields
+
+
+def test_every_event_that_the_runtime_writes_is_in_the_schema():
+    """Also rare branches, which no test run takes."""
+    found = list(calls())
+    for place, kind, fields in found:
+        assert kind in KINDS, place
+        assert fields <= {*FIELDS, "step"}, f"{place}: {fields - {*FIELDS, 'step'}}"
+        added = {"host", "pid", "environment"} if kind == "start" else set()
+        assert {"step", *KINDS[kind].needs} <= fields | added, place
+    by_the_log = {"lost", "host", "pid", "boot", "born", "environment"}
+    assert {kind for _, kind, _ in found} == set(KINDS)
+    assert set().union(*(fields for *_, fields in found)) == {"step", *FIELDS} - by_the_log
+
+
+def test_readers_pass_over_what_later_versions_add(tmp_path):
+    event = written(tmp_path, "good")
+    for newer in ({**event, "colour": "red"}, {**event, "kind": "merge"}):
+        VALIDATOR.validate(newer)
+        assert problems(newer), "but here it would be a slip of the pen"
+
+
+def test_the_committed_schema_is_the_one_of_the_code():
+    jsonschema.Draft202012Validator.check_schema(EXPORTED)
+    assert schema.json_schema() == EXPORTED, "healcore events schema > docs/events.schema.json"
+    jsonschema.Draft202012Validator.check_schema(METRICS)
+    again = "healcore events schema --metrics > docs/metrics.schema.json"
+    assert schema.metrics_schema() == METRICS, again
+
+
+def section(heading: str) -> list[str]:
+    assert f"## {heading}\n" in PAGE
+    text = re.split(r"^## ", PAGE.partition(f"## {heading}\n")[2], maxsplit=1, flags=re.M)[0]
+    return [line for line in text.splitlines() if line.startswith("| `")]
+
+
+def type_of(shape: dict) -> str:
+    shape = EXPORTED["$defs"][shape["$ref"].split("/")[-1]] | shape if "$ref" in shape else shape
+    return "one of " + ", ".join(shape["enum"]) if "enum" in shape else shape["title"]
+
+
+def rows_of_fields(fields) -> list[str]:
+    shapes = {name: EXPORTED["properties"][name] for name in fields}
+    return [
+        f"| `{name}` | {type_of(shape)} | {shape['description']} |"
+        for name, shape in shapes.items()
+    ]
+
+
+def test_the_page_lists_every_kind():
+    rows = [
+        f"| `{name}` | {kind.when} | {', '.join(f'`{each}`' for each in kind.needs)} |"
+        for name, kind in KINDS.items()
+    ]
+    assert section("Kinds") == rows, "\n" + "\n".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("heading", "fields"), [("Every event has", ENVELOPE), ("Fields", FIELDS)], ids=["head", "rest"]
+)
+def test_the_page_lists_every_field(heading, fields):
+    rows = rows_of_fields(fields)
+    assert section(heading) == rows, "\n" + "\n".join(rows)
+
+
+def test_the_page_lists_the_fields_of_a_postmortem():
+    named = [re.findall(r"`(\w+)`", row)[0] for row in section("The postmortem")]
+    assert sorted(named) == sorted(of(RunEnd("completed", 1), Log(None)).to_dict())
+
+
+def test_the_example_on_the_page_is_valid(tmp_path):
+    (block,) = re.findall(r"^```json\n(.*?)^```", PAGE, flags=re.M | re.S)
+    path = tmp_path / "example.jsonl"
+    path.write_text(block)
+    history = read(path)
+    assert history.problems == []
+    assert len(history.events) >= 3
+    for event in history.events:
+        VALIDATOR.validate(event)
+        assert problems(event) == []

@@ -1,0 +1,268 @@
+# optax and flax type every tree as the union of all trees.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false
+"""Saving the live state and putting it back: bit for bit, in place, without compiling again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from healcore.core.engine import RuleConfig
+from healcore.core.verdict import Action, Cause
+from healcore.jax import HealStateError, protect
+from healcore.jax.driver import JaxDriver
+from healcore.jax.driver.live_state import SIDE_STATE
+from healcore.runtime.store.errors import StateMismatch
+from tests.jax import policies
+from tests.jax.bit_comparison import assert_same_bits, bits
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, plain
+
+BATCHES = [batch(seed) for seed in range(6)]
+
+
+def saved(driver: JaxDriver) -> Any:
+    """The bits of everything that goes into a checkpoint."""
+    items = {name: item for name, item in driver.items().items() if name != SIDE_STATE}
+    return bits(items)
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, tmp_path):
+    run = RUNS[kind]()
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(tmp_path if where == "disk" else None, ())
+    advance(driver, run, BATCHES[:2])
+    store.save(2, driver.items(), healing=driver.healing())
+    store.wait()
+    if where == "disk":
+        store.memory.drop(2)  # type: ignore[attr-defined]
+    first = advance(driver, run, BATCHES[2:])
+    after, compiled = saved(driver), run.compiled()
+
+    for _ in range(2):  # what is restored is donated, too
+        restored = store.restore(2, driver.items())
+        driver.replace(restored.state)
+        assert restored.healing is not None
+        driver.load_healing(restored.healing)
+        assert driver.poll_step() is None  # no step was taken
+        again = advance(driver, run, BATCHES[2:])
+        assert saved(driver) == after
+        assert [each.steps()[-1] for each in again] == [each.steps()[-1] for each in first]
+    assert run.compiled() == compiled
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_first_state_of_all_can_be_restored(kind):
+    """A TrainState's step begins as the number 0 and is an array from then on."""
+    run = RUNS[kind]()
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(None, ())
+    store.save(0, driver.items())
+    begun = saved(driver)
+    advance(driver, run, BATCHES[:2])
+    compiled = run.compiled()
+    assert saved(driver) != begun
+    driver.replace(store.restore(0, driver.items()).state)
+    assert saved(driver) == begun
+    advance(driver, run, BATCHES[:1])
+    assert run.compiled() == compiled
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_new_process_continues_from_it(kind):
+    run = RUNS[kind]()
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(None, ())
+    advance(driver, run, BATCHES[:3])
+    store.save(3, driver.items(), healing=driver.healing())
+    advance(driver, run, BATCHES[3:])
+
+    fresh = RUNS[kind]()
+    other = JaxDriver(fresh.state, POLICY)
+    restored = store.restore(3, other.items())
+    other.replace(restored.state)
+    assert restored.healing is not None
+    other.load_healing(restored.healing)
+    advance(other, fresh, BATCHES[3:])
+    assert saved(other) == saved(driver)
+    assert other.healing() == driver.healing()
+
+
+def test_nnx_objects_stay_the_users_own():
+    run = RUNS["nnx"]()
+    model, optimizer = run.state["model"], run.state["optimizer"]
+    kernel, moment = model.first.kernel, optimizer.opt_state.inner_state[0].mu["first"]["kernel"]
+    driver = JaxDriver(run.state, POLICY)
+    before = jax.tree.map(jnp.copy, {"a": kernel[...], "b": moment[...]})
+    store = driver.store(None, ())
+    store.save(0, driver.items())
+    advance(driver, run, BATCHES)
+    assert int(optimizer.step[...]) == 6
+    assert int(model.dropout.rngs.count[...]) == 6
+    driver.replace(store.restore(0, driver.items()).state)
+    assert driver.state["model"] is model
+    assert model.first.kernel is kernel
+    assert_same_bits(before, {"a": kernel[...], "b": moment[...]})
+    assert int(optimizer.step[...]) == 0
+    assert int(model.dropout.rngs.count[...]) == 0
+
+
+def test_python_numbers_come_back_as_they_were():
+    extra = {"epoch": 3, "mean": 0.1 + 0.2, "done": True, "far": 2**70, "best": float("inf")}
+    run = plain(**extra)
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(None, ())
+    store.save(0, driver.items())
+    assert store.steps()[0].finite
+    driver.update({**run.state, "epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0})
+    driver.replace(store.restore(0, driver.items()).state)
+    state = driver.state
+    assert {name: state[name] for name in extra} == extra
+    assert [type(state[name]) for name in extra] == [int, float, bool, int, float]
+
+
+def test_a_number_that_a_step_makes_an_array_goes_back_too():
+    run = plain(rate=0.1)
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(None, ())
+    store.save(0, driver.items())
+    advance(driver, run, BATCHES[:2])
+    assert isinstance(driver.state["rate"], jax.Array)
+    store.save(2, driver.items())
+    compiled = run.compiled()
+    for step in (0, 2):
+        driver.replace(store.restore(step, driver.items()).state)
+        assert driver.state["rate"].weak_type
+        advance(driver, run, BATCHES[:1])
+    assert run.compiled() == compiled
+
+
+def test_sharded_and_committed_arrays_stay_so():
+    mesh = jax.make_mesh((1,), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    run = plain(optax.adamw(1e-3))  # compiled by nobody else
+    run = run._replace(state=jax.device_put(run.state, sharding))
+    driver = JaxDriver(run.state, POLICY)
+    store = driver.store(None, ())
+    advance(driver, run, BATCHES[:1])
+    store.save(1, driver.items(), healing=driver.healing())
+    advance(driver, run, BATCHES[1:3])
+    compiled, live = run.compiled(), jax.tree.leaves(driver.state)
+    restored = store.restore(1, driver.items())
+    driver.replace(restored.state)
+    driver.load_healing(restored.healing or {})
+    driver.expect_change()
+    for before, after in zip(live, jax.tree.leaves(driver.state), strict=True):
+        assert before.committed
+        assert after.committed
+        assert after.sharding == before.sharding
+    advance(driver, run, BATCHES[1:3])
+    assert run.compiled() == compiled
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    run = RUNS["nnx"]()
+    driver = JaxDriver(run.state, POLICY)
+    items, before = driver.items(), saved(driver)
+    wrong = jax.tree.map(lambda leaf: leaf, items["model"])
+    wrong["first"]["kernel"] = jnp.zeros((9, 9))
+    with pytest.raises(StateMismatch, match=r"first.*kernel.*float32\(9, 9\)"):
+        driver.replace({**items, "model": wrong})
+    with pytest.raises(StateMismatch, match="metric"):
+        driver.replace({name: item for name, item in items.items() if name != "metric"})
+    with pytest.raises(StateMismatch, match="another structure"):
+        driver.replace({**items, "model": {"first": jnp.zeros(3)}})
+    assert saved(driver) == before
+
+
+def multisteps(inner: Any, policy: Any) -> Any:
+    steps = optax.MultiSteps(inner, every_k_schedule=3)
+    return protect(optax.GradientTransformationExtraArgs(steps.init, steps.update), policy)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_accumulated_gradients_are_dropped_and_never_saved(outside):
+    def around(inner: Any, policy: Any) -> Any:
+        steps = optax.MultiSteps(protect(inner, policy), every_k_schedule=3)
+        return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+
+    run = plain(optax.sgd(0.1), wrap=around if outside else multisteps)
+    driver = JaxDriver(run.state, POLICY)
+    assert driver.may_save()
+    advance(driver, run, BATCHES[:3])
+    assert driver.may_save()
+    saved = jax.tree.map(jnp.copy, driver.items())
+    advance(driver, run, BATCHES[3:4])
+    assert not driver.may_save()
+    # As one NaN leaves it, in a run that was not protected then: 0 * NaN is NaN.
+    poisoned = optax.tree.set(
+        saved,
+        acc_grads=jax.tree.map(lambda x: x * jnp.nan, saved["params"]),
+        mini_step=jnp.int32(2),
+    )
+    compiled = run.compiled()
+    driver.replace(poisoned)
+    assert driver.may_save()
+    after = [driver.items()["params"]["hidden"]]
+    advance(driver, run, BATCHES[:3])
+    after.append(driver.items()["params"]["hidden"])
+    assert jnp.isfinite(after[1]).all()
+    assert driver.may_save()
+    assert run.compiled() == compiled
+
+
+def test_the_norm_of_the_last_update_goes_back_with_the_engine():
+    run = plain(policy=policies.UPDATES)
+    driver = JaxDriver(run.state, policies.UPDATES)
+    store = driver.store(None, ())
+    advance(driver, run, BATCHES[:2])
+    norm = float(driver.state["opt_state"].heal_update_norm)
+    store.save(2, driver.items())
+    older = {name: item for name, item in driver.items().items() if name != SIDE_STATE}
+    store.save(1, older)  # before healcore saved it
+    advance(driver, run, BATCHES[2:4])
+    assert float(driver.state["opt_state"].heal_update_norm) != norm
+    driver.replace(store.restore(2, driver.items()).state)
+    assert float(driver.state["opt_state"].heal_update_norm) == norm
+    driver.replace(store.restore(1, driver.items()).state)
+    assert float(driver.state["opt_state"].heal_update_norm) == 0.0
+
+
+def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
+    cuts = RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR))
+    policy = policies.SKIP._replace(rules=(cuts,), lr=POLICY.lr._replace(reset_moments=True))
+    run = plain(policy=policy)
+    driver = JaxDriver(run.state, policy)
+    store = driver.store(None, ())
+    advance(driver, run, [*BATCHES, 1e3 * BATCHES[0]])
+    store.save(7, driver.items(), healing=driver.healing())
+    advance(driver, run, BATCHES[1:2])
+    after = saved(driver)
+    assert int(optax.tree.get(driver.items(), "count")) == 1  # of new moments
+    for _ in range(2):
+        restored = store.restore(7, driver.items())
+        driver.replace(restored.state)
+        driver.load_healing(restored.healing)
+        advance(driver, run, BATCHES[1:2])
+        assert saved(driver) == after
+
+
+def test_a_state_without_its_healing_part_is_refused():
+    run = plain()
+    driver = JaxDriver(run.state, POLICY)
+    with pytest.raises(HealStateError, match=r"state\['opt_state'\].heal.heal_floats is missing"):
+        driver.update({"params": run.state["params"]})
+    assert driver.state is run.state
+    with pytest.raises(HealStateError, match="no healing state in this dict"):
+        JaxDriver({"params": run.state["params"]}, POLICY)
+    with pytest.raises(HealStateError, match="of another policy"):
+        JaxDriver(run.state, "default")
+    with pytest.raises(HealStateError, match='"optimizer": optimizer'):
+        JaxDriver((nnx.Linear(2, 3, rngs=nnx.Rngs(0)), run.state), POLICY)

@@ -1,0 +1,246 @@
+"""Functions of an optimizer state, in any nesting: what they find, save and replace."""
+
+# optax types every tree as the union of all trees, so that no leaf has an attribute.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+from orbax.checkpoint import v1 as ocp
+
+from healcore.core.engine import Engine, StateError
+from healcore.core.signals import Signals
+from healcore.jax import (
+    HealStateError,
+    expect_change,
+    flax_nnx,
+    from_dict,
+    gradient_norms,
+    heal,
+    heal_zclip,
+    last_decision,
+    metrics,
+    on_rollback,
+    protect,
+    to_dict,
+)
+from tests.jax import policies
+from tests.jax.bit_comparison import assert_same_bits, avals
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 8), "b": jnp.ones(3)}
+NESTINGS = {
+    "bare": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.identity(), tx, optax.sgd(0.1)),
+    "named_chain": lambda tx: optax.named_chain(("heal", tx), ("sgd", optax.sgd(0.1))),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "multisteps": lambda tx: optax.MultiSteps(tx, 1),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "protect": lambda tx: protect(tx, policies.SKIP),
+}
+
+
+def drive(tx, state, norms, first=0, by_norm=False):
+    """The state and the decisions after steps with these norms: of the gradients, or passed."""
+    update = jax.jit(tx.update)
+    decisions = []
+    for i, norm in enumerate(norms, start=first):
+        size, loss = (1.0, 1.0) if by_norm else (norm / np.sqrt(11), 1.0 + 0.01 * i)
+        grads = jax.tree.map(lambda p: jnp.full_like(p, size), PARAMS)  # noqa: B023
+        given = {"grad_norm": jnp.float32(norm)} if by_norm else {}
+        _, state = update(grads, state, PARAMS, value=jnp.float32(loss), **given)
+        decisions.append(jax.tree.map(np.asarray, last_decision(state)))
+    return state, decisions
+
+
+def noisy_norms(n, seed=0):
+    norms = 1 + 0.2 * np.random.default_rng(seed).standard_normal(n)
+    norms[::7] *= 30
+    norms[::11] = np.nan
+    return norms
+
+
+@pytest.mark.parametrize("name", [n for n in NESTINGS if n != "protect"])
+def test_the_decision_is_found_in_any_nesting(name):
+    tx = NESTINGS[name](heal(policies.ZCLIP))
+    state = tx.init(PARAMS)
+    assert not bool(last_decision(state).skip)  # neutral before the first step
+    assert float(last_decision(state).lr_scale) == 1.0
+    _, state = jax.jit(tx.update)(PARAMS, state, PARAMS, value=jnp.float32(jnp.nan))
+    if name == "masked" or name != "apply_if_finite":
+        assert bool(last_decision(state).skip)
+    assert last_decision(state).group_scale is None
+
+
+def test_none_and_several_are_errors_that_name_the_place():
+    with pytest.raises(HealStateError, match="no healing state in this tuple"):
+        last_decision(optax.adamw(1e-3).init(PARAMS))
+    both = optax.chain(heal(policies.ZCLIP), protect(optax.sgd(0.1), policies.SKIP))
+    with pytest.raises(HealStateError, match=r"2 healing states, at opt_state\[0\], opt_state"):
+        last_decision(both.init(PARAMS))
+
+
+def test_names_in_the_state_collide_with_nothing():
+    tx = optax.chain(heal(policies.EVERYTHING), optax.inject_hyperparams(optax.adam)(0.1))
+    state = tx.init(PARAMS)
+    for name in ("mu", "nu", "learning_rate", "hyperparams"):
+        optax.tree.get(state, name)  # raises when there are two
+    adam = protect(optax.adam(0.1), policies.EVERYTHING).init(PARAMS)
+    for name in ("count", "mu", "nu"):
+        optax.tree.get(adam, name)
+    assert int(optax.tree.get(state, "heal_skip")) == 0
+
+
+def test_no_array_is_empty():
+    """Orbax refuses to save an array without elements."""
+    state = protect(optax.adam(0.1), policies.EVERYTHING).init(PARAMS)
+    assert all(leaf.size for leaf in jax.tree.leaves(state))
+
+
+def test_metrics_are_the_cores_own_and_stay_on_the_device():
+    tx = protect(optax.sgd(0.1), policies.BOTH)
+    state, _ = drive(tx, tx.init(PARAMS), noisy_norms(30))
+    engine = Engine(policies.BOTH)
+    expected = engine.metrics(engine.from_dict(to_dict(state, engine)))
+    found = metrics(state)
+    assert set(found) == set(expected)
+    assert all(isinstance(value, jax.Array) and value.shape == () for value in found.values())
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+    assert int(found["heal/skips"]) >= 3
+    with jax.transfer_guard("disallow"):
+        metrics(state)
+
+
+def test_metrics_are_an_output_of_a_compiled_step():
+    tx = heal(policies.ZCLIP)
+    step = jax.jit(lambda g, s: metrics(tx.update(g, s)[1]))
+    assert float(step(PARAMS, tx.init(PARAMS))["heal/steps"]) == 1
+
+
+@pytest.mark.parametrize("through", ["orbax", "flax"])
+def test_a_state_that_was_saved_and_restored_has_the_same_bits(through, tmp_path):
+    tx = protect(optax.adamw(0.1), policies.BOTH)
+    state, _ = drive(tx, tx.init(PARAMS), noisy_norms(20))
+    if through == "orbax":
+        ocp.save(tmp_path / "state", state)
+        restored = ocp.load(tmp_path / "state", tx.init(PARAMS))
+    else:
+        restored = serialization.from_bytes(tx.init(PARAMS), serialization.to_bytes(state))
+    assert_same_bits(restored, state)
+
+
+@pytest.mark.parametrize("policy", [policies.BOTH, policies.ADAGC, policies.UPDATES])
+def test_a_run_that_moves_decides_as_one_that_stayed(policy):
+    norms = noisy_norms(60)
+    tx = protect(optax.sgd(0.1), policy)
+    stayed, expected = drive(tx, tx.init(PARAMS), norms)
+
+    half, first = drive(tx, tx.init(PARAMS), norms[:30])
+    saved = json.loads(json.dumps(to_dict(half, policy)))
+    fresh = tx.init(PARAMS)._replace(
+        inner_state=half.inner_state, heal_update_norm=half.heal_update_norm
+    )
+    moved = from_dict(fresh, saved, policy)
+    assert avals(moved) == avals(half)  # the compiled step takes it without a new trace
+    assert_same_bits(moved.heal[:2], half.heal[:2])
+    moved, second = drive(tx, moved, norms[30:], first=30)
+    assert_same_bits(first + second, expected)
+    assert_same_bits(moved.heal[:2], stayed.heal[:2])
+
+
+def test_a_run_continues_in_numpy():
+    engine = Engine(policies.BOTH)
+    tx = heal(engine)
+    norms = noisy_norms(60)
+    state, _ = drive(tx, tx.init(PARAMS), norms[:30])
+    there = engine.from_dict(to_dict(state, engine))
+    state, decisions = drive(tx, state, norms[30:], by_norm=True)
+    for norm, expected in zip(norms[30:], decisions, strict=True):
+        signals = Signals(loss=np.float32(1.0), grad_norm=np.float32(norm))
+        there, decision = engine.step(there, signals, xp=np)
+        for field in ("skip", "action", "cause", "rollback_depth"):
+            assert getattr(decision, field) == getattr(expected, field)
+        np.testing.assert_allclose(decision.grad_scale, expected.grad_scale, rtol=1e-6)
+
+
+def test_another_policy_or_model_is_refused():
+    adagc = protect(optax.sgd(0.1), policies.ADAGC)
+    state = adagc.init(PARAMS)
+    saved = to_dict(state, policies.ADAGC)
+    with pytest.raises(HealStateError, match="of another policy"):
+        to_dict(state, policies.SKIP)
+    with pytest.raises(HealStateError, match="of another policy"):
+        from_dict(state, saved, policies.SKIP)
+    with pytest.raises(StateError, match="other tensors"):
+        from_dict(adagc.init({"w": jnp.ones(2)}), saved, policies.ADAGC)
+    with pytest.raises(StateError):
+        from_dict(state, {**saved, "schema": 99}, policies.ADAGC)
+    with pytest.raises(HealStateError, match="no healing state"):
+        from_dict(optax.sgd(0.1).init(PARAMS), saved, policies.ADAGC)
+
+
+def test_an_announcement_opens_the_grace_window():
+    tx = heal(policies.SKIP)
+    before, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9, 1.0, 1.0, 1.1])
+    _, (judged,) = drive(tx, before, [1e4])
+    assert judged.skip
+    expecting = expect_change(before)
+    assert avals(expecting) == avals(before)
+    _, (graced,) = drive(tx, expecting, [1e4])
+    assert not graced.skip
+    _, by_keyword = jax.jit(tx.update)(
+        jax.tree.map(lambda p: jnp.full_like(p, 1e4), PARAMS),
+        before,
+        change_expected=jnp.bool_(True),
+    )
+    assert not bool(last_decision(by_keyword).skip)
+
+
+def test_budgets_and_the_lr_survive_a_rollback():
+    tx = protect(optax.sgd(0.1), policies.CUT_LR)
+    good, _ = drive(tx, tx.init(PARAMS), [1.0, 1.1, 0.9])
+    live, _ = drive(tx, good, [np.nan])
+    assert float(last_decision(live).lr_scale) == 0.5
+    back = on_rollback(live, good, policies.CUT_LR)
+    assert avals(back) == avals(good)
+    _, (next_decision,) = drive(tx, back, [1.0])
+    assert float(next_decision.lr_scale) == 0.5
+
+
+# -- norms by name --------------------------------------------------------------------------------
+
+TREE = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "steps": jnp.int32(3)}
+GRADS = {
+    "dense": {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.asarray([jnp.nan, 1.0])},
+    "steps": np.zeros((), jax.dtypes.float0),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("tx", [protect(optax.identity(), policies.ZCLIP), heal_zclip()])
+def test_each_gradient_has_its_norm_before_clipping(tx, jit):
+    state = tx.init(TREE)
+    assert set(map(float, gradient_norms(state, TREE).values())) == {0.0}
+    _, state = tx.update(GRADS, state, TREE)
+    found = jit(gradient_norms)(state, TREE)
+    assert list(found) == ["dense/bias", "dense/kernel"]
+    assert float(found["dense/kernel"]) == 6.0
+    assert np.isnan(found["dense/bias"])
+    with pytest.raises(HealStateError, match="2 gradients, and params has 1 floating"):
+        gradient_norms(state, {"w": jnp.ones(2)})
+
+
+def test_an_nnx_model_names_its_parameters():
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    optimizer = nnx.Optimizer(model, protect(optax.sgd(0.1), policies.ZCLIP), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    flax_nnx.update(optimizer, model, grads, value=jnp.float32(1.0))
+    found = flax_nnx.gradient_norms(optimizer, model)
+    assert {name: round(float(norm) ** 2) for name, norm in found.items()} == {
+        "layers/0/bias": 3, "layers/0/kernel": 6, "layers/1/bias": 3, "layers/1/scale": 3,
+    }  # fmt: skip

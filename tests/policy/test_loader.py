@@ -1,0 +1,227 @@
+"""Every form of a policy that functions take, and keywords that replace its values."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, get_type_hints
+
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+
+import healcore
+from healcore.core.engine import Engine, EngineConfig, RollbackConfig
+from healcore.policy import (
+    Overrides,
+    Policy,
+    PolicyError,
+    diff,
+    dumps,
+    engine_of,
+    fingerprint,
+    load,
+    loads,
+    preset_text,
+    to_dict,
+)
+from healcore.runtime.healer import Healer
+from healcore.runtime.host_policy import HostPolicy
+
+
+@pytest.fixture(params=["name", "file", "policy"])
+def document(request, tmp_path):
+    if request.param == "name":
+        return "default"
+    path = tmp_path / "mine.toml"
+    path.write_text(preset_text("default"))
+    return path if request.param == "file" else load("default")
+
+
+def test_one_number_changes_and_the_rest_stays(document):
+    policy = load(document, clip={"max_norm": 1.5}, detect={"divergence": {"rise": 9.0}})
+    found = {key: (left, right) for key, left, right in diff(load(document), policy)}
+    assert found == {"clip.max_norm": ("none", 1.5), "detect.divergence.rise": (6.0, 9.0)}
+    assert fingerprint(policy) != fingerprint(load(document))
+    assert loads(dumps(policy)) == policy
+
+
+def test_the_same_values_are_the_same_policy(document):
+    clip: Any = load(document).clip
+    same = load(document, clip={"max_norm": None, "ratio": clip.ratio}, mode="heal")
+    assert same == load(document)
+    assert fingerprint(same) == fingerprint(load(document))
+
+
+def test_none_takes_a_limit_a_detector_or_all_clipping_away():
+    assert load("zclip", clip={"max_norm": None}).clip.max_norm is None  # type: ignore[union-attr]
+    assert load("default", detect={"vanishing": None}, respond=[]).detect.vanishing is None
+    assert load("default", clip=None).clip.kind == "none"
+
+
+def test_a_limit_under_default_clips_alone(document):
+    limited = load(document, clip={"max_norm": 2.0}).config()
+    assert limited == load(document, clip={"kind": "fixed", "max_norm": 2.0}).config()
+    assert load("pretraining").config().clip[0] == "zclip"  # type: ignore[index]
+    both = load(document, clip={"max_norm": 2.0, "limit_alone": False}).config().clip
+    assert both is not None
+    assert (both[0], both[1].max_norm) == ("recent_max", 2.0)
+
+
+def test_another_kind_of_clipping_begins_with_its_own_defaults():
+    clip = load("default", clip={"kind": "fixed", "max_norm": 2.0}).clip
+    assert (clip.kind, clip.max_norm) == ("fixed", 2.0)  # type: ignore[union-attr]
+
+
+def test_a_detector_is_switched_on_and_lists_are_replaced():
+    rule = {"to": ["plateau"], "do": ["alert"]}
+    policy = load("zclip", detect={"plateau": {"patience": 50}}, respond=[rule])
+    assert policy.detect.plateau is not None
+    assert policy.detect.plateau.patience == 50
+    assert [each.to for each in policy.respond] == [("plateau",)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value", "rule"),
+    [
+        ({"clip": {"max_norm": -1}}, "clip.max_norm", "-1", "above 0"),
+        ({"clip": {"max_nrom": 1.0}}, "clip.max_nrom", "1.0", "a key of this table"),
+        ({"max_skip": 3}, "max_skip", "3", "a key of this table"),
+        ({"clip": 1.0}, "clip", "1.0", "a table"),
+        ({"lr": None}, "lr", "None", "a table"),
+        ({"mode": "watch"}, "mode", '"watch"', "one of"),
+        ({"detect": {"records": None}}, "respond[", '"records"', "watched for"),
+    ],
+)
+def test_an_invalid_override_names_key_value_and_rule(document, overrides, key, value, rule):
+    with pytest.raises(PolicyError) as caught:
+        load(document, **overrides)
+    problem = caught.value.problems[0]
+    assert problem.key.startswith(key)
+    assert (problem.value, rule in problem.rule) == (value, True)
+    assert f"with {next(iter(overrides))} given as keywords" in str(caught.value)
+
+
+def test_an_engine_has_no_values_to_replace():
+    for engine in (EngineConfig(), Engine(EngineConfig())):
+        with pytest.raises(PolicyError, match="a Policy, where clip is given as a keyword"):
+            HostPolicy.of(engine, {"clip": {"max_norm": 1.0}})
+
+
+def test_nothing_given_is_changed():
+    clip = {"shift": {"patience": 7}}
+    data = to_dict(load("pretraining"))
+    before = repr((clip, data))
+    load("pretraining", clip=clip)
+    assert repr((clip, data)) == before
+
+
+def test_the_keywords_are_the_keys_of_a_file():
+    keys = {field.alias or name for name, field in Policy.model_fields.items()}
+    assert set(get_type_hints(Overrides)) == keys - {"schema"}
+
+
+def test_a_run_has_the_fingerprint_and_the_text_of_what_it_does():
+    host = HostPolicy.of("default", {"rollback": {"probation": 7}, "clip": {"max_norm": 1.0}})
+    policy = load("default", rollback={"probation": 7}, clip={"max_norm": 1.0})
+    assert (host.probation, host.fingerprint) == (7, fingerprint(policy))
+    assert host.text is not None
+    assert loads(host.text) == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "suggested"), [("stor", "store"), ("event", "events"), ("save_evry", "save_every")]
+)
+def test_a_misspelt_option_of_the_healer_is_suggested(given, suggested):
+    misspelt: Any = {given: 3}
+    with pytest.raises(TypeError, match=f"'{given}' is neither .* did you mean '{suggested}'"):
+        Healer("default", state={}, **misspelt)
+
+
+def test_a_misspelt_key_of_the_policy_is_a_policy_error():
+    misspelt: Any = {"rolback": {}}
+    with pytest.raises(PolicyError, match="did you mean 'rollback'"):
+        Healer("default", state={}, **misspelt)
+
+
+FINGERPRINT = load("default").engine().fingerprint
+
+
+def by_attach(policy, **overrides):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    return healcore.torch.attach(optimizer, policy, **overrides).engine.fingerprint
+
+
+def by_protect(policy, **overrides):
+    return in_jax(healcore.jax.protect(optax.sgd(0.1), policy, **overrides), policy, overrides)
+
+
+def by_heal(policy, **overrides):
+    return in_jax(healcore.jax.heal(policy, **overrides), policy, overrides)
+
+
+def in_jax(tx, policy, overrides):
+    if overrides:
+        policy = load(policy, **overrides)
+    return healcore.jax.to_dict(tx.init({"w": jnp.ones(2)}), policy)["policy"]
+
+
+def by_healer(policy, **overrides):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with (
+        contextlib.suppress(healcore.IncompleteRun),  # it takes no step
+        healcore.Healer(policy, state=state, **overrides) as healer,
+    ):
+        (found,) = healer.driver.healing().values()
+    return found["policy"]
+
+
+def by_hand(policy, **overrides):
+    return engine_of(policy, overrides).fingerprint
+
+
+TAKERS = [by_hand, by_attach, by_protect, by_heal, by_healer]
+
+
+@pytest.fixture(params=["name", "path", "text path", "Policy", "Engine", "EngineConfig"])
+def any_form(request, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(preset_text("default"))
+    policy = load("default")
+    return {
+        "name": "default",
+        "path": path,
+        "text path": str(path),
+        "Policy": policy,
+        "Engine": policy.engine(),
+        "EngineConfig": policy.config(),
+    }[request.param]
+
+
+@pytest.mark.parametrize("take", TAKERS)
+def test_every_form_is_the_same_policy(take, any_form):
+    assert take(any_form) == FINGERPRINT
+
+
+@pytest.mark.parametrize("take", TAKERS)
+def test_overrides_are_taken_with_a_document_and_refused_with_an_engine(take, any_form):
+    if isinstance(any_form, Engine | EngineConfig):
+        with pytest.raises(PolicyError, match="where clip is given as a keyword"):
+            take(any_form, clip={"max_norm": 1.5})
+    else:
+        wanted = load("default", clip={"max_norm": 1.5}).engine().fingerprint
+        assert take(any_form, clip={"max_norm": 1.5}) == wanted != FINGERPRINT
+
+
+@pytest.mark.parametrize("take", TAKERS)
+def test_a_value_that_is_no_policy_is_refused_with_the_same_message(take):
+    with pytest.raises(PolicyError, match="rule:  a preset's name, a path, or a Policy"):
+        take(7)
+
+
+def test_the_host_goes_by_the_engine_s_own_numbers():
+    config = EngineConfig(rollback=RollbackConfig(region=7))
+    assert HostPolicy.of(config).region == 7
+    assert HostPolicy.of(Engine(config)).fingerprint == Engine(config).fingerprint

@@ -1,0 +1,190 @@
+"""`reset_moments`: after a cut or a rollback a torch optimizer steps as a new one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+from torch.nn import Parameter
+from torch.optim import LBFGS, SGD, AdamW
+
+from healcore.core.engine import Engine, LrConfig, RuleConfig
+from healcore.core.verdict import Action, Cause
+from healcore.torch import attach
+from healcore.torch.enforcer import moments_obstacle, reset_moments
+from healcore.torch.engines import READ_EVERY
+from tests.torch import policies
+from tests.torch.bit_comparison import assert_same, snapshot
+from tests.torch.optimizer_cases import NAN, Where, host_and_device
+
+SPIKE, STEPS = 12, 40
+CUTS = Engine(
+    policies.SKIPS.config._replace(
+        rules=(RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR)),),
+        lr=LrConfig(factor=0.5, hold_steps=30, reset_moments=True),
+    )
+)
+KEEPS = Engine(CUTS.config._replace(lr=CUTS.config.lr._replace(reset_moments=False)))
+OBSERVES = Engine(CUTS.config._replace(mode="observe"))
+SKIPS_TOO = Engine(
+    CUTS.config._replace(rules=(CUTS.config.rules[0]._replace(skip=True),)),
+)
+
+
+def run(
+    policy: Engine,
+    where: Where = "host",
+    kind: Any = lambda p: AdamW(p, lr=1e-2, fused=True),
+    steps: int = STEPS,
+) -> Any:
+    """An optimizer after `steps` steps, of which one has a gradient a thousand times as large."""
+    parameter = Parameter(torch.zeros(3))
+    optimizer = kind([parameter])
+    attach(optimizer, policy, engine=where)
+    draw = torch.Generator().manual_seed(0)
+    for i in range(steps):
+        grad = torch.randn(3, generator=draw) * (1000.0 if i == SPIKE else 1.0)
+
+        def closure(grad: torch.Tensor = grad) -> float:
+            parameter.grad = grad.clone()
+            return 1.0
+
+        if isinstance(optimizer, LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    return optimizer
+
+
+def counted(optimizer: Any) -> int:
+    (state,) = optimizer.state.values()
+    return int(state["step"])
+
+
+def test_the_step_after_the_cut_is_the_first_of_new_moments():
+    assert counted(run(CUTS)) == STEPS - SPIKE - 1
+    assert counted(run(CUTS, steps=SPIKE + 1)) == SPIKE + 1
+    state = run(CUTS).state
+    assert all(float(each["exp_avg_sq"].max()) < 100 for each in state.values())
+
+
+def test_on_the_device_the_host_learns_it_later_and_at_a_known_step():
+    left = counted(run(CUTS, "device"))
+    assert STEPS - SPIKE - 2 * READ_EVERY <= left < STEPS - SPIKE - READ_EVERY
+    assert left == counted(run(CUTS, "device"))
+
+
+@host_and_device
+@pytest.mark.parametrize("policy", [KEEPS, OBSERVES, SKIPS_TOO], ids=["off", "observe", "skipped"])
+def test_otherwise_they_stay(policy: Engine, where: Where):
+    assert counted(run(policy, where)) == STEPS - (policy is SKIPS_TOO)
+
+
+@host_and_device
+def test_an_optimizer_that_is_not_known_keeps_its_state(where: Where):
+    class Own(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    assert counted(run(CUTS, where, lambda p: Own(p, lr=1e-2, fused=True))) == STEPS
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [lambda p: LBFGS(p, lr=1e-2), lambda p: SGD(p, lr=1e-2, momentum=0.9)],
+    ids=["LBFGS", "SGD"],
+)
+def test_others_go_on(kind: Any):
+    optimizer = run(CUTS, kind=kind)
+    assert all(bool(p.isfinite().all()) for p in optimizer.param_groups[0]["params"])
+
+
+def test_a_skip_between_the_cut_and_the_reset_changes_no_bit():
+    config = CUTS.config._replace(
+        rules=(*CUTS.config.rules, RuleConfig(policies.NONFINITE, skip=True)),
+    )
+    parameter = Parameter(torch.ones(3))
+    optimizer = AdamW([parameter], lr=1e-2)
+    attach(optimizer, Engine(config))
+    for i in range(SPIKE + 1):
+        parameter.grad = torch.full((3,), 1000.0 if i == SPIKE else 1.0 + i % 2)
+        optimizer.step()
+    before = snapshot(optimizer)
+    for _ in range(2):
+        parameter.grad = torch.full((3,), NAN)
+        optimizer.step()
+        assert_same(snapshot(optimizer), before)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert counted(optimizer) == 1
+
+
+def test_a_cut_that_was_not_carried_out_is_forgotten_with_a_loaded_state():
+    parameter = Parameter(torch.ones(3))
+    optimizer = AdamW([parameter], lr=1e-2)
+    heal = attach(optimizer, CUTS)
+    saved = heal.state_dict()
+    for i in range(SPIKE + 1):
+        parameter.grad = torch.full((3,), 1000.0 if i == SPIKE else 1.0 + i % 2)
+        optimizer.step()
+    heal.load_state_dict(saved)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert counted(optimizer) == SPIKE + 2
+
+
+# -- the reset itself -----------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
+    "fused": lambda p: optim.AdamW(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5, lr_decay=0.1),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.1, centered=True, momentum=0.9),
+    "Adadelta": lambda p: optim.Adadelta(p, lr=0.1),
+    "Adamax": lambda p: optim.Adamax(p, lr=0.1),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: optim.RAdam(p, lr=0.1),
+    "ASGD": lambda p: optim.ASGD(p, lr=0.1),
+    "Rprop": lambda p: optim.Rprop(p, lr=0.1),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
+    "LBFGS": lambda p: optim.LBFGS(p, lr=0.1, max_iter=1),
+}
+
+
+def step(optimizer: Any, parameter: Parameter, seed: int) -> None:
+    grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))
+
+    def closure() -> torch.Tensor:
+        parameter.grad = grad.clone()
+        return (parameter.detach() * grad).sum()
+
+    closure()
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_goes_on_as_a_new_optimizer(name):
+    used = Parameter(torch.ones(3, 2))
+    ours = OPTIMIZERS[name]([used])
+    for seed in range(4):
+        step(ours, used, seed)
+    new = Parameter(used.detach().clone())
+    theirs = OPTIMIZERS[name]([new])
+    assert moments_obstacle(ours) == ""
+    reset_moments(ours)
+    for seed in range(10, 14):
+        step(ours, used, seed)
+        step(theirs, new, seed)
+        assert torch.equal(used, new)
+
+
+def test_a_third_party_optimizer_is_rejected():
+    class Own(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    assert "Own" in moments_obstacle(Own([Parameter(torch.ones(1))], lr=0.1))

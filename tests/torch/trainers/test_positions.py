@@ -1,0 +1,111 @@
+"""An exception within an accumulation: the run that is started again is the run without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from healcore.torch import LightningHealingCallback, heal
+from tests.torch.trainers.huggingface import small_runs
+from tests.torch.trainers.lightning import fits
+
+
+class RaisingTrainer(small_runs.InOrder):
+    """A net with dropout; raises before the micro-batch of that number, from 0."""
+
+    raises_at: int | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        net: Any = self.model
+        net.layers.insert(1, torch.nn.Dropout(0.2))
+        self.seen: list[float] = []
+
+    def training_step(self, model: Any, inputs: Any, items: Any = None) -> Any:
+        self.seen.append(float(inputs["x"].sum()))
+        if len(self.seen) - 1 == self.raises_at:
+            raise ZeroDivisionError
+        return super().training_step(model, inputs, items)
+
+
+def train(folder: Path, accumulated: int, raises_at: int | None = None) -> RaisingTrainer:
+    """Two epochs of 7 batches, so that the last window of an epoch may be a shorter one."""
+    made: Any = small_runs.trainer(
+        folder, cls=RaisingTrainer, num_train_epochs=2, gradient_accumulation_steps=accumulated
+    )
+    made.train_dataset, made.raises_at = small_runs.Rows(7), raises_at
+    heal(made, store=folder / "store", save_every=2).train()
+    return made
+
+
+@pytest.mark.parametrize(("accumulated", "at"), [(3, 4), (3, 9), (2, 7)])
+def test_each_batch_of_a_trainer_is_used_by_one_step(
+    accumulated: int, at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    whole = train(tmp_path / "whole", accumulated)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "broken", accumulated, at)
+    again = train(tmp_path / "broken", accumulated)
+    first = at - at % 7 % accumulated
+    assert again.seen == whole.seen[first:]
+    assert torch.equal(small_runs.weights(again), small_runs.weights(whole))
+    assert (again.state.global_step, again.state.epoch) == (whole.state.global_step, 2.0)
+    assert small_runs.logged(again, "loss") == small_runs.logged(whole, "loss")
+    if at == 4:  # the other windows begin where a checkpoint is
+        assert "come again after a restart" in capsys.readouterr().err
+
+
+class RaisingModule(fits.Regression):
+    """Has dropout; raises in the training step of that number, from 0."""
+
+    def __init__(self, raises_at: int | None) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.Dropout(0.2))
+        self.raises_at = raises_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if len(self.seen) - 1 == self.raises_at:
+            raise ZeroDivisionError
+        return loss
+
+
+def fit(
+    store: Path, raises_at: int | None = None, *, epochs: int = 2, every: Any = 2, **options: Any
+) -> tuple[RaisingModule, Any]:
+    torch.manual_seed(0)
+    module = RaisingModule(raises_at)
+    callback = LightningHealingCallback(store=store, save_every=every)
+    running = fits.trainer(callback, max_epochs=epochs, **options)
+    running.fit(module, StatefulDataLoader(fits.data(7), batch_size=8, shuffle=True))
+    return module, running
+
+
+def same_weights(one: RaisingModule, other: RaisingModule) -> bool:
+    states = one.state_dict(), other.state_dict()
+    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("at", [4, 8])
+def test_each_batch_of_a_fit_is_used_by_one_step(at: int, tmp_path: Path):
+    whole, expected = fit(tmp_path / "whole", accumulate_grad_batches=3)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path / "broken", at, accumulate_grad_batches=3)
+    again, running = fit(tmp_path / "broken", accumulate_grad_batches=3)
+    assert again.seen == whole.seen[at - at % 7 % 3 :]
+    assert (running.global_step, running.current_epoch) == (expected.global_step, 2)
+    assert same_weights(whole, again)
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 5}])
+def test_a_completed_fit_is_continued_as_if_it_had_not_ended(options: Any, tmp_path: Path):
+    whole, expected = fit(tmp_path / "whole", epochs=3, every=None, **options)
+    first, _ = fit(tmp_path / "continued", every=None, **options)
+    again, running = fit(tmp_path / "continued", epochs=3, every=None, **options)
+    assert [*first.seen, *again.seen] == whole.seen
+    assert (running.global_step, running.current_epoch) == (expected.global_step, 3)
+    assert same_weights(whole, again)
