@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from healcore.tools.replay import replay
-from healcore.tools.replay.summary import decided_line
+from healcore.tools.replay.decided import decided_line
 from healcore.tools.traces import open_traces
 
 SHARES = {"numpy": 10, "torch": 100, "jax": 1}

@@ -23,8 +23,8 @@ import numpy as np
 
 from healcore.policy import load
 from healcore.tools.replay.scores import FEWEST, Label
-from healcore.tools.sweep.scans import run, scan_of
 from healcore.tools.sweep.scores import Costs, own_events
+from healcore.tools.sweep.search import scan_all, scan_of
 from healcore.tools.sweep.series import series_of
 from healcore.tools.sweep.space import draw, parse
 from healcore.tools.traces import open_traces
@@ -70,7 +70,7 @@ def main() -> int:
         took = []
         for _ in range(arguments.repeats + 1):
             wall, cpu = time.perf_counter(), time.process_time()
-            run(
+            scan_all(
                 scan,
                 variants,
                 series,

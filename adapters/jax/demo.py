@@ -1,12 +1,11 @@
-"""The demo in JAX and Flax: a byte-level transformer, and the training loop a user would write.
+"""The demo in JAX: the model, and the training loop as a user would write it.
 
-The transformer has rotary attention and a GELU MLP, without normalisation. The lines of healcore
-are marked.
+Everything of healcore in the loop is marked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -15,72 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 import healcore.jax  # <- healcore
 from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
 from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
-from healcore.demo.scenario import BlockWeights, Scenario
+from healcore.demo.scenario import Scenario
 
-
-class Block(nnx.Module):
-    """Attention and MLP on a residual stream."""
-
-    def __init__(self, weights: BlockWeights, heads: int) -> None:
-        self.heads = heads
-        self.qkv = nnx.Param(jnp.asarray(weights.qkv))
-        self.out = nnx.Param(jnp.asarray(weights.out))
-        self.up = nnx.Param(jnp.asarray(weights.up))
-        self.down = nnx.Param(jnp.asarray(weights.down))
-
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """Maps (batch, time, width) to the same shape."""
-        batch, time, width = x.shape
-        q, k, v = (
-            part.reshape(batch, time, self.heads, -1)
-            for part in jnp.split(x @ self.qkv[...], 3, axis=-1)
-        )
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + mixed.reshape(batch, time, width) @ self.out[...]
-        return x + jax.nn.gelu(x @ self.up[...], approximate=True) @ self.down[...]
-
-
-class ByteTransformer(nnx.Module):
-    """Predicts the next byte."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        weights = scenario.initial_weights()
-        self.embed = nnx.Param(jnp.asarray(weights.embed))
-        self.blocks = nnx.List([Block(block, scenario.heads) for block in weights.blocks])
-        self.head = nnx.Param(jnp.asarray(weights.head))
-        cos, sin = scenario.rotations()
-        self.cos = nnx.Variable(jnp.asarray(cos))
-        self.sin = nnx.Variable(jnp.asarray(sin))
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens (batch, time) to logits (batch, time, 256)."""
-        x = self.embed[tokens]
-        for block in self.blocks:
-            x = block(x, self.cos[...], self.sin[...])
-        return x @ self.head[...]
-
-    def loss(self, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-        """Mean cross-entropy in nats, weighted; NaN if all weights are zero."""
-        logits = self(tokens[:, :-1])
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return jnp.sum(each * weights) / jnp.sum(weights)
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary position embedding of (batch, time, heads, width / heads)."""
-    a, b = jnp.split(x, 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate((a * cos - b * sin, a * sin + b * cos), axis=-1)
+Params = dict[str, jax.Array]
 
 
 def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransformationExtraArgs:
-    """AdamW with its learning rate in the state: bare, clipped or protected."""
+    """AdamW with its learning rate in the state, protected as the arm says."""
     adamw = optax.inject_hyperparams(optax.adamw)(
         learning_rate=0.0, weight_decay=scenario.weight_decay
     )
@@ -94,18 +38,16 @@ def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransf
 def train(
     scenario: Scenario, arm: str, policy: Any, folder: Path
 ) -> Generator[Step, None, jax.Array]:
-    """Trains one model and returns its held-out loss; yields each step, so that runs take turns.
+    """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
 
-    Only the arm "healed" uses `policy` and `folder`. A rollback lowers the number of the step.
+    `policy` and `folder` are for the healed run. A rollback decreases the step's number.
     """
-    graph, params, constants = nnx.split(ByteTransformer(scenario), nnx.Param, ...)
+    params = jax.tree.map(jnp.asarray, scenario.initial_weights())
     tx = optimizer(scenario, arm, policy)
     state = (params, tx.init(params))
     batches, healer = range(scenario.steps), None
 
-    def loss_of(params: Any, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-        return nnx.merge(graph, params, constants).loss(tokens, weights)
-
+    loss_of = model_loss(scenario)
     evaluate = jax.jit(loss_of)
 
     @partial(jax.jit, donate_argnums=0)
@@ -143,3 +85,38 @@ def train(
 
     params, _ = healer.state if healer else state
     return evaluate(params, *scenario.held_out_batch())
+
+
+def model_loss(scenario: Scenario) -> Callable[[Params, Any, Any], jax.Array]:
+    """The loss of the byte-level transformer: mean cross-entropy in nats; NaN if no target counts.
+
+    The model has rotary attention and a GELU MLP, without normalisation.
+    """
+    cos, sin = (jnp.asarray(each)[:, None, :] for each in scenario.rotations())
+
+    def rotate(x: jax.Array) -> jax.Array:
+        """Rotary position embedding of (batch, time, heads, width / heads)."""
+        a, b = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate((a * cos - b * sin, a * sin + b * cos), axis=-1)
+
+    def logits(w: Params, tokens: jax.Array) -> jax.Array:
+        """Tokens (batch, time) to logits (batch, time, 256)."""
+        x = w["embed"][tokens]
+        batch, time, width = x.shape
+        for layer in range(scenario.layers):
+            q, k, v = (
+                part.reshape(batch, time, scenario.heads, -1)
+                for part in jnp.split(x @ w[f"qkv{layer}"], 3, axis=-1)
+            )
+            mixed = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+            x = x + mixed.reshape(batch, time, width) @ w[f"out{layer}"]
+            x = x + jax.nn.gelu(x @ w[f"up{layer}"], approximate=True) @ w[f"down{layer}"]
+        return x @ w["head"]
+
+    def loss(w: Params, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+        each = optax.softmax_cross_entropy_with_integer_labels(
+            logits(w, tokens[:, :-1]), tokens[:, 1:]
+        )
+        return jnp.sum(each * weights) / jnp.sum(weights)
+
+    return loss

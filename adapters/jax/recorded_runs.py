@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from healcore.plugins.rows import (
     MOST_ROWS,
     DecisionColumns,
     SignalLayout,
-    SignalRows,
     empty_columns,
     judge_row,
     rolled_back,
@@ -64,13 +63,15 @@ class JaxRowRunner:
         with jax.default_device(self._device):
             return rolled_back(self._engine, live, restored, xp=jnp)
 
-    def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
+    def run(
+        self, state: EngineState, values: Mapping[str, np.ndarray], kind: np.ndarray
+    ) -> tuple[EngineState, DecisionColumns]:
         """See `RowRunner.run`."""
-        count = len(rows.kind)
+        count = len(kind)
         padding = (0, MOST_ROWS - count)
-        values = {name: np.pad(column, padding) for name, column in rows.values.items()}
+        padded = {name: np.pad(column, padding) for name, column in values.items()}
         with jax.default_device(self._device):
-            state, found = self._loop(state, values, np.pad(rows.kind, padding), np.int32(count))
+            state, found = self._loop(state, padded, np.pad(kind, padding), np.int32(count))
         return state, map_leaves(lambda column: np.asarray(column)[:count], found)
 
     def _judge(

@@ -10,6 +10,8 @@ in Dynamo (measured) and keeps torch's inexact `sqrt`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,17 +19,10 @@ import torch
 from torch import Tensor
 
 from healcore.core.clipping.autoclip import EDGES
-from healcore.core.engine import Engine, EngineState
+from healcore.core.engine import EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves
-from healcore.plugins.rows import (
-    DecisionColumns,
-    SignalLayout,
-    SignalRows,
-    empty_columns,
-    judge_row,
-    rolled_back,
-)
+from healcore.plugins.rows import DecisionColumns, NumpyRowRunner, judge_row, rolled_back
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -90,35 +85,28 @@ def on(device: torch.device | str) -> Any:
     return Namespace(torch.device(device))
 
 
-class TorchRowRunner:
+class TorchRowRunner(NumpyRowRunner):
     """Implements `RowRunner` of `healcore replay`, eagerly on the CPU, to compare backends.
 
     For speed there is JAX. Rejected: `torch.compile`, which needs a C++ compiler and half a minute.
     """
 
-    def __init__(self, engine: Engine, layout: SignalLayout) -> None:
-        self._engine = engine
-        self._layout = layout
-        self._xp = on("cpu")
-
     def start(self) -> EngineState:
         """The engine's first state as tensors."""
-        return map_leaves(lambda leaf: torch.from_numpy(np.array(leaf)), self._engine.init())
+        return map_leaves(lambda leaf: torch.from_numpy(np.array(leaf)), self.engine.init())
 
     @torch.inference_mode()
     def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
         """See `RowRunner.on_rollback`."""
-        return rolled_back(self._engine, live, restored, xp=self._xp)
+        return rolled_back(self.engine, live, restored, xp=on("cpu"))
 
     @torch.inference_mode()
-    def run(self, state: EngineState, rows: SignalRows) -> tuple[EngineState, DecisionColumns]:
+    def run(
+        self, state: EngineState, values: Mapping[str, Any], kind: np.ndarray
+    ) -> tuple[EngineState, DecisionColumns]:
         """See `RowRunner.run`."""
-        found = empty_columns(len(rows.kind))
-        values = {name: torch.from_numpy(np.array(each)) for name, each in rows.values.items()}
-        for row in range(len(rows.kind)):
-            names = self._layout.combinations[rows.kind[row]]
-            signals = Signals(**{name: values[name][row] for name in names})
-            state, row_columns = judge_row(self._engine, state, signals, xp=self._xp)
-            for column, value in zip(found, row_columns, strict=True):
-                column[row] = value.item()
-        return state, found
+        tensors = {name: torch.from_numpy(np.array(each)) for name, each in values.items()}
+        return super().run(state, tensors, kind)
+
+    def _program(self, state: EngineState, signals: Signals) -> Callable[..., Any]:
+        return functools.partial(judge_row, self.engine, xp=on("cpu"))

@@ -164,12 +164,12 @@ def _rollback_claims(plain: DemoRun, healed: DemoRun, scenario: Scenario) -> Ite
     yield DemoClaim(f"{text}, unprotected {number(without)}", better)
     backs = [back for back in healed.rollbacks if back["onset"] in scenario.mistaken]
     onsets = ", ".join(f"step {back['onset']}" for back in backs) or "never"
-    text = f"{healed}: goes back while the learning rate is wrong: {onsets}"
+    text = f"{healed}: rolls back while the learning rate is wrong: {onsets}"
     yield DemoClaim(text, bool(backs))
     for back in backs:
         where = ", where it had started" if back["initial"] else ""
-        text = f"{healed}: goes back to a known-good checkpoint: step {back['checkpoint']}{where}"
+        text = f"{healed}: rolls back to a known-good checkpoint: step {back['checkpoint']}{where}"
         yield DemoClaim(text, not back["initial"])
         done = Rollback.of(EventRecord.model_validate(back))
-        text = f"{healed}: goes on slower: {done.lr_text or 'no'}"
+        text = f"{healed}: lowers the rate: {done.lr_text or 'no'}"
         yield DemoClaim(text, done.lowers_lr)

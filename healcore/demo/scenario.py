@@ -13,7 +13,6 @@ the network still trains well (compare Fixup, arXiv:1901.09321) but diverges as 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sysconfig
 from dataclasses import dataclass
@@ -33,16 +32,8 @@ SHORTEST = 30
 """With fewer steps the faults would overlap."""
 
 
-class DemoError(HealcoreError, RuntimeError):
+class DemoError(HealcoreError, ValueError):
     """The demo cannot run; the message says what to change."""
-
-
-class ScenarioError(DemoError, ValueError):
-    """The sizes or steps of a run do not work together."""
-
-
-class CorpusError(DemoError):
-    """The standard library's sources are missing."""
 
 
 class Corpus(NamedTuple):
@@ -52,8 +43,6 @@ class Corpus(NamedTuple):
     held_out: np.ndarray
     """uint8 (m,): every tenth file."""
     files: int
-    digest: str
-    """First 12 hex digits of the SHA-256 of all bytes."""
     byte_frequency_loss: float
     """Nats per byte of a model of byte frequencies."""
     byte_pair_loss: float
@@ -63,7 +52,7 @@ class Corpus(NamedTuple):
 def load_corpus(root: Path | None = None) -> Corpus:
     """Reads the modules in a folder, by default the standard library, which every Python has.
 
-    Raises CorpusError if there are too few sources (a stripped Python).
+    Raises DemoError if there are too few sources (a stripped Python).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     paths = sorted(root.glob("*.py"), key=lambda path: path.name)
@@ -75,7 +64,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
             break
         (held_out if index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1 else train).append(text)
     if len(held_out) < 1 or size < 10_000:
-        raise CorpusError(
+        raise DemoError(
             f"the demo trains on the standard library's sources, and {root} holds {len(paths)} of "
             f"them with {size} bytes: use a Python that was installed with its .py files"
         )
@@ -84,7 +73,6 @@ def load_corpus(root: Path | None = None) -> Corpus:
         train=seen,
         held_out=unseen,
         files=len(train) + len(held_out),
-        digest=hashlib.sha256(seen.tobytes() + unseen.tobytes()).hexdigest()[:12],
         **_baseline_losses(seen, unseen),
     )
 
@@ -92,7 +80,8 @@ def load_corpus(root: Path | None = None) -> Corpus:
 def _baseline_losses(seen: np.ndarray, unseen: np.ndarray) -> dict[str, float]:
     """Nats per byte of `unseen` by the frequencies of bytes in `seen`, and of pairs of bytes.
 
-    Each byte's count is increased by one; those of pairs are smoothed with those of single bytes.
+    Each byte's count is increased by one. The counts of pairs are smoothed with the counts of
+    single bytes.
     """
     single = np.bincount(seen, minlength=SYMBOLS) + 1.0
     single /= single.sum()
@@ -134,11 +123,11 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if self.steps < SHORTEST:
-            raise ScenarioError(
+            raise DemoError(
                 f"steps must be at least {SHORTEST}, for the faults to stay apart, got {self.steps}"
             )
         if self.width % (2 * self.heads):
-            raise ScenarioError(
+            raise DemoError(
                 f"width must be a multiple of twice the heads ({2 * self.heads}), got {self.width}"
             )
 
@@ -194,50 +183,24 @@ class Scenario:
 
     # -- the model, as plain arrays -------------------------------------------------------------
 
-    def initial_weights(self) -> Weights:
-        """The initial weights of both frameworks, float32."""
+    def initial_weights(self) -> dict[str, np.ndarray]:
+        """The initial weights of both frameworks by name, float32 (inputs, outputs)."""
         random = np.random.default_rng([self.seed, 1 << 32])
         width = self.width
-
-        def matrix(rows: int, columns: int) -> np.ndarray:
-            limit = rows**-0.5
-            return random.uniform(-limit, limit, (rows, columns)).astype(np.float32)
-
-        return Weights(
-            embed=random.normal(size=(SYMBOLS, width)).astype(np.float32),
-            blocks=tuple(
-                BlockWeights(
-                    qkv=matrix(width, 3 * width),
-                    out=matrix(width, width),
-                    up=matrix(width, 4 * width),
-                    down=matrix(4 * width, width),
-                )
-                for _ in range(self.layers)
-            ),
-            head=matrix(width, SYMBOLS),
-        )
+        sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
+        shapes = {
+            f"{name}{layer}": (width * inputs, width * outputs)
+            for layer in range(self.layers)
+            for name, (inputs, outputs) in sizes.items()
+        }
+        weights = {"embed": random.normal(size=(SYMBOLS, width)).astype(np.float32)}
+        for name, shape in (shapes | {"head": (width, SYMBOLS)}).items():
+            limit = shape[0] ** -0.5
+            weights[name] = random.uniform(-limit, limit, shape).astype(np.float32)
+        return weights
 
     def rotations(self) -> tuple[np.ndarray, np.ndarray]:
         """Cosine and sine of rotary position embedding (arXiv:2104.09864), (context, head / 2)."""
         half = self.width // self.heads // 2
         angles = np.arange(self.context)[:, None] * 10_000.0 ** (-np.arange(half) / half)
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-class BlockWeights(NamedTuple):
-    """One block's matrices, (inputs, outputs)."""
-
-    qkv: np.ndarray
-    out: np.ndarray
-    up: np.ndarray
-    down: np.ndarray
-
-
-class Weights(NamedTuple):
-    """The whole model."""
-
-    embed: np.ndarray
-    """(256, width)."""
-    blocks: tuple[BlockWeights, ...]
-    head: np.ndarray
-    """(width, 256)."""

@@ -40,7 +40,7 @@ from healcore.tools.report import page, picture
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
 
-FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "flax", "chex")}
+FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax", "chex")}
 _STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: "red"}
 
 
@@ -64,10 +64,10 @@ def run_demo(
 ) -> DemoResult:
     """Trains one run per framework, seed and arm, and prints the outcomes.
 
-    Writes `curves.png` into `out` (None: `healcore-demo`), and a folder for each healed run with
-    its checkpoints, events, metrics, postmortem and report; those of an earlier demo are deleted.
-    `arms` must contain "healed". The probation of `policy` is `shortened`. `sizes` are fields of
-    `Scenario`.
+    Writes `curves.png` into `out` (default `healcore-demo`), and a folder for each healed run with
+    its checkpoints, events, metrics, postmortem and report. It deletes the folders of an earlier
+    demo. `arms` must contain "healed". The probation of `policy` is `shortened`. `sizes` are
+    fields of `Scenario`.
 
     Raises MissingExtraError, healcore.policy.PolicyError, a DemoError for a missing corpus, too few
     steps, or sizes that do not fit, or an OutputError for a link in the place of an output, and for

@@ -84,7 +84,7 @@ def replacing(path: Name, *, named: bool = True) -> Iterator[Path]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """A file, or those of a directory that may be logs, which pages and pictures are not."""
+    """A file, or the files of a directory that may be logs: all but pages and pictures."""
     if not path.is_dir():
         yield path
         return

@@ -75,7 +75,7 @@ def demo(tmp_path_factory):
 
 def test_forty_tiny_steps_are_not_called_trained_nor_saved(demo):
     for framework in FRAMEWORKS:
-        for what in ("trains", "goes back while the learning rate is wrong: never"):
+        for what in ("trains", "rolls back while the learning rate is wrong: never"):
             (claim,) = [text for text in demo.broken() if f"{framework} healed: {what}" in text]
             assert f"BROKEN {claim}\n" in demo.printed
 
@@ -153,7 +153,7 @@ def test_nan_is_for_ever_without_healing_and_one_step_with_it(demo, text, framew
 def test_observing_changes_nothing(demo, text, framework, tmp_path):
     policy = tmp_path / "observe.toml"
     policy.write_text(GOES_BACK.replace("[clip]", 'mode = "observe"\n[clip]'))
-    loop = importlib.import_module(f"healcore.{framework}.demo.training")
+    loop = importlib.import_module(f"healcore.{framework}.demo")
     observed = DemoRun(framework, "healed", 0)
     scenario = Scenario(text, steps=STEPS, **TINY)
     observed.steps.extend(loop.train(scenario, "healed", policy, tmp_path / "run"))

@@ -28,8 +28,7 @@ from healcore.tools.terminal import echo
 
 if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
     from healcore.policy import Policy
-    from healcore.tools.replay.batch import ReplayResult
-    from healcore.tools.replay.outputs import Outputs
+    from healcore.tools.replay.command import Outputs, ReplayResult
     from healcore.tools.traces import Trace, Unreadable
 
 OK, SOME = 0, 1
@@ -73,7 +72,7 @@ def replay(
     """What a policy would have done to runs that already happened. Nothing is changed."""
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError
-    from healcore.tools.replay.outputs import Outputs
+    from healcore.tools.replay.command import Outputs
     from healcore.tools.replay.scores import LabelError, read_labels
     from healcore.tools.traces import TraceError, open_traces
 
@@ -109,8 +108,7 @@ def _run(
     known: Any,
 ) -> tuple[list[ReplayResult], list[Unreadable]]:
     """Replays, shows the tables and writes the files."""
-    from healcore.tools.replay.batch import ReplayResult, replay_all, surveyed
-    from healcore.tools.replay.outputs import draw, show
+    from healcore.tools.replay.command import ReplayResult, draw, replay_all, show, surveyed
 
     results: list[ReplayResult] = []
     with outputs.lines() as file, progress_bar() as progress:
@@ -151,7 +149,7 @@ def _policies(names: Sequence[str], overrides: Any) -> dict[str, Policy]:
 
 def _check_backend(backend: str | None) -> None:
     from healcore.extras import require
-    from healcore.tools.replay.backends import BACKENDS
+    from healcore.plugins.rows import BACKENDS
 
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {backend!r}")

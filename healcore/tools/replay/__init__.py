@@ -9,7 +9,7 @@ print(result.summary)
 
 from __future__ import annotations
 
-from healcore.tools.replay.decisions import Decided
+from healcore.tools.replay.decided import Decided
 from healcore.tools.replay.summary import AttemptSummary, Summary
 from healcore.tools.replay.trace_replay import Replay, ReplayError, replay
 

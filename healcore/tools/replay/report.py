@@ -8,8 +8,7 @@ from healcore.history import Counts, Curves, Mode
 from healcore.history.curves import Envelope
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.policy import PolicySource, dumps, load
-from healcore.tools.replay.decisions import JudgedRows
-from healcore.tools.replay.summary import Summary
+from healcore.tools.replay.summary import JudgedRows, Summary, inactive_line
 from healcore.tools.replay.trace_replay import Replay
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.traces import Rows, Trace
@@ -24,11 +23,13 @@ class ReplayReport:
 
     def __init__(self) -> None:
         self._envelope = Envelope()
-        # The columns that are not float32 curves, for the rows that the envelope may still keep.
-        self._index = np.zeros(0, np.int64)
-        self._step = np.zeros(0)
-        self._attempt = np.zeros(0, np.int64)
-        self._nonfinite = np.zeros(0, bool)
+        # What is no float32 curve, for the rows that the envelope may still keep.
+        self._columns = {
+            "index": np.zeros(0, np.int64),
+            "step": np.zeros(0),
+            "attempt": np.zeros(0, np.int64),
+            "nonfinite": np.zeros(0, bool),
+        }
 
     def add(self, rows: Rows, judged: JudgedRows) -> None:
         """Adds one chunk."""
@@ -41,13 +42,17 @@ class ReplayReport:
             curves[name] = curve
         curves["threshold"][curves["threshold"] == 0] = np.nan  # 0 = no limit in force
         self._envelope.add(rows.index, curves)
-        nonfinite = np.any(logged, axis=0) if logged else np.zeros(len(rows.index), bool)
-        self._index = np.concatenate((self._index, rows.index))
-        self._step = np.concatenate((self._step, rows.step))
-        attempt = np.full(len(rows.index), rows.attempt, np.int64)
-        self._attempt = np.concatenate((self._attempt, attempt))
-        self._nonfinite = np.concatenate((self._nonfinite, nonfinite))
-        if len(self._index) > _MOST_HELD:
+        count = len(rows.index)
+        added = {
+            "index": rows.index,
+            "step": rows.step,
+            "attempt": np.full(count, rows.attempt, np.int64),
+            "nonfinite": np.any(logged, axis=0) if logged else np.zeros(count, bool),
+        }
+        self._columns = {
+            name: np.concatenate((column, added[name])) for name, column in self._columns.items()
+        }
+        if len(self._columns["index"]) > _MOST_HELD:
             self._thin(self._envelope.kept()[0])
 
     def finish(
@@ -67,15 +72,15 @@ class ReplayReport:
             policy_toml=dumps(load(policy)),
             fingerprint=summary.fingerprint,
             curves=Curves(
-                step=self._step,
                 loss=curves.get("loss", np.full(len(index), np.nan, np.float32)),
                 grad_norm=curves.get("grad_norm"),
                 threshold=threshold,
                 lr_scale=curves.get("lr_scale"),
-                index=index,
-                attempt=self._attempt,
-                nonfinite=self._nonfinite,
                 rows=summary.rows,
+                step=self._columns["step"],
+                index=self._columns["index"],
+                attempt=self._columns["attempt"],
+                nonfinite=self._columns["nonfinite"],
             ),
             incidents=result.incidents,
             counts=Counts(
@@ -89,15 +94,14 @@ class ReplayReport:
                 alarms=summary.alarms,
             ),
             facts=facts(summary, result.backend),
-            notes=(*result.resting, *notes),
+            notes=(*(inactive_line(*each) for each in summary.inactive.items()), *notes),
             attempts=_attempts(summary),
             marks=() if summary.stopped_step is None else (Mark(summary.stopped_step),),
         )
 
     def _thin(self, index: np.ndarray) -> None:
-        keep = np.isin(self._index, index)
-        self._index, self._step = self._index[keep], self._step[keep]
-        self._attempt, self._nonfinite = self._attempt[keep], self._nonfinite[keep]
+        keep = np.isin(self._columns["index"], index)
+        self._columns = {name: column[keep] for name, column in self._columns.items()}
 
 
 def facts(summary: Summary, backend: str) -> dict[str, str]:

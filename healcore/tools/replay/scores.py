@@ -19,7 +19,7 @@ from healcore import regular_file
 from healcore.core.engine import EngineConfig
 from healcore.core.errors import HealcoreError
 from healcore.core.verdict import Action
-from healcore.tools.replay.decisions import JudgedRows
+from healcore.tools.replay.summary import JudgedRows
 from healcore.tools.traces import Rows
 
 EARLY, LATE, START, FEWEST, IN_TIME = 5, 40, 64, 200, 10

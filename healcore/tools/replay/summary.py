@@ -1,21 +1,101 @@
-"""Sums up the replay of one trace under one policy: counts, incidents, and lines of JSON."""
+"""Holds the decisions about rows, and sums them up: counts and incidents of one replay."""
 
 from __future__ import annotations
 
-import functools
-import json
-import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action, Cause, names
 from healcore.history import Incident, Mode
-from healcore.tools.replay.decisions import Decided, JudgedRows, shortest
+from healcore.runtime.postmortem.sentences import listed
 
 MOST_KEPT = 1000
 """Incidents of one replay that are kept for the report; all are counted."""
+
+
+class JudgedRows(NamedTuple):
+    """Consecutive judged rows of one attempt.
+
+    All arrays, including the fields of `record`, are (n,). `index` is int64, `step` float64.
+    """
+
+    index: np.ndarray
+    step: np.ndarray
+    attempt: int
+    given: dict[str, np.ndarray]
+    """bool by signal: logged in this row."""
+    record: StepRecord
+    due: np.ndarray
+    """bool: a rollback was due, whether or not the budget still allowed it."""
+    again: np.ndarray
+    """bool: a rollback was due earlier in the row's incident; see `RepeatMarker`."""
+    ends: np.ndarray
+    """bool: a live run ends here, even if every rollback before had helped."""
+
+    @property
+    def spent(self) -> np.ndarray:
+        """bool: see `Decided.spent`."""
+        return self.due & (self.record.action & int(Action.ROLLBACK) == 0)
+
+    @property
+    def action(self) -> np.ndarray:
+        """int32: the orders, with ROLLBACK wherever a rollback was due."""
+        return self.record.action | np.where(self.due, int(Action.ROLLBACK), 0)
+
+    @property
+    def clipped(self) -> np.ndarray:
+        """bool: the gradient was scaled down, and the step not skipped."""
+        return (self.record.grad_scale < 1) & ~self.record.skip
+
+    @property
+    def decided(self) -> np.ndarray:
+        """bool: the decision is not the neutral one."""
+        record = self.record
+        return (
+            (record.cause != 0)
+            | (record.action != 0)
+            | record.skip
+            | (record.grad_scale != 1)
+            | (record.lr_scale != 1)
+            | self.due
+        )
+
+
+class RepeatMarker:
+    """Remembers the last incident in which a rollback was due."""
+
+    def __init__(self) -> None:
+        self._ordered = (-1, -1)
+        self._denied = (-1, -1)
+
+    def mark(self, judged: JudgedRows) -> JudgedRows:
+        """Sets `again` and `ends` of the next rows; keeps one denied rollback per incident."""
+        record = judged.record
+        again = np.zeros(len(judged.index), bool)
+        if judged.attempt == self._ordered[0]:
+            again = record.incident == self._ordered[1]
+        for row in np.flatnonzero(judged.due):
+            incident = (judged.attempt, int(record.incident[row]))
+            if incident != self._ordered:
+                self._ordered = incident
+                again[row + 1 :] = record.incident[row + 1 :] == incident[1]
+        # The engine orders STOP when it denies a due rollback; a rule may order STOP itself.
+        ends = (record.action & int(Action.STOP) != 0) & ~(again & judged.due)
+        due = judged.due.copy()
+        for row in np.flatnonzero(judged.spent):
+            incident = (judged.attempt, int(record.incident[row]))
+            due[row] = incident != self._denied
+            self._denied = incident
+        return judged._replace(due=due, again=again, ends=ends)
+
+
+def shortest(number: np.float32) -> float:
+    """The float with the fewest digits that is this float32: 0.1, not 0.10000000149011612."""
+    return float(str(number))
 
 
 @dataclass
@@ -52,14 +132,14 @@ class Summary:
     causes: dict[str, int] = field(default_factory=dict)
     """Rows with each cause, lowest flag first."""
     actions: dict[str, int] = field(default_factory=dict)
-    """Rows with each order; ROLLBACK wherever one was due."""
+    """Rows with each order, with ROLLBACK wherever a rollback was due."""
     skips: int = 0
     clips: int = 0
     incidents: int = 0
     rollbacks: int = 0
-    """Rows at which one was due, repeats and denied ones included."""
+    """Rows at which a rollback was due, including repeated and denied rollbacks."""
     repeats: int = 0
-    """Rollbacks after the first of an incident; live they occur only if the first did not help."""
+    """Rollbacks after the first of an incident. A live run has them if the first did not help."""
     spent: int = 0
     """Rollbacks that the budget denied, at most one per incident."""
     first_incident: float | None = None
@@ -75,8 +155,8 @@ class Summary:
     stopped_at: int | None = None
     """Row index of a live run's end: a rule stops it, or an incident's first rollback is denied."""
     stopped_step: float | None = None
-    resting: tuple[str, ...]
-    """See `Replay.resting`."""
+    inactive: dict[str, tuple[str, ...]]
+    """Inactive parts of the policy, by the signal that the trace does not log."""
     problems: int
     """Lines of the trace that could not be read."""
 
@@ -87,7 +167,7 @@ class Summary:
 
     @property
     def first_cuts(self) -> int:
-        """Cuts of the learning rate that are no repeats."""
+        """Cuts of the learning rate, without repeated cuts."""
         return self.actions.get("CUT_LR", 0) - self.repeat_cuts
 
     def attempt(self, number: int) -> AttemptSummary:
@@ -127,6 +207,16 @@ class Summary:
             self.stopped_step = float(judged.step[stops[0]])
 
 
+def inactive_line(signal: str, parts: Sequence[str]) -> str:
+    """The parts of a policy that are inactive without a signal, as text."""
+    logged = {
+        "group_norms": "in any log (AdaGC reads every tensor's)",
+        "update": "in any log (its norm without the learning-rate multiplier)",
+    }.get(signal, "logged")
+    verb = "is" if len(parts) == 1 else "are"
+    return f"no {signal} {logged}: {listed(parts)} {verb} inactive"
+
+
 def _summed(
     counts: dict[str, int], flags: np.ndarray, kind: type[Cause] | type[Action]
 ) -> dict[str, int]:
@@ -142,7 +232,7 @@ def _lowest(known: float, scales: np.ndarray) -> float:
 
 
 class _OpenIncident:
-    """An incident while its rows are read; the attributes are those of an `Incident`."""
+    """An incident while its rows are read, with the attributes of an `Incident`."""
 
     def __init__(self, judged: JudgedRows, row: int, lr_before: float) -> None:
         self.attempt = judged.attempt
@@ -232,52 +322,3 @@ class ReplayIncidents:
         }
         del fields["lr_before"], fields["lr_after"]
         self.kept.append(Incident(number=summary.incidents, mode=Mode.REPLAY, **fields))
-
-
-def decided_line(trace: str, policy: str, row: Decided) -> str:
-    """One row whose decision is not neutral, newline included."""
-    line: dict[str, Any] = {
-        "trace": trace,
-        "index": row.index,
-        "step": _number(row.step),
-        "cause": _names(row.cause),
-        "action": _names(row.action),
-        "skip": row.skip,
-        "grad_scale": row.grad_scale,
-        "lr_scale": row.lr_scale,
-        "z": row.z,
-    }
-    if row.threshold is not None:
-        line["threshold"] = row.threshold
-    line |= {"attempt": row.attempt, "policy": policy}
-    if row.spent:
-        line["spent"] = True
-    return _line(line)
-
-
-def summary_line(summary: Summary) -> str:
-    """The summary of one trace under one policy, newline included."""
-    fields = asdict(summary, dict_factory=_numbers)
-    line = {"trace": fields.pop("trace"), "summary": True, "steps": summary.rows - summary.unjudged}
-    return _line(line | fields)
-
-
-@functools.lru_cache(maxsize=4096, typed=True)  # typed: Cause(4) == Action(4)
-def _names(flags: Cause | Action) -> list[str]:
-    """Cached `names`: few combinations occur, and naming them is the slowest part of a line."""
-    return names(flags)
-
-
-def _numbers(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: _number(each) if isinstance(each, float) else each for name, each in fields}
-
-
-def _number(number: float) -> float | int | str:
-    """Whole numbers as int; what JSON cannot express (NaN, Inf) as text, as in the events."""
-    if not math.isfinite(number):
-        return str(number)
-    return int(number) if number.is_integer() else number
-
-
-def _line(line: dict[str, Any]) -> str:
-    return json.dumps(line, allow_nan=False) + "\n"

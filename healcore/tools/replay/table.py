@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
+from typing import NamedTuple
 
 import numpy as np
 from rich import box
@@ -14,17 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore.runtime.postmortem.sentences import listed
-from healcore.tools.replay.batch import ReplayResult
-from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Score
-from healcore.tools.replay.summary import Summary
+from healcore.tools.replay.scores import IN_TIME, ROLLBACKS, Label, Score
+from healcore.tools.replay.summary import Summary, inactive_line
+from healcore.tools.report.run_report import RunReport
 
-LEAVES_OUT = ("clips", "last", "first", "skips", "lowest LR", "rows")
+DROPPED_FIRST = ("clips", "last", "first", "skips", "lowest LR", "rows")
 """Columns that a narrow terminal does not show, in the order in which they are dropped."""
 
 _SHORTEST_NAME = 16
 """Characters that the name of a trace gets at least."""
 _MANY = 5
-"""Policies from which on they are counted in the title instead of named."""
+"""From this number of policies on, the title has their number instead of their names."""
 
 SCORED = (
     f"found: labelled events met by such orders (in time: within {IN_TIME} rows). "
@@ -33,43 +35,55 @@ SCORED = (
 
 _MOST_ATTEMPTS = 8
 """Attempts whose counts are printed."""
-_IN_NO_LOG = {
-    "group_norms": "in any log (AdaGC reads every tensor's)",
-    "update": "in any log (its norm without the learning-rate multiplier)",
-}
+
+
+class ReplayResult(NamedTuple):
+    """One trace under one policy."""
+
+    summary: Summary
+    backend: str
+    answer: str
+    """The kind of order that is scored: rollbacks, stops, skips or alarms."""
+    label: Label | None
+    score: Score | None
+    report: RunReport | None
 
 
 def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:
     """One row for each trace and policy, and the sums if there are several."""
     policies = list(dict.fromkeys(result.summary.policy for result in results))
-    several = len(policies) > 1
     labelled = any(result.label for result in results)
     home = _common([result.summary.trace for result in results])
-    names, rows = [], []
+    names, rows, sums = [], [], []
     for place, result in enumerate(results):
         summary = result.summary
         again = place > 0 and results[place - 1].summary.trace == summary.trace
         names.append("" if again else summary.trace[len(home) :])
-        rows.append(
-            [
-                *([Text(summary.policy)] if several else []),
-                "" if again else f"{summary.rows:,}",
-                *_cells(result, labelled=labelled),
-            ]
-        )
-    sums = []
+        cells = _cells([result], labelled=labelled)
+        rows.append([Text(summary.policy), *([""] if again else cells[:1]), *cells[1:]])
     if len({result.summary.trace for result in results}) > 1:
         for policy in policies:
             mine = [result for result in results if result.summary.policy == policy]
-            sums.append([*([Text(policy)] if several else []), *_sums(mine, labelled=labelled)])
+            sums.append([Text(policy), *_cells(mine, labelled=labelled)])
     heads = [
-        *(["policy"] if several else []),
-        *("rows", "incidents", "rollbacks", "skips", "clips", "lowest LR", "first", "last"),
+        *(
+            "policy",
+            "rows",
+            "incidents",
+            "rollbacks",
+            "skips",
+            "clips",
+            "lowest LR",
+            "first",
+            "last",
+        ),
         *("ends at", *(("found", "false") if labelled else ())),
     ]
+    if len(policies) == 1:
+        heads, rows, sums = heads[1:], [row[1:] for row in rows], [row[1:] for row in sums]
     shown, room = _fitting(heads, [*rows, *sums], width)
     who = listed(policies) if len(policies) < _MANY else f"{len(policies)} policies"
-    table = _blank(f"What {who} would have done" + (f", in {home}" if home else ""))
+    table = _empty_table(f"What {who} would have done" + (f", in {home}" if home else ""))
     table.add_column("trace", no_wrap=True)
     missing = [heads[place] for place in range(len(heads)) if place not in shown]
     if missing:
@@ -94,7 +108,7 @@ def summary_table(results: Sequence[ReplayResult], *, width: int) -> Table:
 
 def score_table(results: Sequence[ReplayResult]) -> Table:
     """The scores by folder and policy, without traces that are too short."""
-    table = _blank("Orders against the labels")
+    table = _empty_table("Orders against the labels")
     for name in ("folder", "policy", "by"):
         table.add_column(name, no_wrap=True)
     for name in ("traces", "rows", "found", "in time", "latency", "false", "per 10,000 rows"):
@@ -120,48 +134,37 @@ def score_table(results: Sequence[ReplayResult]) -> Table:
     return table
 
 
-def _cells(result: ReplayResult, *, labelled: bool) -> list[str | Text]:
-    summary, score = result.summary, result.score
-    cuts = summary.first_cuts
-    cells: list[str | Text] = [
-        _count(summary.incidents, "yellow"),
-        _rollbacks([summary]),
-        _count(summary.skips),
-        _count(summary.clips),
-        f"{summary.lowest_lr_first:.3g} ({cuts})" if cuts else "-",
-        _step(summary.first_incident),
-        _step(summary.last_incident if summary.incidents > 1 else None),
-        _step(summary.stopped_step),
-    ]
-    if labelled and score is None:
-        cells += ["", ""]
-    elif labelled and score is not None:
-        found = _found(score, result.answer) if score.events else "-"
-        missed = score.found < score.events
-        cells += [Text(found, "red" if missed else ""), _count(score.false, "red")]
-    return cells
-
-
-def _sums(results: Sequence[ReplayResult], *, labelled: bool) -> list[str | Text]:
+def _cells(results: Sequence[ReplayResult], *, labelled: bool) -> list[str | Text]:
+    """The cells of one result, or the sums of several; see `heads`."""
     all_ = [result.summary for result in results]
     cuts = sum(each.first_cuts for each in all_)
+    first = last = ""
     ended = sum(each.stopped_step is not None for each in all_)
+    end = f"{ended} end" if ended else "-"
+    if len(all_) == 1:
+        first = _step(all_[0].first_incident)
+        last = _step(all_[0].last_incident if all_[0].incidents > 1 else None)
+        end = _step(all_[0].stopped_step)
     cells: list[str | Text] = [
         f"{sum(each.rows for each in all_):,}",
-        _count(sum(each.incidents for each in all_)),
+        _count(sum(each.incidents for each in all_), "yellow"),
         _rollbacks(all_),
         _count(sum(each.skips for each in all_)),
         _count(sum(each.clips for each in all_)),
         f"{min(each.lowest_lr_first for each in all_):.3g} ({cuts})" if cuts else "-",
-        "",
-        "",
-        f"{ended} end" if ended else "-",
+        first,
+        last,
+        end,
     ]
-    if labelled:
-        score = Score()
-        for result in results:
-            score = score.plus(result.score or Score())
-        cells += [_found(score, results[0].answer), _count(score.false)]
+    scores = [result.score for result in results if result.score is not None]
+    if labelled and not scores:
+        cells += ["", ""]
+    elif labelled:
+        score = functools.reduce(Score.plus, scores)
+        by = "" if results[0].answer == ROLLBACKS else f" by {results[0].answer}"
+        found = f"{score.found} of {score.events}{by}" if score.events else "-"
+        missed = score.found < score.events
+        cells += [Text(found, "red" if missed else ""), _count(score.false, "red")]
     return cells
 
 
@@ -170,7 +173,7 @@ def _fitting(
 ) -> tuple[list[int], int]:
     """The columns that fit, whole since no number is cut, and the width left for the names."""
     shown = list(range(len(heads)))
-    leaving = [heads.index(name) for name in LEAVES_OUT]
+    leaving = [heads.index(name) for name in DROPPED_FIRST]
     while True:
         widths = (max(cell_len(str(row[place])) for row in (heads, *rows)) for place in shown)
         room = width - sum(widths) - 2 * len(shown) - 4
@@ -179,7 +182,7 @@ def _fitting(
         shown.remove(leaving.pop(0))
 
 
-def _blank(title: str) -> Table:
+def _empty_table(title: str) -> Table:
     return Table(
         title=Text(title, "bold"),
         title_justify="left",
@@ -206,11 +209,6 @@ def _rollbacks(all_: Sequence[Summary]) -> Text:
     if spent:
         cell.append(f" ({spent:,} denied)", "red")
     return cell
-
-
-def _found(score: Score, answer: str) -> str:
-    by = "" if answer == ROLLBACKS else f" by {answer}"
-    return f"{score.found} of {score.events}{by}"
 
 
 def _step(step: float | None) -> str:
@@ -243,7 +241,7 @@ def legend(results: Sequence[ReplayResult]) -> str:
     if any(each.rollbacks for each in all_):
         rollbacks = "rollbacks: the first of each incident"
         if any(each.repeats for each in all_):
-            rollbacks += "; again: had it not helped, for a recorded curve does not heal"
+            rollbacks += "; again: repeated orders, because a recorded curve does not recover"
         if any(each.spent for each in all_):
             rollbacks += "; denied: beyond the budget"
         lines.append(rollbacks + ".")
@@ -266,33 +264,18 @@ def notes(results: Sequence[ReplayResult]) -> list[str]:
 
 
 def _inactive(results: Sequence[ReplayResult]) -> list[str]:
-    """One line for each missing signal, for all policies and traces together."""
-    traces = {each.summary.trace for each in results}
-    without: dict[str, set[str]] = defaultdict(set)
-    inactive: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for each in results:
-        for signal, parts in each.missing.items():
-            without[signal].add(each.summary.trace)
-            for part in parts:
-                # The kind of clipping does not matter: all kinds miss the norm.
-                inactive[signal][part.partition(" ")[0]].add(each.summary.policy)
+    """One line for each policy and missing signal."""
+    traces = len({each.summary.trace for each in results})
     several = len({each.summary.policy for each in results}) > 1
-    lines = []
-    for signal, parts in sorted(inactive.items()):
-        logged = _IN_NO_LOG.get(signal, "logged")
-        where = "" if without[signal] == traces else f" in {len(without[signal])} of {len(traces)}"
-        where += " traces" if where else ""
-        who = [
-            f"{part} ({_policies(policies)})" if several else part
-            for part, policies in parts.items()
-        ]
-        verb = "is" if len(who) == 1 else "are"
-        lines.append(f"no {signal} {logged}{where}: {listed(who)} {verb} inactive")
-    return lines
-
-
-def _policies(policies: set[str]) -> str:
-    return next(iter(policies)) if len(policies) == 1 else f"{len(policies)} policies"
+    lines = Counter(
+        (f"{each.summary.policy}: " if several else "") + inactive_line(signal, parts)
+        for each in results
+        for signal, parts in each.summary.inactive.items()
+    )
+    return [
+        line if count == traces else f"{line} in {count} of {traces} traces"
+        for line, count in lines.items()
+    ]
 
 
 def _by_attempt(summary: Summary) -> str:

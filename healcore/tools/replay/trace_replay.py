@@ -1,14 +1,14 @@
 """Runs one policy over one recorded trace.
 
 Nothing can be restored offline: where a rollback is due, the replay reports it and continues along
-the recorded curve. The engine goes back only where the recorded run itself did (a resume, a
-rollback).
+the recorded curve. The engine's state is restored only where the recorded run was restored
+(a resume, a rollback).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,21 +21,26 @@ from healcore.plugins.rows import (
     MOST_ROWS,
     RowRunner,
     SignalLayout,
-    SignalRows,
     as_record,
+    choose_backend,
     empty_columns,
+    row_runner,
 )
 from healcore.policy import PolicyLike
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.postmortem.sentences import listed
-from healcore.tools.replay import backends
-from healcore.tools.replay.decisions import Decided, JudgedRows, RepeatMarker, decided
+from healcore.tools.replay.decided import Decided, decided
 from healcore.tools.replay.summary import (
     AttemptSummary,
+    JudgedRows,
+    RepeatMarker,
     ReplayIncidents,
     Summary,
 )
 from healcore.tools.traces import Attempt, Rows, Trace
+from healcore.tools.traces.trace import by_signals
+
+ALWAYS = ("loss", "grad_norm")
+"""Signals that every policy is given: no update with a non-finite value is applied."""
 
 OnChunk = Callable[[Rows, JudgedRows], None]
 """Called with each chunk of rows and the judged ones among them."""
@@ -89,17 +94,11 @@ class Replay:
         self.fingerprint = host.fingerprint or ""
         self.engine: Engine = host.engine
         self._survey = trace.survey()
-        self._layout = backends.layout_of(self.engine, self._survey.combinations)
-        self.missing = inactive_parts(
-            self.engine, self._layout, trace=trace.name, policy=self.policy
-        )
-        """Inactive parts of the policy, by the signal that the trace does not log."""
-        self.resting = tuple(sentence(*each) for each in self.missing.items())
-        """A sentence for each entry of `missing`."""
-        self.backend = backend or backends.choose_backend(
+        self._layout = layout_of(self.engine, self._survey.combinations)
+        self.backend = backend or choose_backend(
             [(self._survey.rows, len(self._layout.combinations))]
         )
-        self._runner = backends.row_runner(self.engine, self._layout, self.backend)
+        self._runner = row_runner(self.engine.config, self._layout, self.backend)
         self._on_chunk = on_chunk
         self._summary = Summary(
             trace=trace.name,
@@ -111,7 +110,9 @@ class Replay:
                 AttemptSummary(each.number, each.source, each.first_step)
                 for each in self._survey.attempts
             ),
-            resting=self.resting,
+            inactive=inactive_parts(
+                self.engine, self._layout, trace=trace.name, policy=self.policy
+            ),
             problems=self._survey.problem_count,
         )
         self._incidents = ReplayIncidents(self._summary)
@@ -164,9 +165,9 @@ class Replay:
         self._finished = True
 
     def _judge(self, rows: Rows, lineage: Lineage) -> JudgedRows:
-        chunk, places = backends.rows_of(self._layout, self.engine, rows.values, rows.given)
+        values, kind, places = rows_of(self._layout, self.engine, rows.values, rows.given)
         index = rows.index[places]
-        record, due = lineage.run(index, chunk, rows.start)
+        record, due = lineage.run(index, values, kind, rows.start)
         return JudgedRows(
             index=index,
             step=rows.step[places],
@@ -177,6 +178,58 @@ class Replay:
             again=np.zeros(len(index), bool),
             ends=np.zeros(len(index), bool),
         )
+
+
+def layout_of(engine: Engine, combinations: Iterable[frozenset[str]]) -> SignalLayout:
+    """The signals that an engine is given, from the sets that rows of the trace log together."""
+    combinations = list(combinations)
+    logged = frozenset().union(*combinations)
+    found = {_given(engine, each, logged) for each in combinations}
+    return SignalLayout(tuple(sorted(found - {()})))
+
+
+def rows_of(
+    layout: SignalLayout,
+    engine: Engine,
+    values: Mapping[str, np.ndarray],
+    given: Mapping[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Selects the rows that the engine judges; `layout` is of the whole trace.
+
+    `values` are float32 (n,) and `given` bool (n,) by signal.
+
+    Returns:
+        The values (m,) of the layout's signals, the place int32 (m,) of each row's combination in
+        the layout, and the places int (m,) of the judged rows among all rows.
+    """
+    length = len(next(iter(given.values()), ()))
+    kind = np.full(length, -1, np.int32)
+    logged = frozenset(layout.signals)
+    for here, those in by_signals(given, layout.signals):
+        combination = _given(engine, here, logged)
+        if combination:
+            kind[those] = layout.combinations.index(combination)
+    rows = np.flatnonzero(kind >= 0)
+    absent = np.full(length, np.nan, np.float32)
+    columns = {name: values.get(name, absent)[rows] for name in layout.signals}
+    return columns, kind[rows], rows
+
+
+def _given(engine: Engine, here: frozenset[str], logged: frozenset[str]) -> tuple[str, ...]:
+    """The signals that a row is judged by; none without a loss or a gradient norm.
+
+    `update_norm` and `eval_loss` are given only if the policy reads them, as in the adapters. If a
+    trace has evaluations, every row has `eval_loss`, NaN where there was none: the engine sees a
+    run with evaluations or one without.
+    """
+    if not here & set(ALWAYS):
+        return ()
+    there = [name for name in ALWAYS if name in here]
+    if "update_norm" in engine.needs and "update_norm" in here:
+        there.append("update_norm")
+    if "eval_loss" in engine.needs and "eval_loss" in logged:
+        there.append("eval_loss")
+    return tuple(there)
 
 
 class Lineage:
@@ -197,8 +250,8 @@ class Lineage:
         """Sets the state in which attempt `number` begins; returns whether it continues the run.
 
         A resumed attempt has the detectors of its checkpoint, and the current budgets and LR
-        multiplier, like a live run that goes back. One that starts again in the same file goes back
-        to the first state in the same way. One in a file of its own is another run.
+        multiplier, as after a rollback. An attempt that starts again in the same file is a rollback
+        to the first state. An attempt from scratch in a file of its own is another run.
         """
         attempt = self._attempts[number]
         live, self._state = self._state, self._runner.start()
@@ -210,8 +263,10 @@ class Lineage:
         self._state = self._runner.on_rollback(live, self._state)
         return True
 
-    def run(self, index: np.ndarray, rows: SignalRows, first: int) -> tuple[StepRecord, np.ndarray]:
-        """Judges `rows`, the rows `index` (n,) of the trace; `first` is the chunk's first index.
+    def run(
+        self, index: np.ndarray, values: Mapping[str, np.ndarray], kind: np.ndarray, first: int
+    ) -> tuple[StepRecord, np.ndarray]:
+        """Judges the rows `index` (n,) of the trace; `first` is the chunk's first index.
 
         Returns a record of arrays (n,), and bool (n,): a rollback was due.
         """
@@ -221,18 +276,15 @@ class Lineage:
         places = np.searchsorted(index, np.array(wanted, np.int64), side="right")
         done, parts = 0, [empty_columns(0)]
         for place, after in zip((*places.tolist(), len(index)), (*wanted, None), strict=True):
-            for part in _parts(done, place):
-                self._state, found = self._runner.run(self._state, rows.part(part))
+            for start in range(done, place, MOST_ROWS):
+                part = slice(start, min(start + MOST_ROWS, place))
+                columns = {name: column[part] for name, column in values.items()}
+                self._state, found = self._runner.run(self._state, columns, kind[part])
                 parts.append(found)
             done = place
             if after is not None:
                 self._kept[after] = self._state
         return as_record(tuple(map(np.concatenate, zip(*parts, strict=True))))
-
-
-def _parts(start: int, stop: int) -> Iterator[slice]:
-    for begin in range(start, stop, MOST_ROWS):
-        yield slice(begin, min(begin + MOST_ROWS, stop))
 
 
 class ReplayError(HealcoreError, ValueError):
@@ -257,13 +309,12 @@ def inactive_parts(
     missing: dict[str, list[str]] = {}
     working = False
     if engine.config.clip is not None:
-        kind = engine.config.clip[0]
         if engine.per_tensor:
-            missing.setdefault("group_norms", []).append(f"clip {kind}")
+            missing.setdefault("group_norms", []).append("clip")
         elif "grad_norm" in logged:
             working = True
         else:
-            missing.setdefault("grad_norm", []).append(f"clip {kind}")
+            missing.setdefault("grad_norm", []).append("clip")
     if engine.clips_updates:
         missing["update"] = ["update_clip"]
     for name, detector in engine.config.detectors:
@@ -280,19 +331,3 @@ def inactive_parts(
             "policy reads, or another policy",
         )
     return {signal: tuple(parts) for signal, parts in sorted(missing.items())}
-
-
-def sentence(signal: str, parts: Sequence[str]) -> str:
-    """The parts that are inactive without one signal, as text."""
-    verb = "is" if len(parts) == 1 else "are"
-    if signal == "group_norms":
-        return (
-            f"{parts[0]} works on the gradient norm of every tensor, which no log has: it is "
-            "inactive, and no clipping is replayed"
-        )
-    if signal == "update":
-        return (
-            "update_clip is not replayed: it judges the optimizer's update without the "
-            "learning-rate multiplier, whose norm no log has"
-        )
-    return f"{listed(parts)} {verb} inactive: no {signal} was logged"

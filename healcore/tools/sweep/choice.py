@@ -1,7 +1,7 @@
 """Chooses a setting, and checks whether such a choice holds on runs that it was not chosen by.
 
-The best of thousands of settings is partly luck. So each score is averaged with those of the
-nearest settings. Settings with an average close to the best form the plateau; the one with the
+The best of thousands of settings is partly luck. So each score is averaged with the scores of
+the nearest settings. Settings with an average close to the best form the plateau; the one with the
 smallest mean distance to the others is chosen, so that a number without effect stays near the
 middle of its range. Traces are held out by family, so that no seed of a recipe is on both sides.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class SweepChoice(NamedTuple):
     scores: np.ndarray
     rates: Rates
     validation: Validation | None
-    """None if nothing could be held out."""
+    """The validation, or None if nothing could be held out."""
     take: int
     """The setting to take: the choice, or 0, the base policy."""
     reason: str
@@ -79,10 +79,6 @@ def choose_policy(
 
     `counts` has one entry per series; `wanted` is False if the user asked to hold out nothing.
     """
-
-    def scored(part: Sequence[Any]) -> np.ndarray:
-        return score(rates(part), objective, price)
-
     whole = rates(counts)
     scores = score(whole, objective, price)
     choice = choose(units, scores)
@@ -90,8 +86,10 @@ def choose_policy(
     if splits.held:
         rows, worse = [], 0
         for held in splits.held:
-            train = scored([c for c, out in zip(counts, held, strict=True) if not out])
-            test = scored([c for c, out in zip(counts, held, strict=True) if out])
+            train, test = (
+                score(rates([counts[i] for i in np.flatnonzero(part).tolist()]), objective, price)
+                for part in (~held, held)
+            )
             picked = choose(units, train)
             rows.append([(s[0], s[picked.index], s[picked.best]) for s in (train, test)])
             worse += bool(test[picked.index] < test[0])

@@ -55,7 +55,7 @@ def notes(found: Sweep) -> list[str]:
         )
     if found.splits.alone:
         lines.append(
-            f"only one family of runs has events, that of {PurePath(found.splits.alone).name}: its "
+            f"only one family of runs has events (with {PurePath(found.splits.alone).name}): its "
             "runs are held out singly, so that one recipe is on both sides"
         )
     if not found.verdict.rates.events:
@@ -127,11 +127,11 @@ def _scores(found: Sweep) -> Table:
         table.add_row(
             name,
             *((f"{found.verdict.scores[i]:.4f}",) if scored else ()),
-            _or_none(rates["recall"], ".1%"),
-            _or_none(rates["found"], ".1%"),
-            _or_none(rates["latency_rows"], "g"),
-            _or_none(rates["false"], ".3f"),
-            _or_none(rates["lost"], ".1f"),
+            _or_dash(rates["recall"], ".1%"),
+            _or_dash(rates["found"], ".1%"),
+            _or_dash(rates["latency_rows"], "g"),
+            _or_dash(rates["false"], ".3f"),
+            _or_dash(rates["lost"], ".1f"),
         )
     return table
 
@@ -169,7 +169,7 @@ def _held(found: Sweep, checked: Validation) -> str:
     )
 
 
-def _or_none(rate: float | None, form: str) -> str:
+def _or_dash(rate: float | None, form: str) -> str:
     return "-" if rate is None else format(rate, form)
 
 
@@ -219,9 +219,10 @@ def to_json(found: Sweep) -> dict[str, Any]:
             "worse_than_base": checked.worse,
             "events": list(checked.events),
             "events_in_some_split": checked.ever,
-            "base": {**checked.base._asdict(), "gap": checked.base.gap},
-            "chosen": {**checked.chosen._asdict(), "gap": checked.chosen.gap},
-            "best": {**checked.best._asdict(), "gap": checked.best.gap},
+            **{
+                name: {**each._asdict(), "gap": each.gap}
+                for name, each in zip(("base", "chosen", "best"), checked[:3], strict=True)
+            },
         },
         "notes": notes(found),
         "left_out": [each._asdict() for each in found.left_out],

@@ -1,21 +1,41 @@
-"""Runs a whole sweep: takes traces and a base policy, returns the setting to take."""
+"""Runs a whole sweep: all settings of a base policy over all traces, and the setting to take."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
+from healcore import adapter_registry
 from healcore.console import counted
+from healcore.core.engine import EngineConfig
+from healcore.core.signals import Signals
+from healcore.plugins.rows import rolled_back
+from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, step, variants_of
 from healcore.policy import Policy, PolicySource, load
 from healcore.tools.replay.scores import FEWEST, Label, Labels
-from healcore.tools.sweep import choice, hindsight, scans, scores, space
-from healcore.tools.sweep.scores import OBJECTIVES
-from healcore.tools.sweep.series import Series, series_of
-from healcore.tools.sweep.space import SweepError
+from healcore.tools.sweep import choice, hindsight, space
+from healcore.tools.sweep.scores import OBJECTIVES, Costs, OrderCounts, count_orders, own_events
+from healcore.tools.sweep.series import Series, pack, series_of, unpack
+from healcore.tools.sweep.space import SweepError, Variants
 from healcore.tools.traces.trace import Trace, TraceError, Unreadable
+
+BACKENDS = ("numpy", "jax")
+
+WORTH_COMPILING = 5_000_000
+"""Policy-steps from which JAX is the default; with fewer, NumPy ends before JAX has compiled."""
+
+_LANES = {"jax": 384, "numpy": 4096}
+"""Most variants of one block. In JAX their state stays in the near caches; 512 is a sixth slower,
+since arrays of 2 KB conflict with each other in the caches."""
+
+_WORDS = 1 << 24
+"""Most words of orders that one call returns: very long runs get fewer variants at a time."""
 
 
 class Plan(NamedTuple):
@@ -26,7 +46,7 @@ class Plan(NamedTuple):
     objective: str = "balance"
     price: float = 0.1
     """Recall that one false recovery per 10,000 steps is worth, for "balance"."""
-    costs: scores.Costs = scores.Costs()
+    costs: Costs = Costs()
     holdout: float = 0.3
     """Share of the families to hold out; 0 for none."""
     seed: int = 0
@@ -42,9 +62,9 @@ class Sweep(NamedTuple):
 
     base: Policy
     plan: Plan
-    variants: space.Variants
+    variants: Variants
     series: tuple[Series, ...]
-    counts: tuple[scores.OrderCounts, ...]
+    counts: tuple[OrderCounts, ...]
     splits: choice.Splits
     verdict: choice.SweepChoice
     policy: Policy
@@ -99,8 +119,8 @@ def sweep(
     base = load(policy)
     if not any("rollback" in rule.do for rule in base.respond):
         raise SweepError(
-            f"policy {base.name} never goes back: a sweep ranks recoveries. Give one with a rule "
-            'that has do = ["rollback"], for example pretraining'
+            f"policy {base.name} never rolls back, and a sweep ranks rollbacks. Name one with "
+            'a rule that has do = ["rollback"], for example pretraining'
         )
     axes = tuple(space.parse(base, text) for text in vary) or space.default_axes(base)
     keys = [axis.key for axis in axes]
@@ -108,15 +128,15 @@ def sweep(
         raise SweepError(f"--vary names a key twice: {', '.join(keys)}")
     series, left_out, failed = _read(traces, base)
     seen = [_events(each, labels) for each in series]
-    events = [scores.own_events(each, its) for each, (its, _) in zip(series, seen, strict=True)]
+    events = [own_events(each, its) for each, (its, _) in zip(series, seen, strict=True)]
     variants = space.draw(base, axes, plan.variants)
 
     steps = len(variants.values) * sum(each.length for each in series)
-    backend = plan.backend or scans.backend_for(steps)
-    scan = scans.scan_of(base.config(), tuple(axis.place for axis in axes), backend)
+    backend = plan.backend or _backend_for(steps)
+    scan = scan_of(base.config(), tuple(axis.place for axis in axes), backend)
     started(steps)
     began = time.perf_counter()
-    counts = scans.run(scan, variants, series, events, plan.costs, backend=backend, advance=advance)
+    counts = scan_all(scan, variants, series, events, plan.costs, backend=backend, advance=advance)
     seconds = time.perf_counter() - began
 
     splits = choice.split(
@@ -197,15 +217,13 @@ def _events(series: Series, labels: Labels | None) -> tuple[Label, bool]:
     known = labels.of(series.trace) if labels is not None else None
     if known is not None:
         return known, True
-    loss = series.rows.values.get("loss")
+    loss = series.values.get("loss")
     if loss is None:
         return Label(series.trace, series.length, (), ()), False
     return hindsight.events_in(loss, series.index, series.trace), False
 
 
-def _taken(
-    base: Policy, variants: space.Variants, verdict: choice.SweepChoice, runs: int
-) -> Policy:
+def _taken(base: Policy, variants: Variants, verdict: choice.SweepChoice, runs: int) -> Policy:
     """The policy to take, with the sweep in its name and description."""
     if verdict.take == 0:
         return base
@@ -219,3 +237,115 @@ def _taken(
         name=f"{base.name}-swept",
         description=f"{base.description} {note}".strip(),
     )
+
+
+# -- scanning --------------------------------------------------------------------------------------
+
+
+def _backend_for(policy_steps: int) -> str:
+    """The default backend for this amount of work."""
+    worth = policy_steps >= WORTH_COMPILING and importlib.util.find_spec("jax") is not None
+    return "jax" if worth else "numpy"
+
+
+class NumpySweepScan:
+    """Runs an array of all variants in NumPy, row by row; slow beyond a few thousand at once."""
+
+    def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
+        self._config, self._places = config, places
+
+    def run(
+        self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `SweepScan.run`."""
+        engine = variants_of(self._config, self._places, numbers)
+        rows, layout = packed.rows, packed.layout
+        shape = len(rows.start), len(numbers[0])
+        words = np.zeros(shape, np.uint32)
+        skipped, recovered = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        column = {name: rows.signals[:, i] for i, name in enumerate(layout.signals)}
+        state = engine.init()
+        for group in np.flatnonzero(rows.stop > rows.start):
+            if rows.fresh[group]:
+                state = engine.init()
+            for row in range(rows.start[group], rows.stop[group]):
+                if rows.resumed[row]:
+                    state = rolled_back(engine, state, state, xp=np)
+                names = layout.combinations[rows.kind[row]]
+                signals = Signals(**{name: column[name][row] for name in names})
+                state, decision = step(engine, state, signals, xp=np)
+                words[group] |= np.asarray(decision.order, np.uint32) << (row % WORD)
+                if rows.own[row]:
+                    skipped[group] += decision.skip
+                    recovered[group] += decision.first
+        return words, skipped, recovered
+
+
+def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> SweepScan:
+    """A scan of the variants of the base policy's whole config.
+
+    Raises SweepError for an unknown backend, or if JAX has no CPU here; MissingExtraError if JAX is
+    not installed.
+    """
+    if backend not in BACKENDS:
+        raise SweepError(f"the backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "numpy":
+        return NumpySweepScan(config, places)
+    try:
+        return adapter_registry.find("jax", "sweep_scan")(config, places)
+    except RuntimeError as error:
+        raise SweepError(
+            f"JAX has no CPU backend in this process ({error}): add cpu to JAX_PLATFORMS, or take "
+            "--backend numpy"
+        ) from error
+
+
+def scan_all(
+    scan: SweepScan,
+    variants: Variants,
+    series: Sequence[Series],
+    events: Sequence[Label],
+    costs: Costs,
+    *,
+    backend: str,
+    advance: Callable[[int], None],
+) -> list[OrderCounts]:
+    """Counts the orders of every variant on every series; `events` has each series' events.
+
+    `advance` is called with the policy-steps just done.
+    """
+    count = len(variants.values)
+    batches = pack(series)
+    longest = max(len(packed.rows.start) for packed in batches)
+    blocks = -(-count // max(16, min(_LANES[backend], _WORDS // longest)))
+    lanes = -(-count // blocks)
+    lanes = -(-lanes // 16) * 16 if backend == "jax" else lanes
+    starts = range(0, count, lanes)
+
+    def one(task: tuple[int, PackedSeries]) -> list[OrderCounts]:
+        start, packed = task
+        numbers = variants.numbers(slice(start, start + lanes))
+        real = len(numbers[0])
+        # All blocks have one shape, so that one program serves all; padding is not counted.
+        padded = tuple(np.pad(each, (0, lanes - real), mode="edge") for each in numbers)
+        words = scan.run(padded if backend == "jax" else numbers, packed)
+        found = unpack(series, packed, *(each[:, :real] for each in words))
+        advance(real * sum(series[i].length for i in packed.which))
+        return [
+            count_orders(series[i], events[i], orders, costs)
+            for i, orders in zip(packed.which, found, strict=True)
+        ]
+
+    tasks = [(start, packed) for start in starts for packed in batches]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts: list[list[OrderCounts]] = [[] for _ in series]
+    with ThreadPoolExecutor(cores if backend == "jax" else 1) as pool:
+        for (_, packed), done in zip(tasks, pool.map(one, tasks), strict=True):
+            for i, each in zip(packed.which, done, strict=True):
+                parts[i].append(each)
+    return [_side_by_side(each) for each in parts]
+
+
+def _side_by_side(parts: Sequence[OrderCounts]) -> OrderCounts:
+    arrays = (np.concatenate(columns) for columns in zip(*(p[1:] for p in parts), strict=True))
+    return OrderCounts(parts[0].rows, *arrays)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.core.engine import Engine
-from healcore.plugins.rows import SignalLayout, SignalRows
+from healcore.plugins.rows import SignalLayout
 from healcore.plugins.sweep import WORD, PackedRows, PackedSeries
-from healcore.tools.replay.backends import layout_of, rows_of
+from healcore.tools.replay.trace_replay import layout_of, rows_of
 from healcore.tools.traces.trace import Trace
 
 GROUPS = 512
@@ -22,7 +22,10 @@ class Series(NamedTuple):
 
     trace: str
     layout: SignalLayout
-    rows: SignalRows
+    values: dict[str, np.ndarray]
+    """float32 (n,) for each of the layout's signals."""
+    kind: np.ndarray
+    """int32 (n,): which of the layout's combinations the row has."""
     index: np.ndarray
     """int64 (n,): their rows in the trace."""
     resumed: np.ndarray
@@ -38,7 +41,7 @@ class Series(NamedTuple):
     @property
     def bad(self) -> np.ndarray:
         """int64 (m,): rows of the trace whose loss is not finite."""
-        loss = self.rows.values.get("loss")
+        loss = self.values.get("loss")
         return self.index[:0] if loss is None else self.index[~np.isfinite(loss)]
 
     @property
@@ -59,13 +62,6 @@ class RecoveryOrders(NamedTuple):
     recovered: np.ndarray
     """int32 (variants,): orders that are the first of their incident, of the series' own rows."""
 
-    def first(self, count: int) -> RecoveryOrders:
-        """The orders of the first `count` variants."""
-        here = self.variant < count
-        return RecoveryOrders(
-            self.variant[here], self.row[here], self.skipped[:count], self.recovered[:count]
-        )
-
 
 def series_of(trace: Trace, engine: Engine) -> list[Series]:
     """Reads a whole trace, or raises TraceError; one series per attempt that has rows to judge."""
@@ -73,14 +69,14 @@ def series_of(trace: Trace, engine: Engine) -> list[Series]:
     layout = layout_of(engine, survey.combinations)
     if not layout.combinations:
         return []
-    parts: list[tuple[SignalRows, np.ndarray, np.ndarray]] = []
+    columns: list[dict[str, np.ndarray]] = []
+    others: list[tuple[np.ndarray, ...]] = []
     for chunk in trace.rows():
-        rows, places = rows_of(layout, engine, chunk.values, chunk.given)
-        parts.append((rows, chunk.index[places], np.full(len(places), chunk.attempt)))
-    values = {name: np.concatenate([p[0].values[name] for p in parts]) for name in layout.signals}
-    kind = np.concatenate([p[0].kind for p in parts])
-    index = np.concatenate([p[1] for p in parts])
-    number = np.concatenate([p[2] for p in parts])
+        values, kind, places = rows_of(layout, engine, chunk.values, chunk.given)
+        columns.append(values)
+        others.append((kind, chunk.index[places], np.full(len(places), chunk.attempt)))
+    values = {name: np.concatenate([each[name] for each in columns]) for name in layout.signals}
+    kind, index, number = map(np.concatenate, zip(*others, strict=True))
     found = []
     lineage = np.zeros(0, np.int64)
     for attempt in survey.attempts:
@@ -92,8 +88,10 @@ def series_of(trace: Trace, engine: Engine) -> list[Series]:
             continue
         resumed = np.zeros(len(lineage), bool)
         resumed[len(before)] = len(before) > 0
-        rows = SignalRows({k: v[lineage] for k, v in values.items()}, kind[lineage])
-        found.append(Series(trace.name, layout, rows, index[lineage], resumed, len(before)))
+        mine = {name: column[lineage] for name, column in values.items()}
+        found.append(
+            Series(trace.name, layout, mine, kind[lineage], index[lineage], resumed, len(before))
+        )
     return found
 
 
@@ -160,8 +158,8 @@ def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
     for each in (series[i] for i in which):
         start, stop = group * WORD, group * WORD + each.length
         for place, name in enumerate(layout.signals):
-            rows.signals[start:stop, place] = each.rows.values[name]
-        rows.kind[start:stop] = each.rows.kind
+            rows.signals[start:stop, place] = each.values[name]
+        rows.kind[start:stop] = each.kind
         rows.resumed[start:stop] = each.resumed
         rows.own[start + each.own : stop] = True
         end = group + each.groups

@@ -115,7 +115,7 @@ def parse(policy: Policy, text: str) -> Axis:
 def default_axes(policy: Policy) -> tuple[Axis, ...]:
     """The thresholds behind the rollback rules, from 0.6 to 1.6 times their value.
 
-    Raises SweepError if no rule goes back, or none of the detectors behind it has a number.
+    Raises SweepError if no rule rolls back, or its detectors have no number.
     """
     axes = []
     for key in thresholds(policy):

@@ -5,9 +5,8 @@ for rows in traces[0].rows():
     rows.step, rows.values["loss"], rows.given["loss"]
 """
 
-from healcore.tools.traces.lineage import lineage
 from healcore.tools.traces.log_files import open_traces
-from healcore.tools.traces.trace import Attempt, Rows, Trace, TraceError, Unreadable
+from healcore.tools.traces.trace import Attempt, Rows, Trace, TraceError, Unreadable, lineage
 
 __all__ = [
     "Attempt",

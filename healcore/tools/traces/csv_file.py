@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.names import STEP, is_step, normalized
-from healcore.tools.traces.text import (
-    BROKEN,
-    CellParser,
-    Column,
-    number_in_text,
-    open_text,
-    rows_of_columns,
-    skip_line,
-    why_broken,
-)
+from healcore.tools.traces.names import STEP, is_step, normalized, resolve
+from healcore.tools.traces.text import number_of, numbered_lines, open_text, parsed_rows
 from healcore.tools.traces.trace import CHUNK, Findings, Rows, TraceError
 
 LONGEST = 1 << 20
@@ -30,10 +22,10 @@ _DELIMITERS = ",;\t"
 _MOST_COLUMNS = 1 << 16
 _MOST_RUNS = 4096
 """Most runs of one export, since each takes a pass over the file."""
-# Columns of a W&B export that all runs share, besides the step.
+# Columns of a W&B export that all runs share, in addition to the step.
 _OF_ALL_RUNS = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
-_CHUNK_CHARACTERS = 1 << 25
-"""Characters read at a time; each takes about ten bytes of memory."""
+_KEPT = 400
+"""Characters that are kept of a cell; a number has fewer."""
 _TALLEST = 16
 """Most lines of one row. A quote that is never closed would take in the rest of the file."""
 
@@ -77,7 +69,32 @@ def read_header(path: str) -> TableHeader:
     return TableHeader(names, delimiter, number)
 
 
-def runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
+def open_tables(path: str, header: TableHeader, columns: Mapping[str, str]) -> list[TableReader]:
+    """The table of a file, or the runs in a W&B export. TraceError if none has a known column."""
+    runs = _runs_of(header.names)
+    if runs is None:
+        picks, notes = resolve(header.names, columns)
+        places = {name: header.names.index(column) for name, column in picks.items()}
+        return [TableReader(path, header, places, notes)]
+    readers: list[TableReader] = []
+    reasons: list[str] = []
+    for run, metrics in runs.items():
+        # --column may give the metric, or the whole title of one run's column.
+        own = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
+        try:
+            picks, notes = resolve(list(metrics), own)
+        except TraceError as error:
+            reasons.append(f"run '{run}': {error}")
+            continue
+        places = {name: metrics[metric] for name, metric in picks.items()}
+        readers.append(TableReader(path, header, places, notes, run if len(runs) > 1 else None))
+    if not readers:
+        raise TraceError(reasons[0])
+    readers[0].notes.extend(reasons)
+    return readers
+
+
+def _runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
     """The runs of a chart exported from Weights & Biases, or None for any other table.
 
     Such a table has one column for the steps, and for every run "RUN - METRIC" with its extremes
@@ -105,7 +122,7 @@ def runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
 
 def _is_number(cell: str) -> bool:
     try:
-        return number_in_text(cell) is not None
+        return number_of(cell) is not None
     except ValueError:
         return False
 
@@ -117,185 +134,88 @@ def _is_number(cell: str) -> bool:
 class TableReader:
     """One table, or one run of a table of several; `columns` is signal (or "step") -> place.
 
-    `sparse` leaves out rows without a signal, which are other runs' rows.
+    With a `run`, rows without a signal are left out: they are other runs' rows.
     """
 
     path: str
     header: TableHeader
     columns: Mapping[str, int]
-    sparse: bool
+    notes: list[str]
+    run: str | None = None
     rows_read: int = 0
 
     def chunks(self, findings: Findings) -> Iterator[Rows]:
         """See `LogReader`."""
-        self.rows_read = 0
-        with open_text(self.path) as file:
-            line = self.header.line
-            for _ in range(line):
-                file.readline(LONGEST)
-            broken = False
-            while not broken:
-                lines: list[str] = []
-                try:
-                    lines.extend(self._next_lines(file, line, findings))
-                except BROKEN as error:
-                    findings.problem(self.path, line + len(lines) + 1, why_broken(error))
-                    broken = True
-                if not lines:
-                    return
-                numbers = _all_numbers(lines, self.header.delimiter, len(self.header.names))
-                step = self.columns.get(STEP)
-                if numbers is not None and (step is None or np.isfinite(numbers[:, step]).all()):
-                    chunk = self._of_numbers(numbers, line)
-                    line += len(lines)
-                else:
-                    chunk, line = self._of_lines(lines, file, line, findings)
-                yield chunk
-
-    def _next_lines(self, file: TextIO, line: int, findings: Findings) -> Iterator[str]:
-        """`CHUNK` lines, fewer if they are long. One without an end is reported and made blank."""
-        room = _CHUNK_CHARACTERS
-        for number in range(line + 1, line + CHUNK + 1):
-            text = file.readline(LONGEST)
-            if not text:
-                return
-            length = len(text)
-            if length == LONGEST and not text.endswith("\n"):
-                why = f"the line is longer than {LONGEST >> 20} MB: left out"
-                findings.problem(self.path, number, why)
-                skip_line(file)
-                text = "\n"
-            yield text
-            room -= length
-            if room < 0:
-                return
-
-    def _of_numbers(self, numbers: np.ndarray, line: int) -> Rows:
-        places = np.arange(len(numbers))
-        given = np.ones(len(numbers), bool)
-        columns = {name: (numbers[:, place], given) for name, place in self.columns.items()}
-        index = places + self.rows_read
-        self.rows_read += len(numbers)
-        return rows_of_columns(columns, slice(None), self.path, line=places + line + 1, index=index)
-
-    def _of_lines(
-        self, lines: list[str], file: TextIO, line: int, findings: Findings
-    ) -> tuple[Rows, int]:
-        """Rows with as many cells as the header, and the number of the last line."""
-        rows = _one_per_line(lines, self.header.delimiter, len(self.header.names))
-        if rows is not None:
-            places = [(line + 1 + at, self.rows_read + at) for at in range(len(rows))]
-            line, self.rows_read = line + len(rows), self.rows_read + len(rows)
-        else:
-            places, rows = [], []
-            pending = deque(lines)
-            while pending:
-                here = line + 1
-                cells, count = self._next_row(pending, file, here, findings)
-                line += count
-                if cells is None:
-                    self.rows_read += 1
-                elif cells and (len(cells) > 1 or cells[0].strip()):  # as in pandas
-                    if self._fits(cells, here, findings):
-                        places.append((here, self.rows_read))
-                        rows.append(cells)
-                    self.rows_read += 1
-        columns = {name: [cells[at] for cells in rows] for name, at in self.columns.items()}
         labels = {name: f"column '{self.header.names[at]}'" for name, at in self.columns.items()}
-        chunk = CellParser(self.path, labels, _plain_column, self._number).rows(
-            columns,
-            np.ones(len(rows), bool),
-            findings,
-            line=[number for number, _ in places],
-            index=[number for _, number in places],
-            sparse=self.sparse,
-        )
-        return chunk, line
+        rows = self._rows(findings)
+        while chunk := list(itertools.islice(rows, CHUNK)):
+            line, index, read = zip(*chunk, strict=True)
+            cells = dict(zip(self.columns, zip(*read, strict=True), strict=True))
+            logs = np.ones(len(chunk), bool)
+            if self.run is not None:
+                signals = [column for name, column in cells.items() if name != STEP]
+                logs = np.array([any(row) for row in zip(*signals, strict=True)])
+            yield parsed_rows(self.path, cells, labels, logs, findings, line=line, index=index)
 
-    def _next_row(
-        self, pending: deque[str], file: TextIO, line: int, findings: Findings
-    ) -> tuple[list[str] | None, int]:
-        """The cells of a row (None: it cannot be read), and how many lines it has."""
-        record = [pending.popleft()]
-        cells = _cells(record, self.header.delimiter)
-        # A quoted cell may continue in the next lines.
-        while cells is None and len(record) < _TALLEST:
-            try:
-                more = pending.popleft() if pending else file.readline(LONGEST)
-            except BROKEN as error:
-                findings.problem(self.path, line, why_broken(error))
-                more = ""
-            if not more:
-                break
-            record.append(more)
-            cells = _cells(record, self.header.delimiter)
-        if cells is None or (len(record) > 1 and len(cells) != len(self.header.names)):
-            pending.extendleft(reversed(record[1:]))
-            text = "a quote that is not closed: the row is left out"
-            findings.problem(self.path, line, text)
-            return None, 1
-        return cells, len(record)
+    def _rows(self, findings: Findings) -> Iterator[tuple[int, int, list[str]]]:
+        """Line, row number and cells of the columns, of every row that has all cells."""
+        self.rows_read = 0
+        delimiter, width = self.header.delimiter, len(self.header.names)
+        places = tuple(self.columns.values())
+        pending: deque[tuple[int, str]] = deque()
+        with open_text(self.path) as file:
+            for _ in range(self.header.line):
+                file.readline(LONGEST)
+            lines = numbered_lines(
+                self.path, file, findings, longest=LONGEST, after=self.header.line
+            )
 
-    def _fits(self, cells: list[str], line: int, findings: Findings) -> bool:
-        width = len(self.header.names)
-        if len(cells) == width or (len(cells) > width and not any(cells[width:])):
-            return True
-        count = f"{len(cells)} cell{'s' if len(cells) > 1 else ''}"
-        text = f"{count} where the header has {width}: the row is left out"
-        findings.problem(self.path, line, text)
-        return False
+            def next_line() -> tuple[int, str] | None:
+                return pending.popleft() if pending else next(lines, None)
 
-    def _number(self, cell: str) -> float | None:
-        if self.header.delimiter != "," and cell.count(",") == 1 and "." not in cell:
-            cell = cell.replace(",", ".")  # 3,14: where commas are decimal, ";" separates cells
-        return number_in_text(cell)
-
-
-def _plain_column(cells: Sequence[str]) -> Column:
-    if "_" in "".join(cells):
-        raise ValueError
-    numbers = [float(cell) if cell else np.nan for cell in cells]
-    return np.array(numbers, np.float64), np.array([cell != "" for cell in cells], bool)
+            while line := next_line():
+                number, record = line[0], [line]
+                cells = _cells(record, delimiter)
+                # A quoted cell may continue in the next lines.
+                while cells is None and len(record) < _TALLEST and (line := next_line()):
+                    record.append(line)
+                    cells = _cells(record, delimiter)
+                if cells is not None and (not cells or (len(cells) == 1 and not cells[0].strip())):
+                    continue  # blank lines are no rows, as in pandas
+                self.rows_read += 1
+                if cells is None or (len(record) > 1 and len(cells) != width):
+                    pending.extendleft(reversed(record[1:]))
+                    problem = "a quote that is not closed"
+                elif len(cells) < width or any(cells[width:]):
+                    count = f"{len(cells)} cell{'s' if len(cells) > 1 else ''}"
+                    problem = f"{count} where the header has {width}"
+                else:
+                    picked = [cells[at] for at in places]
+                    if delimiter != "," or len(record[0][1]) > _KEPT or len(record) > 1:
+                        picked = [_number_text(cell, delimiter) for cell in picked]
+                    yield number, self.rows_read - 1, picked
+                    continue
+                findings.problem(self.path, number, f"{problem}: the row is left out")
 
 
-def _cells(record: list[str], delimiter: str) -> list[str] | None:
-    """The cells of a row of one or more lines; None: its last quote is still open."""
+def _number_text(cell: str, delimiter: str) -> str:
+    if delimiter != "," and cell.count(",") == 1 and "." not in cell:
+        cell = cell.replace(",", ".")  # 3,14: where commas are decimal, ";" separates cells
+    return cell[:_KEPT]
+
+
+def _cells(record: Sequence[tuple[int, str]], delimiter: str) -> list[str] | None:
+    """The cells of a row of one or more lines; None if its last quote is still open."""
+    lines = [text for _, text in record]
+    if len(lines) == 1 and '"' not in lines[0]:
+        return lines[0].rstrip("\r\n").split(delimiter)
     try:
-        rows = list(csv.reader(record, delimiter=delimiter, strict=True))
+        rows = list(csv.reader(lines, delimiter=delimiter, strict=True))
     except csv.Error as error:
-        if len(record) > 1 or "unexpected end" in str(error):
+        if len(lines) > 1 or "unexpected end" in str(error):
             return None
         try:  # a quote in the middle of a cell is an ordinary character
-            rows = list(csv.reader(record, delimiter=delimiter))
+            rows = list(csv.reader(lines, delimiter=delimiter))
         except csv.Error:
             return None
     return (rows[0] if rows else []) if len(rows) < 2 else None
-
-
-def _one_per_line(lines: list[str], delimiter: str, width: int) -> list[list[str]] | None:
-    """The cells of every line if every line is one whole row, else None."""
-    reader = csv.reader(lines, delimiter=delimiter)
-    try:
-        rows = list(reader)
-    except csv.Error:
-        return None
-    whole = len(rows) == len(lines) and set(map(len, rows)) == {width}
-    # A quoted cell of the last line may continue in the next chunk.
-    return rows if whole and '"' not in lines[-1] else None
-
-
-def _all_numbers(lines: list[str], delimiter: str, width: int) -> np.ndarray | None:
-    """float64 (lines, width) if every cell of every line is a number, else None.
-
-    Per row of three columns, over 500,000 rows: NumPy's reader 0.12 us, the csv module with float()
-    0.8 us, pandas in chunks 0.06 us. pandas is not worth a dependency for that, and neither it nor
-    NumPy can name the line of a bad cell, so the csv module reads what NumPy refuses.
-    """
-    if not lines[0].strip():
-        return None  # NumPy warns if all lines are blank
-    try:
-        numbers = np.loadtxt(lines, delimiter=delimiter, comments=None, ndmin=2, quotechar='"')
-    except ValueError:
-        return None
-    # NumPy skips blank lines silently, which would shift the line numbers.
-    return numbers if numbers.shape == (len(lines), width) else None

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces import formats, record_files, tensorboard_file
-from healcore.tools.traces.csv_file import TableReader, read_header, runs_of
-from healcore.tools.traces.formats import DOCUMENT, METRICS, TABLE, TENSORBOARD, format_of
-from healcore.tools.traces.lineage import survey
+from healcore.tools.traces import tensorboard_file
+from healcore.tools.traces.csv_file import TableReader, open_tables, read_header
 from healcore.tools.traces.merged_rows import LogReader, merge_rows
-from healcore.tools.traces.names import check_columns, quoted, resolve
-from healcore.tools.traces.record_files import RecordReader, Records, json_document, json_lines
-from healcore.tools.traces.text import head
+from healcore.tools.traces.names import check_columns, quoted
+from healcore.tools.traces.record_files import (
+    DOCUMENT,
+    EVENTS,
+    LOG_HISTORY,
+    METRICS,
+    PLAIN,
+    TYPED,
+    Fields,
+    RecordReader,
+    open_records,
+)
+from healcore.tools.traces.text import encoding_of, head
 from healcore.tools.traces.trace import (
     JUDGED,
     Findings,
@@ -30,9 +37,23 @@ from healcore.tools.traces.trace import (
     Unreadable,
 )
 
+RECORD_FORMATS = {each.name: each for each in (EVENTS, METRICS, TYPED, PLAIN, DOCUMENT)}
+"""In the order in which they are tried on the first records."""
+
+TENSORBOARD = "TensorBoard events"
+TABLE = "CSV"
+
+PREFERRED = (METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, EVENTS.name)
+"""If a directory has a run's log in several formats, the first of these is read."""
+
+KNOWN = (
+    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, a TensorBoard "
+    "event file, or healcore's own metrics or events"
+)
+
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
-_ONE_RUN_EACH = frozenset({TABLE, DOCUMENT.name, formats.PLAIN.name})
+_ONE_RUN_EACH = frozenset({TABLE, DOCUMENT.name, PLAIN.name})
 """Formats of which several files in a directory are several runs."""
 
 
@@ -50,13 +71,13 @@ def open_traces(
 
     Args:
         paths: files, or directories. Files of a directory that continue each other, in the order of
-            their names, are one run; a file that begins again is a run of its own. A directory of
-            directories stands for all of them.
+            their names, are one run; a file that begins again is a run of its own. A directory
+            without a log is searched for directories with logs.
         columns: signal (or "step") -> its name in the files, if that is not a known one.
         join: all paths are attempts of one run, in this order.
 
     Returns:
-        The traces in the order of the paths, and the paths that gave none.
+        The traces in the order of the paths, and the paths without a readable trace.
 
     Raises:
         TraceError: `columns` names something that is not a signal.
@@ -102,23 +123,11 @@ def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
             where = error.filename or readers[0].path
             raise TraceError(f"{where} cannot be read: {error.strerror or error}") from error
 
-    return Trace(
-        name,
-        [each.path for each in readers],
-        lambda: begin(Findings()),
-        lambda: survey(begin, opening),
-    )
-
-
-class _Log(NamedTuple):
-    run: str | None
-    """The run of an export of several, or the optimizer of several."""
-    reader: LogReader
-    notes: list[str]
+    return Trace(name, [each.path for each in readers], begin, opening)
 
 
 class _Opener:
-    """Opens paths with the options of one `open_traces`, and keeps those that failed."""
+    """Opens paths with the options of one `open_traces`, and collects the unreadable paths."""
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = columns
@@ -128,18 +137,19 @@ class _Opener:
     # -- runs --------------------------------------------------------------------------------------
 
     def file(self, path: str) -> list[Trace]:
-        """The runs of one file; notes about unusable runs go to the first usable one."""
+        """The runs of one file. The first usable run gets the notes about unusable runs."""
         traces: list[Trace] = []
         opening: list[Findings] = []
         reasons: list[str] = []
-        for run, reader, notes in self._logs(path):
+        for reader in self._readers(path):
+            run = reader.run
             try:
                 _check_usable(reader)
             except TraceError as error:
-                reasons += [*notes, str(error) if run is None else f"run '{run}': {error}"]
+                reasons += [*reader.notes, str(error) if run is None else f"run '{run}': {error}"]
                 continue
             opening.append(Findings())
-            for note in notes:
+            for note in reader.notes:
                 opening[-1].note(path, None, note)
             traces.append(_trace(path if run is None else f"{path}#{run}", [reader], opening[-1]))
         if not traces:
@@ -175,7 +185,7 @@ class _Opener:
             return traces
         if folders:
             names = quoted([os.path.basename(folder) for folder in folders])
-            findings.note(path, None, f"{names}: not searched, there are logs next to them")
+            findings.note(path, None, f"{names}: not searched, because there are logs next to them")
         if len(runs) == 1:
             return [_trace(path, runs[0], findings)]
         return [
@@ -186,14 +196,14 @@ class _Opener:
     def one_run(self, path: str, findings: Findings) -> list[LogReader]:
         """The readers of a file or a directory that is (part of) one run."""
         if not os.path.isdir(path):
-            logs = self._logs(path)
-            if len(logs) > 1:
-                runs = quoted([str(log.run) for log in logs])
+            found = self._readers(path)
+            if len(found) > 1:
+                runs = quoted([str(reader.run) for reader in found])
                 raise TraceError(f"it holds several runs ({runs}), which are not attempts of one")
-            _check_usable(logs[0].reader)
-            for note in logs[0].notes:
+            _check_usable(found[0])
+            for note in found[0].notes:
                 findings.note(path, None, note)
-            return [logs[0].reader]
+            return list(found)
         readers: list[LogReader] = []
         reasons: list[TraceFinding] = []
         for file in self._members(path, findings):
@@ -226,7 +236,7 @@ class _Opener:
                 self.failed.append(Unreadable(file, _reason(error)))
             except TraceError:
                 unknown.append(name)  # often weights and configurations
-        read = next((each for each in formats.PREFERRED if each in by_format), None)
+        read = next((each for each in PREFERRED if each in by_format), None)
         if read is None:
             states = [
                 (int(found[1]), os.path.join(path, name, _STATE))
@@ -245,87 +255,24 @@ class _Opener:
             findings.note(path, None, f"{quoted(unknown)}: not read, of no known format")
         return by_format[read]
 
-    # -- one file ----------------------------------------------------------------------------------
-
-    def _logs(self, path: str) -> list[_Log]:
-        """The logs of one file; more than one for an export of several runs.
+    def _readers(self, path: str) -> Sequence[LogReader]:
+        """The logs in one file; more than one for an export of several runs.
 
         Raises TraceError, or OSError if it cannot be read.
         """
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise TraceError("it is a pipe or a device, and a log is read twice: save it to a file")
         kind = format_of(head(path))
-        if kind == TABLE:
-            return self._tables(path)
         if kind == TENSORBOARD:
             tensorboard_file.check_readable(path)
-            records: Records = lambda findings: tensorboard_file.scalars(path, findings)  # noqa: E731
-            note = ""
-        else:
-            form = formats.RECORD_FORMATS[kind]
-            read, note = json_document if form is DOCUMENT else json_lines, form.note
-            records = lambda findings: formats.steps(read(path, findings), form, path, findings)  # noqa: E731
-        engines = _engines(path) if kind == METRICS.name else []
-        if len(engines) > 1:
-            return [
-                self._log(path, functools.partial(_of_engine, records, each), run=each)
-                for each in engines
-            ]
-        return [self._log(path, records, note=note, tags=kind == TENSORBOARD)]
-
-    def _log(
-        self,
-        path: str,
-        records: Records,
-        *,
-        run: str | None = None,
-        note: str = "",
-        tags: bool = False,
-    ) -> _Log:
-        reader = RecordReader(path, records, self.columns, tags=tags)
-        return _Log(run, reader, [*reader.notes, *([note] if note else [])])
-
-    def _tables(self, path: str) -> list[_Log]:
+            scalars = functools.partial(tensorboard_file.scalars, path)
+            return [RecordReader(path, scalars, self.columns, tags=True)]
+        if kind != TABLE:
+            return open_records(path, RECORD_FORMATS[kind], self.columns)
         header = read_header(path)
-        runs = runs_of(header.names)
         if len(header.names) == 1 and not self.columns and header.names[0].lower() != "loss":
-            raise TraceError(
-                f"its first line is '{header.names[0][:60]}'. It is not {formats.KNOWN}"
-            )
-        if runs is None:
-            picks, notes = resolve(header.names, self.columns)
-            places = {name: header.names.index(column) for name, column in picks.items()}
-            return [_Log(None, TableReader(path, header, places, sparse=False), notes)]
-        logs: list[_Log] = []
-        reasons: list[str] = []
-        several = len(runs) > 1
-        for run, metrics in runs.items():
-            # --column may give the metric, or the whole title of one run's column.
-            own = {s: name.removeprefix(f"{run} - ") for s, name in self.columns.items()}
-            try:
-                picks, notes = resolve(list(metrics), own)
-            except TraceError as error:
-                reasons.append(f"run '{run}': {error}")
-                continue
-            places = {name: metrics[metric] for name, metric in picks.items()}
-            reader = TableReader(path, header, places, sparse=several)
-            logs.append(_Log(run if several else None, reader, notes))
-        if not logs:
-            raise TraceError(reasons[0])
-        logs[0].notes.extend(reasons)
-        return logs
-
-
-def _engines(path: str) -> list[str]:
-    """The optimizers in healcore's own metrics file, by its first records."""
-    records = itertools.islice(json_lines(path, Findings()), record_files.PROBED)
-    return list(dict.fromkeys(str(each["engine"]) for _, each in records if "engine" in each))
-
-
-def _of_engine(
-    records: Records, engine: str, findings: Findings
-) -> Iterator[tuple[int, formats.Fields]]:
-    return (each for each in records(findings) if each[1].get("engine") == engine)
+            raise TraceError(f"its first line is '{header.names[0][:60]}'. It is not {KNOWN}")
+        return open_tables(path, header, self.columns)
 
 
 def _check_usable(reader: LogReader) -> None:
@@ -347,6 +294,43 @@ def _check_usable(reader: LogReader) -> None:
     raise TraceError(f"no usable row: {plural}{place}{first.text}")
 
 
+# -- formats -------------------------------------------------------------------------------------
+
+
+def format_of(start: bytes) -> str:
+    """The format, of `PREFERRED`, by a file's first megabyte; TraceError if it has none."""
+    if not start.strip():
+        raise TraceError("it is empty")
+    if b"brain.Event:" in start[:64]:
+        return TENSORBOARD
+    text = start.decode(encoding_of(start), errors="replace").lstrip()
+    if "\0" in text[:512]:
+        raise TraceError(f"it is binary, and not {KNOWN}")
+    if text.startswith("[") or LOG_HISTORY.search(text):
+        return DOCUMENT.name
+    records = _first_records(text)
+    if records:
+        return next(
+            name for name, each in RECORD_FORMATS.items() if any(map(each.recognizes, records))
+        )
+    if text.startswith("{"):
+        raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN}")
+    return TABLE
+
+
+def _first_records(text: str) -> list[Fields]:
+    found = []
+    for line in text.splitlines()[:200]:
+        if line.lstrip().startswith("{"):
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict):
+                found.append(value)
+    return found
+
+
 # -- directories -----------------------------------------------------------------------------------
 
 
@@ -364,10 +348,10 @@ def _folders(path: str) -> list[str]:
 def _split_runs(readers: Sequence[LogReader]) -> list[list[LogReader]]:
     """Divides the files of one directory into runs.
 
-    TensorBoard's files, typed records and healcore's own are one run per directory by convention; a
-    second start there is of a run that died before its first checkpoint. Tables and the like are
-    different runs, unless their names differ in a number only (log-1, log-2) and each begins after
-    the first step of the one before, as a resumed run does.
+    The files of TensorBoard, of typed records and of healcore are one run per directory by
+    convention. Tables, JSON Lines and JSON documents are different runs. Exception: names that
+    differ in a number only (log-1, log-2), where each file begins after the first step of the file
+    before.
     """
     runs: list[list[LogReader]] = []
     before: tuple[str, float | None] = ("", None)
@@ -385,7 +369,7 @@ def _split_runs(readers: Sequence[LogReader]) -> list[list[LogReader]]:
 
 
 def _first_step(reader: LogReader) -> float | None:
-    """None if the file has no steps."""
+    """The first step, or None for a file without steps."""
     chunk = next((each for each in reader.chunks(Findings()) if len(each.line)), None)
     return None if chunk is None or np.isnan(chunk.step[0]) else float(chunk.step[0])
 

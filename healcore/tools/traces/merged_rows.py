@@ -35,6 +35,10 @@ class LogReader(Protocol):
     """One file of a known format; it can be read repeatedly."""
 
     path: str
+    run: str | None
+    """The run of a file of several, or None."""
+    notes: list[str]
+    """Remarks about the names of the columns."""
     rows_read: int
     """Rows that `chunks` has read, with those left out, if the file numbers its rows (CSV)."""
 
@@ -57,15 +61,16 @@ def merge_rows(readers: Sequence[LogReader], findings: Findings) -> Iterator[Row
         merger.begin(reader.path)
         held: Rows | None = None
         for chunk in reader.chunks(findings):
-            chunk = _joined(held, merger.numbered(chunk, reader.rows_read))
             if not len(chunk.line):
                 continue
+            chunk = _joined(held, merger.numbered(chunk))
             # The last rows wait for the next chunk, which may have more rows of their steps.
             wait = _waiting(chunk)
             held = select_rows(chunk, slice(wait, None))
             yield from merger.merge(select_rows(chunk, slice(0, wait)))
         if held is not None:
             yield from merger.merge(held)
+        merger.next = max(merger.next, merger.base + reader.rows_read)
 
 
 def _joined(first: Rows | None, second: Rows) -> Rows:
@@ -110,15 +115,11 @@ class _Merger:
         self.path, self.base = path, self.next
         self.first_row, self.repeat_reported = True, False
 
-    def numbered(self, chunk: Rows, rows_read: int) -> Rows:
+    def numbered(self, chunk: Rows) -> Rows:
         """Adds the rows' index and step if they do not depend on the merge."""
-        if not len(chunk.line):
-            self.next = max(self.next, self.base + rows_read)
-            return chunk
         without_steps = bool(np.isnan(chunk.step[0]))
         if chunk.index[0] >= 0:
             index = chunk.index + self.base
-            self.next = self.base + rows_read
         elif without_steps:
             index = np.arange(self.next, self.next + len(chunk.line))
             self.next += len(chunk.line)

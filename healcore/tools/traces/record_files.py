@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.formats import LOG_HISTORY, Fields
 from healcore.tools.traces.names import STEP, resolve
 from healcore.tools.traces.text import (
     BROKEN,
-    CellParser,
-    Column,
     excerpt,
-    number_in_json,
+    numbered_lines,
     open_text,
-    skip_line,
+    parsed_rows,
     why_broken,
 )
 from healcore.tools.traces.trace import CHUNK, Findings, Rows, TraceError
+
+Fields = dict[str, Any]
+"""A record: names and numbers, or other JSON values."""
 
 Records = Callable[[Findings], Iterator[tuple[int, Fields]]]
 """Begins a pass over the records of a file: line (0: the format has none) and fields."""
 
 PROBED = 1000
-"""Records whose keys decide what is read; keys of later records can only add to it."""
+"""Number of records whose keys decide what is read; later keys can only add signals."""
 
 _WIDE = 256
 """Fields of a record above which only those that are read are kept."""
@@ -39,6 +41,8 @@ _SMALL = frozenset((float, int, bool, type(None)))
 _KEPT = 400
 """Characters that are kept of a text; a number written as text has fewer."""
 _BLOCK = 1 << 16
+LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
+_LIST = re.compile(r"\s*\[")
 _GAP = re.compile(r"[\s,]*")
 
 
@@ -49,20 +53,7 @@ def json_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
     """Every object of a file with one per line, and its line. Damaged lines are left out."""
     decode = json.JSONDecoder().raw_decode
     with open_text(path) as file:
-        number = 0
-        while True:
-            number += 1
-            try:
-                line = file.readline(_LONGEST)
-                if len(line) == _LONGEST and not line.endswith("\n"):
-                    findings.problem(path, number, "the line is longer than 16 MB: left out")
-                    skip_line(file)
-                    continue
-            except BROKEN as error:
-                findings.problem(path, number, why_broken(error))
-                return
-            if not line:
-                return
+        for number, line in numbered_lines(path, file, findings, longest=_LONGEST):
             text = line.strip()
             if not text:
                 continue
@@ -103,81 +94,136 @@ def json_document(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]
     ijson does the same, but stops at the first damage, and would be a dependency of every
     installation for one format.
     """
-    with open_text(path) as file:
-        window = _Window(file)
-        try:
-            if _enter_list(window):
-                yield from _document_records(path, window, findings)
-        except BROKEN as error:
-            findings.problem(path, window.line, why_broken(error))
-
-
-class _Window:
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self.text = ""
-        self.line = 1
-        self._counted = 0
-
-    def read_more(self) -> bool:
-        block = self._file.read(max(_BLOCK, len(self.text)))  # doubling: linear in a long record
-        self.text += block
-        return bool(block)
-
-    def count_to(self, place: int) -> None:
-        self.line += self.text.count("\n", self._counted, place)
-        self._counted = place
-
-    def drop(self, count: int) -> None:
-        self.count_to(count)
-        self.text = self.text[count:]
-        self._counted = 0
-
-
-def _enter_list(window: _Window) -> bool:
-    """Moves behind the bracket that opens the list."""
-    window.read_more()
-    found = re.match(r"\s*\[", window.text)
-    while True:
-        found = found or LOG_HISTORY.search(window.text)
-        if found:
-            window.drop(found.end())
-            return True
-        window.drop(max(0, len(window.text) - 64))
-        if not window.read_more():
-            return False
-
-
-def _document_records(
-    path: str, window: _Window, findings: Findings
-) -> Iterator[tuple[int, Fields]]:
     decode = json.JSONDecoder().raw_decode
-    at = 0
-    while True:
-        gap = _GAP.match(window.text, at)
-        at = gap.end() if gap else at
-        if at > _BLOCK:
-            window.drop(at)
-            at = 0
-        if window.text.startswith("]", at):
-            return
+    text, line, opened = "", 1, False
+    with open_text(path) as file:
         try:
-            value, end = decode(window.text, at)
-        except (ValueError, RecursionError):
-            window.drop(at)
-            at = 0
-            if len(window.text) < _LONGEST and window.read_more():
-                continue
-            rest = excerpt(window.text) if window.text else "the end of the file"
-            text = f"the document breaks off at {rest}: what follows is lost"
-            findings.problem(path, window.line, text)
+            # The window is at least doubled, so that a long record takes linear time.
+            while len(text) < _LONGEST and (block := file.read(max(_BLOCK, len(text)))):
+                begins, text = not text, text + block
+                at = counted = 0
+                if not opened:
+                    found = (begins and _LIST.match(text)) or LOG_HISTORY.search(text)
+                    at = found.end() if found else max(0, len(text) - 64)
+                    opened = bool(found)
+                while opened:
+                    gap = _GAP.match(text, at)
+                    at = gap.end() if gap else at
+                    if text.startswith("]", at):
+                        return
+                    try:
+                        value, end = decode(text, at)
+                    except (ValueError, RecursionError):
+                        break  # its end may be in the next block
+                    line += text.count("\n", counted, at)
+                    counted, start, at = at, at, end
+                    if isinstance(value, dict):
+                        yield line, value if end - start < _LONG else _shortened(value)
+                    else:
+                        problem = f"not a record: {excerpt(str(value))}: left out"
+                        findings.problem(path, line, problem)
+                line += text.count("\n", counted, at)
+                text = text[at:]
+        except BROKEN as error:
+            findings.problem(path, line, why_broken(error))
             return
-        window.count_to(at)
-        start, at = at, end
+    if opened:
+        rest = excerpt(text) if text else "the end of the file"
+        findings.problem(path, line, f"the document breaks off at {rest}: what follows is lost")
+
+
+# -- formats -------------------------------------------------------------------------------------
+
+
+class RecordFormat(NamedTuple):
+    """One way of writing steps as JSON objects."""
+
+    name: str
+    recognizes: Callable[[Fields], bool]
+    """Whether a record proves that a JSON Lines file has this format."""
+    fields: Callable[[Fields], Fields | None]
+    """The numbers of a record, or None for a record that is not a step."""
+    note: str = ""
+
+
+def _flat(record: Fields) -> Fields:
+    """Opens one level of nesting: {"train": {"loss": 1}} has "train/loss"."""
+    if dict not in set(map(type, record.values())):
+        return record
+    flat: Fields = {}
+    for key, value in record.items():
         if isinstance(value, dict):
-            yield window.line, value if end - start < _LONG else _shortened(value)
+            flat.update({f"{key}/{inner}": number for inner, number in value.items()})
         else:
-            findings.problem(path, window.line, f"not a record: {excerpt(str(value))}: left out")
+            flat[key] = value
+    return flat
+
+
+def _event_fields(record: Fields) -> Fields | None:
+    readings = record.get("readings")
+    return {"step": record.get("step"), **readings} if isinstance(readings, dict) else None
+
+
+EVENTS = RecordFormat(
+    "healcore events",
+    lambda record: {"seq", "mono", "kind", "run"} <= record.keys(),
+    _event_fields,
+    "an events file has the readings of steps with an alarm only, not the losses of healthy ones. "
+    "The argument metrics= of Healer, heal and LightningHealingCallback writes them all",
+)
+METRICS = RecordFormat(
+    "healcore metrics",
+    lambda record: {"schema", "kind", "step"} <= record.keys(),
+    lambda record: record if record.get("kind") == "step" else None,
+)
+TYPED = RecordFormat(
+    "typed records",
+    lambda record: record.get("type") == "step",
+    lambda record: _flat(record) if record.get("type") == "step" else None,
+)
+PLAIN = RecordFormat("JSON Lines", lambda record: True, _flat)
+DOCUMENT = RecordFormat(
+    "trainer_state.json",
+    lambda record: False,
+    # The last record is a summary: its train_loss is the mean over the whole training.
+    lambda record: None if "train_runtime" in record else _flat(record),
+)
+
+
+def open_records(path: str, form: RecordFormat, columns: Mapping[str, str]) -> list[RecordReader]:
+    """The logs in a file of records; one for each optimizer of healcore's own metrics."""
+    read = json_document if form is DOCUMENT else json_lines
+
+    def steps_of(engine: str | None, findings: Findings) -> Iterator[tuple[int, Fields]]:
+        steps = _steps(read(path, findings), form, path, findings)
+        return steps if engine is None else (s for s in steps if s[1].get("engine") == engine)
+
+    engines: list[str | None] = []
+    if form is METRICS:
+        first = itertools.islice(json_lines(path, Findings()), PROBED)
+        engines += dict.fromkeys(str(each["engine"]) for _, each in first if "engine" in each)
+    if len(engines) < 2:
+        engines = [None]
+    return [
+        RecordReader(path, functools.partial(steps_of, each), columns, run=each, note=form.note)
+        for each in engines
+    ]
+
+
+def _steps(
+    records: Iterator[tuple[int, Fields]], form: RecordFormat, path: str, findings: Findings
+) -> Iterator[tuple[int, Fields]]:
+    """The records that are steps, with their numbers; the others are counted in a note."""
+    others = 0
+    for line, record in records:
+        fields = form.fields(record)
+        if fields is None:
+            others += 1
+        else:
+            yield line, fields
+    if others:
+        plural = "s are" if others > 1 else " is"
+        findings.note(path, None, f"{others:,} record{plural} not a step ({form.name}): ignored")
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -186,7 +232,7 @@ def _document_records(
 class RecordReader:
     """One file of records; the constructor reads the first ones to choose the keys.
 
-    `records` are those that are steps, see `formats.steps`. With `tags` every record is one number,
+    `run` is the optimizer, if the file has several. With `tags` every record is one number,
     mostly of a tag that is not read, and no note counts those. Raises TraceError if no record has a
     loss or a gradient norm, or two keys may be it.
     """
@@ -197,13 +243,17 @@ class RecordReader:
         records: Records,
         columns: Mapping[str, str],
         *,
+        run: str | None = None,
+        note: str = "",
         tags: bool = False,
     ) -> None:
         self.path = path
+        self.run = run
         self.rows_read = 0
         self._records = records
         self._tags = tags
-        self._keys, (self._picks, self.notes) = self._look(columns)
+        self._keys, (self._picks, notes) = self._look(columns)
+        self.notes = [*notes, *([note] if note else [])]
 
     def _look(
         self, columns: Mapping[str, str]
@@ -265,8 +315,8 @@ class RecordReader:
             if name != STEP:
                 logs |= np.array([cell is not None for cell in column])
         labels = {name: f"'{key}'" for name, key in picks.items()}
-        parser = CellParser(self.path, labels, _plain_column, number_in_json)
-        return parser.rows(cells, logs, findings, line=lines), int(np.count_nonzero(~logs))
+        rows = parsed_rows(self.path, cells, labels, logs, findings, line=lines)
+        return rows, int(np.count_nonzero(~logs))
 
     def _add_late(self, fields: Fields, known: set[str], picks: dict[str, str]) -> None:
         """Takes a key that comes after the probed records, for a signal that has none yet."""
@@ -280,9 +330,3 @@ class RecordReader:
         for name, key in found.items():
             if name != STEP and key in new:
                 picks.setdefault(name, key)
-
-
-def _plain_column(cells: Sequence[Any]) -> Column:
-    if not set(map(type, cells)) <= {float, int, type(None)}:  # not bool: true is no loss
-        raise ValueError
-    return np.array(cells, np.float64), np.array([cell is not None for cell in cells])

@@ -1,4 +1,7 @@
-"""Defines the common form of all trace readers: the recorded rows of one run, in chunks."""
+"""Defines the common form of all trace readers: the recorded rows of one run, in chunks.
+
+`survey` reads a trace once, and `lineage` selects the rows that remain part of a resumed run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 from healcore.core.errors import HealcoreError
 
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "lr")
-"""Names that are looked for in a log: those of `healcore.core.signals`, and the learning rate."""
+"""Signals that are read from a log: those of `healcore.core.signals`, and the learning rate."""
 
 JUDGED = frozenset({"loss", "grad_norm"})
 """A row needs one of these to be judged, and only these show where a run was resumed."""
@@ -29,7 +32,7 @@ class TraceError(HealcoreError, ValueError):
 class Rows(NamedTuple):
     """One chunk: 1 to `CHUNK` rows of one attempt.
 
-    A reader of a file makes the same, with what is known there: see `LogReader`.
+    The readers of files make the same type; `LogReader` says what differs there.
     """
 
     index: np.ndarray
@@ -66,7 +69,7 @@ class Attempt(NamedTuple):
     first_step: float
     resumes_after: int | None
     """Index of the last row before it that is still part of the run: its step is smaller than
-    `first_step` and no attempt in between replaced it. None: the attempt starts from scratch."""
+    `first_step` and no attempt in between replaced it. None for an attempt from scratch."""
 
 
 class TraceFinding(NamedTuple):
@@ -143,13 +146,13 @@ class Trace:
         self,
         name: str,
         sources: Sequence[str],
-        rows: Callable[[], Iterator[Rows]],
-        survey: Callable[[], Survey],
+        begin: Callable[[Findings], Iterator[Rows]],
+        opening: Findings,
     ) -> None:
         self.name = name
         self.sources = tuple(sources)
-        self._rows = rows
-        self._make_survey = survey
+        self._begin = begin
+        self._opening = opening
         self._survey: Survey | None = None
 
     def __repr__(self) -> str:
@@ -160,12 +163,12 @@ class Trace:
 
         Raises TraceError if the file has gone, or its steps go back again and again.
         """
-        return self._rows()
+        return self._begin(Findings())
 
     def survey(self) -> Survey:
         """The result of the first pass, which is made once; raises as `rows`."""
         if self._survey is None:
-            self._survey = self._make_survey()
+            self._survey = survey(self._begin, self._opening)
         return self._survey
 
 
@@ -190,7 +193,7 @@ def by_signals(
 ) -> Iterator[tuple[frozenset[str], np.ndarray]]:
     """Every set of signals that rows log together, with those rows, bool (n,).
 
-    `given` is that of `Rows`; of the signals, only `names` count.
+    `given` is bool (n,) by signal. Only the signals in `names` count.
     """
     names = [name for name in names if name in given]
     bits = np.zeros(len(next(iter(given.values()), ())), np.int64)
@@ -209,3 +212,133 @@ def select_rows(rows: Rows, where: slice | np.ndarray) -> Rows:
         given={name: column[where] for name, column in rows.given.items()},
         line=rows.line[where],
     )
+
+
+MergedPass = Callable[[Findings], Iterator[Rows]]
+"""Begins a pass over the rows of a trace."""
+
+
+def lineage(trace: Trace) -> Iterator[Rows]:
+    """The run as it finally went: `trace.rows()` without stale tails and repeated steps.
+
+    Of rows with the same step and signals the last one stays. Raises as `Trace.rows`.
+    """
+    first = np.array([attempt.first_step for attempt in trace.survey().attempts])
+    last: Rows | None = None
+    attempt, limit, top = -1, np.inf, -np.inf
+    for rows in trace.rows():
+        if rows.attempt != attempt:
+            attempt, top = rows.attempt, -np.inf
+            limit = first[attempt + 1 :].min(initial=np.inf)
+        reached = np.maximum(top, np.maximum.accumulate(rows.step))
+        top = reached[-1]
+        keep = reached < limit
+        keep[:-1] &= ~_replaced(rows)
+        part = select_rows(rows, keep)
+        if last is not None and (not len(part.index) or not _replaces(part, last)):
+            yield last
+            last = None
+        if len(part.index):
+            # The last row waits: the next chunk may log its step again.
+            if len(part.index) > 1:
+                yield select_rows(part, slice(0, -1))
+            last = select_rows(part, slice(-1, None))
+    if last is not None:
+        yield last
+
+
+def _replaced(rows: Rows) -> np.ndarray:
+    """Flags (n - 1,): the next row logs the same step and a signal of this row."""
+    same = rows.step[1:] == rows.step[:-1]
+    shared = np.zeros(len(same), bool)
+    for given in rows.given.values():
+        shared |= given[1:] & given[:-1]
+    return same & shared
+
+
+def _replaces(rows: Rows, earlier: Rows) -> bool:
+    return rows.step[0] == earlier.step[0] and any(
+        given[0] and name in earlier.given and earlier.given[name][0]
+        for name, given in rows.given.items()
+    )
+
+
+def survey(begin: MergedPass, opening: Findings) -> Survey:
+    """Reads everything once, and a second time if the run was resumed; raises as `Trace.rows`."""
+    findings = Findings(opening)
+    count = 0
+    combinations: set[frozenset[str]] = set()
+    attempts: list[Attempt] = []
+    first_step = last_step = np.nan
+    for rows in begin(findings):
+        if not count:
+            first_step = float(rows.step[0])
+        if not attempts or rows.attempt != attempts[-1].number:
+            first = float(rows.step[0])
+            attempts.append(Attempt(rows.attempt, rows.source, rows.start, first, None))
+        count += len(rows.index)
+        last_step = float(rows.step[-1])
+        combinations |= {logged for logged, _ in by_signals(rows.given, SIGNALS)}
+    stale = 0
+    if len(attempts) > 1:
+        attempts, stale = _with_ancestors(begin, attempts)
+        _note_fresh_files(attempts, findings)
+    return Survey(
+        rows=count,
+        signals=frozenset().union(*combinations),
+        combinations=frozenset(combinations),
+        attempts=tuple(attempts),
+        first_step=first_step,
+        last_step=last_step,
+        problems=_in_order(findings.problems),
+        problem_count=findings.problem_count,
+        notes=_in_order(findings.notes),
+        note_count=findings.note_count,
+        stale=stale,
+    )
+
+
+def _note_fresh_files(attempts: Sequence[Attempt], findings: Findings) -> None:
+    files = {attempts[0].source}
+    for attempt in attempts:
+        if attempt.source not in files and attempt.resumes_after is None:
+            findings.note(
+                attempt.source,
+                None,
+                f"it begins at step {attempt.first_step:.15g}, before everything that was read so "
+                "far: the run was started again. If these are several runs, name the files",
+            )
+        files.add(attempt.source)
+
+
+def _in_order(findings: Sequence[TraceFinding]) -> tuple[TraceFinding, ...]:
+    """Sorts by line within each file, since a chunk is read column by column."""
+    files = {each.source: place for place, each in reversed(list(enumerate(findings)))}
+    return tuple(sorted(findings, key=lambda each: (files[each.source], each.line or 0)))
+
+
+def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[list[Attempt], int]:
+    """Sets the last row that each attempt continues from, and counts the stale rows.
+
+    A row of attempt a with step t is part of attempt k > a exactly if t is below the first step of
+    every attempt b with a < b <= k. Those first steps are known only after the first pass. Keeping
+    every step of it would take 16 bytes a row, too much for a hundred million rows.
+    """
+    first = np.array([attempt.first_step for attempt in attempts])
+    found = list(attempts)
+    stale, number, limits, top = 0, -1, first[:0], -np.inf
+    for rows in begin(Findings()):
+        if rows.attempt != number:
+            number, top = rows.attempt, -np.inf
+            limits = np.minimum.accumulate(first[number + 1 :])
+        if not len(limits):
+            continue
+        # A row that is written late (see `merged_rows`) counts at the step the run had reached.
+        reached = np.maximum(top, np.maximum.accumulate(rows.step))
+        top = reached[-1]
+        before = np.searchsorted(reached, limits)
+        for place in np.flatnonzero(before).tolist():
+            later, row = number + 1 + place, int(rows.index[before[place] - 1])
+            found[later] = found[later]._replace(resumes_after=row)
+        stale += len(reached) - int(before[-1])
+    return found, stale

@@ -18,13 +18,6 @@ def demo(*args: object):
     return CliRunner().invoke(app, ["demo", *map(str, args)])
 
 
-def test_help_names_the_options():
-    done = demo("--help")
-    assert done.exit_code == 0
-    for option in ("--framework", "torch|jax|both", "--policy", "--steps", "--quick", "--seeds"):
-        assert option in done.output
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

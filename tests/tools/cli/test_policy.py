@@ -66,10 +66,6 @@ def test_show_full_spells_out_every_default():
     assert "quiet_steps" not in preset_text("zclip")
 
 
-def test_show_a_file(mine):
-    assert loads(healcore_cli("policy", "show", mine).output) == load(mine)
-
-
 def test_show_json(mine):
     assert json.loads(healcore_cli("policy", "show", mine, "--json").output) == to_dict(load(mine))
 
@@ -131,16 +127,6 @@ def test_a_description_is_not_markup(tmp_path):
 def test_version():
     done = healcore_cli("--version")
     assert (done.exit_code, done.output) == (0, f"healcore {healcore.__version__}\n")
-
-
-@pytest.mark.parametrize("arguments", [[], ["policy"]])
-def test_without_a_command_there_is_help(arguments):
-    assert "policy" in healcore_cli(*arguments).output
-
-
-@pytest.mark.parametrize("arguments", [["polcy"], ["policy", "check"], ["policy", "show", "--x"]])
-def test_a_wrong_command_line_exits_with_2(arguments):
-    assert healcore_cli(*arguments).exit_code == 2
 
 
 def test_the_policy_commands_need_no_framework():

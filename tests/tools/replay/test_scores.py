@@ -12,7 +12,6 @@ import pytest
 
 from healcore.core.verdict import Action
 from healcore.plugins.rows import as_record, empty_columns
-from healcore.tools.replay.decisions import JudgedRows
 from healcore.tools.replay.scores import (
     Label,
     LabelError,
@@ -22,6 +21,7 @@ from healcore.tools.replay.scores import (
     Zone,
     read_labels,
 )
+from healcore.tools.replay.summary import JudgedRows
 from healcore.tools.traces import Rows
 
 SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"

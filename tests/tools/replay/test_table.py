@@ -7,10 +7,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from healcore.plugins.rows import choose_backend
 from healcore.policy import load
-from healcore.tools.replay.backends import choose_backend
-from healcore.tools.replay.batch import ReplayResult, replay_all
-from healcore.tools.replay.table import LEAVES_OUT, legend, notes, summary_table
+from healcore.tools.replay.command import replay_all
+from healcore.tools.replay.table import (
+    DROPPED_FIRST,
+    ReplayResult,
+    legend,
+    notes,
+    summary_table,
+)
 from tests.tools.replay import logs
 
 
@@ -64,8 +70,8 @@ def test_numbers_are_never_cut(results, width):
         name = line.rpartition("…")[0]
         assert "  " not in name.strip(), f"only names are cut: {line}"
     heads = next(line for line in text.splitlines() if line.strip().startswith("trace"))
-    gone = [name for name in LEAVES_OUT if name not in heads]
-    assert gone == list(LEAVES_OUT[: len(gone)])
+    gone = [name for name in DROPPED_FIRST if name not in heads]
+    assert gone == list(DROPPED_FIRST[: len(gone)])
     assert ("A wider terminal also shows" in text) == bool(gone)
     assert " 16 +15 again (3 denied) " in text
 
@@ -97,7 +103,7 @@ def test_rows_that_were_not_judged_count_once(results):
     assert f"{count} rows without a loss and a gradient norm: not judged" in notes(results)
 
 
-def test_what_is_inactive_is_reported_once_for_all_policies(tmp_path):
+def test_what_is_inactive_is_reported_once_for_all_traces(tmp_path):
     healthy = logs.noisy(60)
     del healthy["grad_norm"]
     traces = [
@@ -109,9 +115,10 @@ def test_what_is_inactive_is_reported_once_for_all_policies(tmp_path):
         done = replay_all(traces, {name: load(name) for name in names}, backend="numpy")
         return notes([each for each in done if isinstance(each, ReplayResult)])
 
-    assert notes_of("default", "observe", "olmo2-skip-step") == [
-        "no grad_norm logged in 1 of 2 traces: clip (3 policies), grad_spike (2 policies), "
-        "vanishing (2 policies) and grad_window (olmo2-skip-step) are inactive"
+    assert notes_of("default", "olmo2-skip-step") == [
+        "default: no grad_norm logged: clip, grad_spike and vanishing are inactive "
+        "in 1 of 2 traces",
+        "olmo2-skip-step: no grad_norm logged: clip and grad_window are inactive in 1 of 2 traces",
     ]
     assert notes_of("olmo2-skip-step", traces=traces[:1]) == [
         "no grad_norm logged: clip and grad_window are inactive"

@@ -9,9 +9,8 @@ from typer.testing import CliRunner, Result
 
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.signals import Signals
-from healcore.plugins.rows import SignalLayout, SignalRows, as_record
+from healcore.plugins.rows import NumpyRowRunner, SignalLayout, as_record
 from healcore.tools.cli import app
-from healcore.tools.replay.backends import NumpyRowRunner
 from healcore.tools.sweep.series import RecoveryOrders, Series
 
 DULL = "detect.loss_spike.evidence=1.5..14"
@@ -27,7 +26,8 @@ def series_of(trace: Signals, kinds: tuple[tuple[str, ...], ...], kind: np.ndarr
     return Series(
         "fuzzed",
         layout,
-        SignalRows(values, kind.astype(np.int32)),
+        values,
+        kind.astype(np.int32),
         np.arange(rows),
         np.zeros(rows, bool),
         0,
@@ -45,11 +45,16 @@ def alone(config: EngineConfig, series: Series) -> tuple[list[int], int, int]:
     runner = NumpyRowRunner(engine, series.layout)
     state = runner.start()
     rows, skips, recovered, start = [], 0, 0, 0
+
+    def run_part(part: slice) -> tuple:
+        columns = {name: column[part] for name, column in series.values.items()}
+        return runner.run(state, columns, series.kind[part])
+
     for stop in (*np.flatnonzero(series.resumed).tolist(), series.length):
         if start:
-            live, _ = runner.run(state, series.rows.part(slice(0, start)))
+            live, _ = run_part(slice(0, start))
             state = runner.on_rollback(live, state)
-        state, found = runner.run(state, series.rows.part(slice(start, stop)))
+        state, found = run_part(slice(start, stop))
         record, due = as_record(found)
         own = np.arange(start, stop) >= series.own
         rows += (start + np.flatnonzero(due & own)).tolist()

@@ -135,12 +135,6 @@ def test_a_setting_that_no_held_out_event_supports_is_not_taken(objective):
         assert "no event was ever held out: cannot be checked" in verdict.reason
 
 
-def test_held_out_events_are_counted():
-    checked = judged(np.tile(np.where(plateau((0.6, 0.4), 0.2), 9, 5), (12, 1))).validation
-    assert checked is not None
-    assert (checked.events, checked.ever) == ((30, 30, 30, 30), 120)
-
-
 def test_settings_that_do_not_differ_teach_nothing():
     verdict = judged(np.full((12, len(UNITS)), 7))
     assert verdict.take == 0

@@ -11,7 +11,7 @@ from healcore.core.signals import Signals
 from healcore.jax.recorded_runs import JaxSweepScan
 from healcore.plugins.sweep import configure, variants_of
 from healcore.policy import load, loads
-from healcore.tools.sweep.scans import NumpySweepScan
+from healcore.tools.sweep.search import NumpySweepScan
 from healcore.tools.sweep.series import RecoveryOrders, Series, pack, series_of, unpack
 from healcore.tools.sweep.space import draw, parse
 from healcore.tools.traces import open_traces

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from healcore.core.signals import Signals
 from healcore.tools.replay.scores import Label, Zone
 from healcore.tools.sweep.scores import Costs, count_orders, latency, own_events, rates, score
 from healcore.tools.sweep.series import RecoveryOrders, pack, unpack
-from tests.parity import recorded_runs
 from tests.tools.sweep import sample_series
 
 ROWS = 900
@@ -124,40 +121,3 @@ def test_an_order_repeated_within_its_incident_costs_nothing():
     once = counted([[210, 260]], label, repeats=1, recovery=10)
     assert once.lost.tolist() == [10 + 10]
     assert once.false.tolist() == counted([[210, 260]], label).false.tolist(), "as a replay has it"
-
-
-@recorded_runs.needed
-def test_as_the_shared_scorer(tmp_path):
-    """tools/score_detectors.py, on random orders for some recorded runs."""
-    sys.path.insert(0, str(recorded_runs.FOLDER.parent / "tools"))
-    try:
-        import score_detectors  # type: ignore[import-not-found]
-    except ImportError:
-        pytest.skip("tools/score_detectors.py, or pandas, is not there")
-    finally:
-        sys.path.pop(0)
-    rng = np.random.default_rng(2)
-    chosen = json.loads((recorded_runs.FOLDER / "labels.json").read_text())[::7]
-    runs = {name: loss for name, loss, _, _ in recorded_runs.all_runs()}
-    alarms, mine = {}, {"events": 0, "hit": 0, "hit10": 0, "false": 0}
-    for entry in chosen:
-        loss = runs[entry["file"]]
-        rows = np.unique(rng.integers(0, len(loss), max(1, len(loss) // 60)))
-        alarms[entry["file"]] = rows.tolist()
-        if len(loss) < 200:
-            continue
-        zones = {k: tuple(Zone(z["onset"], z["end"]) for z in entry[k]) for k in ("spikes",)}
-        vague = tuple(Zone(z["onset"], z["end"]) for z in entry["ambiguous"])
-        each = sample_series.series_of(Signals(loss=loss), (("loss",),), np.zeros(len(loss)))
-        orders = RecoveryOrders(np.zeros(len(rows), int), rows, *np.zeros((2, 1), np.int32))
-        known = own_events(each, Label(entry["file"], len(loss), zones["spikes"], vague))
-        got = count_orders(each, known, orders, Costs())
-        mine["events"] += got.events
-        mine["hit"] += int((got.delay[0] >= 0).sum())
-        mine["hit10"] += int(got.in_time[0])
-        mine["false"] += int(got.false[0])
-    total = score_detectors.score(str(recorded_runs.FOLDER), lambda name, x, g: alarms.get(name))
-    theirs = {key: sum(family[key] for family in total.values()) for key in mine}
-    assert mine == theirs
-    assert mine["events"] > 5
-    assert mine["false"] > 100

@@ -80,12 +80,6 @@ def test_bad_lines_are_reported_by_number_and_keep_their_index(tmp_path):
     ]
 
 
-def test_an_empty_step_among_numbers_is_reported(tmp_path):
-    trace = open_one(write(tmp_path / "run.csv", "step,loss\n1,2\n,4\n3,1\n"))
-    assert load(trace).step.tolist() == [1, 3]
-    assert problems_of(trace) == [(3, "column 'step': missing: the row is left out")]
-
-
 def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
     rows = "".join(f"{step},1.5,\n" for step in range(2, 30_000))
     text = f'step,loss,note\n0,1,\n1,2,"oops\n{rows}30000,nan,"and\n30001,1,"two\nlines"\n'

@@ -34,12 +34,6 @@ def test_a_step_back_begins_an_attempt_that_replaces_the_tail(tmp_path):
     )
 
 
-def test_a_deeper_rollback_goes_past_the_attempt_in_between(tmp_path):
-    trace = open_one(write(tmp_path / "run.csv", csv([1, 2, 3, 4, 3, 4, 5, 2, 3, 4, 5, 6])))
-    assert [a.resumes_after for a in trace.survey().attempts] == [None, 1, 0]
-    assert lineage_of(trace) == [0, 7, 8, 9, 10, 11]
-
-
 def test_files_are_joined_in_the_order_given(tmp_path):
     first = write(tmp_path / "a.csv", csv([10, 20, 30, 40]))
     second = write(tmp_path / "b.csv", csv([50, 60]))  # goes on: no new attempt
@@ -53,14 +47,6 @@ def test_files_are_joined_in_the_order_given(tmp_path):
         (str(third), 6, 2),
     ]
     assert lineage_of(trace) == [0, 1, 2, 6, 7, 8, 9]
-
-
-def test_a_file_that_begins_at_the_last_step_is_a_new_attempt(tmp_path):
-    first = write(tmp_path / "a.csv", csv([1, 2, 3]))
-    second = write(tmp_path / "b.csv", csv([3, 4]))
-    (trace,), _ = open_traces([str(first), str(second)], join=True)
-    assert [a.resumes_after for a in trace.survey().attempts] == [None, 1]
-    assert lineage_of(trace) == [0, 1, 3, 4]
 
 
 def test_unreadable_rows_of_a_file_count_in_the_next(tmp_path):

@@ -217,35 +217,3 @@ def test_json_that_is_no_log(tmp_path):
     assert refusal(write(tmp_path / "b.json", '{"log_history": []}')) == (
         "it has no record that could be read"
     )
-
-
-def test_a_real_training(tmp_path):
-    pytest.importorskip("accelerate")  # the Trainer refuses to start without it
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-
-    class Line(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = torch.nn.Linear(2, 1)
-
-        def forward(self, x, labels):
-            return {"loss": ((self.line(x)[:, 0] - labels) ** 2).mean()}
-
-    data = [{"x": torch.tensor([i / 10, 1.0]), "labels": torch.tensor(i / 5)} for i in range(32)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=4,
-        logging_steps=1,
-        save_steps=2,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(model=Line(), args=arguments, train_dataset=data)
-    trainer.train()
-    table = load(open_one(tmp_path))
-    assert table.step.tolist() == [1, 2, 3, 4]
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    np.testing.assert_array_equal(table.values["loss"], np.array(logged, np.float32))
-    assert table.given["grad_norm"].all()

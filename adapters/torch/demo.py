@@ -1,4 +1,7 @@
-"""The demo's training loop in torch; everything of healcore in it is marked."""
+"""The demo in torch: the model, and the training loop as a user would write it.
+
+Everything of healcore in the loop is marked.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
 from healcore.demo.runs import FIXED_CLIP, SAVE_EVERY, Step
 from healcore.demo.scenario import Scenario
-from healcore.torch.demo.model import TorchTransformer
 
 
 def train(
@@ -20,10 +24,10 @@ def train(
 ) -> Generator[Step, None, torch.Tensor]:
     """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
 
-    `policy` and `folder` are those of the healed run. The step's number falls when it goes back.
+    `policy` and `folder` are for the healed run. A rollback decreases the step's number.
     """
     torch.set_num_threads(1)  # for such small matrices more threads are slower
-    model = TorchTransformer(scenario)
+    model = ByteTransformer(scenario)
     optimizer = torch.optim.AdamW(
         model.parameters(), weight_decay=scenario.weight_decay, fused=True
     )
@@ -64,3 +68,49 @@ def train(
     batch = scenario.held_out_batch()
     with torch.no_grad():
         return model.loss(torch.from_numpy(batch.tokens), torch.from_numpy(batch.weights))
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte: rotary attention and a GELU MLP, without normalisation."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
+        self.layers, self.heads = scenario.layers, scenario.heads
+        self.weights = nn.ParameterDict()
+        for name, array in scenario.initial_weights().items():
+            self.weights[name] = nn.Parameter(torch.tensor(array))
+        cos, sin = scenario.rotations()
+        self.register_buffer("cos", torch.tensor(cos), persistent=False)
+        self.register_buffer("sin", torch.tensor(sin), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, time) to logits (batch, time, 256)."""
+        w = self.weights
+        x = w["embed"][tokens]
+        batch, time, width = x.shape
+        for layer in range(self.layers):
+            q, k, v = (
+                part.view(batch, time, self.heads, -1).transpose(1, 2)
+                for part in (x @ w[f"qkv{layer}"]).chunk(3, dim=-1)
+            )
+            q, k = self._rotate(q), self._rotate(k)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + mixed.transpose(1, 2).reshape(batch, time, width) @ w[f"out{layer}"]
+            x = x + F.gelu(x @ w[f"up{layer}"], approximate="tanh") @ w[f"down{layer}"]
+        return x @ w["head"]
+
+    def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        """Mean cross-entropy in nats over the targets that count; NaN without such a target."""
+        logits = self(tokens[:, :-1])
+        each = F.cross_entropy(
+            logits.flatten(0, 1), tokens[:, 1:].flatten().long(), reduction="none"
+        )
+        return (each * weights.flatten()).sum() / weights.sum()
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """Rotary position embedding of (batch, heads, time, width / heads)."""
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * self.cos - b * self.sin, a * self.sin + b * self.cos), dim=-1)

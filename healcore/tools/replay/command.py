@@ -1,23 +1,31 @@
-"""Writes the results of `healcore replay`: tables, JSON Lines, a page, a picture."""
+"""Replays several policies over many traces, prints the tables and writes the files."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from healcore.extras import require
+from healcore.plugins.rows import choose_backend
+from healcore.policy import Policy
 from healcore.tools.output_files import check_outputs, replacing
 from healcore.tools.replay import table
-from healcore.tools.replay.batch import ReplayResult
+from healcore.tools.replay.decided import decided_line, summary_line
+from healcore.tools.replay.report import ReplayReport, survey_notes
+from healcore.tools.replay.scores import Label, Labels, ScoreCollector, answer_of
+from healcore.tools.replay.summary import JudgedRows
+from healcore.tools.replay.table import ReplayResult
+from healcore.tools.replay.trace_replay import ReplayError, replay
 from healcore.tools.terminal import console
-from healcore.tools.traces import Trace
+from healcore.tools.traces import Rows, Trace, TraceError, Unreadable
 
 MOST_PRINTED = 20
 """Most problems of traces that are printed one by one."""
@@ -29,12 +37,111 @@ _PIPE_WIDTH = 160
 """Width of the table in columns where the width of the output is not known."""
 
 
+def surveyed(
+    traces: Sequence[Trace], done: Callable[[], None]
+) -> tuple[list[Trace], list[Unreadable]]:
+    """Makes the first pass over every trace; `done` is called after each."""
+    readable, unreadable = [], []
+    for trace in traces:
+        try:
+            trace.survey()
+        except (TraceError, OSError) as error:
+            unreadable.append(Unreadable(trace.name, str(error)))
+        else:
+            readable.append(trace)
+        done()
+    return readable, unreadable
+
+
+def replay_all(
+    traces: Sequence[Trace],
+    policies: Mapping[str, Policy],
+    *,
+    backend: str | None = None,
+    jsonl: TextIO | None = None,
+    labels: Labels | None = None,
+    reports: bool = False,
+    advance: Callable[[int], None] = lambda rows: None,
+) -> Iterator[ReplayResult | Unreadable]:
+    """Replays every policy on every surveyed trace.
+
+    Args:
+        traces: those that `surveyed` could read.
+        policies: by the name that the user gave.
+        backend: as for `replay`; None chooses by the rows that share a compiled loop.
+        jsonl: where lines of JSON are written.
+        labels: known events, by which the policies are scored.
+        reports: whether curves are kept for a report.
+        advance: called with the number of rows just done.
+
+    Yields:
+        A result, or why there is none.
+    """
+    if backend is None:
+        # Traces whose rows have the same combinations of signals share a policy's compiled loop.
+        rows: Counter[frozenset[frozenset[str]]] = Counter()
+        for survey in (trace.survey() for trace in traces):
+            rows[frozenset(each for each in survey.combinations if each)] += survey.rows
+        loops = [(count, len(loop)) for loop, count in rows.items()]
+        backend = choose_backend(loops, len(policies))
+    for trace in traces:
+        label = labels.of(trace.name) if labels else None
+        for name, policy in policies.items():
+            try:
+                yield _one(trace, name, policy, backend, jsonl, label, reports, advance)
+            except ReplayError as error:
+                yield Unreadable(trace.name, error.problem)
+            except TraceError as error:  # the file was removed or changed after the survey
+                yield Unreadable(trace.name, str(error))
+
+
+def _one(
+    trace: Trace,
+    name: str,
+    policy: Policy,
+    backend: str,
+    jsonl: TextIO | None,
+    label: Label | None,
+    reports: bool,
+    advance: Callable[[int], None],
+) -> ReplayResult:
+    answer = answer_of(policy.engine().config)
+    orders = ScoreCollector(answer) if label else None
+    report = ReplayReport() if reports else None
+
+    def on_chunk(rows: Rows, judged: JudgedRows) -> None:
+        for each in (orders, report):
+            if each is not None:
+                each.add(rows, judged)
+        advance(len(rows.index))
+
+    result = replay(trace, policy, backend=backend, on_chunk=on_chunk, name=name)
+    if jsonl is None:
+        summary = result.finish()
+    else:
+        for row in result:
+            jsonl.write(decided_line(trace.name, name, row))
+        summary = result.summary
+        jsonl.write(summary_line(summary))
+    return ReplayResult(
+        summary=summary,
+        backend=backend,
+        answer=answer,
+        label=label,
+        score=orders.score(label) if orders and label else None,
+        report=report.finish(result, policy, survey_notes(trace)) if report else None,
+    )
+
+
+# -- what is printed and written -------------------------------------------------------------------
+
+
 class _NothingWrittenError(Exception):
-    """Nothing was replayed, so the file of an earlier replay stays."""
+    """Nothing was replayed, so the existing file is kept."""
 
 
 class Outputs(NamedTuple):
-    """Where results go besides the table."""
+    """Output files of a replay, in addition to the table."""
 
     jsonl: str | None = None
     """A file, or - for standard output; the table then goes to standard error."""
@@ -84,7 +191,7 @@ def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Tra
     if scored:
         console.print(table.score_table(results))
     surveys = [trace.survey() for trace in traces]
-    _some(
+    _print_first(
         console,
         [str(each) for one in surveys for each in one.problems],
         sum(one.problem_count for one in surveys),
@@ -92,7 +199,7 @@ def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Tra
     )
     for line in table.notes(results):
         console.print(Text(line))
-    _some(
+    _print_first(
         console,
         [str(each) for one in surveys for each in one.notes],
         sum(one.note_count for one in surveys),
@@ -130,7 +237,7 @@ def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
     return written
 
 
-def _some(console: Console, lines: Sequence[str], count: int, style: str) -> None:
+def _print_first(console: Console, lines: Sequence[str], count: int, style: str) -> None:
     for line in lines[:MOST_PRINTED]:
         console.print(Text(line, style))
     rest = count - len(lines[:MOST_PRINTED])
@@ -139,5 +246,5 @@ def _some(console: Console, lines: Sequence[str], count: int, style: str) -> Non
 
 
 def _written(kind: str, path: Path, shown: int, count: int) -> str:
-    which = f" (the {shown} of {count} replays in which most happened)" if shown < count else ""
+    which = f" (the {shown} of {count} replays with the most rollbacks)" if shown < count else ""
     return f"{kind}: {path}{which}"

@@ -1,1 +1,0 @@
-"""The demo in torch: the model, and the training loop as a user would write it."""
