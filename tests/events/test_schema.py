@@ -97,6 +97,11 @@ def test_the_two_checks_agree_on_every_field(tmp_path):
             assert VALIDATOR.is_valid(event) == (not problems(event)), (name, value)
 
 
+BY_THE_LOG = {"lost", "host", "pid", "boot", "born", "environment"}
+PASSED_ON = {"fault": "fault", "log_start": "start"}
+"""Functions that pass keywords on to an event, and the kind of the event."""
+
+
 def calls() -> Iterator[tuple[str, str, set[str]]]:
     """Where the runtime writes events: place, kind, names of the fields."""
     for path in sorted(RUNTIME.rglob("*.py")):
@@ -105,9 +110,16 @@ def calls() -> Iterator[tuple[str, str, set[str]]]:
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             kind = getattr(node.args[0], "value", None)
+            fields = {keyword.arg for keyword in node.keywords if keyword.arg}
             if name in ("event", "write") and isinstance(kind, str):
-                fields = {keyword.arg for keyword in node.keywords if keyword.arg}
                 yield f"{path.name}:{node.lineno}", kind, fields
+            elif name in PASSED_ON:
+                kind = PASSED_ON[name]
+                yield (
+                    f"{path.name}:{node.lineno}",
+                    kind,
+                    {"step", *KINDS[kind].needs, *fields} - BY_THE_LOG,
+                )
 
 
 def test_every_event_that_the_runtime_writes_is_in_the_schema():
@@ -118,9 +130,8 @@ def test_every_event_that_the_runtime_writes_is_in_the_schema():
         assert fields <= {*FIELDS, "step"}, f"{place}: {fields - {*FIELDS, 'step'}}"
         added = {"host", "pid", "environment"} if kind == "start" else set()
         assert {"step", *KINDS[kind].needs} <= fields | added, place
-    by_the_log = {"lost", "host", "pid", "boot", "born", "environment"}
     assert {kind for _, kind, _ in found} == set(KINDS)
-    assert set().union(*(fields for *_, fields in found)) == {"step", *FIELDS} - by_the_log
+    assert set().union(*(fields for *_, fields in found)) == {"step", *FIELDS} - BY_THE_LOG
 
 
 def test_readers_pass_over_what_later_versions_add(tmp_path):

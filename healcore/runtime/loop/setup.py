@@ -193,8 +193,16 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
         log.info(str(completed))
         raise
     every = loop.saver.checkpoints.every
-    fields = {"save_every": every, "store": store.describe(), "resumes": bool(saves)}
-    log_start(log, policy, driver, ranks, lag=options.lag, **fields)
+    log_start(
+        log,
+        policy,
+        driver,
+        ranks,
+        lag=options.lag,
+        save_every=every,
+        store=store.describe(),
+        resumes=bool(saves),
+    )
     folder = store.root
     shared = open_to_others(folder) if folder is not None and ranks.rank == 0 else None
     warnings = [each for each in (warning, shared) if each is not None]
