@@ -14,66 +14,39 @@ from typing import TYPE_CHECKING, Any
 from healcore.core.errors import HealcoreError
 
 if TYPE_CHECKING:
-    from healcore import jax, policy, torch
+    from healcore import errors, jax, policy, torch
     from healcore.api import *
 
 __version__ = "0.1.0"
 __all__ = [
     "Action",
-    "AlreadyCompleted",
     "Cause",
-    "CheckpointDamaged",
     "CheckpointStore",
     "Checkpoints",
     "Cursor",
     "DataError",
     "Decision",
-    "EmptyLoader",
-    "EndRequested",
     "Fault",
     "HealcoreError",
     "Healer",
-    "HealerError",
     "Hooks",
     "IncidentContext",
-    "IncompleteRun",
-    "Interrupted",
-    "JournalError",
     "Keep",
-    "LastGoodKept",
-    "LastStateNotSaved",
     "Logging",
-    "MicrobatchError",
-    "MissingExtraError",
-    "NoGoodCheckpoint",
-    "NotFinite",
-    "NotThere",
     "PolicyError",
-    "RankFailed",
     "RunStopped",
-    "SaveFailed",
-    "SignalError",
-    "StateError",
-    "StateMismatch",
     "StoreError",
-    "StoreInUse",
-    "StoreNotEmpty",
-    "Terminated",
     "Tracker",
-    "UnknownState",
-    "UnsavableState",
-    "UnsplittableBatch",
-    "Untrusted",
-    "UnusableLoader",
     "__version__",
     "classify",
+    "errors",
     "jax",
     "policy",
     "retrying",
     "torch",
 ]
 
-_PARTS = frozenset({"jax", "policy", "torch"})
+_PARTS = frozenset({"errors", "jax", "policy", "torch"})
 
 
 def __getattr__(name: str) -> Any:

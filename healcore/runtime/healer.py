@@ -129,7 +129,7 @@ class Healer(Generic[State]):
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
         ValueError: another argument is out of range.
         TypeError: an unknown keyword is like the name of an argument.
-        healcore.MissingExtraError: the library of a tracker is not installed.
+        healcore.errors.MissingExtraError: the library of a tracker is not installed.
     """
 
     def __init__(

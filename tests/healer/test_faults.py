@@ -15,7 +15,8 @@ import requests
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from healcore import Checkpoints, Terminated
+from healcore import Checkpoints
+from healcore.errors import Terminated
 from healcore.policy import load, to_dict
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems

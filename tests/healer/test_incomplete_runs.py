@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from healcore import Checkpoints, IncompleteRun, RunStopped
+from healcore import Checkpoints, RunStopped
+from healcore.errors import IncompleteRun
 from healcore.runtime.healer import Healer
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, train

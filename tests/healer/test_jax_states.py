@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from healcore import StateMismatch
+from healcore.errors import StateMismatch
 from healcore.jax import HealStateError
 from healcore.jax.driver import JaxDriver
 from healcore.jax.store import OrbaxStore

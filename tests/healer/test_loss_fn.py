@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from healcore import Healer, SignalError
+from healcore import Healer
+from healcore.errors import SignalError
 from healcore.jax import protect
 from tests.healer.run_options import grouped
 

@@ -87,8 +87,8 @@ def test_it_can_be_imported_from_a_top_level_module(error):
 
 
 def test_the_base_changes_nothing_of_the_builtin_one():
-    error = healcore.RankFailed(28, "No space left on device")
+    error = healcore.errors.RankFailed(28, "No space left on device")
     assert (error.errno, error.strerror) == (28, "No space left on device")
-    assert healcore.AlreadyCompleted("done").code == 0
-    again = pickle.loads(pickle.dumps(healcore.NotThere(3, (1, 2), "memory")))
-    assert str(again) == str(healcore.NotThere(3, (1, 2), "memory"))
+    assert healcore.errors.AlreadyCompleted("done").code == 0
+    again = pickle.loads(pickle.dumps(healcore.errors.NotThere(3, (1, 2), "memory")))
+    assert str(again) == str(healcore.errors.NotThere(3, (1, 2), "memory"))

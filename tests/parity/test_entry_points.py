@@ -22,8 +22,9 @@ import torch
 
 import healcore.jax
 import healcore.torch
-from healcore import EndRequested, Healer
+from healcore import Healer
 from healcore import policy as policies
+from healcore.errors import EndRequested
 from healcore.events import log as event_log
 from healcore.torch import HealingCallback, LightningHealingCallback
 from tests.healer.run_options import grouped

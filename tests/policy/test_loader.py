@@ -182,7 +182,7 @@ def by_healer(policy, **overrides):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
     with (
-        contextlib.suppress(healcore.IncompleteRun),  # it takes no step
+        contextlib.suppress(healcore.errors.IncompleteRun),  # it takes no step
         healcore.Healer(policy, state=state, **overrides) as healer,
     ):
         (found,) = healer.driver.healing().values()

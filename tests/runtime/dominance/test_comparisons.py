@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from healcore import SignalError
+from healcore.errors import SignalError
 from healcore.runtime.dominance import dominance as module
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
 from healcore.runtime.dominance.dominance import SAVED
