@@ -18,7 +18,7 @@ INTERNAL = {
     "StepSkipped", "BadPickle", "ChecksumError", "NotRecordable", "NotProvided",
     "CannotShrink", "EpochChanged",
 }  # fmt: skip
-HOMES = ("healcore", "healcore.jax", "healcore.torch", "healcore.policy")
+HOMES = ("healcore", "healcore.errors", "healcore.jax", "healcore.torch", "healcore.policy")
 ENDS = {
     "RunStopped", "AlreadyCompleted", "EndRequested", "IncompleteRun", "LastStateNotSaved",
     "Terminated", "Interrupted",
