@@ -35,7 +35,6 @@ from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
-from healcore.runtime.postmortem.diagnosis import RunEnd
 from healcore.runtime.postmortem.postmortem import path_for
 from healcore.runtime.recovery.ledger import IncidentRecord
 from healcore.runtime.run_options import (
@@ -306,14 +305,6 @@ class Healer(Generic[State]):
         """
         return self._live.after_step(last=last)
 
-    def is_last_batch(self, length: int) -> bool:
-        """Whether the batch that `batches` yielded last is the last one of its epoch.
-
-        Args:
-            length: batches of the epoch. Rollbacks may skip all batches after this one.
-        """
-        return self._live.data.loaders.is_last(length)
-
     def loss(self, batch: object, optimizer: str | None = None) -> Tensor:
         """torch: the `loss_fn` of a batch, for `backward`, observed.
 
@@ -440,17 +431,7 @@ class Healer(Generic[State]):
         return self._loop.data.step
 
     @property
-    def unused(self) -> tuple[BatchId, ...]:
-        """Ids of the batches that the loop has received since the last step, of its last loader."""
-        return self._loop.data.unused
-
-    @property
-    def had_completed(self) -> bool:
-        """Whether the run in the store had completed, and its last state was restored."""
-        return self._loop.data.had_completed
-
-    @property
-    def good(self) -> int | None:
+    def last_good_step(self) -> int | None:
         """Step of the newest known-good checkpoint."""
         return self._loop.saver.checkpoints.good
 
@@ -460,7 +441,7 @@ class Healer(Generic[State]):
         return self._loop.recovery.rollbacks
 
     @property
-    def left_out(self) -> frozenset[BatchId]:
+    def skipped_batch_ids(self) -> frozenset[BatchId]:
         """Ids of the batches that rollbacks have skipped so far, of all loaders."""
         ids = self._loop.data.loaders.left_out().values()
         return frozenset(BatchId(*each) for some in ids for each in some)
@@ -496,7 +477,7 @@ class Healer(Generic[State]):
         loop, events = self._loop, self._loop.log.events
         path = None if events.path is None else path_for(events.path, events.run)
         return HealingReport.of(
-            self.run_end(),
+            self._loop.recovery.run_end(Ending.COMPLETED),
             policy=loop.policy.name,
             ending="" if self._ending is None else self._ending.value,
             attempts=self.rollbacks,
@@ -507,10 +488,6 @@ class Healer(Generic[State]):
             error=self._error,
         )
 
-    def run_end(self) -> RunEnd:
-        """The facts about the run as it is now: incidents, rollbacks, the last known-good."""
-        return self._loop.recovery.run_end(Ending.COMPLETED)
-
     @property
     def store(self) -> CheckpointStore:
         """The checkpoints."""
@@ -520,6 +497,11 @@ class Healer(Generic[State]):
     def driver(self) -> Driver:
         """The framework's driver: in torch `driver.healings` has the handle of each optimizer."""
         return self._loop.driver
+
+    @property
+    def run(self) -> Loop[CheckpointSaver]:
+        """The parts of the run, for trainers and tests. They may change in any release."""
+        return self._loop
 
     # -- within ---------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def test_the_same_loop_goes_on_in_a_new_one(framework, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     loop = loop_of(framework, policy=rules())
     healer = enter(loop, tmp_path)
-    run = weakref.ref(healer._loop)
+    run = weakref.ref(healer.run)
     gc.collect()
     assert run() is not None
     del healer  # and no gc.collect(): the new one sees to that

@@ -155,7 +155,7 @@ def test_two_updates_for_one_batch(tmp_path):
             state = healer.update(step(run, state, number))
 
     healer, _ = healed(loop, tmp_path)
-    assert healer.left_out == {(0, BAD)}
+    assert healer.skipped_batch_ids == {(0, BAD)}
     assert healer.rollbacks == 1
 
 

@@ -64,7 +64,7 @@ def test_a_new_loader_for_every_epoch(tmp_path):
                     if healer.step == stop_at:
                         raise RuntimeError("power")
             assert len(healer.store.steps()) < 20
-            assert len(healer._live.data.loaders.position()) < 10
+            assert len(healer.run.data.loaders.position()) < 10
         return loop.faults.order
 
     with pytest.raises(RuntimeError, match="power"):

@@ -53,7 +53,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
             decision = driver.healings["optimizer"].last_decision()
             rates[healer.step] = optimizer.param_groups[0]["lr"] * float(decision.lr_scale)
             schedule.step()
-        (done,) = healer.run_end().rollbacks
+        (done,) = healer.report().rollbacks
     limit = CUT * RATE * warm_up(37)
     assert (done.step, done.target, done.lr_scale) == (39, 0, 1.0)
     assert (done.lr, done.lr_limit) == pytest.approx((RATE, limit))

@@ -237,7 +237,7 @@ def train(
             if before is not None:
                 before(healer, int(number))
             loop.step(healer, number)
-        facts = {"step": healer.step, "rollbacks": healer.rollbacks, "good": healer.good}
+        facts = {"step": healer.step, "rollbacks": healer.rollbacks, "good": healer.last_good_step}
         loop.state = healer.state
     return facts
 

@@ -135,14 +135,14 @@ def interrupt(healer: Healer, number: int) -> None:
 def propose(healer: Healer, number: int) -> None:
     """A report, and a proposal to end, on this rank."""
     if number == TOLD:
-        healer._live.ranks.propose(Proposal("a slow disk"))
-        healer._live.ranks.propose(Proposal("the device is needed", ends=True))
+        healer.run.ranks.propose(Proposal("a slow disk"))
+        healer.run.ranks.propose(Proposal("the device is needed", ends=True))
 
 
 def stop_file(healer: Healer, number: int) -> None:
     """The stop file of this rank appears."""
     if number == TOLD:
-        found = healer._live.ranks.stop_file
+        found = healer.run.ranks.stop_file
         assert found.path is not None
         found.path.touch()
         while not found.found:

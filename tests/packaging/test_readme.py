@@ -68,7 +68,7 @@ def test_the_optax_snippets_one_after_the_other(tmp_path, monkeypatch):
     scope |= {"loader": batches, "state": fresh}  # as the same program begins again
     exec(snippet(JAX[1]), scope)
     healer = scope["healer"]
-    assert (healer.step, healer.run_end().skips) == (6, 1)
+    assert (healer.step, healer.report().counts["skips"]) == (6, 1)
     assert jnp.array_equal(healer.state[0]["w"], scope["state"][0]["w"])
 
 

@@ -105,7 +105,7 @@ def run(kind: str, fault: str) -> dict[str, Any]:
         hooks=Hooks(on_rollback=[lambda event: rollbacks.append(dict(event))]),
         logging=Logging(console=False),
     ) as healer:
-        watched(healer._loop.recovery.dominance, seen)  # type: ignore[union-attr]
+        watched(healer.run.recovery.dominance, seen)  # type: ignore[union-attr]
         for part in healer.batches(list(range(STEPS * parts))):
             step, which = divmod(part, parts)
             if fault == "damage" and step == FAULT and not damaged:
@@ -180,7 +180,7 @@ def failing(case: str) -> dict[str, Any]:
     )
     try:
         with healer:
-            loop: Any = healer._loop
+            loop: Any = healer.run
             loop.recovery.dominance.warn = problems.append
             for step in healer.batches(list(range(FAILING_STEPS))):
                 if done == FAILING_FAULT:

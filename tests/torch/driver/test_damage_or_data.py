@@ -446,8 +446,8 @@ def test_parts_that_come_again_after_an_out_of_memory_are_counted_once(tmp_path)
             for part in healer.microbatches(batch):
                 with part:
                     (healer.loss(part.batch) * part.weight).backward()
-            dominance: Any = healer._loop.recovery.dominance
-            (parts,) = healer._loop.data._contents.values()
+            dominance: Any = healer.run.recovery.dominance
+            (parts,) = healer.run.data._contents.values()
             assert sum(len(each.content[0]) for each in parts) == 64
             assert sum(each.weight for each in parts) == 1.0
             run.optimizer.step()

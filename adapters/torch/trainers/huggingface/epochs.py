@@ -67,7 +67,7 @@ class EpochFeed:
     @property
     def received(self) -> int:
         """Batches that Trainer has received since the last step."""
-        return 0 if self._healer is None else len(self._healer.unused) - len(self._held)
+        return 0 if self._healer is None else len(self._healer.run.data.unused) - len(self._held)
 
     def go_to(self, epoch: int, count: int) -> None:
         """Takes the position of a checkpoint; the Healer moves the data itself."""

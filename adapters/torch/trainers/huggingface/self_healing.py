@@ -304,7 +304,7 @@ class _Run:
         healer = Healer(state=state, **{**self._options, "checkpoints": checkpoints})
         self.healer = stack.enter_context(healer)
         same = progress.max_steps == trainer.state.max_steps
-        feed.open(healer, nothing_to_do=healer.had_completed and same)
+        feed.open(healer, nothing_to_do=healer.run.data.had_completed and same)
         if self._limit is not None:  # the policy's clipping does not hold it
             optimizer = unwrapped(trainer.optimizer)
             stack.enter_context(signals.clipped_after(trainer, optimizer, self._limit))

@@ -82,7 +82,7 @@ class Feed:
             self.loader = TrainLoader(self._fetcher, self.length, self._done_before)
         if self._healer is None:
             self._healer = self._open(self)
-            had_completed = self._healer.had_completed
+            had_completed = self._healer.run.data.had_completed
             self.nothing_to_do = self._progress.is_complete(had_completed=had_completed)
             if self.nothing_to_do:
                 raise StopIteration
@@ -90,11 +90,11 @@ class Feed:
             # One iteration over all epochs: a rollback may lead into an earlier one.
             self._batches = self._healer.batches(self.loader, epochs=None)
         batch = next(self._batches)
-        if len(self._healer.unused) == 1:
+        if len(self._healer.run.data.unused) == 1:
             self._progress.begin_step()
         self.fetched += 1
         length = self.loader.length
-        ends = length is not None and self._healer.is_last_batch(length)
+        ends = length is not None and self._healer.run.data.loaders.is_last(length)
         self.done = batch.is_last or ends or self._is_of_next_epoch()
         if self.done and self.length is not None:
             self._progress.count_left_out(self.length)
@@ -107,7 +107,7 @@ class Feed:
         a batch.
         """
         assert self._healer is not None
-        which = self._healer.unused[-1]
+        which = self._healer.run.data.unused[-1]
         before = self._loop.batch_progress.current.ready
         if not which.epoch:
             before -= self._done_before

@@ -146,7 +146,7 @@ class WholeRun:
                     "resume, and only one can: leave ckpt_path out to go on from the store, or "
                     "pass an empty store to begin from ckpt_path"
                 ) from error
-            self._progress.within_step = lambda: bool(healer.unused)
+            self._progress.within_step = lambda: bool(healer.run.data.unused)
             if ckpt_path is not None:
                 _load_engines(self.healings, self.engines)
         self._progress.data_goes_back = feed.loader.why_not is None

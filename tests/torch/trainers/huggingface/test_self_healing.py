@@ -143,7 +143,7 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
     assert trainer.state.global_step == trainer.state.max_steps == 24
     evaluated = [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
     # An epoch is shorter by the batches of the trouble; others come instead, in a fourth epoch.
-    skipped = Counter(epoch for epoch, *_ in healed.healer.left_out)
+    skipped = Counter(epoch for epoch, *_ in healed.healer.skipped_batch_ids)
     assert skipped
     ends = accumulate(math.ceil((16 - skipped[epoch]) / 2) for epoch in range(3))
     assert evaluated == [*ends, 24]
@@ -166,7 +166,7 @@ def test_batches_left_out_are_made_up_for(tmp_path: Path):
     )  # fmt: skip
     healed.train()
     assert healed.healer.rollbacks == 1
-    assert len(healed.healer.left_out) == 3
+    assert len(healed.healer.skipped_batch_ids) == 3
     assert trainer.state.global_step == trainer.state.max_steps == 32
     assert 2.0 < trainer.state.epoch < 2.5
     assert all(math.isfinite(each) for each in tiny.weights(trainer).tolist())

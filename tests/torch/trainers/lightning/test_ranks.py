@@ -72,7 +72,7 @@ if __name__ == "__main__":
     assert callback.healer is not None
     found = {
         "rollbacks": callback.healer.rollbacks,
-        "left_out": [tuple(each) for each in callback.healer.left_out],
+        "left_out": [tuple(each) for each in callback.healer.skipped_batch_ids],
         "step": (callback.healer.step, running.global_step),
         "skips": int(callback.healings["optimizer"].metrics()["heal/skips"]),
         "weights": module.state_dict(),
