@@ -101,7 +101,7 @@ class EpochFeed:
         Returns:
             The number of batches that it will receive, or None if that is not known.
         """
-        left_out = self._open.left_out
+        left_out = self._open.skipped_batch_ids
         self._left_out, self.length = len(left_out), None
         try:
             length = len(self._loader)
@@ -118,7 +118,7 @@ class EpochFeed:
     @property
     def _is_shorter(self) -> bool:
         """Whether batches were skipped since `begin`, which has counted them."""
-        return self.length is not None and len(self._open.left_out) > self._left_out
+        return self.length is not None and len(self._open.skipped_batch_ids) > self._left_out
 
     def has_batch(self) -> bool:
         """Whether there is another batch of this epoch. Reads it; may raise EpochChanged."""
