@@ -136,7 +136,7 @@ def test_used_where_it_cannot_be():
         pass
     with pytest.raises(ValueError, match="lag"):
         Healer(rules(), state=loop.state, lag=-1)
-    with pytest.raises(ValueError, match="save_every"):
+    with pytest.raises(ValueError, match="every is a whole number"):
         Healer(rules(), state=loop.state, checkpoints=Checkpoints(every=0))
     with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
         Healer(rules(), state={}).__enter__()

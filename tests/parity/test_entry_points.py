@@ -359,7 +359,7 @@ def in_step(folder: Path) -> Iterator[str]:
 
 ENTRY_POINTS: dict[str, list[Callable[[Path], Iterator[str]]]] = {
     "Healer": [healer_torch, healer_jax],
-    "heal(trainer)": [heal_trainer],
+    "heal_trainer(trainer)": [heal_trainer],
     "LightningHealingCallback": [lightning_callback],
     "HealingCallback": [huggingface_callback],
     "attach, protect": [in_step],
@@ -379,9 +379,9 @@ def test_the_table_is_true(name: str, run: Any, tmp_path: Path):
 
 
 def test_the_options_have_the_same_names_everywhere():
-    of_healer = inspect.signature(Healer).parameters
+    hooks = inspect.signature(healcore.Hooks).parameters
     text = PAGE.read_text()
     options = re.findall(r"^\| `(\w+)` \|", text, flags=re.M)
     assert options
-    assert set(options) <= set(of_healer)
-    assert set(options) <= set(inspect.signature(healcore.torch.heal).parameters)
+    for entry in (Healer, healcore.torch.heal_trainer):
+        assert set(options) <= {*inspect.signature(entry).parameters, *hooks}

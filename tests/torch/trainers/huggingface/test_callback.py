@@ -173,7 +173,9 @@ def test_a_rollback_that_a_callback_cannot_do_is_said_once(
     scaled = dict.fromkeys(range(10, 31, 10), math.nan)
     run = trainer(tmp_path, scaled=scaled, callbacks=[callback])
     run.train()
-    lines = [e for e in capsys.readouterr().err.splitlines() if "heal(trainer, policy)" in e]
+    lines = [
+        e for e in capsys.readouterr().err.splitlines() if "heal_trainer(trainer, policy)" in e
+    ]
     report: Any = callback.report()
     assert report.counts["not_carried_out"] == 3
     assert len(lines) == 1

@@ -227,7 +227,8 @@ SCRIPT = """
 import os, sys, torch
 from pathlib import Path
 from transformers import TrainerCallback
-from healcore.torch import heal
+from healcore import Checkpoints
+from healcore.torch import heal_trainer
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
 
 def run(folder, kill_at):
@@ -237,7 +238,7 @@ def run(folder, kill_at):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == kill_at: os.kill(os.getpid(), 9)
     for each in (steps, Kill()): trainer.add_callback(each)
-    heal_trainer(trainer, store=folder / "store", save_every=5).train()
+    heal_trainer(trainer, store=folder / "store", checkpoints=Checkpoints(every=5)).train()
     logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
     return tiny.weights(trainer), steps.steps, logged
 
@@ -317,6 +318,6 @@ def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     (tmp_path / "checkpoint-10").mkdir()  # of a run without heal_trainer()
     with pytest.raises(AttachError, match=r"no run has begun yet, and not from .*checkpoint-10"):
         healed.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="save_every"):
+    with pytest.raises(ValueError, match="every is a whole number"):
         heal_trainer(tiny.plain(tmp_path), checkpoints=Checkpoints(every=0))
     assert not (tmp_path / "_healcore").exists()
