@@ -118,7 +118,7 @@ def language(kind: Any, arguments: Any, root: Path) -> dict[str, Any]:
         exec(lines("README.md", "trainer = SFTTrainer(", "trainer = SFTTrainer("), scope)
         scope["trainer"].train()
     else:
-        exec(lines("README.md", "heal(SFTTrainer(", "heal(SFTTrainer("), scope)
+        exec(lines("README.md", "heal_trainer(SFTTrainer(", "heal_trainer(SFTTrainer("), scope)
     (trainer,) = made
     logged = [each.get("heal/skips", 0) for each in trainer.state.log_history]
     return seen(trainer.model, max(logged))

@@ -63,7 +63,12 @@ class Loop(Generic[AnySaver]):
         self.notes = notes
         self.guard = HangGuard()
         self.memory = OutOfMemory(
-            policy=policy, driver=driver, data=data, recovery=recovery, ranks=ranks, log=log
+            policy=policy,
+            driver=driver,
+            data=data,
+            recovery=recovery,
+            ranks=ranks.processes,
+            log=log,
         )
         self.began = time.monotonic()
         self.polled = False

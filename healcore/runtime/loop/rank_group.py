@@ -62,6 +62,7 @@ class RankGroup:
     The driver marks steps, and `lag` steps later the mark is read.
 
     Attributes:
+        processes: The ranks as the framework has them.
         votes: Whether the ranks vote: there are several, and the driver can mark steps.
         ends_together: Whether the ranks have agreed to end after this step.
         termination: The signals.
@@ -76,6 +77,7 @@ class RankGroup:
         *,
         votes: bool = True,
     ) -> None:
+        self.processes = ranks
         self.rank, self.world, self.gather = ranks.rank, ranks.world, ranks.gather
         self.votes = votes and ranks.world > 1 and driver.request_vote(False)
         self.ends_together = False
