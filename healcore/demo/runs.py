@@ -14,7 +14,7 @@ import numpy as np
 from healcore.demo.scenario import Corpus, Scenario
 from healcore.events.models import EventRecord
 from healcore.policy import Policy
-from healcore.runtime.recovery.rollback import Rollback
+from healcore.runtime.incidents.rollback import Rollback
 
 ARMS = ("unprotected", "fixed clip", "healed")
 """No protection; gradients clipped to norm 1.0, the usual protection; healcore's `Healer`."""

@@ -30,13 +30,13 @@ from healcore.runtime.driver import Driver, trainer_limit
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hooks
+from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.loop.end import close, ending_of
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.saver import CheckpointSaver
 from healcore.runtime.loop.setup import Options, open_run
 from healcore.runtime.microbatches.window import Microbatch
 from healcore.runtime.postmortem.postmortem import path_for
-from healcore.runtime.recovery.ledger import IncidentRecord
 from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,

@@ -12,14 +12,14 @@ from healcore.core.verdict import Cause, names
 from healcore.events import json_lines
 from healcore.events.models import Ending
 from healcore.runtime.driver import Driver
+from healcore.runtime.incidents.ledger import IncidentRecord
+from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import (
     RunEnd,
     why_none_is_good,
     with_undone,
 )
-from healcore.runtime.recovery.ledger import IncidentRecord
-from healcore.runtime.recovery.rollback import Rollback
 
 
 @dataclass(frozen=True, kw_only=True)

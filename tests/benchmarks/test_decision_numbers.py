@@ -53,7 +53,7 @@ ARITHMETIC = {
     "core/detectors/records": {"_COUNTED"},
     "core/engine/lr": {"_MOST"},
     "core/engine/rules": {"_NEVER"},
-    "runtime/recovery/ledger": {"_MAX_INCIDENTS"},
+    "runtime/incidents/ledger": {"_MAX_INCIDENTS"},
     "runtime/recovery/restoring": {"HEALING_SCHEMA"},
 }
 """Bounds of arithmetic and memory, and the version of a file's layout."""

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.store import CheckpointStore, Keep, Saved, StoreError, superfluous
 from healcore.runtime.store.ranks import Ranks, agreed
 

@@ -11,7 +11,7 @@ from typing import Any
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.catalog import Catalog, PendingQuarantine
 from healcore.runtime.checkpoints.restart_points import RestartPoints, WaitLimit
-from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,

@@ -11,7 +11,7 @@ from healcore.core.verdict import NONFINITE, Action, Cause, names
 if TYPE_CHECKING:  # `healcore.torch.attach` has these lines without the rest of the runtime
     from healcore.runtime.host_policy import HostPolicy
     from healcore.runtime.incidents.delayed_reader import StepResult
-    from healcore.runtime.recovery.ledger import IncidentRecord
+    from healcore.runtime.incidents.ledger import IncidentRecord
     from healcore.runtime.run_log import RunLog
 
 _ORDERS = Action.ROLLBACK | Action.STOP | Action.CUT_LR

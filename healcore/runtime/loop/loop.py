@@ -13,13 +13,13 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
+from healcore.runtime.incidents.rollback import Rollback, Status
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.out_of_memory import OutOfMemory
 from healcore.runtime.loop.rank_group import RankGroup
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.loop.saver import Saver
 from healcore.runtime.postmortem.rank_notes import RankNotes
-from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.trackers import Trackers
 

@@ -16,16 +16,16 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader, StepResult
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
+from healcore.runtime.incidents.ledger import LASTING, Ledger
+from healcore.runtime.incidents.rollback import Rollback, Status
 from healcore.runtime.incidents.step_lines import cause_text
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.recovery.engine_states import without_limit
 from healcore.runtime.recovery.evidence import Evidence, change
-from healcore.runtime.recovery.ledger import LASTING, Ledger
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.recovery.restoring import Restorer
-from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import Saved, StoreError
 from healcore.runtime.store.errors import NoGoodCheckpoint

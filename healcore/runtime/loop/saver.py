@@ -8,10 +8,10 @@ from contextlib import contextmanager, nullcontext
 
 from healcore.core.verdict import Action, names
 from healcore.runtime.checkpoints.manager import CheckpointManager
+from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.recovery import Recovery
 from healcore.runtime.recovery.restoring import Restorer
-from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.claim import Claim
 

@@ -25,6 +25,7 @@ from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import DelayedReader
 from healcore.runtime.incidents.hooks import Hooks
+from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.loop import rank_group
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.loop import Loop
@@ -42,7 +43,6 @@ from healcore.runtime.loop.termination import AlreadyCompleted, EndRequested, St
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.postmortem.rank_notes import RankNotes
 from healcore.runtime.recovery.journal import NAME, Journal
-from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.run_options import Checkpoints, Logging

@@ -8,6 +8,7 @@ from healcore.events import read
 from healcore.events.models import Ending, RollbackOutcome
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.loop import Loop
 from healcore.runtime.loop.run_settings import (
     RunSettings,
@@ -22,7 +23,6 @@ from healcore.runtime.recovery.journal import (
     no_usable_checkpoint,
     refuse_if_lost,
 )
-from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import NoGoodCheckpoint, Saved
 from healcore.runtime.store.ranks import Ranks, agreed

@@ -17,7 +17,7 @@ from healcore.core.verdict import Cause
 from healcore.events.models import Ending, RerunVerdict
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.incidents.hooks import Batch
-from healcore.runtime.recovery.rollback import Rollback
+from healcore.runtime.incidents.rollback import Rollback
 
 _WIDTH = 96
 _SHOWN = 5

@@ -18,9 +18,9 @@ from healcore.events.metrics import stem
 from healcore.events.models import Ending
 from healcore.events.process import Process, current_process, environment
 from healcore.history import Incident, Run, runs_of
+from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.postmortem.diagnosis import RunEnd, explain
 from healcore.runtime.postmortem.rank_notes import RankNote, RankNotes, traces
-from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.store import files
 from healcore.runtime.store.commit import sweep
 

@@ -17,7 +17,7 @@ from healcore.history import Counts, Incident, Mode
 from healcore.history.process import RunState
 from healcore.history.run import Mark
 from healcore.runtime.faults import FAILURES
-from healcore.runtime.recovery.rollback import Rollback
+from healcore.runtime.incidents.rollback import Rollback
 
 STATES = {
     RunState.COMPLETED: "completed",

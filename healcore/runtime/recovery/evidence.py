@@ -11,9 +11,9 @@ from healcore.core.verdict import NONFINITE, Action, Cause, names
 from healcore.runtime.dominance.dominance import Verdict
 from healcore.runtime.driver import Driver
 from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.incidents.rollback import Rollback, Status
 from healcore.runtime.incidents.step_lines import cause_text, passes_power_of_ten
-from healcore.runtime.recovery.ledger import Ledger
-from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 

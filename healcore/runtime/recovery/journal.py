@@ -20,9 +20,9 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from healcore.core.errors import HealcoreError
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.incidents.rollback import Rollback, Status
 from healcore.runtime.microbatches.sizes import MicrobatchSizes
-from healcore.runtime.recovery.ledger import Ledger
-from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.store import (
     CheckpointDamaged,
     NoGoodCheckpoint,

@@ -15,10 +15,10 @@ from healcore.runtime.faults.failures import failures_of
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, IncidentContext, RunFacts
+from healcore.runtime.incidents.ledger import IncidentRecord, Ledger
+from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.incidents.run_metrics import RunMetrics
 from healcore.runtime.incidents.step_lines import StepLines, passes_power_of_ten
-from healcore.runtime.recovery.ledger import IncidentRecord, Ledger
-from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 

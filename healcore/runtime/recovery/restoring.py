@@ -20,6 +20,8 @@ from healcore.runtime.data.loader_registry import LoaderRegistry, RewindResult
 from healcore.runtime.data.position import DataError
 from healcore.runtime.driver import Driver, check_engines
 from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.incidents.rollback import Rollback, Status
 from healcore.runtime.recovery.checkpoint_choice import (
     CheckpointChoice,
     choose,
@@ -42,8 +44,6 @@ from healcore.runtime.recovery.journal import (
     directories,
     update_from_disk,
 )
-from healcore.runtime.recovery.ledger import Ledger
-from healcore.runtime.recovery.rollback import Rollback, Status
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,

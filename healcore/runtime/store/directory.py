@@ -43,9 +43,10 @@ from healcore.runtime.store.copies import Copier, StateCopy
 from healcore.runtime.store.errors import CheckpointDamaged, NotThere, StoreError
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.manifest import Found
-from healcore.runtime.store.protocol import Restored, Saved, Status, Tier
+from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.structure import Flat
+from healcore.runtime.store.tier import Tier
 
 _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
 """Errors that a structure raises which has the right digest and was not written by a store."""

@@ -20,8 +20,9 @@ from healcore.runtime.store.background import Background
 from healcore.runtime.store.copies import Copier, StateCopy
 from healcore.runtime.store.errors import CheckpointDamaged, NotThere, StoreError
 from healcore.runtime.store.host_memory import Block
-from healcore.runtime.store.protocol import Restored, Saved, Status, Tier
+from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.retention import Keep
+from healcore.runtime.store.tier import Tier
 
 SMALL = Keep(good=1, candidates=2, quarantined=0)
 """One known-good copy, the next known-good one, and the newest."""

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
-    LastGoodKept,
-    NotFinite,
     SaveFailed,
     StoreError,
 )
 from healcore.runtime.store.ranks import Alone, Ranks
-
-if TYPE_CHECKING:
-    from healcore.runtime.store.copies import Copier
 
 Status = Literal["candidate", "good", "quarantined"]
 """`candidate`: complete, still on probation. `good`: known-good. `quarantined`: newer than the
@@ -231,67 +226,6 @@ class CheckpointStore(ABC):
         """
         del state
         return ()
-
-
-class Tier(CheckpointStore):
-    """A store in one place, which completes its saves one after another in the background."""
-
-    def __init__(self, name: str, copier: Copier, nonfinite_ok: Collection[str]) -> None:
-        self.copier = copier
-        """Takes the copies of this tier, or of several tiers."""
-        self.nonfinite_ok = tuple(nonfinite_ok)
-        self._saves = Background(f"healcore-{name}")
-        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
-
-    @abstractmethod
-    def _saved(self, step: int) -> tuple[Any, Saved]:
-        """A checkpoint in the form of the tier, and as `steps` lists it."""
-
-    @abstractmethod
-    def _set_status(self, found: Any, status: Status) -> None:
-        """Sets the status of a checkpoint."""
-
-    @abstractmethod
-    def drop(self, step: int) -> None:
-        """`delete`, even of the last known-good checkpoint."""
-
-    def mark(self, step: int, status: Status) -> None:
-        """Sets the status, atomically."""
-        if status not in STATUSES:
-            raise StoreError(f"status is one of {', '.join(STATUSES)}, not {status!r}")
-        found, saved = self._saved(step)
-        if status == "good" and not saved.finite:
-            raise NotFinite(step, saved.nonfinite)
-        self._set_status(found, status)
-
-    def delete(self, step: int) -> None:
-        """Removes a checkpoint, unless it is the last known-good one."""
-        self.join()
-        if is_last_good(self.steps(), step):
-            raise LastGoodKept(step)
-        self.drop(step)
-
-    def join(self) -> None:
-        """Waits for the saves so far; raises no failures."""
-        self._saves.join()
-
-    def wait(self) -> None:
-        """Waits until every save is complete."""
-        self._saves.wait()
-
-    def failures(self) -> list[SaveFailed]:
-        """Failures since the last call."""
-        return self._saves.failures()
-
-    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
-        found, self._nonfinite = self._nonfinite, []
-        return found
-
-    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing."""
-        self.join()
-        return self.copier.nonfinite_in(state)
 
 
 def is_last_good(saves: Sequence[Saved], step: int) -> bool:

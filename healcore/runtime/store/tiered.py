@@ -15,7 +15,8 @@ from healcore.runtime.store.errors import (
     StoreError,
 )
 from healcore.runtime.store.memory import SnapshotStore
-from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status, Tier
+from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved, Status
+from healcore.runtime.store.tier import Tier
 
 T = TypeVar("T")
 

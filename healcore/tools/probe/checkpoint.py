@@ -49,7 +49,7 @@ def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -
     return run_probe("checkpoint", path, inputs or CheckpointInputs())
 
 
-def judge_checkpoint(path: Path, inputs: CheckpointInputs) -> ProbeResult:
+def judge(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     """`probe_checkpoint` in this process."""
     if not path.exists():
         raise ProbeError(f"{path}: there is no such file or directory")

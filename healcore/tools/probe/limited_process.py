@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -75,7 +76,7 @@ class Limits(NamedTuple):
 
 
 def run_probe(probe: str, path: str | Path, inputs: BaseModel) -> ProbeResult:
-    """Runs a probe ("checkpoint" or "optimizer") of one path.
+    """Runs a probe, named as its module ("checkpoint" or "optimizer"), for one path.
 
     Raises ProbeError if the path cannot be read within its limits, and the errors of the probe.
     """
@@ -238,14 +239,8 @@ def _answer(probe: str, at: str, kind: str, inputs: dict, limits: list[int]) -> 
 
 
 def _judge(probe: str, path: Path, inputs: Any) -> ProbeResult:
-    """Runs a probe. The probes are imported here because they import this module."""
-    if probe == "checkpoint":
-        from healcore.tools.probe.checkpoint import judge_checkpoint
-
-        return judge_checkpoint(path, inputs)
-    from healcore.tools.probe.optimizer import judge_optimizer
-
-    return judge_optimizer(path, inputs)
+    """Runs the function `judge` of a probe's module. A new Python has not imported that module."""
+    return importlib.import_module(f"healcore.tools.probe.{probe}").judge(path, inputs)
 
 
 def _plain(value: Any) -> Any:

@@ -33,7 +33,7 @@ def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> 
     return run_probe("optimizer", path, inputs or OptimizerInputs())
 
 
-def judge_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
+def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     """`probe_optimizer` in this process."""
     contents = open_contents(path, inputs.step)
     tree = Tree(contents)

@@ -11,8 +11,8 @@ from healcore.core.evidence import Evidence
 from healcore.core.step_record import Readings
 from healcore.core.verdict import Cause
 from healcore.events.models import Ending
+from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.postmortem.diagnosis import RunEnd, advice, explain
-from healcore.runtime.recovery.rollback import Rollback
 
 
 def applied(step: int, onset: int, target: int, **fields: Any) -> Rollback:

@@ -18,13 +18,13 @@ from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.checkpoints.manager import CheckpointManager
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.recovery.journal import Journal
-from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.recovery.restoring import (
     HEALING_SCHEMA,
     Restorer,
 )
-from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,

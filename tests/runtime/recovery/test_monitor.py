@@ -12,7 +12,7 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.delayed_reader import StepResult
 from healcore.runtime.incidents.hooks import Hooks, RunFacts
-from healcore.runtime.recovery.ledger import Ledger
+from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.recovery.monitor import IncidentMonitor
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Alone

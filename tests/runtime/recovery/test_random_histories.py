@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.recovery.journal import Journal
-from healcore.runtime.recovery.ledger import Ledger
 from healcore.runtime.store import NoGoodCheckpoint
 from tests.runtime.recovery.simulated_run import KEEP, PROBATION, REGION, Killed, Listed, Process
 

@@ -21,6 +21,8 @@ from healcore.runtime.faults.shapes import shape_diagnosis
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.incidents.hooks import Hooks
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.incidents.step_lines import cause_text
 from healcore.runtime.loop.data import Data
 from healcore.runtime.loop.end import described, end_line, ending_of, log_end, write_postmortem
@@ -33,8 +35,6 @@ from healcore.runtime.loop.start import log_start, start_line
 from healcore.runtime.loop.termination import RunStopped
 from healcore.runtime.postmortem import postmortem
 from healcore.runtime.recovery.journal import Journal
-from healcore.runtime.recovery.ledger import Ledger
-from healcore.runtime.recovery.rollback import Rollback
 from healcore.runtime.run_log import RunLog
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver import TorchDriver

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
-from healcore.runtime.recovery.rollback import Rollback
+from healcore.runtime.incidents.rollback import Rollback
 
 _MAX_INCIDENTS = 1000
 """Incidents kept; the oldest are dropped."""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from healcore.core.verdict import Cause
-from healcore.runtime.recovery.ledger import Ledger
-from healcore.runtime.recovery.rollback import Rollback, Status
+from healcore.runtime.incidents.ledger import Ledger
+from healcore.runtime.incidents.rollback import Rollback, Status
 from tests.healer.step_records import record
 
 SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)
