@@ -42,10 +42,9 @@ DECIDING = (
     "runtime/loop/recovery",
     *(
         f"runtime/recovery/{name}"
-        for name in (
-            *("checkpoint_choice", "engine_states", "evidence", "ledger", "monitor", "restoring"),
-        )
+        for name in ("checkpoint_choice", "engine_states", "evidence", "monitor", "restoring")
     ),
+    "runtime/incidents/ledger",
     *("runtime/checkpoints/catalog", "runtime/store/retention"),
 )
 """Modules of healcore whose code decides."""

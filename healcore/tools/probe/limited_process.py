@@ -240,7 +240,11 @@ def _answer(probe: str, at: str, kind: str, inputs: dict, limits: list[int]) -> 
 
 def _judge(probe: str, path: Path, inputs: Any) -> ProbeResult:
     """Runs the function `judge` of a probe's module. A new Python has not imported that module."""
-    return importlib.import_module(f"healcore.tools.probe.{probe}").judge(path, inputs)
+    if probe == "checkpoint":
+        module = importlib.import_module("healcore.tools.probe.checkpoint")
+    else:
+        module = importlib.import_module("healcore.tools.probe.optimizer")
+    return module.judge(path, inputs)
 
 
 def _plain(value: Any) -> Any:
