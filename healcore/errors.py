@@ -1,4 +1,4 @@
-"""Every exception of healcore, for programs that tell them apart.
+"""Every exception of healcore, for programs that handle them separately.
 
 Each derives from `healcore.HealcoreError`, and most from one of the four others that a program
 catches: `PolicyError` (a policy is not valid), `StoreError` (checkpoints), `DataError` (loaders)

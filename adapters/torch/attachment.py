@@ -70,8 +70,8 @@ def attach(
         process_group: the ranks that take each step together. They judge the mean of their losses
             and the global norm, which costs one all_reduce of 64 bytes per step. "auto": the ranks
             of the parameters' meshes (FSDP2, tensor parallel), or for plain parameters the default
-            group, if torch.distributed is initialized. None: nothing is exchanged. This is right
-            only if every rank has the same loss and gradients, or trains its own model.
+            group, if torch.distributed is initialized. With None the ranks exchange nothing, which
+            is right only if every rank has the same loss and gradients, or trains its own model.
         pp_mesh: the stages of a pipeline, `mesh["pp"]`, whose squared norms are summed. By default
             the dimension "pp" of the mesh that the parameters' meshes are parts of.
         console: whether lines are printed to standard error. "auto": only if the program has set

@@ -123,7 +123,7 @@ def suite(framework: str) -> Suite:
 def source_of(framework: str, task: str, arm: str) -> str:
     """Digest of the code that decides about a result: the task, the arm, the deciding healcore.
 
-    Comments, docstrings and layout are not part of the digest.
+    Comments, docstrings, sentences (messages) and layout are not part of the digest.
     """
     there, here = suite(framework), Path(__file__).parent
     made = (there.tasks[task].build, there.arms[arm.partition("[")[0]])
@@ -187,13 +187,20 @@ def _healcore(framework: str) -> str:
 
 @functools.cache
 def _code(file: Path) -> str:
-    """A file's code without comments, docstrings and layout."""
+    """A file's code without comments, docstrings, sentences and layout."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and _is_sentence(node.value):
+            node.value = ""
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [each for each in body if not _is_text(each)]  # pyright: ignore
     return ast.unparse(tree)
+
+
+def _is_sentence(value: object) -> bool:
+    """Whether a constant is text for people: names and keys, which may decide, have no space."""
+    return isinstance(value, str) and " " in value.strip()
 
 
 def _is_text(node: ast.AST) -> bool:

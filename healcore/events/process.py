@@ -1,4 +1,4 @@
-"""Identifies a process, tells whether it still runs, and lists the installed versions."""
+"""Identifies a process, checks whether it still runs, and lists the installed versions."""
 
 from __future__ import annotations
 

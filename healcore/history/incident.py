@@ -67,9 +67,19 @@ class Incident:
     undone: bool = False  # the run rolled back to before the onset
 
     @property
+    def rolled_back(self) -> bool:
+        """Whether a rollback was carried out, or would have been in an observing run or a replay.
+
+        A run that heals may decline an order; `action` names the declined order too.
+        """
+        if self.mode is Mode.HEAL:
+            return self.rollbacks > 0
+        return "ROLLBACK" in self.action
+
+    @property
     def outcome(self) -> IncidentOutcome:
         """The most severe action; a rollback ranks above a later stop."""
-        if "ROLLBACK" in self.action:
+        if self.rolled_back:
             return IncidentOutcome.ROLLBACK
         if "STOP" in self.action:
             return IncidentOutcome.STOP
@@ -154,7 +164,7 @@ def counts_of(incidents: Sequence[Incident], **more: int | None) -> Counts:
     """Counts incidents. `more` sets fields that incidents do not have, or corrects counts."""
     return Counts(
         incidents=len(incidents),
-        rollbacks=sum("ROLLBACK" in each.action for each in incidents),
+        rollbacks=sum(each.rolled_back for each in incidents),
         repeats=sum(each.repeats for each in incidents),
         stops=sum("STOP" in each.action for each in incidents),
         skips=sum(each.skipped for each in incidents),

@@ -120,7 +120,7 @@ class Healer(Generic[State]):
         stop_file: a file that ends the run once it is there, on all ranks at the same step, with
             the last state saved and exit status 0. Looked for once a second, on every rank; it is
             left there, and while it is no run starts. None: there is none.
-        ranks: the processes of this run, or None for those of the framework.
+        ranks: the processes of this run, or None for the processes of the framework.
         driver: "torch" or "jax", or an object that replaces the framework's own driver. None:
             detected from the state.
 

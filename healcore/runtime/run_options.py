@@ -21,14 +21,15 @@ class Checkpoints:
         Healer(..., checkpoints=Checkpoints(every=100))
 
     Args:
-        every: steps between two checkpoints. None: the policy's `rollback.probation`, and between
-            two checkpoints a restart point: the newest state on disk, for the start after a kill.
-            A restart point is saved after 10 steps or more, and a quarter of the steps done, as
-            far as 2 % of the time allows. No rollback restores it.
+        every: steps between two checkpoints. With None this is the policy's `rollback.probation`,
+            and restart points are saved too. A restart point is the newest state on disk, for the
+            start after a kill; no rollback restores it. The distance between two restart points is
+            at least 10 steps and a quarter of the steps done, and saving them may take at most
+            2 % of the time.
         restart_every: most steps between two restart points, also with `every`, or None for the
             restart points above only.
-        keep: how many checkpoints of each kind stay. None: the newest few, and one older
-            known-good checkpoint at each doubling of the distance (`Keep(older=True)`).
+        keep: how many checkpoints of each kind stay. None is `Keep(older=True)`: the newest few,
+            and one older known-good checkpoint at each doubling of the distance.
         nonfinite_ok: patterns of array names (`model.*.mask`) in which NaN and Inf are allowed.
         trust: pickle objects that have no plain form (of the state and of loaders), and read what
             was pickled. Reading a pickle runs the code that its writer put there: only for a

@@ -136,7 +136,7 @@ def test_a_directory_that_not_all_ranks_see_is_refused_at_the_start(pair):
 
 
 def test_a_rank_that_waits_for_the_healers_of_the_others_says_so(pair):
-    waited = "has waited 0.2 s for those of the other ranks"
+    waited = "has waited 0.2 s for the other ranks"
     assert [waited in pair.lines(rank) for rank in (0, 1)] == [True, False]
 
 

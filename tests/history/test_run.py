@@ -12,6 +12,7 @@ import healcore.history
 from healcore.events.log import Event
 from healcore.events.models import RerunVerdict
 from healcore.history import IncidentOutcome, Mode, Run, runs_of
+from healcore.history.incident import counts_of
 from healcore.history.process import RunState
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
@@ -50,6 +51,18 @@ def test_an_incident_with_its_rollback():
         (2.0, "rollback"),
     ]
     assert (run.step, run.last_step, run.rollback_count, run.skips) == (3, 3, 1, 2)
+
+
+def test_a_declined_order_is_no_rollback():
+    order = {"incident": 1, "cause": ["NONFINITE_LOSS"], "action": ["ROLLBACK"]}
+    declined = run_of(BEGIN, ("alarm", 4, NAN), ("order", 5, order))
+    (case,) = declined.incidents
+    assert case.action == ("ROLLBACK",)
+    assert (case.outcome, declined.rollback_count) == (IncidentOutcome.SKIP, 0)
+    assert counts_of(declined.incidents).rollbacks == 0
+    applied = run_of(BEGIN, ("alarm", 4, NAN), ("order", 5, order), ("rollback", 6, BACK))
+    assert applied.incidents[0].outcome is IncidentOutcome.ROLLBACK
+    assert counts_of(applied.incidents).rollbacks == 1
 
 
 def test_a_trial_is_no_rollback_and_its_verdict_is_known():

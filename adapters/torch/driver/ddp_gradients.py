@@ -11,7 +11,7 @@ backward pass, bucket by bucket. A rank that fails there would leave the other r
   result.
 
 DDP itself does both, with its buckets, communication hooks and unused parameters: a backward pass
-through `_Nothing` tells its reducer that all gradients have arrived.
+through `_Nothing` signals its reducer that all gradients have arrived.
 """
 
 from __future__ import annotations

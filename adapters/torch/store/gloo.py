@@ -21,7 +21,7 @@ class GlooRanks:
     """Exchanges over a gloo group, from any thread.
 
     The group is separate, because saves exchange in a background thread, at the same time as the
-    training. The time-out is that of the default group, at least `SHORTEST`.
+    training. Its time-out equals the time-out of the default group, but is at least `SHORTEST`.
 
     Args:
         group: a gloo group that nothing else uses; None for a new group. Then all of its ranks make

@@ -63,8 +63,8 @@ class Cursor:
         self._skipped: list[BatchId] = []
         self._refused: str | None = None
         self._kept: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_KEPT)
-        """The last positions, oldest first, each with the id of the next batch. After the first
-        call of `position` also those of each epoch, unless a position is only an index."""
+        """The last positions, oldest first, each with the id of the next batch. The first call of
+        `position` adds the position of each epoch, unless a position is only an index."""
         self.unreadable: BatchId | None = None
         """The batch whose reading made the last `next` raise, or None."""
         self._until: int | None = 0

@@ -139,7 +139,7 @@ class LoaderRegistry:
     def stepped(self, number: int, last: BatchId | None) -> None:
         """Makes this loader, whose batches a step used, the loader that rollbacks rewind.
 
-        Other loaders, such as those of an evaluation inside the loop, are not rewound.
+        Other loaders, such as the loader of an evaluation inside the loop, are not rewound.
         """
         if number in self._entries:
             self.current, self._last = number, last

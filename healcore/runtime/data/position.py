@@ -29,7 +29,7 @@ class BatchId(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A decoded position; `epoch` and `index` are those of the next batch."""
+    """A decoded position. `epoch` and `index` identify the next batch."""
 
     kind: str
     """`LoaderAdapter.kind` of the adapter that the state is from."""

@@ -208,7 +208,7 @@ def warning_if_late(of: str, advice: str, then: Callable[[], object] = int) -> I
     """
 
     def warn() -> None:
-        console.warning(f"{of} has waited {SILENT_S:g} s for those of the other ranks: {advice}")
+        console.warning(f"{of} has waited {SILENT_S:g} s for the other ranks: {advice}")
         then()
 
     timer = threading.Timer(SILENT_S, warn)

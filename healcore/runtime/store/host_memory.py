@@ -68,7 +68,7 @@ class Arena:
     def reusing(
         cls, old: Arena | None, nbytes: int, allocate: Callable[[int], np.ndarray] | None = None
     ) -> Arena:
-        """The old arena if its size fits, to be divided anew; else a new arena."""
+        """The old arena without its blocks if its size fits, or a new arena."""
         if old is None or not nbytes <= old.nbytes <= 2 * nbytes:
             return cls(nbytes, allocate)
         old._next = 0

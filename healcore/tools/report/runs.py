@@ -173,7 +173,7 @@ def policy_of(start: EventRecord | None, given: Policy | None) -> RunPolicy:
     note = ""
     if ran and fingerprint != ran:
         note = (
-            f"The policy given with --policy ({given.name}, {fingerprint}) is not that of the run "
+            f"The policy given with --policy ({given.name}, {fingerprint}) is not the run's policy "
             f"({name}, {ran}): it was edited since, or is another policy."
         )
     return RunPolicy(name or given.name, policies.dumps(given), ran or fingerprint, note)

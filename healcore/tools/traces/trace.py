@@ -13,7 +13,7 @@ import numpy as np
 from healcore.core.errors import HealcoreError
 
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "lr")
-"""Signals that are read from a log: those of `healcore.core.signals`, and the learning rate."""
+"""Signals that are read from a log, as in `healcore.core.signals`, and the learning rate."""
 
 JUDGED = frozenset({"loss", "grad_norm"})
 """A row needs one of these to be judged, and only these show where a run was resumed."""

@@ -191,7 +191,9 @@ def test_odd_curves_draw(tmp_path):
 def test_a_gap_is_a_break_and_a_stop_has_its_mark(tmp_path):
     step = np.r_[0.0:100.0, 200.0:300.0]
     action = ("ROLLBACK", "STOP")
-    case = replace(hostile().incidents[0], action=action, stop_step=40.0, stop=40)
+    case = replace(
+        hostile().incidents[0], action=action, mode=Mode.OBSERVE, stop_step=40.0, stop=40
+    )
     series = Curves(step, np.linspace(2, 1, 200), index=np.arange(200))
     report = hostile()._replace(curves=series, incidents=(case,), mode=Mode.OBSERVE)
     script = """

@@ -129,7 +129,7 @@ def test_the_policy_is_the_preset_or_the_file(healed, tmp_path):
     assert report.policy_toml.startswith("schema = 1")
     assert "[budget]" in report.policy_toml
     (other,) = read_reports(healed, policy=load("conservative"))
-    assert "is not that of the run" in other.notes[0]
+    assert "is not the run's policy" in other.notes[0]
     path, metrics = tmp_path / "a.events.jsonl", healed.with_name("run.metrics.jsonl")
     events = [{**event, "policy": "mine"} for event in lines_of(healed)]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))

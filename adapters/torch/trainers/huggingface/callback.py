@@ -258,8 +258,8 @@ def _of(trainer: Any) -> list[HealingCallback]:
 def _good(trainer: Any, wanted: Any) -> Any:
     """The checkpoint to resume from: `wanted`, or another one if it is bad.
 
-    Newer checkpoints that are bad or incomplete (killed during the save) are set aside, or the
-    Trainer would take them for its latest. Only in the folder where the run saves.
+    Renames newer checkpoints that are bad or incomplete (killed during the save): the Trainer would
+    use one of them as its latest. Only checkpoints in the folder where the run saves are renamed.
     """
     folder = Path(trainer.args.output_dir)
     if not wanted or all(each.policy.mode == "observe" for each in _of(trainer)):

@@ -134,7 +134,7 @@ class Progress:
         return {"json": json.dumps(saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the counters, including those of callbacks."""
+        """Sets the counters, including the counters of callbacks."""
         trainer, saved = self.trainer, json.loads(state["json"])
         self.max_steps = saved.get("max_steps")
         for name, value in saved["state"].items():

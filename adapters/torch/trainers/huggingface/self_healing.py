@@ -84,8 +84,8 @@ def heal_trainer(
             the process. "auto": `_healcore` in the trainer's `output_dir`. Started again with the
             same store, the program continues.
         loss_fn: the loss of one batch, by which the current weights are compared with earlier ones.
-            "auto": the trainer's own `compute_loss`, except where the trainer generates what it is
-            trained on (GRPO, RLOO). None: weights are not compared.
+            "auto": the trainer's own `compute_loss`, except in a trainer that generates its own
+            training data (GRPO, RLOO). With None, no weights are compared.
         checkpoints: as for `healcore.Healer`. A restart point is also saved as often as the
             trainer saves (`save_steps`).
         logging: as for `healcore.Healer`.

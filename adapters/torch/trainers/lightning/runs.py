@@ -208,7 +208,7 @@ def _named_optimizers(trainer: Any) -> dict[str, Optimizer]:
 
 
 def _load_engines(healings: Mapping[str, Healing], engines: Mapping[str, Any]) -> None:
-    """Loads the engine states of a Lightning checkpoint, except those of another policy."""
+    """Loads the engine states of a Lightning checkpoint, except the states of another policy."""
     for name, healing in healings.items():
         if name in engines:
             try:
