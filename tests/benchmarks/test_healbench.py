@@ -379,6 +379,14 @@ def test_damaged_lines_and_unknown_keys_are_no_obstacle(tmp_path, fakes):
 # -- the digest ------------------------------------------------------------------------------------
 
 
+def test_messages_are_not_code_and_keys_are(tmp_path):
+    paths = [tmp_path / f"{number}.py" for number in range(3)]
+    for path, message, key in zip(paths, ("too high", "rate of", "too high"), "aab", strict=True):
+        path.write_text(f"def f(a):\n    print(f'{message} {{a}}', a['{key}'])\n")
+    same, other, key = (running._code(path) for path in paths)
+    assert same == other != key
+
+
 def test_comments_docstrings_and_layout_are_not_code(tmp_path):
     plain, other = tmp_path / "plain.py", tmp_path / "other.py"
     plain.write_text("def f(a):\n    return a + 1\n")
