@@ -85,7 +85,7 @@ def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict
 
     Args:
         opt_state: as in `last_decision`.
-        policy: the one that the optimizer was built with; needed for the numbers of
+        policy: the policy that the optimizer was built with; needed for the numbers of
             `[update_clip]`, whose place in the state depends on it.
 
     Returns:
@@ -165,7 +165,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     Args:
         opt_state: a state of this run's optimizer, usually fresh from ``tx.init(params)``.
         data: from `to_dict` of any adapter.
-        policy: the one that the optimizer was built with.
+        policy: the policy that the optimizer was built with.
 
     Returns:
         `opt_state` with the engine's state replaced, its dtypes and shapes kept.
@@ -198,7 +198,7 @@ def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     Args:
         live: the optimizer state at the moment of the rollback.
         restored: the one in the checkpoint.
-        policy: the one that the optimizer was built with.
+        policy: the policy that the optimizer was built with.
 
     Returns:
         `restored`, with the budgets and the LR multiplier of `live`: a rollback keeps them.
@@ -248,7 +248,7 @@ def with_heal_state(bare: PyTree, like: State) -> State:
     Args:
         bare: a tree of the structure of ``without_heal_state(like)``, or a chain with one such
             tree in it and otherwise stateless members.
-        like: the state whose healing part is to be taken over, live or fresh from ``tx.init``.
+        like: the state whose healing part is used, live or fresh from ``tx.init``.
 
     Returns:
         `bare` with the detectors, budgets and learning-rate multiplier of `like`.

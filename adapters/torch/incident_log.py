@@ -159,8 +159,8 @@ class IncidentLog:
                 again = f" ({number} times so far)" if number > 1 else ""
                 self._write(
                     f"step {self._ordered_at}: the policy orders {names(order)[0]}, and the loop "
-                    f"trains on{again}: attach() alone cannot carry it out; use healcore.Healer, "
-                    f"or {answer} where heal.last_decision().action has it"
+                    f"trains on{again}: attach() alone cannot roll back or stop; use "
+                    f"healcore.Healer, or {answer} where heal.last_decision().action has it"
                 )
 
     def _incident_line(self, record: StepRecord, cause: int) -> str:

@@ -51,7 +51,7 @@ class Observed(NamedTuple):
     group_norms: Any
     bad_loss: Any  # bool or None: the loss is NaN or infinite
     bad_grad: Any  # bool or None: a gradient norm is NaN, infinite, above 1e15 or negative
-    bad_update: Any  # bool or None: the same of the update's norm
+    bad_update: Any  # bool or None: the norm of the update is NaN, infinite or too large
     finite: Any  # bool: every signal is finite, so that the baselines may learn this step
     has_eval: Any  # bool or None: this step has an evaluation
     restart: Any  # bool: a change was expected: baselines restart their warm-up

@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     step: int
     batch: int
-    """Index of the batch; it exceeds `step` after a rollback that leaves out batches."""
+    """Index of the batch; it exceeds `step` after a rollback that skips batches."""
     loss: Any
     """Training loss before the update: a 0-d array or tensor, a float after `DemoRun.finish`."""
     grad_norm: Any

@@ -139,7 +139,7 @@ class Log:
         if self.lost == 1:
             with contextlib.suppress(Exception):  # the user's own logging handlers
                 console.warning(
-                    f"events are being lost, training goes on: {self.path} ({self.error})"
+                    f"events are being lost, training continues: {self.path} ({self.error})"
                 )
 
 

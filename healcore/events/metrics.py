@@ -119,7 +119,7 @@ class Metrics:
             if not self.lost:
                 with contextlib.suppress(Exception):  # the user's own logging handlers
                     path = self._out.path
-                    console.warning(f"metrics are being lost, training goes on: {path} ({error})")
+                    console.warning(f"metrics are being lost, training continues: {path} ({error})")
             self.lost += len(lines)
 
     def close(self) -> None:

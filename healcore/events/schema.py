@@ -49,7 +49,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "save": EventKind("A checkpoint's copy was taken. `step` is the checkpoint's."),
     "save_failed": EventKind(
-        "A checkpoint could not be written; training goes on. `step` is the checkpoint's.",
+        "A checkpoint could not be written; training continues. `step` is the checkpoint's.",
         ("problem",),
     ),
     "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),

@@ -73,7 +73,7 @@ def judge_row(
 def rolled_back(
     engine: Engine, live: EngineState, restored: EngineState, *, xp: Any
 ) -> EngineState:
-    """`Engine.on_rollback` where the recorded run went back.
+    """`Engine.on_rollback` where the recorded run rolled back.
 
     The budget stays: `judge_row` has subtracted the order, and a restart costs nothing.
     """

@@ -166,7 +166,7 @@ def to_dict(policy: Policy) -> dict[str, Any]:
 
 
 def _plain(table: Table) -> dict[str, Any]:
-    """Absent tables are left out; an absent limit is the string "none"."""
+    """Absent tables are omitted; an absent limit is the string "none"."""
     written: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)

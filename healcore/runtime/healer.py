@@ -82,7 +82,7 @@ class Healer(Generic[State]):
 
     Args:
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
-            an EngineConfig. In JAX the one that the optimizer was built with.
+            an EngineConfig. In JAX the policy that the optimizer was built with.
         state: what a checkpoint holds. torch: name -> module, optimizer, scheduler, scaler, or any
             object with `state_dict`; the Healer attaches to the optimizers. JAX: the pytree that
             the step returns, or name -> nnx module and optimizer.

@@ -1,4 +1,4 @@
-"""Fault 40: events that cannot be written are counted and reported; training goes on."""
+"""Fault 40: events that cannot be written are counted and reported; training continues."""
 
 from __future__ import annotations
 
@@ -119,4 +119,4 @@ def test_the_warning_comes_once(tmp_path, caplog):
         for step in range(3):
             events.write("save", step=step)
     assert [record.name for record in caplog.records] == ["healcore"]
-    assert "training goes on" in caplog.text
+    assert "training continues" in caplog.text

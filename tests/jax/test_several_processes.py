@@ -94,7 +94,7 @@ def test_exchanges_of_two_threads_are_kept_apart_and_none_waits_forever(two: Pro
     found = two.of("exchanges")
     assert [(each["items"], each["behind"]) for each in found] == [(True, True)] * 2
     first, second = found[0]["apart"]
-    assert "process 1 of 2 has not come to an exchange within 0.2 s" in first
+    assert "process 1 of 2 has not joined an exchange within 0.2 s" in first
     assert second == first  # at once: the other process may be anywhere
     assert found[1]["apart"] == []
 

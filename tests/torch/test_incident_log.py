@@ -99,7 +99,7 @@ def test_an_order_that_attach_cannot_carry_out_and_a_cut_rate(where: Where, line
     loop = Loop(ORDERS, where)
     loop.steps(*[1.0] * 4, *[NAN] * 3, *[1.0] * 30)
     (order,) = logged(lines, "STOP")
-    assert "attach() alone cannot carry it out" in order
+    assert "attach() alone cannot roll back or stop" in order
     assert logged(lines, "learning rate × ")
     assert len(logged(lines)) <= 5
 

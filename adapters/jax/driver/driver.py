@@ -37,7 +37,7 @@ class JaxDriver:
     Args:
         state: a pytree that contains the state of a `protect`, `heal` or `heal_zclip` (several for
             several optimizers), or a mapping of names to nnx objects, which are updated in place.
-        policy: the one that the optimizer was built with.
+        policy: the policy that the optimizer was built with.
 
     Raises:
         HealStateError: there is no healing state in it, it is of another policy, or a leaf is
@@ -274,7 +274,7 @@ class JaxDriver:
         return dict(zip(names, values, strict=True))
 
     def learning_rate(self) -> float | None:
-        """The rate of optax.inject_hyperparams, or the one that the last update was given.
+        """The rate of optax.inject_hyperparams, or the rate that the last update received.
 
         Read from the device. None without exactly one.
         """

@@ -87,7 +87,7 @@ class CoordinatedRanks:
             return self._client.blocking_key_value_get_bytes(key, round(self._timeout_s * 1000))
         except jax.errors.JaxRuntimeError as error:
             self._apart = RankFailed(
-                f"process {rank} of {self.world} has not come to an exchange within "
+                f"process {rank} of {self.world} has not joined an exchange within "
                 f"{self._timeout_s:g} s ({str(error).splitlines()[0]:.200}): is it alive, and does "
                 "every process run the same program?"
             )

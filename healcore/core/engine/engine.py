@@ -257,7 +257,7 @@ class Engine:
     def charged(self, state: EngineState, *, xp: Any) -> EngineState:
         """The state after a rollback ordered by the last step is subtracted from the budget.
 
-        For observe mode and replays, in which no host carries it out.
+        For observe mode and replays, in which no host rolls back.
         """
         ordered = (state.last.decision.action & int(Action.ROLLBACK)) != 0
         left = xp.where(ordered, state.budget.recoveries - 1, state.budget.recoveries)

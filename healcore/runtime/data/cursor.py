@@ -106,7 +106,7 @@ class Cursor:
         return self._reader.adapter.why_not or self._refused
 
     def next(self, *, after: Exception | None = None) -> tuple[Any, BatchId]:
-        """The next batch that is not left out, and its id.
+        """The next batch that is not skipped, and its id.
 
         Exceptions of the loader propagate, with the batch's id as a note. The batch counts as read,
         and the next call continues after it if the loader can. An exception at a batch that is left
@@ -173,7 +173,7 @@ class Cursor:
     def is_last(self, length: int) -> bool:
         """Whether the epoch, which has `length` batches, is exhausted.
 
-        Batches that are left out do not count. Call it between two batches.
+        Skipped batches do not count. Call it between two batches.
         """
         epoch, index = self._reader.next_id
         return all(BatchId(epoch, i) in self._left_out for i in range(index, length))
@@ -221,7 +221,7 @@ class Cursor:
     def rewind(self, position: Mapping[str, Any]) -> bool:
         """Moves to a position, backwards or forwards, also into another epoch.
 
-        Batches keep their ids. Batches that were left out meanwhile stay left out.
+        Batches keep their ids. Batches that were skipped meanwhile stay skipped.
 
         Args:
             position: from `position`, of this process or of an earlier process.
@@ -315,7 +315,7 @@ class Cursor:
 
     @property
     def left_out(self) -> frozenset[BatchId]:
-        """The batches that are left out, behind and ahead."""
+        """Ids of the skipped batches, before and after the current position."""
         return self._left_out
 
     def leave_out(self, ids: Iterable[BatchId]) -> None:
@@ -331,12 +331,12 @@ class Cursor:
         self._left_out |= positions.checked_ids(ids)
 
     def skipped(self) -> list[BatchId]:
-        """The batches left out since the last call, in order."""
+        """Ids of the batches skipped since the last call, in order."""
         skipped, self._skipped = self._skipped, []
         return skipped
 
     def _drop(self) -> None:
-        """Reads and discards a batch. A batch that raises was left out before."""
+        """Reads and discards a batch. A batch that raises was skipped before."""
         try:
             self._reader.read()
         except (StopIteration, DataError):

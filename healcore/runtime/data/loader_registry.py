@@ -26,7 +26,7 @@ class RewindResult(NamedTuple):
     rewound: bool
     why_not: str | None
     left_out: tuple[BatchId, ...]
-    """All ids of this loader that rollbacks have left out so far."""
+    """Ids of all batches of this loader that rollbacks have skipped so far."""
 
 
 class _Entry:
@@ -83,7 +83,7 @@ class LoaderRegistry:
             entry.exhausted = self._resume_count > number and str(number) not in self._resume
             if not cursor.can_rewind and cursor.why_not not in self._noticed:
                 self._noticed.add(cursor.why_not)
-                self.notices.append(f"after a rollback it goes on forward: {cursor.why_not}")
+                self.notices.append(f"after a rollback it continues forward: {cursor.why_not}")
         else:
             entry = self._entries[number] = self._entries.pop(number)  # the last used comes last
             entry.cursor.extend(epochs)
@@ -97,7 +97,7 @@ class LoaderRegistry:
         if saved is not None and not entry.cursor.rewind(saved):
             self.notices.append(entry.cursor.fast_forward(saved))
         entry.cursor.leave_out(self._left_out.get(number, ()))
-        if entry.cursor.left_out:  # those of the position too
+        if entry.cursor.left_out:  # including the ids in the position
             self._left_out[number] = set(entry.cursor.left_out)
         while len(self._entries) > _MAX_LOADERS:
             del self._entries[next(n for n in self._entries if n not in (number, self.current))]
@@ -161,7 +161,7 @@ class LoaderRegistry:
 
     @property
     def left_out_count(self) -> int:
-        """Number of batches of all loaders that are left out."""
+        """Number of skipped batches of all loaders."""
         return sum(map(len, self._left_out.values()))
 
     def is_last(self, length: int) -> bool:
@@ -175,7 +175,7 @@ class LoaderRegistry:
         return self.current is not None and self._entries[self.current].cursor.can_rewind
 
     def skipped(self, number: int) -> list[BatchId]:
-        """Ids of the batches that were left out since the last call."""
+        """Ids of the batches skipped since the last call."""
         return self._entries[number].cursor.skipped()
 
     def position(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class LoaderRegistry:
         }
 
     def left_out(self, bad: Iterable[BatchId] = (), more: int = 0) -> dict[str, list[list[int]]]:
-        """All ids left out by rollbacks, by number of the loader, JSON-safe.
+        """Ids of all batches that rollbacks have skipped, by number of the loader, JSON-safe.
 
         Adds the `bad` batches of the current loader and `more` batches after them.
         """
@@ -245,7 +245,7 @@ class LoaderRegistry:
     def rewind(
         self, position: dict[str, Any] | None, bad: Iterable[BatchId], more: int
     ) -> RewindResult:
-        """Rewinds the current loader and leaves out the `bad` batches and `more` after them.
+        """Rewinds the current loader and skips the `bad` batches and `more` after them.
 
         A loader that cannot be rewound continues forward, which also passes the bad batches.
         `position` is None if the checkpoint has no positions.

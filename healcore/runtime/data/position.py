@@ -25,7 +25,7 @@ class BatchId(NamedTuple):
 
     epoch: int
     index: int
-    """Number in the epoch; batches that are left out count too."""
+    """Number in the epoch; skipped batches count too."""
 
 
 class Position(NamedTuple):
@@ -54,7 +54,7 @@ def encode(
 
     Args:
         position: to encode.
-        left_out: ids of batches that are left out; those ahead are saved.
+        left_out: ids of skipped batches; ids after this position are saved.
         division: `loader_adapters.division` of the loader.
         trust: as for `json_codec.dumps`.
     """
@@ -115,7 +115,7 @@ def state_from_text(text: str, *, trust: bool = False) -> Any:
 
 
 def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:
-    """A decoded position, with a new state, and the batches left out; DataError if unreadable."""
+    """A decoded position, with a new state, and the skipped batches; DataError if unreadable."""
     if not isinstance(value, Mapping) or value.get("version") != _VERSION:
         raise DataError(
             f"a position is what Cursor.position() of version {_VERSION} gave, not {value!r:.80}"

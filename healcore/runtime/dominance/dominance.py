@@ -1,10 +1,10 @@
 """Whether earlier weights are better than the current ones on the same batches.
 
-A loss and a gradient norm cannot tell a damaged model from different data. Two sets of weights on
-the same batch can: a new term of the loss, another scale of the targets or a new task changes both
-losses alike. So the current weights are compared with earlier ones (anchors) on the batch of the
-step and on one batch trained on since the anchor. If the earlier weights are better on both, at
-comparison after comparison, the run rolls back to them.
+A loss and a gradient norm do not distinguish a damaged model from different data. Two sets of
+weights on the same batch do: a new term of the loss, another scale of the targets or a new task
+changes both losses alike. So the current weights are compared with earlier weights (anchors) on the
+batch of the step and on one batch trained on since the anchor. If the earlier weights are better on
+both, at comparison after comparison, the run rolls back to them.
 
 docs/how-it-decides.md has the theorem, and what the comparison cannot see.
 """

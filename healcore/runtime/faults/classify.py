@@ -20,7 +20,7 @@ _MOST = 100
 """Exceptions of one error that are read at most; a library that retries can chain thousands."""
 
 _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, AssertionError)
-"""Errors of a handler: raised while another error is handled, they do not stand for that error."""
+"""Errors of a handler: raised while another error is handled, they are not its cause."""
 
 _WORST_FIRST = (Cause.OOM, Cause.HANG, Cause.DATA, Cause.UNKNOWN, Cause.NETWORK)
 """The first of these causes decides in an ExceptionGroup."""

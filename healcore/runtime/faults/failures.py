@@ -44,7 +44,7 @@ _TABLE = "the self-healing training system for Hugging Face's Trainer and TRL"
 FAILURES: dict[Cause, Failure] = {
     # Published for NaN: rollback, half the learning rate, clipping on. Here a bad step is skipped
     # exactly, so that the weights stay finite and there is nothing to go back from; the rollback
-    # follows when it goes on. The rate is left alone: a masked batch is no fault of the rate.
+    # follows when it continues. The rate is not changed: a masked batch is no fault of the rate.
     Cause.NONFINITE_LOSS: Failure(
         "nan_loss",
         Severity.ERROR,
@@ -72,7 +72,7 @@ FAILURES: dict[Cause, Failure] = {
         (_ZCLIP, "BLOOM-176B's log: the norm grows before the loss does"),
     ),
     # Published: an emergency checkpoint at the spike. That would be a checkpoint of the damage; the
-    # regular ones are proven first, and the run goes back to one if the model is found to be worse.
+    # regular ones are proven first, and the run rolls back to one if the model is worse.
     Cause.LOSS_SPIKE: Failure(
         "loss_spike",
         Severity.WARNING,
@@ -82,7 +82,7 @@ FAILURES: dict[Cause, Failure] = {
         (_PALM, _ZCLIP),
     ),
     # Published: half the learning rate with each rollback. A loss that climbs may be other data, so
-    # the Healer goes back only where earlier weights are better on the same batches.
+    # the Healer rolls back only where earlier weights are better on the same batches.
     Cause.DIVERGENCE: Failure(
         "divergence",
         Severity.ERROR,
@@ -208,7 +208,7 @@ class Fault(NamedTuple):
     transient: bool = False
     """The same call may succeed when it is made again; True only for NETWORK."""
     retry_after_s: float | None = None
-    """Seconds that the server asks to wait; None: it does not say."""
+    """Seconds that the server asks to wait, or None if it names no time."""
 
     @property
     def failure(self) -> Failure:

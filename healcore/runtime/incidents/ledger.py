@@ -210,7 +210,7 @@ class Ledger:
             if incident.onset >= step and not incident.undone:
                 incident.undone = True
                 self.undone_incidents += 1
-        if saved is not None:  # its skips that no rollback has undone are still done
+        if saved is not None:  # skips before the checkpoint are not undone
             self.undone_skips = self.skips - (saved.skips - saved.undone_skips)
             self.untrained = saved.untrained
 

@@ -22,7 +22,7 @@ _BatchId = Annotated[list[Step], Field(min_length=2, max_length=2)]
 
 
 class Status(StrEnum):
-    """How far a rollback has come."""
+    """Stage of a rollback."""
 
     ORDERED = "ordered"
     DECLINED = "declined"
@@ -67,7 +67,7 @@ class Rollback:
     """Learning rate in force that has caused the trouble, or None if the rate is not limited. NaN
     in an order if it is unknown; the multiplier alone in a plan then."""
     rerun: bool = False
-    """Same data and learning rate again, without an attempt: is the fault transient?"""
+    """Repeats the steps with the same data and learning rate, to see if the fault is transient."""
     status: Status = Status.ORDERED
 
     # -- the plan
@@ -124,7 +124,7 @@ class Rollback:
 
     @property
     def changed(self) -> str:
-        """What the repeated steps have otherwise: `rate`, `data`, or an empty string."""
+        """What differs when the steps are repeated: `rate`, `data`, or an empty string."""
         return "rate" if self.lr_at_fault is not None else "data" if self.skipped else ""
 
     @property
@@ -148,7 +148,7 @@ class Rollback:
         return text if self.lr is None else f"{text} (the schedule had come to {self.lr:.3g})"
 
     def outline(self) -> Rollback:
-        """A copy without the parts that only carrying it out needs."""
+        """A copy without the fields that are used only to apply the rollback."""
         return replace(
             self, batches=[], candidates=[], quarantine=[], engines={}, left_out={}, forward={}
         )

@@ -361,7 +361,7 @@ class Recovery:
         if done.rerun:
             self._log.event("rerun", step=done.step, checkpoint=done.target, onset=done.onset)
         self.log_rollback(done, RollbackOutcome.DONE)
-        data = "rewound" if moved.rewound else f"goes on forward: {moved.why_not}"
+        data = "rewound" if moved.rewound else f"continues forward: {moved.why_not}"
         self._log.event("data", step=done.target, outcome=data, rewound=moved.rewound)
         cause = cause_text(Cause(done.cause)) or "ordered by a hook"
         if done.arrays:

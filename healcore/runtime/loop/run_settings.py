@@ -55,7 +55,7 @@ class SettingsChange(NamedTuple):
 
     @property
     def changes_model(self) -> bool:
-        """Whether the model of the run is not the one that these settings would train."""
+        """Whether the model of the run differs from the model that these settings would train."""
         return bool(self.saved or self._of_training)
 
     @property

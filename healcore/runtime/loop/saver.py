@@ -140,7 +140,7 @@ class CheckpointSaver(Saver):
     def save(self, why: str) -> None:
         """Saves a checkpoint of this step; a restart point if `why` is `restart`."""
         step = self._data.step
-        self._newest = step  # also if the restart point is left out: the next one is due later
+        self._newest = step  # also without a restart point: the next restart point is due later
         if why == "restart":
             self.checkpoints.save_for_restart(step, *self.restorer.contents(step))
         else:

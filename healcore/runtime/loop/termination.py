@@ -232,7 +232,7 @@ class _Handler:
         self._pid = 0
         self._children: Any = None
         self._interrupts: Any = None
-        """The previous handler of Ctrl-C, once a first one has come."""
+        """The previous handler of Ctrl-C, set after the first Ctrl-C."""
 
     def add(self, run: TerminationWatch) -> None:
         if self._pid != os.getpid():

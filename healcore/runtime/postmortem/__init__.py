@@ -1,1 +1,1 @@
-"""What happened in a run, in words, and why the run ended: facts, diagnosis and their file."""
+"""The postmortem of a run: what happened, why the run ended, and the file with both."""

@@ -1,4 +1,4 @@
-"""Describes events, incidents, states and counts of a run in words.
+"""Makes the sentences for events, incidents, states and counts of a run.
 
 The report, `healcore watch`, `healcore events show`, trackers and the demo use these sentences. The
 diagnosis at the end of a run is in `healcore.runtime.postmortem.diagnosis`.

@@ -280,7 +280,7 @@ class LostStatus(NamedTuple):
 
 
 def lost_status(saves: Sequence[Saved], journal: Journal) -> LostStatus:
-    """Finds listed checkpoints whose status is not the one that they were given."""
+    """Finds listed checkpoints whose status differs from the status that the journal names."""
     without = {s.step: Path(s.path) for s in saves if s.path and stated(Path(s.path)) is None}
     known = set(journal.state.quarantined)
     damaged = [step for step, folder in without.items() if (folder / STATUS).exists()]

@@ -292,8 +292,8 @@ def open_to_others(root: Path) -> str | None:
     path, why = open_[0]
     more = f", and so for {len(open_) - 1} more in it" if len(open_) > 1 else ""
     return (
-        f"{path} {why}{more}: whoever can write there can change what this run goes on from, and "
-        f"no digest detects that. If it is to be yours alone: chmod go-w {root}, and chown"
+        f"{path} {why}{more}: a user who can write there can change what this run resumes "
+        f"from, and no digest detects that. To make it yours alone: chmod go-w {root}, and chown"
     )
 
 

@@ -1,6 +1,6 @@
 """Converts nested Python values to JSON and named arrays, and back.
 
-In the JSON an object is a node with one tag; all other values stand for themselves:
+In the JSON an object is a node with one tag; all other values are stored as they are:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
 `{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
 `{"ints": base64}` (a long list, int64), `{"deque": {"parts": […], "maxlen": 5}}`, `{"set": […]}`,
@@ -34,7 +34,7 @@ Fetch = Callable[[str, Any], Any]
 """Called with the tag and the content of a node whose tag is unknown here."""
 
 _SIMPLE = {type(None), bool, int, str}
-"""Types that stand for themselves in JSON."""
+"""Types that JSON stores as they are."""
 _LONG = 1000
 _FACTORIES = (None, bool, bytes, dict, float, int, list, set, str, tuple)
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {

@@ -150,7 +150,7 @@ class _Delivery:
             if self._dropped == 1:
                 self._problems.append(
                     f"tracker {self._name} is slower than the run: records for it are dropped, "
-                    "training goes on"
+                    "training continues"
                 )
 
     def mark(self) -> threading.Event:
@@ -229,4 +229,4 @@ class _Delivery:
 
 
 def _failure(name: str, error: BaseException) -> str:
-    return f"tracker {name} fails, training goes on: {type(error).__name__}: {error}"[:1000]
+    return f"tracker {name} fails, training continues: {type(error).__name__}: {error}"[:1000]

@@ -115,7 +115,7 @@ def watch(
 
 
 def _events_file(events: Path) -> Path:
-    """The events file; for a folder the one in it, or the one that a Healer would write."""
+    """The events file: the given file, or the file in a folder that a Healer writes there."""
     from healcore.tools.report.runs import find_events
 
     if events.is_dir() and not any(events.glob("*events.jsonl")):

@@ -176,7 +176,7 @@ def optimizer(
     inputs: OptimizerInputs,
     as_json: _Json = False,
 ) -> None:
-    """The state of Adam, AdamW and their like: are its second moments those of a healthy net?"""
+    """The state of Adam, AdamW and their like: are its second moments healthy?"""
     from healcore.tools.probe.optimizer import probe_optimizer
 
     _finish(probe_each("optimizer", checkpoints, probe_optimizer, inputs), inputs, as_json)

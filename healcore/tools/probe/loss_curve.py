@@ -15,7 +15,7 @@ BLOCKS = 1024
 OF_DEVIATION = 1.4826
 """Standard deviation of Gaussian noise over its median absolute deviation."""
 _OF_MEDIAN = 1.2533
-"""Standard deviation of a median over that of the mean, for many values: sqrt(pi / 2)."""
+"""Ratio of the standard deviations of a median and a mean, for many values: sqrt(pi / 2)."""
 _TREND_POINTS = 64
 
 

@@ -1,4 +1,4 @@
-"""Measures the moments of each parameter and compares them with those of similar parameters.
+"""Measures the moments of each parameter and compares them with the moments of similar parameters.
 
 Similar parameters have the same name in other layers and the same shape (without names, the same
 place in repeated blocks, or the same shape): a bias has other gradients than an embedding, and both

@@ -190,7 +190,7 @@ def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 
 def _outliers(found: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
-    """Layers whose gradients are far larger or smaller than those of similar layers."""
+    """Layers whose gradients are far larger or smaller than the gradients of similar layers."""
     name, bound = "outliers", inputs.fail_outliers
     if not found:
         message = "fewer than 4 parameters can be compared"

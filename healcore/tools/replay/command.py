@@ -66,7 +66,7 @@ def replay_all(
     """Replays every policy on every surveyed trace.
 
     Args:
-        traces: those that `surveyed` could read.
+        traces: the traces that `surveyed` could read.
         policies: by the name that the user gave.
         backend: as for `replay`; None chooses by the rows that share a compiled loop.
         jsonl: where lines of JSON are written.

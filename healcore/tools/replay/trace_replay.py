@@ -142,7 +142,7 @@ class Replay:
 
     def _needs_end(self) -> None:
         if not self._finished:
-            raise RuntimeError("the replay has not come to its end: iterate over it first")
+            raise RuntimeError("the replay is not finished: iterate over it first")
 
     def _chunks(self) -> Iterator[JudgedRows]:
         if self._begun:

@@ -84,7 +84,7 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
         raise TraceError(unreadable[0].problem)
     if len(traces) > 1:
         names = ", ".join(trace.name for trace in traces)
-        raise TraceError(f"more than one run in it ({names}): export the one of these events")
+        raise TraceError(f"more than one run in it ({names}): export only the run of these events")
     survey = traces[0].survey()
     problems = [str(problem) for problem in survey.problems]
     notes = first_lines(f"{path.name}: damaged", problems, survey.problem_count)

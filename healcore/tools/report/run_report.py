@@ -41,7 +41,7 @@ class Marker(NamedTuple):
     """Colour in the picture, distinct for the colour-blind. The page has its colours in CSS."""
 
     def label(self, would: bool) -> str:
-        """The outcome in words; `would` for a run that was only observed or replayed."""
+        """The outcome as text; `would` for a run that was only observed or replayed."""
         return self.would if would else self.done
 
 

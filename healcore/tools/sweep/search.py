@@ -189,7 +189,7 @@ def _check(plan: Plan) -> None:
 def _read(
     traces: Sequence[Trace], base: Policy
 ) -> tuple[list[Series], list[Unreadable], list[Unreadable]]:
-    """The series to sweep, those left out, and the traces that could not be read."""
+    """The series to sweep, the excluded series, and the traces that could not be read."""
     engine = base.engine()
     series, left_out, failed = [], [], []
     for trace in traces:

@@ -35,7 +35,7 @@ class Series(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Rows, including those of its lineage."""
+        """Rows, including the rows of its lineage."""
         return len(self.index)
 
     @property

@@ -134,7 +134,7 @@ def _is_number(cell: str) -> bool:
 class TableReader:
     """One table, or one run of a table of several; `columns` is signal (or "step") -> place.
 
-    With a `run`, rows without a signal are left out: they are other runs' rows.
+    With a `run`, rows without a signal are ignored: they belong to other runs.
     """
 
     path: str

@@ -40,7 +40,7 @@ class LogReader(Protocol):
     notes: list[str]
     """Remarks about the names of the columns."""
     rows_read: int
-    """Rows that `chunks` has read, with those left out, if the file numbers its rows (CSV)."""
+    """Rows that `chunks` has read, including ignored rows, if the file numbers its rows (CSV)."""
 
     def chunks(self, findings: Findings) -> Iterator[Rows]:
         """The file from its beginning, at most `CHUNK` rows at a time.

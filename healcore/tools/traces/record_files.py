@@ -50,7 +50,7 @@ _GAP = re.compile(r"[\s,]*")
 
 
 def json_lines(path: str, findings: Findings) -> Iterator[tuple[int, Fields]]:
-    """Every object of a file with one per line, and its line. Damaged lines are left out."""
+    """Every object of a file with one per line, and its line. Damaged lines are ignored."""
     decode = json.JSONDecoder().raw_decode
     with open_text(path) as file:
         for number, line in numbered_lines(path, file, findings, longest=_LONGEST):

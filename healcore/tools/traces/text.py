@@ -109,7 +109,7 @@ def open_text(path: str) -> TextIO:
 def numbered_lines(
     path: str, file: TextIO, findings: Findings, *, longest: int, after: int = 0
 ) -> Iterator[tuple[int, str]]:
-    """The lines after line `after`, with their numbers. Lines of `longest` characters are left out.
+    """The lines after line `after`, with their numbers. Lines of `longest` characters are ignored.
 
     Reading ends at damage.
     """

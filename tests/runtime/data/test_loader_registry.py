@@ -26,7 +26,7 @@ def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(fram
     assert loop.faults.order == list(range(40)), "nothing twice, nothing left out"
     (rollback,) = events(tmp_path, "rollback")
     warned, moved = events(tmp_path, "data")
-    assert "goes on forward" in warned["outcome"], "before it is needed"
+    assert "continues forward" in warned["outcome"], "before it is needed"
     assert moved["rewound"] is False
     assert "Forward" in moved["outcome"]
     assert facts["step"] == rollback["checkpoint"] + 15

@@ -32,7 +32,7 @@ def test_disk_full(case, tmp_path):
         store.save(1, case.state(1))
         store.wait()
         store.mark(1, "good")
-        store.save(2, large(case, 8))  # does not raise: training goes on
+        store.save(2, large(case, 8))  # does not raise: training continues
         with pytest.raises(SaveFailed, match="step 2 was not saved") as error:
             store.wait()
         assert error.value.step == 2

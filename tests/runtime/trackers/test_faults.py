@@ -65,7 +65,7 @@ def test_its_library_ends_the_program_when_it_is_imported(tmp_path, monkeypatch,
     assert same(run(tmp_path, trackers="trackio"), undisturbed)
     (problem,) = problems(tmp_path)
     assert problem == (
-        "tracker trackio fails, training goes on: SystemExit: this version has expired"
+        "tracker trackio fails, training continues: SystemExit: this version has expired"
     )
 
 
@@ -74,7 +74,7 @@ def test_it_cannot_start(name, folder, monkeypatch, undisturbed):
     weights = run(folder, trackers=cannot_start(name, folder, monkeypatch))
     assert same(weights, undisturbed)
     (problem,) = problems(folder)
-    assert problem.startswith(f"tracker {name} fails, training goes on: ")
+    assert problem.startswith(f"tracker {name} fails, training continues: ")
 
 
 class Broken:

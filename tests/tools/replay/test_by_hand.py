@@ -325,7 +325,7 @@ def test_incidents_have_their_rows_and_steps(tmp_path):
 
 def test_before_its_end_there_is_no_summary(tmp_path):
     result = replay(logs.trace(logs.write(tmp_path / "a.csv", logs.noisy(50))), "pretraining")
-    with pytest.raises(RuntimeError, match="not come to its end"):
+    with pytest.raises(RuntimeError, match="replay is not finished"):
         _ = result.summary
     assert result.finish().rows == 50
     with pytest.raises(RuntimeError, match="runs once"):

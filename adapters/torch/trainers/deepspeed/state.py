@@ -72,7 +72,7 @@ class BasicOptimizer(Optimizer):
     """
 
     def __init__(self, engine: Any) -> None:
-        # Not super().__init__(): the hooks are those of the optimizer inside.
+        # Not super().__init__(): the wrapped optimizer has the hooks.
         self._engine = engine
         self.optimizer = engine.basic_optimizer
         self.per_rank = is_sharded(engine) and engine.dp_world_size > 1

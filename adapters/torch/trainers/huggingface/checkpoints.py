@@ -49,7 +49,7 @@ class Checkpoints:
     Args:
         folder: where the Trainer saves: output_dir, or a trial's folder in it.
         probation: healthy steps after which a checkpoint is known-good.
-        writes: False on all ranks but the one that saves.
+        writes: whether this rank saves; True on one rank only.
     """
 
     def __init__(self, folder: Path, *, probation: int, writes: bool) -> None:
