@@ -197,7 +197,7 @@ def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
 
     Args:
         live: the optimizer state at the moment of the rollback.
-        restored: the one in the checkpoint.
+        restored: the optimizer state in the checkpoint.
         policy: the policy that the optimizer was built with.
 
     Returns:
