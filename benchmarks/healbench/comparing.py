@@ -102,8 +102,6 @@ class Cell:
     """From the arm that is off."""
     ratios: dict[int, float]
     """Metric over the undamaged one, of a sick task, by seed; at most `CAP`."""
-    cpu_ratio: float
-    """Median over seeds of the processor time over that of `nothing`."""
 
     @property
     def name(self) -> str:
@@ -183,7 +181,6 @@ def compare(results: Iterable[Result], tasks: Mapping[tuple[str, str], Any]) -> 
                     metrics,
                     difference(metrics, metrics_of(group.get(off, []))),
                     _ratios(metrics, metrics_of(undamaged.get(off, []))),
-                    _cpu_ratio(runs, group.get("nothing", [])),
                 )
             )
     return cells
@@ -197,12 +194,6 @@ def metrics_of(results: Iterable[Result]) -> dict[int, float]:
 def _ratios(metrics: Mapping[int, float], undamaged: Mapping[int, float]) -> dict[int, float]:
     ratios = {s: metrics[s] / undamaged[s] for s in metrics if undamaged.get(s, 0) > 0}
     return {seed: ratio if ratio < CAP else CAP for seed, ratio in ratios.items()}
-
-
-def _cpu_ratio(results: list[Result], plain: list[Result]) -> float:
-    theirs = {result.seed: result.cpu_s for result in plain if result.cpu_s}
-    ratios = [r.cpu_s / theirs[r.seed] for r in results if r.status == DONE and r.seed in theirs]
-    return float(np.median(ratios)) if ratios else math.nan
 
 
 # -- the promise -----------------------------------------------------------------------------------

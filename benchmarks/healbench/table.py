@@ -63,8 +63,8 @@ def as_markdown(
     if acting:
         parts.append("### What the arms did\n\n" + INTERVENTIONS)
         parts.append(markdown(_grid(acting, interventions)))
-    if cells:
-        parts.append("### Processor time\n\n" + _costs(cells))
+    # No table of processor time: the arms run at different hours and loads. The cost of a step is
+    # measured by benchmarks/step_overhead.py, which interleaves the variants in one process.
     parts.append("### The tasks\n\n" + _abouts(cells))
     notes = {f"- {cell.name}, {cell.arm}: {note}": None for cell in cells for note in _notes(cell)}
     if notes:
@@ -217,16 +217,6 @@ def interventions(cell: Cell) -> str:
         "stops": sum(bool(run.stopped) for run in cell.runs),
     }
     return ", ".join(parts + [f"{name} {count}" for name, count in counts.items() if count]) or "-"
-
-
-def _costs(cells: Sequence[Cell]) -> str:
-    """The median over tasks, for each arm."""
-    shares = []
-    for arm in dict.fromkeys(cell.arm for cell in cells):
-        ratios = sorted(c.cpu_ratio for c in cells if c.arm == arm and math.isfinite(c.cpu_ratio))
-        if ratios and arm != "nothing":
-            shares.append(f"`{arm}` {ratios[len(ratios) // 2]:.2f}")
-    return f"Times that of `nothing`, median over the tasks: {', '.join(shares)}."
 
 
 def _abouts(cells: Iterable[Cell]) -> str:
