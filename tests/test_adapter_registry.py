@@ -19,7 +19,7 @@ def test_every_adapter_provides(framework, need):
 
 
 def test_an_unknown_framework_lists_the_known_ones():
-    with pytest.raises(adapter_registry.NotProvided, match="one of torch, jax, not 'tensorflow'"):
+    with pytest.raises(adapter_registry.NotProvided, match="one of torch, jax, got 'tensorflow'"):
         adapter_registry.find("tensorflow", "driver")
 
 
