@@ -31,7 +31,7 @@ class ShiftConfig(NamedTuple):
     patience: Any = 25
     """Consecutive rejections of similar values after which their level is accepted."""
     gain: Any = 4
-    """Increase of the count per rejection. With 4 to 1, rejecting over 20 % is enough."""
+    """Increase of the count per rejection. At 4 to 1 it grows if over 20 % are rejected."""
     forgive: Any = 1
     """Decrease of the count per accepted value."""
 

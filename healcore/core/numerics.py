@@ -7,7 +7,7 @@
   ``scalar / tensor``. Divide by `quotient`, never by, or into, a Python number.
 * XLA flushes subnormals to zero; NumPy and torch keep them. Signals below `TINY` and state
   below `FLUSH` are therefore set to zero.
-* ``where`` between two Python numbers has a different dtype in each backend.
+* ``where`` between two Python numbers has a different dtype in each backend: pass an array.
 * torch's CPU ``sqrt`` is one ulp off in a fifth of all cases. Comparisons square instead, and the
   torch namespace rounds a root correctly.
 """
