@@ -98,8 +98,8 @@ def test_claims_that_hold(scenario):
         "torch healed: trains, better than byte pairs "
         f"({scenario.corpus.byte_pair_loss:.2f}) on unseen text: 2.00",
         "torch healed: runs to its end: completed",
-        "torch unprotected: is ruined before the empty batch already: 1e+09",
-        "torch healed: is better off before the empty batch: 2.00, unprotected 1e+09",
+        "torch unprotected: diverges before the empty batch: 1e+09",
+        "torch healed: has a lower loss before the empty batch: 2.00, unprotected 1e+09",
         "torch healed: rolls back while the learning rate is wrong: step 112",
         "torch healed: rolls back to a known-good checkpoint: step 90",
         "torch healed: lowers the rate: learning rate at most 0.02 (the schedule had come to 0.08)",
@@ -123,16 +123,16 @@ def test_a_healed_run_that_does_not_train_breaks_the_claim(scenario):
 @pytest.mark.parametrize(
     ("plain", "healed", "back", "complaint"),
     [
-        (2.5, 2.0, BACK, "ruined before the empty batch already: 2.50"),
-        (1e9, 2e9, BACK, "better off before the empty batch: 2e+09, unprotected 1e+09"),
-        (1e9, math.nan, BACK, "better off before the empty batch: NaN"),
+        (2.5, 2.0, BACK, "diverges before the empty batch: 2.50"),
+        (1e9, 2e9, BACK, "lower loss before the empty batch: 2e+09, unprotected 1e+09"),
+        (1e9, math.nan, BACK, "lower loss before the empty batch: NaN"),
         (1e9, 2.0, None, "rolls back while the learning rate is wrong: never"),
         (1e9, 2.0, BACK | {"onset": 20}, "rolls back while the learning rate is wrong: never"),
         (
             1e9,
             2.0,
             BACK | {"initial": True},
-            "known-good checkpoint: step 90, where it had started",
+            "known-good checkpoint: step 90, the initial one",
         ),
         (1e9, 2.0, BACK | {"lr_limit": 0.08}, "lowers the rate: no"),
     ],
