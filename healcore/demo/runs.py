@@ -24,7 +24,7 @@ PROBATION = 20
 SAVE_EVERY = 10
 
 
-def shortened(policy: Policy) -> Policy:
+def with_short_probation(policy: Policy) -> Policy:
     """Returns the policy with a probation of at most `PROBATION`, for a short run."""
     rollback = policy.rollback
     probation = min(rollback.probation, PROBATION)
@@ -96,7 +96,7 @@ class DemoRun:
         return next((event["ending"] for event in self.events if event["kind"] == "end"), None)
 
 
-def number(loss: float) -> str:
+def format_loss(loss: float) -> str:
     """Formats a loss in at most 6 characters."""
     if not math.isfinite(loss):
         return "NaN" if math.isnan(loss) else "inf"
@@ -121,7 +121,7 @@ class DemoClaim(NamedTuple):
     holds: bool
 
 
-def outcome(run: DemoRun, corpus: Corpus) -> Outcome:
+def classify(run: DemoRun, corpus: Corpus) -> Outcome:
     """Classifies a finished run."""
     loss = run.held_out_loss
     if not math.isfinite(loss) or loss >= corpus.byte_frequency_loss:
@@ -131,16 +131,16 @@ def outcome(run: DemoRun, corpus: Corpus) -> Outcome:
     return Outcome.TRAINED
 
 
-def claims(runs: Sequence[DemoRun], scenario: Scenario) -> list[DemoClaim]:
+def check_claims(runs: Sequence[DemoRun], scenario: Scenario) -> list[DemoClaim]:
     """Checks all claims about finished runs. Runs with a fixed clip have no claims."""
     checked, corpus = [], scenario.corpus
     frequencies, pairs = f"{corpus.byte_frequency_loss:.2f}", f"{corpus.byte_pair_loss:.2f}"
     unprotected = {(run.framework, run.seed): run for run in runs if run.arm == "unprotected"}
     for run in runs:
-        loss = number(run.held_out_loss)
+        loss = format_loss(run.held_out_loss)
         if run.arm == "unprotected":
             text = f"{run}: fails, no better than byte frequencies ({frequencies})"
-            failed = outcome(run, corpus) is Outcome.FAILED
+            failed = classify(run, corpus) is Outcome.FAILED
             checked.append(DemoClaim(f"{text} on unseen text: {loss}", failed))
         elif run.arm == "healed":
             text = f"{run}: trains, better than byte pairs ({pairs})"
@@ -155,13 +155,15 @@ def claims(runs: Sequence[DemoRun], scenario: Scenario) -> list[DemoClaim]:
 
 def _rollback_claims(plain: DemoRun, healed: DemoRun, scenario: Scenario) -> Iterator[DemoClaim]:
     """Claims that the unprotected run diverged and that a rollback saved the healed run."""
-    healed_loss, plain_loss = healed.mean_loss(scenario.empty), plain.mean_loss(scenario.empty)
+    healed_loss = healed.mean_loss(scenario.empty_batch)
+    plain_loss = plain.mean_loss(scenario.empty_batch)
     diverged = not plain_loss < scenario.corpus.byte_frequency_loss
-    yield DemoClaim(f"{plain}: diverges before the empty batch: {number(plain_loss)}", diverged)
+    text = f"{plain}: diverges before the empty batch: {format_loss(plain_loss)}"
+    yield DemoClaim(text, diverged)
     better = healed_loss < (math.inf if math.isnan(plain_loss) else plain_loss)
-    text = f"{healed}: has a lower loss before the empty batch: {number(healed_loss)}"
-    yield DemoClaim(f"{text}, unprotected {number(plain_loss)}", better)
-    rollbacks = [event for event in healed.rollbacks if event["onset"] in scenario.mistaken]
+    text = f"{healed}: has a lower loss before the empty batch: {format_loss(healed_loss)}"
+    yield DemoClaim(f"{text}, unprotected {format_loss(plain_loss)}", better)
+    rollbacks = [event for event in healed.rollbacks if event["onset"] in scenario.wrong_lr_steps]
     onsets = ", ".join(f"step {event['onset']}" for event in rollbacks) or "never"
     text = f"{healed}: rolls back while the learning rate is wrong: {onsets}"
     yield DemoClaim(text, bool(rollbacks))

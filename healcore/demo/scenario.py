@@ -118,7 +118,8 @@ class Scenario:
     heads: int = 4
     peak_rate: float = 8e-3
     """The intended learning rate, the highest with which this model trains well."""
-    mistake: float = 16.0
+    lr_factor: float = 16.0
+    """Factor on the learning rate in `wrong_lr_steps`."""
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
@@ -134,18 +135,18 @@ class Scenario:
     # -- the faults, at fixed parts of the run --------------------------------------------------
 
     @cached_property
-    def corrupted(self) -> frozenset[int]:
+    def corrupted_batches(self) -> frozenset[int]:
         """Indices of the batches that are random bytes."""
         first, second = self._at(0.20), self._at(0.62)
         return frozenset({first, first + 1, second, second + 1})
 
     @cached_property
-    def mistaken(self) -> range:
+    def wrong_lr_steps(self) -> range:
         """Steps with the wrong learning rate."""
         return range(self._at(0.37), self._at(0.52))
 
     @cached_property
-    def empty(self) -> int:
+    def empty_batch(self) -> int:
         """Index of the batch that is all padding."""
         return self._at(0.80)
 
@@ -155,19 +156,19 @@ class Scenario:
     # -- what a training loop needs ------------------------------------------------------------
 
     def learning_rate(self, step: int) -> float:
-        """Warm-up, then a cosine to 2 % of the peak; times `mistake` in the steps `mistaken`."""
+        """Warm-up, then a cosine to 2 % of the peak; scaled by `lr_factor` in `wrong_lr_steps`."""
         rate = self.peak_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / self.steps)))
         rate *= min(1.0, (step + 1) / 20)
-        return rate * (self.mistake if step in self.mistaken else 1.0)
+        return rate * (self.lr_factor if step in self.wrong_lr_steps else 1.0)
 
     def training_batch(self, index: int) -> TokenBatch:
         """A batch, including its fault if it has one."""
         random = np.random.default_rng([self.seed, index])
         tokens = self._windows(self.corpus.train, self.batch, random)
         weights = np.ones((self.batch, self.context), np.float32)
-        if index in self.corrupted:
+        if index in self.corrupted_batches:
             tokens = random.integers(0, SYMBOLS, tokens.shape, np.int32)
-        if index == self.empty:
+        if index == self.empty_batch:
             weights[:] = 0.0
         return TokenBatch(tokens, weights)
 

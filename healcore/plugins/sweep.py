@@ -50,9 +50,9 @@ class PackedSeries(NamedTuple):
 
     layout: SignalLayout
     rows: PackedRows
-    which: tuple[int, ...]
+    indices: tuple[int, ...]
     """Index of each series among all series of the sweep."""
-    first: tuple[int, ...]
+    first_groups: tuple[int, ...]
     """First group of each series."""
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from healcore.demo.runs import DemoRun, Outcome, Step, claims, outcome, shortened
+from healcore.demo.runs import DemoRun, Outcome, Step, check_claims, classify, with_short_probation
 from healcore.demo.scenario import Scenario, load_corpus
 from healcore.policy import load
 
@@ -31,9 +31,9 @@ def test_undone_steps_do_not_count():
 
 def test_only_the_probation_of_a_policy_is_changed():
     policy = load("default")
-    assert shortened(policy).rollback.probation == 20
+    assert with_short_probation(policy).rollback.probation == 20
     back = {"rollback": policy.rollback}
-    assert shortened(policy).model_copy(update=back) == policy
+    assert with_short_probation(policy).model_copy(update=back) == policy
 
 
 # -- claims --------------------------------------------------------------------------------------
@@ -73,24 +73,24 @@ def _run(arm: str, loss: float, *back: dict | None) -> DemoRun:
 
 
 def broken(runs, scenario):
-    return [claim.text for claim in claims(runs, scenario) if not claim.holds]
+    return [claim.text for claim in check_claims(runs, scenario) if not claim.holds]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e12, 3.5])
 def test_nan_and_worse_than_frequencies_is_failed(text, loss):
-    assert outcome(_ended("healed", loss), text) is Outcome.FAILED
+    assert classify(_ended("healed", loss), text) is Outcome.FAILED
 
 
 def test_levels(text):
     between = (text.byte_pair_loss + text.byte_frequency_loss) / 2
-    assert outcome(_ended("healed", between), text) is Outcome.NEITHER
-    assert outcome(_ended("healed", text.byte_pair_loss - 0.01), text) is Outcome.TRAINED
-    assert outcome(_ended("healed", 1.0, "stopped"), text) is Outcome.NEITHER
+    assert classify(_ended("healed", between), text) is Outcome.NEITHER
+    assert classify(_ended("healed", text.byte_pair_loss - 0.01), text) is Outcome.TRAINED
+    assert classify(_ended("healed", 1.0, "stopped"), text) is Outcome.NEITHER
 
 
 def test_claims_that_hold(scenario):
     runs = [_run("unprotected", 1e9), _ended("fixed clip", 2.0), _run("healed", 2.0, BACK)]
-    found = claims(runs, scenario)
+    found = check_claims(runs, scenario)
     assert [claim.text for claim in found if not claim.holds] == []
     assert [claim.text for claim in found] == [
         "torch unprotected: fails, no better than byte frequencies "
