@@ -8,6 +8,7 @@
 * XLA flushes subnormals to zero; NumPy and torch keep them. Signals below `TINY` and state
   below `FLUSH` are therefore set to zero.
 * ``where`` between two Python numbers has a different dtype in each backend: pass an array.
+* ``x - x`` is a zero with the shape and dtype of a finite array ``x``, in every backend.
 * torch's CPU ``sqrt`` is one ulp off in a fifth of all cases. Comparisons square instead, and the
   torch namespace rounds a root correctly.
 """

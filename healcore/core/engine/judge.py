@@ -37,7 +37,7 @@ def judge(
     cause = alarmed | sustained
     memories, fired = _fire(config, state, alarmed, sustained, xp=xp)
 
-    never = cause != cause
+    never = cause != cause  # false, with the batch's shape
     skips, skip, soft = rules.limit_skips(
         config.max_skips,
         state.skips,

@@ -90,7 +90,7 @@ def limit_skips(
     run = xp.where(bad, run, xp.where(finite, xp.where(allowed, run + 1, run), 0))
     held = (either & bad) | (finite & allowed)
     if seen.bad_grad is not None:
-        held = held | seen.bad_grad  # whatever the policy says
+        held = held | seen.bad_grad  # under every policy
     if softened is None:
         return run, held, None
     skip = held & wished

@@ -180,22 +180,22 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None)
         raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
     if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
         raise StateError(
-            f"the saved state has schema {data.get('schema')!r}, this version reads {SCHEMA}: "
+            f"the saved state has schema {data.get('schema')!r}, but this version reads {SCHEMA}: "
             "start from a fresh state, or use the version that wrote it"
         )
     clip = config.clip[0] if config.clip else None
     names = [name for name, _ in config.detectors]
     if data.get("clip") != clip or data.get("detectors") != names:
         raise StateError(
-            f"the saved state is of a policy with clip {data.get('clip')!r} and detectors "
-            f"{data.get('detectors')}, this one has clip {clip!r} and detectors {names}: "
-            "load it with the policy it was saved under, or start from a fresh state"
+            f"the saved state belongs to a policy with clip {data.get('clip')!r} and detectors "
+            f"{data.get('detectors')}, but this policy has clip {clip!r} and detectors {names}: "
+            "load the state with its own policy, or start from a fresh state"
         )
     saved = data.get("policy")  # None for a policy with arrays as numbers
     if saved is not None and policy is not None and saved != policy:
         raise StateError(
-            f"the saved state is of a policy with other numbers ({saved!r:.40}), this one "
-            f"has {policy!r}: load it with the policy that it was saved under, or start from a "
+            "the saved state belongs to a policy with other numbers: its fingerprint is "
+            f"{saved!r:.40}, not {policy!r}; load the state with its own policy, or start from a "
             "fresh state, whose detectors warm up again"
         )
     groups = data.get("groups")
@@ -232,7 +232,7 @@ def _arrays(template: Any, data: Any, place: str) -> Any:
         if not isinstance(data, list | tuple) or len(data) != len(template):
             raise StateError(
                 f"{place} must be a list of {len(template)}, got {data!r:.80}: the policy's "
-                "rules or detectors differ from those it was saved under"
+                "rules or detectors differ from those of the saved state"
             )
         pairs = enumerate(zip(template, data, strict=True))
         return tuple(_arrays(part, each, f"{place}[{i}]") for i, (part, each) in pairs)
@@ -254,7 +254,7 @@ def _leaf(template: np.ndarray, data: Any, place: str) -> np.ndarray:
     if cast.shape != template.shape:
         raise StateError(
             f"{place} must have shape {template.shape}, got {cast.shape}: the policy's windows or "
-            "the number of tensors differ from those it was saved under"
+            "the number of tensors differ from those of the saved state"
         )
     if template.dtype.kind == "f" and not np.isfinite(cast).all():
         raise StateError(f"{place} must be finite, got {data!r:.80}")
