@@ -1,7 +1,7 @@
 """`Table`, the base of the tables in a policy file, and the types of their values.
 
-The core uses float32, so ranges must also hold after rounding. For example, 0.99999999 is in (0,
-1), but its float32 is 1.
+The core uses float32, so ranges must also hold after rounding. For example, 0.99999999 is below 1,
+but its float32 is 1.
 """
 
 from __future__ import annotations
