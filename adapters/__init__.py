@@ -1,5 +1,5 @@
-"""The framework adapters. Nothing imports this: they install as healcore.jax and healcore.torch.
+"""Framework adapters, which install as `healcore.jax` and `healcore.torch`.
 
-The file is needed all the same: without it, tools that walk the tree (pytest, pyright, mypy) take
-the folder adapters/jax for the package `jax`, and adapters/torch for `torch`.
+No code imports this file. Without it, tools that walk the tree (pytest, pyright, mypy) would
+mistake adapters/jax for the package `jax`, and adapters/torch for `torch`.
 """

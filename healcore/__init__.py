@@ -1,13 +1,12 @@
-"""healcore: one policy that heals training runs, the same in JAX and in torch.
+"""Heals training runs in JAX and in torch by one policy.
 
-Importing this package imports neither JAX nor torch (a test holds it to that). The parts load when
-they are first named: `healcore.policy`, `healcore.jax`, `healcore.torch`; so do `Healer` and all
-other names in it.
+Importing this package imports neither JAX nor torch. Each submodule (`healcore.policy`,
+`healcore.jax`, `healcore.torch`, `healcore.errors`) and each other name is imported on first use.
 """
 
 from __future__ import annotations
 
-# ruff: noqa: F403, F405 - the names are listed below, and a test imports each of them
+# ruff: noqa: F403, F405 - `__all__` lists the names, and a test imports each of them
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -46,16 +45,16 @@ __all__ = [
     "torch",
 ]
 
-_PARTS = frozenset({"errors", "jax", "policy", "torch"})
+_SUBMODULES = frozenset({"errors", "jax", "policy", "torch"})
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a part on first use (PEP 562), so that `healcore.torch.attach(...)` just works."""
-    if name in _PARTS:
+    """Imports a submodule or a name of `healcore.api` on first use (PEP 562)."""
+    if name in _SUBMODULES:
         return importlib.import_module(f"healcore.{name}")
     if name in __all__:
         return getattr(importlib.import_module("healcore.api"), name)
-    has = f"it has {sorted(__all__)}"
+    hint = f"it has {sorted(__all__)}"
     if name.endswith("Store"):
-        has = "the stores are of a framework: healcore.jax.OrbaxStore, healcore.torch.DCPStore, ..."
-    raise AttributeError(f"module 'healcore' has no attribute {name!r}; {has}")
+        hint = "stores are per framework: healcore.jax.OrbaxStore, healcore.torch.DCPStore, ..."
+    raise AttributeError(f"module 'healcore' has no attribute {name!r}; {hint}")

@@ -1,6 +1,7 @@
-"""Finds what an adapter provides; the only module that imports an adapter by its name.
+"""Registry of the capabilities that the framework adapters provide.
 
-It is in the lowest layer for the runtime's use, and imports a framework only on demand.
+Only this module imports an adapter by name, and only on demand. It is in the lowest layer, so that
+the runtime can use it.
 """
 
 from __future__ import annotations
@@ -14,41 +15,41 @@ from healcore.core.errors import HealcoreError
 FRAMEWORKS = ("torch", "jax")
 
 _providers: dict[tuple[str, str], Callable[[], Any]] = {}
-"""(framework, need) -> a function that imports and returns the implementation."""
+"""Functions that import and return an implementation, by (framework, capability)."""
 
 
 class NotProvided(HealcoreError, LookupError):
-    """No such framework, or its adapter lacks the need; the message lists the choices."""
+    """The framework is unknown, or its adapter lacks the capability."""
 
 
-def register(framework: str, need: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Registers the decorated function, which imports and returns an adapter's implementation.
+def register(framework: str, capability: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Registers the decorated function, which imports and returns an implementation.
 
     Args:
-        framework: of `FRAMEWORKS`.
-        need: the name that healcore looks up, for example "driver".
+        framework: one of `FRAMEWORKS`.
+        capability: the name that `find` looks up, for example "driver".
     """
 
     def add(provider: Callable[[], Any]) -> Callable[[], Any]:
-        _providers[framework, need] = provider
+        _providers[framework, capability] = provider
         return provider
 
     return add
 
 
-def find(framework: str, need: str) -> Any:
-    """An adapter's implementation of `need`; imports the adapter, and with it the framework.
+def find(framework: str, capability: str) -> Any:
+    """Imports an adapter, and with it the framework, and returns its implementation.
 
     Raises:
         healcore.extras.MissingExtraError: the framework is not installed.
-        NotProvided: there is no such framework, or its adapter does not provide this.
+        NotProvided: the framework is unknown, or its adapter lacks the capability.
     """
     if framework not in FRAMEWORKS:
-        raise NotProvided(f"framework is one of {', '.join(FRAMEWORKS)}, not {framework!r}")
+        raise NotProvided(f"framework must be one of {', '.join(FRAMEWORKS)}, got {framework!r}")
     importlib.import_module(f"healcore.{framework}.plugin")
-    if (framework, need) not in _providers:
-        there = ", ".join(sorted(name for owner, name in _providers if owner == framework))
+    if (framework, capability) not in _providers:
+        provided = ", ".join(sorted(name for owner, name in _providers if owner == framework))
         raise NotProvided(
-            f"the adapter of {framework} does not provide {need!r}; it provides: {there}"
+            f"the adapter of {framework} does not provide {capability!r}; it provides: {provided}"
         )
-    return _providers[framework, need]()
+    return _providers[framework, capability]()

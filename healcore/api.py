@@ -1,4 +1,4 @@
-"""What `healcore` has besides its parts: imported when one of these names is first used."""
+"""Public names of `healcore` except its submodules; imported on first use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Logs to the logger `healcore`, or prints to standard error if no logging is set up.
 
-Handlers, levels and propagation of loggers are never changed. Without any handler healcore prints
-its lines with the prefix `healcore:`. A bare `logging.basicConfig()` counts as no setup, because
-absl calls it for Orbax.
+healcore never changes handlers, levels or propagation of loggers. Without any handler it prints
+lines with the prefix `healcore:`. A `logging.basicConfig()` without arguments counts as no setup,
+because absl makes this call for Orbax.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _logger = logging.getLogger("healcore")
 
 
 def checked(console: Any) -> Console:
-    """Returns its argument. Raises ValueError if that is not a `Console`."""
+    """Returns `console`. Raises ValueError if it is not a `Console`."""
     if console is True or console is False or console == "auto":
         return console
-    raise ValueError(f'console is "auto", True or False, not {console!r}')
+    raise ValueError(f'console must be "auto", True or False, got {console!r}')
 
 
 def info(line: str, console: Console = "auto") -> None:
@@ -45,36 +45,36 @@ def _log(level: int, line: str, console: Console) -> None:
     if handlers:
         _logger.log(level, "%s", line, stacklevel=3)
         shown = _logger.isEnabledFor(level) and any(
-            _is_terminal(each) and level >= each.level for each in handlers
+            _is_terminal(handler) and level >= handler.level for handler in handlers
         )
         if console is True and not shown:
             _print(line)
-    elif console and _is_wanted(level):
+    elif console and _is_enabled(level):
         _print(line)
 
 
-def _is_wanted(level: int) -> bool:
-    """Whether the levels of the loggers let a line pass, without a handler."""
-    least = _logger.level or logging.root.level
-    if least == logging.WARNING and not _logger.level:
-        least = logging.INFO  # the level of an untouched root logger
+def _is_enabled(level: int) -> bool:
+    """Whether levels and filters of the logger let a line pass; by default INFO and above."""
+    threshold = _logger.level or logging.root.level
+    if threshold == logging.WARNING and not _logger.level:
+        threshold = logging.INFO  # WARNING is the root logger's default
     disabled = _logger.disabled or _logger.manager.disable >= level
     record = _logger.makeRecord(_logger.name, level, __file__, 0, "", (), None)
-    return level >= least and not disabled and bool(_logger.filter(record))
+    return level >= threshold and not disabled and bool(_logger.filter(record))
 
 
 def _handlers() -> list[logging.Handler]:
-    """The handlers of `healcore`'s records, except the handler of a bare `basicConfig()`."""
-    found: list[logging.Handler] = []
+    """Handlers that receive `healcore`'s records, except one of a bare `basicConfig()`."""
+    handlers: list[logging.Handler] = []
     current: logging.Logger | None = _logger
     while current is not None:
-        found += current.handlers
+        handlers += current.handlers
         current = current.parent if current.propagate else None
-    return [each for each in found if not _is_bare(each)]
+    return [handler for handler in handlers if not _is_basic_config(handler)]
 
 
-def _is_bare(handler: logging.Handler) -> bool:
-    """Whether `logging.basicConfig()` without arguments has made the handler."""
+def _is_basic_config(handler: logging.Handler) -> bool:
+    """Whether the handler comes from `logging.basicConfig()` without arguments."""
     formatter = handler.formatter
     return (
         type(handler) is logging.StreamHandler
@@ -89,7 +89,7 @@ def _is_bare(handler: logging.Handler) -> bool:
 
 
 def _is_terminal(handler: logging.Handler) -> bool:
-    """Whether a handler writes where `_print` writes, or to standard output."""
+    """Whether a handler writes to standard output or standard error."""
     if "rich" in type(handler).__module__:
         return True
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
@@ -97,10 +97,10 @@ def _is_terminal(handler: logging.Handler) -> bool:
 
 
 def _print(line: str) -> None:
-    """Writes to the current `sys.stderr`, above a progress bar of tqdm or rich."""
+    """Prints to the current `sys.stderr`, above a progress bar of tqdm or rich."""
     line = f"healcore: {line}"
     try:
-        tqdm: Any = sys.modules.get("tqdm.std")  # if not imported, there is no bar of tqdm
+        tqdm: Any = sys.modules.get("tqdm.std")  # without the module no tqdm bar is shown
         if tqdm is None:
             print(line, file=sys.stderr, flush=True)
         else:
@@ -109,6 +109,6 @@ def _print(line: str) -> None:
         return
 
 
-def counted(number: int, noun: str, nouns: str = "") -> str:
-    """A number with its noun: "1 batch", "2,000 batches"."""
-    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Formats a number with its noun: "1 batch", "2,000 batches"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -1,8 +1,7 @@
-"""Every exception of healcore, for programs that handle them separately.
+"""All exceptions of healcore, for programs that handle them separately.
 
-Each derives from `healcore.HealcoreError`, and most from one of the four others that a program
-catches: `PolicyError` (a policy is not valid), `StoreError` (checkpoints), `DataError` (loaders)
-and `RunStopped` (the policy has ended the run).
+Each derives from `healcore.HealcoreError`. Most also derive from `PolicyError` (invalid policy),
+`StoreError` (checkpoints), `DataError` (loaders) or `RunStopped` (the policy ended the run).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optional frameworks: what to install when one is missing."""
+"""Checks for optional frameworks; the error names the extra to install."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from healcore.core.errors import HealcoreError
 
 
 class MissingExtraError(HealcoreError, ImportError):
-    """A part of healcore was asked for whose framework is not installed."""
+    """The framework that a part of healcore needs is not installed."""
 
 
 def require(extra: str, *modules: str) -> None:
-    """Check that the modules behind an extra are installed, without importing any of them.
+    """Checks that the modules of an extra are installed, without importing them.
 
     Args:
-        extra: Name of the extra in pyproject.toml, for example "jax".
-        *modules: Top-level import names that the extra brings, for example "jax", "optax".
+        extra: name of the extra in pyproject.toml, for example "jax".
+        *modules: top-level names of the modules in the extra, for example "jax", "optax".
 
     Raises:
-        MissingExtraError: At least one is absent. The message names it and the command to run.
+        MissingExtraError: a module is missing. The message names it and the command to run.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(
-            f"healcore.{extra} needs {', '.join(missing)}, not installed in this environment. "
-            f"Write: pip install 'healcore[{extra}]'",
+            f"healcore.{extra} needs {', '.join(missing)}, which this environment lacks. "
+            f"Run: pip install 'healcore[{extra}]'",
             name=missing[0],
         )

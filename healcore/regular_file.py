@@ -1,6 +1,6 @@
-"""Opens files for reading, only regular ones: a pipe would block its reader, a device may not end.
+"""Opens regular files for reading; a pipe would block the reader, and a device may have no end.
 
-Every reader of healcore opens its files here.
+All readers of healcore open files here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def opener(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a regular file without waiting: `open(path, "rb", opener=opener)`.
+    """Opens a regular file without blocking: `open(path, "rb", opener=opener)`.
 
     Raises:
         OSError: the path is a pipe, a device or a socket, or cannot be opened.
@@ -24,27 +24,28 @@ def opener(path: str | os.PathLike[str], flags: int) -> int:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
-            why = "is a pipe or a device, and only regular files are read: save it to a file"
-            raise OSError(errno.EINVAL, why, str(path))
+            reason = "a pipe or a device, not a regular file: save its content to a file first"
+            raise OSError(errno.EINVAL, reason, str(path))
     except BaseException:
         os.close(handle)
         raise
     return handle
 
 
-def read(path: Path, most: int | None = None) -> bytes:
-    """The content of a regular file.
+def read(path: Path, max_bytes: int | None = None) -> bytes:
+    """Reads a whole regular file.
 
     Args:
         path: the file.
-        most: bytes; a larger file, such as a sparse one, is refused before it is read.
+        max_bytes: limit on the file's size, or None for no limit. The size is checked before any
+            byte is read, because a sparse file may be huge.
 
     Raises:
-        OSError: the path is no regular file, is larger, or cannot be read.
+        OSError: the path is not a regular file, is larger than the limit, or cannot be read.
     """
     with open(path, "rb", opener=opener) as file:
         size = os.fstat(file.fileno()).st_size
-        if most is not None and size > most:
-            why = f"has {size} bytes, and is never larger than {most}"
-            raise OSError(errno.EFBIG, why, str(path))
-        return file.read() if most is None else file.read(size)
+        if max_bytes is not None and size > max_bytes:
+            reason = f"the file has {size} bytes, and the limit is {max_bytes}"
+            raise OSError(errno.EFBIG, reason, str(path))
+        return file.read() if max_bytes is None else file.read(size)

@@ -8,18 +8,18 @@ from healcore import adapter_registry
 
 
 @pytest.mark.parametrize("framework", adapter_registry.FRAMEWORKS)
-@pytest.mark.parametrize("need", ["driver", "plain_values", "row_runner", "demo_training"])
-def test_every_adapter_provides(framework, need):
+@pytest.mark.parametrize("capability", ["driver", "plain_values", "row_runner", "demo_training"])
+def test_every_adapter_provides(framework, capability):
     pytest.importorskip("flax" if framework == "jax" else framework)
-    provided = adapter_registry.find(framework, need)
+    provided = adapter_registry.find(framework, capability)
     assert provided.__name__.startswith(f"healcore.{framework}") or provided.__module__.startswith(
         f"healcore.{framework}"
     )
-    assert adapter_registry.find(framework, need) is provided
+    assert adapter_registry.find(framework, capability) is provided
 
 
 def test_an_unknown_framework_lists_the_known_ones():
-    with pytest.raises(adapter_registry.NotProvided, match="one of torch, jax, not 'tensorflow'"):
+    with pytest.raises(adapter_registry.NotProvided, match="one of torch, jax, got 'tensorflow'"):
         adapter_registry.find("tensorflow", "driver")
 
 

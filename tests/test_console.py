@@ -90,5 +90,5 @@ def test_the_programs_logging_is_never_changed():
 
 
 def test_another_value_is_refused():
-    with pytest.raises(ValueError, match='console is "auto", True or False, not 3'):
+    with pytest.raises(ValueError, match='console must be "auto", True or False, got 3'):
         console.checked(3)

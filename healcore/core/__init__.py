@@ -1,1 +1,1 @@
-"""The pure core: state machines written against an array namespace, without a framework."""
+"""State machines in pure functions; the array namespace is an argument, not a framework."""

@@ -1,13 +1,12 @@
-"""Baselines that outliers do not spoil, for every rule that rejects or averages values.
+"""Baselines that are robust to outliers, for rules that reject or average values.
 
-A rule that learns only what it accepts rejects every value after a true level shift. So
-`watch_level` keeps a short average of the raw values from the first rejection on. Once most values
-are rejected and they stay at one level instead of running away, that level is the new baseline
-(docs/detectors.md).
+A rule that learns only accepted values would reject every value after a lasting level shift. So
+`watch_level` averages the raw values from the first rejection on. If most values are rejected and
+they stay at one level, this level becomes the baseline (docs/detectors.md).
 
-In a plain mean of the first 25 norms (ZClip) one norm of x1000 hides spikes for hundreds of steps.
-So in a warm-up `robust` limits a norm to ten times the mean so far. A norm below a tenth of the
-mean restarts the warm-up: the norms before it were the outliers.
+A plain mean of the first 25 norms (ZClip) is not robust: one norm of 1000 times the usual size
+hides spikes for hundreds of steps. So `robust` limits a norm in the warm-up to ten times the mean.
+A norm below a tenth of the mean restarts the warm-up: the earlier norms were outliers.
 """
 
 from __future__ import annotations
@@ -18,43 +17,43 @@ import numpy as np
 
 from healcore.core import numerics
 
-# About the last 15 values count. A power of two, so that the product is exact.
+# The average covers about 15 values. A power of two makes the product exact.
 _RATE = 0.125
-# Variance, in squares of the level, up to which values stay at one level: lognormal(0.3) noise has
-# a standard deviation of 0.31, norms that double at each step (to be rejected) of more than 1.
+# Largest variance of values at one level, in squares of the level. The standard deviation is 0.31
+# for lognormal(0.3) noise, and above 1 for norms that double at each step and must be rejected.
 _STANDING = 0.25
-_OUTLIER = 10.0  # ratio to the mean of a warm-up
+_OUTLIER = 10.0  # ratio of an outlier to the mean of the warm-up
 
 
 class ShiftConfig(NamedTuple):
-    """When repeated rejections become a new level."""
+    """When repeated rejections establish a new level."""
 
     patience: Any = 25
-    """Rejections in a row, of values that vary little, after which the new level is accepted."""
+    """Consecutive rejections of similar values after which their level is accepted."""
     gain: Any = 4
-    """Weight of a rejection against `forgive`: 4 to 1 escapes wherever over 20 % are rejected."""
+    """Increase of the count per rejection. At 4 to 1 it grows if over 20 % are rejected."""
     forgive: Any = 1
-    """Decrease of the count of rejections for each accepted value."""
+    """Decrease of the count per accepted value."""
 
 
 class ShiftState(NamedTuple):
-    """Memory of the rejections."""
+    """Count and statistics of recent rejections."""
 
-    run: Any  # int32: leaky count of rejections, `gain` each
-    level: Any  # float32: mean of the raw values since the run began
-    spread: Any  # float32: their variance
+    run: Any  # int32: leaky count of rejections, each of which adds `gain`
+    level: Any  # float32: moving average of the raw values since the first rejection
+    spread: Any  # float32: variance of these values
 
 
 class Shift(NamedTuple):
-    """Whether one value shows that the level has shifted."""
+    """Result of `watch_level`."""
 
-    escaped: Any  # bool: it has; `level` and `spread` are the new baseline
-    level: Any
-    spread: Any
+    escaped: Any  # bool: the level has shifted; `level` and `spread` are the new baseline
+    level: Any  # float32: mean
+    spread: Any  # float32: variance
 
 
 def no_rejections(shape: tuple[int, ...] = ()) -> ShiftState:
-    """A state without rejections."""
+    """Returns a state without rejections."""
     zero = np.zeros(shape, np.float32)
     return ShiftState(np.zeros(shape, np.int32), zero, zero.copy())
 
@@ -69,9 +68,9 @@ def watch_level(
     *,
     xp: Any,
 ) -> tuple[ShiftState, Shift]:
-    """Takes one finite raw value, and whether the rule rejected it.
+    """Updates the rejections by one finite raw value, and decides whether the level has shifted.
 
-    Where `learn` is false nothing changes; where `restart` holds, earlier rejections are forgotten.
+    Where `learn` is false the state is unchanged. `restart` clears earlier rejections.
     """
     rejected = rejected & learn
     run = xp.where(restart, 0, state.run)
@@ -91,14 +90,14 @@ def watch_level(
 
     standing = spread <= _STANDING * (level * level)
     escaped = rejected & (run >= config.patience * config.gain) & standing
-    # Bounded, so that it does not overflow.
+    # The bound prevents an overflow.
     limit = 2 * config.patience * config.gain
     run = xp.where(escaped, 0, xp.where(run > limit, limit, run))
     return ShiftState(run, level, spread), Shift(escaped, level, spread)
 
 
 def robust(value: Any, mean: Any, count: Any, warm: Any, *, xp: Any) -> tuple[Any, Any]:
-    """The value to learn from a norm, and whether to forget the `count` norms before it."""
+    """The limited value of a norm, and whether to forget the `count` norms before it."""
     judged = warm & (count > 0)
     ceiling = _OUTLIER * mean
     value = xp.where(judged & (value > ceiling), ceiling, value)

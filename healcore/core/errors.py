@@ -1,4 +1,4 @@
-"""The base of every exception that healcore raises."""
+"""Base class of all exceptions that healcore raises."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from healcore.core.printable import clean
 
 
 class HealcoreError(BaseException):
-    """Base of every exception of healcore; each class also has a builtin base.
+    """Base class of all exceptions of healcore; each subclass also has a builtin base.
 
-    Not an Exception: `RunStopped` and the other ends of a run are a SystemExit, which
-    `except Exception` in a training loop must not catch. All others are Exceptions.
+    Not an Exception: `RunStopped` and the other ends of a run are subclasses of SystemExit, so
+    `except Exception` in a training loop does not catch them. All other errors are Exceptions.
     """
 
     def __str__(self) -> str:
-        """The message, safe for a terminal: parts of it may come from files of any origin."""
+        """The message, escaped for a terminal because it may quote untrusted files."""
         return clean(self._message())
 
     def _message(self) -> str:

@@ -1,7 +1,8 @@
-"""An array namespace for one engine on the host: NumPy's scalars without NumPy's overhead.
+"""Array namespace for one engine on the host, faster than NumPy for scalars.
 
-`numpy.where` on two scalars costs a microsecond, a Python conditional a tenth, and a decision needs
-about 250. Values and dtypes are NumPy's; arrays with axes (windows, histograms) go to NumPy.
+`numpy.where` on two scalars takes a microsecond and a Python conditional a tenth of it; a decision
+needs about 250. Values and dtypes equal NumPy's. Arrays with axes (windows, histograms) go to
+NumPy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MAX = np.float32(np.finfo(np.float32).max)
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
-    """`numpy.where`; a Python number takes the dtype of the other side."""
+    """`numpy.where`; a Python number takes the dtype of the other operand."""
     kind, other = type(a), type(b)
     if isinstance(condition, np.ndarray) or kind is np.ndarray or other is np.ndarray:
         return np.where(condition, a, b)

@@ -1,60 +1,61 @@
 """Float32 arithmetic that gives the same bits in NumPy, XLA and torch: docs/parity.md.
 
-* XLA on a CPU contracts ``a * b + c`` into a fused multiply-add, but not through a ``select`` whose
-  condition LLVM cannot prove: `product`. (LLVM moves the addition of a constant into a select, and
-  takes a common factor out of ``where(c, a * b, b * b)``.) Of two constant factors XLA makes one.
+* XLA on a CPU contracts ``a * b + c`` into a fused multiply-add, except through a ``select``
+  whose condition LLVM cannot prove: use `product`. LLVM moves the addition of a constant into
+  a select, and factors ``where(c, a * b, b * b)``. XLA merges two constant factors.
 * XLA multiplies by the reciprocal of a constant or broadcast divisor, and so does torch for
-  ``scalar / tensor``: divide by `quotient`, and never by, or into, a Python number.
-* XLA flushes subnormals to zero, NumPy and torch keep them: signals below `TINY` and state below
-  `FLUSH` are made zero.
-* ``where`` between two Python numbers has another dtype in each backend: one side is an array.
-* torch's CPU ``sqrt`` is one ulp off in a fifth of all cases: comparisons square instead, and where
-  a root is needed the torch namespace rounds it correctly.
+  ``scalar / tensor``. Divide by `quotient`, never by, or into, a Python number.
+* XLA flushes subnormals to zero; NumPy and torch keep them. Signals below `TINY` and state
+  below `FLUSH` are therefore set to zero.
+* ``where`` between two Python numbers has a different dtype in each backend: pass an array.
+* ``x - x`` is a zero with the shape and dtype of a finite array ``x``, in every backend.
+* torch's CPU ``sqrt`` is one ulp off in a fifth of all cases. Comparisons square instead, and the
+  torch namespace rounds a root correctly.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-TINY = 1e-12  # a smaller signal is zero to the core, so that its square is no subnormal
+TINY = 1e-12  # smaller signals become 0, so that no square is subnormal
 
-FLUSH = 1e-30  # smaller state is made zero: far above the subnormals that XLA flushes
+FLUSH = 1e-30  # smaller state becomes 0; far above the subnormals that XLA flushes
 
-HUGE = 1e15  # a norm or loss above this counts as overflowed: squares stay finite in float32
+HUGE = 1e15  # larger norms and losses count as overflowed, so that squares stay finite
 
 _LARGEST = 1e38
 
 
 def settle(x: Any, *, xp: Any) -> Any:
-    """Makes what is nearly zero exactly zero, so that no backend keeps a subnormal."""
+    """Replaces values below `FLUSH` by zero, so that no backend keeps a subnormal."""
     return xp.where(xp.abs(x) < FLUSH, 0.0, x)
 
 
 def product(a: Any, b: Any, *, xp: Any) -> Any:
-    """`a * b` rounded to float32 separately, in every backend, for products below 1e38.
+    """Multiplies and rounds to float32 separately in every backend, for products below 1e38.
 
-    Add no constant to it: LLVM would move that addition into the select.
+    Do not add a constant to the result: LLVM would move the addition into the select.
     """
     result = a * b
     return xp.where(result < _LARGEST, result, _LARGEST)
 
 
 def quotient(a: Any, b: Any, *, xp: Any) -> Any:
-    """`a / b`, correctly rounded in every backend; `a` is a float32 array, `b` not 0.
+    """Divides with correct rounding in every backend; `a` is a float32 array, `b` is not 0.
 
-    The divisor takes the dividend's shape, since XLA multiplies by the reciprocal of a broadcast
-    one.
+    The divisor is brought to the dividend's shape, because XLA multiplies by the reciprocal of a
+    broadcast divisor.
     """
     return a / xp.where(a == a, b, 1.0)
 
 
 def complement(decay: Any, like: Any) -> Any:
-    """`1 - decay` in float32, equal for a Python number and an array of the shape of `like`."""
+    """`1 - decay` in float32, the same for a Python number and an array shaped as `like`."""
     return (like - like + 1.0) - decay
 
 
 def bounded(x: Any, ok: Any, *, xp: Any) -> Any:
-    """`x` cut to TINY <= |x| <= HUGE or 0, and 0 where `ok` is false (it may be NaN)."""
+    """Limits |x| to HUGE. Values below TINY, and those with `ok` false (may be NaN), become 0."""
     x = xp.where(ok, x, 0.0)
     x = xp.where(x > HUGE, HUGE, x)
     x = xp.where(x < -HUGE, -HUGE, x)
@@ -62,7 +63,7 @@ def bounded(x: Any, ok: Any, *, xp: Any) -> Any:
 
 
 def larger(a: Any, b: Any, *, xp: Any) -> Any:
-    """Elementwise maximum; either side may be a Python number (torch.maximum takes none)."""
+    """Elementwise maximum; unlike torch.maximum it accepts a Python number on either side."""
     return xp.where(a > b, a, b)
 
 
@@ -72,24 +73,24 @@ def smaller(a: Any, b: Any, *, xp: Any) -> Any:
 
 
 def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
-    """One step of a moving average; where `learn` is false it stays, and `value` may be NaN."""
+    """One step of a moving average; `value` may be NaN where `learn` is false."""
     step = product(rate, value - mean, xp=xp)
     return settle(mean + xp.where(learn, step, 0.0), xp=xp)
 
 
 def shared(x: Any, *, xp: Any) -> Any:
-    """`x` itself: a bool, or an int32 from 0 to a million, that many results depend on.
+    """Marks a value on which many results depend: a bool, or an int32 from 0 to a million.
 
-    For a compiler that would compute it again for each of them (`healcore.jax.namespace`).
+    Some compilers would otherwise compute the value once per result (`healcore.jax.namespace`).
     """
     return xp.shared(x) if hasattr(xp, "shared") else x
 
 
 def as_float(count: Any, *, xp: Any) -> Any:
-    """An int32 counter as float32 (exact below 2**24)."""
+    """Converts an int32 counter to float32; exact below 2**24."""
     return xp.astype(count, xp.float32)
 
 
 def sub_one(count: Any, *, xp: Any) -> Any:
-    """Counts an int32 down, never below zero."""
+    """Decrements an int32, but not below zero."""
     return xp.where(count > 0, count - 1, 0)

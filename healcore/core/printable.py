@@ -1,8 +1,8 @@
-"""Text for a terminal, with the characters escaped that it would execute.
+"""Escapes the characters that a terminal would execute or hide.
 
-Names and messages may come from files that anybody may have written. A terminal executes escape
-sequences in them, which set the window's title, hide a line, or write into the clipboard; an
-override of the writing direction shows text in another order.
+Names and messages may come from untrusted files. A terminal executes the escape sequences in them:
+they set the window's title, hide a line or write to the clipboard. A direction override shows the
+text in another order.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Callable
 
 
 def clean(text: str, keep: str = "\n\t") -> str:
-    r"""Escapes every character that is not printable, a space, or one of `keep`.
+    r"""Escapes all characters except printable ones, spaces and those in `keep`.
 
     Control characters (ESC, C1), direction overrides and invisible characters become `\x1b` or
-    `\u202e`, as in TOML and Python. `keep` is "" for a name, which has one line.
+    `\u202e`, as in TOML and Python. Pass `keep=""` for names, which have one line.
     """
     return _cleaned(text, keep, _escaped)
 
 
 def clean_json(text: str) -> str:
-    """Escapes the same characters in a JSON document, whose content stays equal."""
+    """Escapes the same characters in a JSON document without changing its content."""
     return _cleaned(text, "\n", lambda each: json.dumps(each)[1:-1])
 
 

@@ -1,9 +1,9 @@
-"""The engine's step as one straight Python function, for NumPy scalars.
+"""Records the engine's step as one straight Python function, for NumPy scalars.
 
-The engine is where-only: it does the same operations for any numbers. So they are recorded
-once and compiled, without the calls, branches on the configuration and intermediate tuples that
-take five sixths of the time in `healcore.core.host`. What only one arm of a `where` needs is
-computed only if that arm is taken. NumPy's operations on the same operands give the same bits.
+The engine has no branches, so its operations are the same for all numbers. They are recorded once
+and compiled. This removes calls, branches on the configuration and tuples, which take five sixths
+of the time in `healcore.core.host`. An operand of a `where` is computed only if it is selected.
+NumPy's operations on the same operands give the same bits.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import numpy as np
 from healcore.core import host
 
 _DEEPEST = 20
-"""Nested parentheses; Python's parser takes 200."""
+"""Limit of nested parentheses in the program; Python's parser has a limit of 200."""
 _LOGICAL = {"&": "and", "|": "or"}
 
 
 class NotRecordable(TypeError):
-    """The function branched on a value."""
+    """The recorded function branches on a value."""
 
 
 def record(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
-    """Calls ``function(*trees, xp=...)``, pure and where-only, and returns a faster equal one.
+    """Records ``function(*trees, xp=...)`` and returns a faster function with the same results.
 
-    The trees are nested NamedTuples, tuples and None, of NumPy scalars and arrays: examples with
-    the structure, dtypes and shapes of later calls, which need ``np.errstate(all="ignore")``.
+    The function must be pure. The trees are nested NamedTuples, tuples and None with NumPy scalars
+    and arrays: examples of the structure, dtypes and shapes of later calls. Later calls need
+    ``np.errstate(all="ignore")``.
 
     Raises:
-        NotRecordable: it branches on a value.
+        NotRecordable: the function branches on a value.
     """
     tape = Tape()
     with np.errstate(all="ignore"):
@@ -42,10 +43,10 @@ def record(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
 
 
 class Value:
-    """Stands for a number or an array while a function is recorded."""
+    """Placeholder for a number or an array in the recorded function."""
 
     __slots__ = ("place", "sample", "tape")
-    __array_ufunc__ = None  # an array on the left defers to this class
+    __array_ufunc__ = None  # an array as the left operand defers to this class
 
     def __init__(self, tape: Tape, place: int, sample: Any) -> None:
         self.tape, self.place, self.sample = tape, place, sample
@@ -55,7 +56,7 @@ class Value:
     dtype = property(operator.attrgetter("sample.dtype"))
 
     def __bool__(self) -> bool:
-        raise NotRecordable("a value is asked whether it is true: use xp.where")
+        raise NotRecordable("the function branches on a value: use xp.where instead")
 
     def __hash__(self) -> int:
         return self.place
@@ -94,7 +95,7 @@ for _name, _sign in _COMPARISONS.items():
 
 
 def _called(function: Callable[..., Any]) -> Any:
-    """A function of the namespace `host`, as a method of the tape."""
+    """Wraps a function of the namespace `host` as a method of the tape."""
 
     def recorded(self: Tape, *arguments: Any, **options: Any) -> Any:
         return self.call(function, *arguments, *options.values())
@@ -103,7 +104,7 @@ def _called(function: Callable[..., Any]) -> Any:
 
 
 class Tape:
-    """The operations so far. Also the array namespace of the recorded function."""
+    """The recorded operations; also the array namespace `xp` of the recorded function."""
 
     float32, int32, bool = host.float32, host.int32, host.bool
     arange = staticmethod(host.arange)
@@ -114,7 +115,7 @@ class Tape:
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, tuple[str, ...]]] = []
-        """Each value as text, with {} for its operands, and their names."""
+        """Text of each value, with {} for its operands, and the operands' names."""
         self._known: dict[Any, Value] = {}
         self._constants: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
@@ -137,19 +138,19 @@ class Tape:
         return self.add("abs({})", host.abs, x)
 
     def astype(self, x: Any, dtype: Any) -> Any:
-        """As `host.astype`; a flag becomes a choice, which is faster."""
+        """As `host.astype`; for a bool it records a conditional, which is faster."""
         if isinstance(_sample(x), np.bool_) and isinstance(x, Value):
             return self.where(x, dtype(1), dtype(0))
         return self.call(host.astype, x, dtype)
 
     def asarray(self, x: Any) -> Any:
-        """As `host.asarray`, of constants."""
+        """As `host.asarray`, for constants."""
         return x if isinstance(x, Value) else host.asarray(x)
 
     # -- recording -----------------------------------------------------------------------------
 
     def given(self, tree: Any) -> tuple[Any, str]:
-        """A tree of arguments as values, and the pattern that unpacks it."""
+        """Replaces the leaves of an argument by values; returns the pattern that unpacks it too."""
         if tree is None:
             return None, "_"
         if isinstance(tree, tuple):
@@ -161,21 +162,21 @@ class Tape:
         return value, f"v{value.place}"
 
     def binary(self, sign: str, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Value:
-        """An operation on two operands, either of which may be a constant."""
+        """Records an operation on two operands, of which one may be a constant."""
         a, b = _like(a, _sample(b)), _like(b, _sample(a))
         if sign in _LOGICAL and all(isinstance(_sample(each), np.bool_) for each in (a, b)):
-            sign = _LOGICAL[sign]  # one of the two; the second is evaluated only if needed
+            sign = _LOGICAL[sign]  # short-circuit evaluation
         return self.add(f"{{}} {sign} {{}}", function, a, b)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """An operation without an operator sign."""
+        """Records a function call."""
         if not any(isinstance(each, Value) for each in arguments):
             return function(*arguments)
         called = f"{self._constant(function)}({', '.join(['{}'] * len(arguments))})"
         return self.add(called, function, *arguments)
 
     def add(self, text: str, function: Callable[..., Any], *arguments: Any) -> Value:
-        """The value of an operation; the same value if it was recorded before."""
+        """Records an operation; an equal operation returns the value that exists."""
         names = tuple(self._name(each) for each in arguments)
         found = self._known.get((text, names))
         if found is None:
@@ -184,7 +185,7 @@ class Tape:
         return found
 
     def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
-        """The operations that the result needs, as a function."""
+        """Compiles the operations on which the result depends."""
         template, places = self._written(result)
         uses = [0] * len(self._lines)
         for name in places:
@@ -208,7 +209,7 @@ class Tape:
         answer = template.format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in places))
         arguments = [f"tree{i}" for i in range(len(patterns))]
         unpacked = [f"{p} = {a}" for p, a in zip(patterns, arguments, strict=True)]
-        constants = [f"{name}={name}" for name in self._constants]  # as defaults they are locals
+        constants = [f"{name}={name}" for name in self._constants]  # defaults are fast locals
         lines = [*unpacked, *body, f"return {answer}"]
         source = f"def program({', '.join([*arguments, '*', *constants])}):\n " + "\n ".join(lines)
         scope = {**self._constants, "new": tuple.__new__}
@@ -216,7 +217,7 @@ class Tape:
         return scope["program"]
 
     def _written(self, tree: Any) -> tuple[str, list[int]]:
-        """A tree as an expression, with {} for its values, and their places."""
+        """Writes a tree as an expression with {} for its values; returns their places too."""
         if tree is None:
             return "None", []
         if isinstance(tree, Value):
@@ -241,7 +242,7 @@ class Tape:
         key = (type(value), repr(value)) if plain else id(value)
         if key not in self._names:
             self._names[key] = f"c{len(self._names)}"
-            self._constants[self._names[key]] = value  # keeps its id in use
+            self._constants[self._names[key]] = value  # the reference keeps the id unique
         return self._names[key]
 
 
@@ -250,7 +251,7 @@ def _sample(value: Any) -> Any:
 
 
 def _like(value: Any, other: Any) -> Any:
-    """A Python number in the dtype that NumPy gives it in an operation with another scalar."""
+    """Casts a Python number to the dtype that NumPy would use next to the other operand."""
     if not isinstance(value, (int, float)) or isinstance(value, np.generic):
         return value
     if type(other) is np.float32:

@@ -1,4 +1,4 @@
-"""The signals of one step."""
+"""Signals of one training step, raw (`Signals`) and checked (`Observed`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from healcore.core.errors import HealcoreError
 
 
 class SignalError(HealcoreError, ValueError):
-    """A signal of a wrong type or shape: the message names it, what was received, what to pass."""
+    """A signal of wrong type or shape; the message says what was received and what to pass."""
 
 
 class Signals(NamedTuple):
     """One step's observations, each a float32 0-d array (or of one batch shape), or None.
 
-    None means that the run does not have the signal at all, which is static. Detectors without
-    their signal are inactive.
+    None means that the run never has the signal, which is a static property. A detector without its
+    signal is inactive.
     """
 
     loss: Any = None
@@ -27,22 +27,22 @@ class Signals(NamedTuple):
     grad_norm: Any = None
     """Global L2 norm of the gradients, float32, before any clipping; at least 0."""
     update_norm: Any = None
-    """Global L2 norm of the update, float32; usually the previous step's."""
+    """Global L2 norm of the update, float32; usually of the previous step."""
     eval_loss: Any = None
     """Evaluation loss; NaN at a step without an evaluation."""
     group_norms: Any = None
     """(n,) L2 norm of each tensor's gradient, for per-tensor clipping."""
     change_expected: Any = None
-    """bool: the host announces a change (LR, batch, data, weights): open the grace window."""
+    """bool: opens the grace window, because the LR, batch, data or weights change."""
     externally_skipped: Any = None
-    """bool: the caller skips this step (a GradScaler's overflow): not learnt, not counted."""
+    """bool: the caller skips this step (GradScaler overflow); it is not learnt or counted."""
     learning_rate: Any = None
-    """float32: the user's schedule at this step. With it the limit on the learning rate is in
-    absolute terms; without it the schedule is taken as constant."""
+    """float32: the schedule's learning rate at this step. With it, the limit on the learning rate
+    is absolute. Without it, the schedule is assumed to be constant."""
 
 
 class Observed(NamedTuple):
-    """Signals without NaN, Inf and numbers above HUGE, which are in the flags instead."""
+    """Signals with NaN, Inf and numbers above HUGE replaced, and flags for the replaced values."""
 
     loss: Any
     grad_norm: Any
@@ -51,18 +51,18 @@ class Observed(NamedTuple):
     group_norms: Any
     bad_loss: Any  # bool or None: the loss is NaN or infinite
     bad_grad: Any  # bool or None: a gradient norm is NaN, infinite, above 1e15 or negative
-    bad_update: Any  # bool or None: the norm of the update is NaN, infinite or too large
-    finite: Any  # bool: every signal is finite, so that the baselines may learn this step
+    bad_update: Any  # bool or None: the update norm is NaN, infinite or above 1e15
+    finite: Any  # bool: all signals are finite, so baselines may learn this step
     has_eval: Any  # bool or None: this step has an evaluation
-    restart: Any  # bool: a change was expected: baselines restart their warm-up
-    learning_rate: Any = None  # float32 or None: the schedule's rate; 0 where it is not finite
+    restart: Any  # bool: a change is expected, so baselines restart their warm-up
+    learning_rate: Any = None  # float32 or None: the schedule's rate; 0 if not finite
 
 
 def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
-    """Separates finite from other values, once, for all detectors.
+    """Separates finite values from others, once for all detectors.
 
     Args:
-        signals: raw signals; at least one of `loss` and `grad_norm` present.
+        signals: raw signals; `loss` or `grad_norm` must be present.
         restart: bool array, see `Observed.restart`.
         xp: the array namespace.
     """
@@ -111,28 +111,28 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
 
 
 def _is_norm(norm: Any) -> Any:
-    """Finite, not overflowed, not negative; XLA takes a negative subnormal for 0, so all do."""
+    """Whether a norm is finite, at most HUGE and not negative; subnormals count as 0, as in XLA."""
     return (norm > -numerics.TINY) & (norm <= numerics.HUGE)
 
 
 def _check_alone(name: str, value: object) -> None:
-    """Raises SignalError for a number together with others, as `(loss, aux)`."""
+    """Raises SignalError for a tuple or mapping, such as `(loss, aux)`."""
     if isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) != 1):
         raise SignalError(
-            f"{name} must be one number, got a {type(value).__name__} of {len(value)}: give the "
+            f"{name} must be one number, got a {type(value).__name__} of {len(value)}: pass the "
             "number alone, for example loss instead of (loss, aux)"
         )
 
 
 def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.float32:
-    """A host-side number as a float32 signal; NaN and Inf are allowed.
+    """Converts a number on the host to a float32 signal; NaN and Inf are allowed.
 
-    A number that float32 cannot hold is infinite, as it is on a device.
+    A number beyond the range of float32 becomes infinite, as on a device.
 
     Args:
         name: the signal's name, for the message.
         value: a number or a one-element array.
-        floor: smallest finite value allowed (0 for norms).
+        floor: smallest finite value allowed (0 for norms), or None.
 
     Raises:
         SignalError: `value` is None, not numeric, not one element, or below `floor`.

@@ -1,4 +1,4 @@
-"""`StepRecord`: the numbers of one step, for the runtime, metrics files and `healcore replay`."""
+"""`StepRecord`: values and decision of one step, for the runtime, metrics and `healcore replay`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATE_PATHS = {
     "z": "last.z",
     "z_loss": "last.z_loss",
 }
-"""Place of each number in an EngineState, in the order in which they are packed."""
+"""Path of each number in an EngineState, in packing order."""
 
 INTS = 8  # the first numbers are int32 or bool, the rest float32
 
@@ -36,74 +36,74 @@ _from_state = attrgetter(*_STATE_PATHS.values())
 
 
 class Readings(NamedTuple):
-    """The numbers behind a cause. Any of them may be NaN or Inf."""
+    """The measured values behind a cause; each may be NaN or Inf."""
 
     loss: float  # last finite loss
     grad_norm: float  # last finite global norm of the gradients, before clipping
-    threshold: float  # the norm above which the step would have been clipped; 0: none in force
-    z: float  # the clipping rule's score of the norm
-    z_loss: float  # the loss-spike detector's score
+    threshold: float  # norm above which gradients are clipped; 0 without a threshold
+    z: float  # z-score of the norm in the clipping rule
+    z_loss: float  # score of the loss-spike detector
 
 
 class StepRecord(NamedTuple):
-    """One step as one engine judged it: Python values on the host, arrays in a replay.
+    """One step as judged by one engine: Python values on the host, arrays in a replay.
 
-    Decisions are as ordered; in observe mode they were not enforced.
+    The decision is as ordered; in observe mode it was not enforced.
     """
 
-    step: Any  # steps that the engine has judged; unchanged if it did not judge this one
-    onset: Any  # index (in steps judged) of the first alarm of the last incident; -1: none
-    incident: Any  # number of the last incident, from 1; 0: none yet
-    incident_open: Any  # bool: one is open, of more than skipped non-finite steps
+    step: Any  # steps judged so far; this step counts only if it was judged
+    onset: Any  # judged steps before the first alarm of the last incident; -1: no incident
+    incident: Any  # number of the last incident, from 1; 0: no incident
+    incident_open: Any  # bool: an incident is open that has more than skipped non-finite steps
     action: Any  # `Action` flags
     cause: Any  # `Cause` flags
-    rollback_depth: Any  # known-good checkpoints to go back if ROLLBACK is ordered, else 0
+    rollback_depth: Any  # known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK
     skip: Any  # bool
-    grad_scale: Any  # factor on the gradients, 1 = untouched
+    grad_scale: Any  # factor on the gradients, 1 = unchanged
     lr_scale: Any  # the learning-rate multiplier
-    loss: Any  # this and the following as in `Readings`
+    loss: Any  # this and the next four are as in `Readings`
     grad_norm: Any
     threshold: Any
     z: Any
     z_loss: Any
-    engine: str = ""  # name of the optimizer in the run's state: each has an engine
-    evidence: tuple[Evidence, ...] = ()  # only for steps with a cause: the worst first, at most 10
-    # Loss and gradient norm of this rank alone; only for steps with a cause, with several ranks
+    engine: str = ""  # name of the optimizer in the run's state; each optimizer has its own engine
+    evidence: tuple[Evidence, ...] = ()  # worst first, at most 10; only for steps with a cause
+    # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
     of_rank: tuple[float, float] | None = None
-    judged: bool = True  # False: gradients were only accumulated, for the update of a later step
+    judged: bool = True  # False: the step only accumulated gradients
 
     @property
     def decision(self) -> Decision:
-        """As ordered, without `group_scale`, which may have thousands of numbers."""
+        """The ordered decision, without `group_scale`, which may be large."""
         return Decision(*(getattr(self, name) for name in Decision._fields[:6]))
 
     @property
     def readings(self) -> Readings:
-        """The numbers behind its cause."""
+        """The measured values behind the cause."""
         return Readings(*(getattr(self, name) for name in Readings._fields))
 
     def unjudged(self) -> StepRecord:
-        """The record of a step that the engine did not judge: no cause, nothing ordered."""
+        """Returns the record of a step that was not judged: without cause and orders."""
         return self._replace(
             action=Action(0), cause=Cause(0), rollback_depth=0, skip=False, grad_scale=1.0
         )
 
 
-FIELDS = StepRecord._fields[: len(_STATE_PATHS)]  # in the order in which they are packed
+FIELDS = StepRecord._fields[: len(_STATE_PATHS)]  # in packing order
 
 
 def numbers(state: Any) -> tuple[Any, ...]:
-    """The numbers of the last step: arrays of an EngineState, in the order of `FIELDS`."""
+    """Returns the arrays of the last step in an EngineState, in the order of `FIELDS`."""
     return _from_state(state)
 
 
 def leaf_paths() -> list[str]:
-    """Paths of the numbers in an EngineState, in the order of `FIELDS`."""
+    """Returns the paths of the numbers in an EngineState, in the order of `FIELDS`."""
     return list(_STATE_PATHS.values())
 
 
 def on_host(values: Sequence[Any], engine: str = "") -> StepRecord:
-    """A record in Python values, from scalars in the order of `FIELDS`."""
+    """Makes a record of Python values from scalars in the order of `FIELDS`."""
     step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:INTS])
     return StepRecord(
         step,
@@ -120,5 +120,5 @@ def on_host(values: Sequence[Any], engine: str = "") -> StepRecord:
 
 
 def unpack(packed: np.ndarray, engine: str = "") -> StepRecord:
-    """A record from int32 (`len(FIELDS)`,): the integers, then the bits of the floats."""
+    """Makes a record from int32 (`len(FIELDS)`,): the integers, then the bits of the floats."""
     return on_host(packed[:INTS].tolist() + packed[INTS:].view(np.float32).tolist(), engine)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Applies `fn` to every array of `tree` and the matching arrays of `rest`; keeps None."""
+    """Applies `fn` to each array of `tree` and the matching arrays of `rest`; keeps None."""
     if tree is None:
         return None
     if isinstance(tree, tuple):
@@ -17,7 +17,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The arrays of `tree`, depth first."""
+    """Returns the arrays of `tree`, depth first."""
     if tree is None:
         return []
     if isinstance(tree, tuple):
@@ -26,6 +26,6 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def pick(condition: Any, old: Any, new: Any, *, xp: Any) -> Any:
-    """`where(condition, old, new)` for a leaf that may have trailing axes."""
+    """Returns `where(condition, old, new)`; `new` may have more trailing axes than `condition`."""
     trailing = (None,) * (new.ndim - condition.ndim)
     return xp.where(condition[(..., *trailing)] if trailing else condition, old, new)

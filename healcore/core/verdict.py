@@ -1,4 +1,4 @@
-"""What a detector returns (`Reading`) and what the engine orders (`Decision`), with their flags."""
+"""The result of a detector (`Reading`), the order of the engine (`Decision`), and their flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Cause(enum.IntFlag):
-    """Why something is wrong. The first eleven are decided on the device, the rest on the host."""
+    """What is wrong. Detectors on the device set the first eleven; the host sets the rest."""
 
     NONFINITE_LOSS = 1
     NONFINITE_GRAD = 2
@@ -28,20 +28,20 @@ class Cause(enum.IntFlag):
 
 
 NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
-"""The two causes of a step that is not finite."""
+"""Causes of a step with a non-finite loss or gradient."""
 
 
 class Action(enum.IntFlag):
-    """What the host is asked to do. The device itself skips steps, see `Decision.skip`."""
+    """Requests to the host. Skipped steps are not among them, see `Decision.skip`."""
 
     ALERT = 1
     SAVE = 2
     ROLLBACK = 4
     STOP = 8
     CUT_LR = 16
-    """The LR multiplier was cut at this step; `Decision.lr_scale` has it already."""
+    """The LR multiplier was cut at this step; `Decision.lr_scale` includes the cut."""
     SOFT_STEP = 32
-    """This step alone is a fraction of an ordinary one; `Decision.lr_scale` has it already."""
+    """Only this step is scaled down; `Decision.lr_scale` includes the factor."""
 
 
 def names(flags: int) -> list[str]:
@@ -56,34 +56,34 @@ def names(flags: int) -> list[str]:
 
 
 def flag(condition: Any, flags: int, *, xp: Any) -> Any:
-    """`flags` as int32 where `condition` holds, else 0.
+    """Returns `flags` as int32 where `condition` holds, else 0.
 
-    Not `where(condition, flags, 0)`: for two Python numbers each backend chooses its own dtype.
+    Not `where(condition, flags, 0)`: each backend chooses another dtype for two Python numbers.
     """
     return xp.astype(condition, xp.int32) * int(flags)
 
 
 class Reading(NamedTuple):
-    """One detector's result for one step: 0-d arrays, or arrays of the batch's shape."""
+    """A detector's result for one step: 0-d arrays, or arrays of the batch's shape."""
 
     alarm: Any
     """bool: this step is an outlier."""
     sustained: Any
-    """bool: the trouble lasts (what a rollback is for). A step within a sustained spike may itself
-    be normal: then `alarm` is false."""
+    """bool: the fault lasts, so a rollback may help. During a sustained spike a single step may be
+    normal; `alarm` is then false."""
     cause: Any = None
-    """int32 `Cause` flags of a detector with several causes, else None for its `CAUSE`."""
+    """int32 `Cause` flags from a detector with several causes, else None for its `CAUSE`."""
     z: Any = None
-    """float32 score of `loss_spike`, 0 in its warm-up, or None from another detector."""
+    """float32 score of `loss_spike`, 0 in its warm-up; None from other detectors."""
 
 
 class Decision(NamedTuple):
-    """What is done with one step. 0-d arrays."""
+    """The decision about one step, in 0-d arrays."""
 
     grad_scale: Any
-    """float32 in [0, 1]: factor on all gradients, 1 = untouched."""
+    """float32 in [0, 1]: factor on all gradients, 1 = unchanged."""
     skip: Any
-    """bool: leave parameters, moments and counters exactly as they are."""
+    """bool: keep parameters, moments and counters unchanged."""
     lr_scale: Any
     """float32 in (0, 1]: factor on the update, 1 = the user's own schedule."""
     action: Any
@@ -91,23 +91,23 @@ class Decision(NamedTuple):
     cause: Any
     """int32 `Cause` flags."""
     rollback_depth: Any
-    """int32: how many known-good checkpoints to go back when ROLLBACK is set, else 0."""
+    """int32: known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK."""
     group_scale: Any = None
-    """float32 (n,), one factor per tensor, from per-tensor clipping rules; else None."""
+    """float32 (n,): one factor per tensor from per-tensor clipping rules; else None."""
 
 
 class Telemetry(NamedTuple):
-    """The last step as the engine judged it, for loggers and reports; always finite."""
+    """Numbers of the last step for loggers and reports; always finite."""
 
     decision: Decision
-    """As ordered, also in observe mode, where the enforced one is neutral."""
+    """The ordered decision; in observe mode the enforced decision is neutral."""
     loss: Any
     """float32: last finite loss."""
     grad_norm: Any
     """float32: last finite global gradient norm, before clipping."""
     threshold: Any
-    """float32: the norm above which this step would have been clipped; 0 = none in force."""
+    """float32: norm above which gradients are clipped; 0 without a threshold."""
     z: Any
-    """float32: the clipping rule's z-score of the norm; 0 during warm-up."""
+    """float32: z-score of the norm in the clipping rule; 0 during warm-up."""
     z_loss: Any
-    """float32: the loss-spike detector's score; 0 during warm-up or without that detector."""
+    """float32: score of the loss-spike detector; 0 during warm-up or without the detector."""

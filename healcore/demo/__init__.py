@@ -1,1 +1,1 @@
-"""The demo's text, faults and claims; `healcore.torch.demo` and `healcore.jax.demo` train."""
+"""Data, faults and claims of the demo; `healcore.torch.demo` and `healcore.jax.demo` train."""

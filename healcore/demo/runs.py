@@ -1,4 +1,4 @@
-"""Defines the runs that the demo compares, their outcomes, and the claims about them."""
+"""The runs that the demo compares, their outcomes, and the claims about them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from healcore.policy import Policy
 from healcore.runtime.incidents.rollback import Rollback
 
 ARMS = ("unprotected", "fixed clip", "healed")
-"""No protection; gradients clipped to norm 1.0, the usual protection; healcore's `Healer`."""
+"""No protection; gradients clipped to norm 1.0, the usual protection; a `Healer`."""
 FIXED_CLIP = 1.0
 PROBATION = 20
-"""Healthy steps until a checkpoint is known-good; the presets have 100, a third of a demo run."""
+"""Healthy steps until a checkpoint is known-good; the presets' 100 are a third of a run."""
 SAVE_EVERY = 10
 
 
-def shortened(policy: Policy) -> Policy:
-    """The same policy with a probation of at most `PROBATION`, for a short run."""
+def with_short_probation(policy: Policy) -> Policy:
+    """Returns the policy with a probation of at most `PROBATION`, for a short run."""
     rollback = policy.rollback
     probation = min(rollback.probation, PROBATION)
     return policy.model_copy(
@@ -34,15 +34,15 @@ def shortened(policy: Policy) -> Policy:
 
 
 class Step(NamedTuple):
-    """One step of a run."""
+    """One training step."""
 
     step: int
     batch: int
-    """Index of the batch; it exceeds `step` after a rollback that skips batches."""
+    """Index of the batch; larger than `step` after a rollback that skipped batches."""
     loss: Any
-    """Training loss before the update: a 0-d array or tensor, a float after `DemoRun.finish`."""
+    """Loss before the update: a 0-d array or tensor, or a float after `DemoRun.finish`."""
     grad_norm: Any
-    """Global L2 norm before any clipping; the same types."""
+    """Global L2 norm before clipping, of the same types."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class DemoRun:
     seed: int = 0
     folder: Path = Path()
     steps: list[Step] = field(default_factory=list)
-    """All steps in the order taken, also those that a rollback has undone."""
+    """All steps in the order taken, including those that a rollback has undone."""
     held_out_loss: float = math.nan
-    """Nats per byte on held-out text, at the end."""
+    """Nats per byte on held-out text at the end of the run."""
     events: Sequence[Mapping[str, Any]] = ()
 
     def __str__(self) -> str:
@@ -64,25 +64,26 @@ class DemoRun:
         return f"{self.framework} {self.arm}{seed}"
 
     def finish(self, held_out_loss: Any) -> None:
-        """Converts losses and norms to floats."""
+        """Sets the held-out loss and converts all losses and norms to floats."""
         self.held_out_loss = float(held_out_loss)
         self.steps = [
-            one._replace(loss=float(one.loss), grad_norm=float(one.grad_norm)) for one in self.steps
+            step._replace(loss=float(step.loss), grad_norm=float(step.grad_norm))
+            for step in self.steps
         ]
 
     def column(self, name: str) -> np.ndarray:
-        """One field of all steps, (steps,)."""
+        """One field of all steps, an array (steps,)."""
         return np.asarray([getattr(step, name) for step in self.steps])
 
     def mean_loss(self, until: int, over: int = 20) -> float:
-        """Mean training loss of the last `over` steps before batch `until`, without undone ones."""
-        kept: list[Step] = []
-        for one in self.steps:
-            while kept and kept[-1].step >= one.step:
-                kept.pop()
-            kept.append(one)
-        part = [one.loss for one in kept if one.batch < until]
-        return float(np.mean(part[-over:])) if part else math.nan
+        """Mean loss of the last `over` steps before batch `until`, except undone steps."""
+        valid: list[Step] = []
+        for step in self.steps:
+            while valid and valid[-1].step >= step.step:
+                valid.pop()
+            valid.append(step)
+        losses = [step.loss for step in valid if step.batch < until]
+        return float(np.mean(losses[-over:])) if losses else math.nan
 
     @property
     def rollbacks(self) -> list[Mapping[str, Any]]:
@@ -91,22 +92,22 @@ class DemoRun:
 
     @property
     def ending(self) -> str | None:
-        """`completed`, `stopped`, ...; None without an end event."""
+        """The kind of end, such as "completed" or "stopped"; None without an end event."""
         return next((event["ending"] for event in self.events if event["kind"] == "end"), None)
 
 
-def number(loss: float) -> str:
-    """A loss in at most 6 characters."""
+def format_loss(loss: float) -> str:
+    """Formats a loss in at most 6 characters."""
     if not math.isfinite(loss):
         return "NaN" if math.isnan(loss) else "inf"
     return f"{loss:.2f}" if abs(loss) < 1000 else f"{loss:.0e}"
 
 
 class Outcome(enum.Enum):
-    """How a run ended, by its held-out loss."""
+    """The result of a run, by its held-out loss."""
 
     TRAINED = "trained"
-    """Better than a model of byte pairs, so it uses context."""
+    """Better than a model of byte pairs, so the model uses context."""
     NEITHER = "in between"
     """Better than a model of byte frequencies only, or stopped by the policy."""
     FAILED = "failed"
@@ -114,14 +115,14 @@ class Outcome(enum.Enum):
 
 
 class DemoClaim(NamedTuple):
-    """One claim about one run."""
+    """A claim about one run, and whether it holds."""
 
     text: str
     holds: bool
 
 
-def outcome(run: DemoRun, corpus: Corpus) -> Outcome:
-    """The outcome of one finished run."""
+def classify(run: DemoRun, corpus: Corpus) -> Outcome:
+    """Classifies a finished run."""
     loss = run.held_out_loss
     if not math.isfinite(loss) or loss >= corpus.byte_frequency_loss:
         return Outcome.FAILED
@@ -130,46 +131,46 @@ def outcome(run: DemoRun, corpus: Corpus) -> Outcome:
     return Outcome.TRAINED
 
 
-def claims(runs: Sequence[DemoRun], scenario: Scenario) -> list[DemoClaim]:
-    """Checks every claim about finished runs; there is none about runs with a fixed clip."""
-    found, corpus = [], scenario.corpus
+def check_claims(runs: Sequence[DemoRun], scenario: Scenario) -> list[DemoClaim]:
+    """Checks all claims about finished runs. Runs with a fixed clip have no claims."""
+    checked, corpus = [], scenario.corpus
     frequencies, pairs = f"{corpus.byte_frequency_loss:.2f}", f"{corpus.byte_pair_loss:.2f}"
     unprotected = {(run.framework, run.seed): run for run in runs if run.arm == "unprotected"}
     for run in runs:
-        loss = number(run.held_out_loss)
+        loss = format_loss(run.held_out_loss)
         if run.arm == "unprotected":
             text = f"{run}: fails, no better than byte frequencies ({frequencies})"
-            failed = outcome(run, corpus) is Outcome.FAILED
-            found.append(DemoClaim(f"{text} on unseen text: {loss}", failed))
+            failed = classify(run, corpus) is Outcome.FAILED
+            checked.append(DemoClaim(f"{text} on unseen text: {loss}", failed))
         elif run.arm == "healed":
             text = f"{run}: trains, better than byte pairs ({pairs})"
             trained = run.held_out_loss < corpus.byte_pair_loss
-            found.append(DemoClaim(f"{text} on unseen text: {loss}", trained))
-            completed = run.ending == "completed"
-            found.append(
-                DemoClaim(f"{run}: runs to its end: {run.ending or 'not known'}", completed)
-            )
+            checked.append(DemoClaim(f"{text} on unseen text: {loss}", trained))
+            text = f"{run}: runs to its end: {run.ending or 'not known'}"
+            checked.append(DemoClaim(text, run.ending == "completed"))
             if plain := unprotected.get((run.framework, run.seed)):
-                found += _rollback_claims(plain, run, scenario)
-    return found
+                checked += _rollback_claims(plain, run, scenario)
+    return checked
 
 
 def _rollback_claims(plain: DemoRun, healed: DemoRun, scenario: Scenario) -> Iterator[DemoClaim]:
-    """Claims that the unprotected run diverged, and that a rollback saved the healed one."""
-    before, without = healed.mean_loss(scenario.empty), plain.mean_loss(scenario.empty)
-    ruined = not without < scenario.corpus.byte_frequency_loss
-    yield DemoClaim(f"{plain}: is ruined before the empty batch already: {number(without)}", ruined)
-    better = before < (math.inf if math.isnan(without) else without)
-    text = f"{healed}: is better off before the empty batch: {number(before)}"
-    yield DemoClaim(f"{text}, unprotected {number(without)}", better)
-    backs = [back for back in healed.rollbacks if back["onset"] in scenario.mistaken]
-    onsets = ", ".join(f"step {back['onset']}" for back in backs) or "never"
+    """Claims that the unprotected run diverged and that a rollback saved the healed run."""
+    healed_loss = healed.mean_loss(scenario.empty_batch)
+    plain_loss = plain.mean_loss(scenario.empty_batch)
+    diverged = not plain_loss < scenario.corpus.byte_frequency_loss
+    text = f"{plain}: diverges before the empty batch: {format_loss(plain_loss)}"
+    yield DemoClaim(text, diverged)
+    better = healed_loss < (math.inf if math.isnan(plain_loss) else plain_loss)
+    text = f"{healed}: has a lower loss before the empty batch: {format_loss(healed_loss)}"
+    yield DemoClaim(f"{text}, unprotected {format_loss(plain_loss)}", better)
+    rollbacks = [event for event in healed.rollbacks if event["onset"] in scenario.wrong_lr_steps]
+    onsets = ", ".join(f"step {event['onset']}" for event in rollbacks) or "never"
     text = f"{healed}: rolls back while the learning rate is wrong: {onsets}"
-    yield DemoClaim(text, bool(backs))
-    for back in backs:
-        where = ", where it had started" if back["initial"] else ""
-        text = f"{healed}: rolls back to a known-good checkpoint: step {back['checkpoint']}{where}"
-        yield DemoClaim(text, not back["initial"])
-        done = Rollback.of(EventRecord.model_validate(back))
-        text = f"{healed}: lowers the rate: {done.lr_text or 'no'}"
-        yield DemoClaim(text, done.lowers_lr)
+    yield DemoClaim(text, bool(rollbacks))
+    for event in rollbacks:
+        where = ", the initial one" if event["initial"] else ""
+        text = f"{healed}: rolls back to a known-good checkpoint: step {event['checkpoint']}{where}"
+        yield DemoClaim(text, not event["initial"])
+        rollback = Rollback.of(EventRecord.model_validate(event))
+        text = f"{healed}: lowers the rate: {rollback.lr_text or 'no'}"
+        yield DemoClaim(text, rollback.lowers_lr)

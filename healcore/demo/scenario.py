@@ -1,14 +1,15 @@
-"""Makes the scenario of the demo: one text, weights, learning rates and faults for all runs.
+"""The demo's scenario: the same text, weights, learning rates and faults for all runs.
 
 A batch depends only on the seed and its index, the learning rate only on the step. The faults:
 
 - *corrupted batches*: random bytes instead of text, as from a broken shard;
-- *a wrong learning rate* in a part of the schedule: scaled for 16 workers instead of one. A run
-  that rolls back passes through that part again;
-- *an empty batch*: all padding, so the mean loss is 0/0; the loss and all gradients are NaN.
+- *a wrong learning rate* in a part of the schedule: scaled for 16 workers instead of one. After
+  a rollback a run repeats this part;
+- *an empty batch*: all padding, so the mean loss is 0/0, and the loss and all gradients are NaN.
 
-The model has no normalisation. With it a network this small survives almost any fault; without it
-the network still trains well (compare Fixup, arXiv:1901.09321) but diverges as large ones do.
+The model has no normalisation. With normalisation a network this small survives almost any fault.
+Without it the network still trains well (compare Fixup, arXiv:1901.09321), but diverges like large
+networks.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from healcore.core.errors import HealcoreError
 SYMBOLS = 256
 _HELD_OUT_EVERY = 10
 _LARGEST = 4 * 1024 * 1024
-"""Limit of the bytes that are read."""
+"""Limit of the bytes to read."""
 SHORTEST = 30
-"""With fewer steps the faults would overlap."""
+"""Smallest number of steps; with fewer steps the faults overlap."""
 
 
 class DemoError(HealcoreError, ValueError):
@@ -37,7 +38,7 @@ class DemoError(HealcoreError, ValueError):
 
 
 class Corpus(NamedTuple):
-    """Text for training and for evaluation, and the held-out losses of two baseline models."""
+    """Text for training and evaluation, and the held-out losses of two baseline models."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -50,9 +51,9 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(root: Path | None = None) -> Corpus:
-    """Reads the modules in a folder, by default the standard library, which every Python has.
+    """Reads the modules in a folder, by default the standard library.
 
-    Raises DemoError if there are too few sources (a stripped Python).
+    Raises DemoError if the folder has too few sources, as in a stripped Python.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     paths = sorted(root.glob("*.py"), key=lambda path: path.name)
@@ -68,30 +69,29 @@ def load_corpus(root: Path | None = None) -> Corpus:
             f"the demo trains on the standard library's sources, and {root} holds {len(paths)} of "
             f"them with {size} bytes: use a Python that was installed with its .py files"
         )
-    seen, unseen = (np.frombuffer(b"".join(texts), np.uint8) for texts in (train, held_out))
+    training, evaluation = (np.frombuffer(b"".join(texts), np.uint8) for texts in (train, held_out))
     return Corpus(
-        train=seen,
-        held_out=unseen,
+        train=training,
+        held_out=evaluation,
         files=len(train) + len(held_out),
-        **_baseline_losses(seen, unseen),
+        **_baseline_losses(training, evaluation),
     )
 
 
-def _baseline_losses(seen: np.ndarray, unseen: np.ndarray) -> dict[str, float]:
-    """Nats per byte of `unseen` by the frequencies of bytes in `seen`, and of pairs of bytes.
+def _baseline_losses(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+    """Nats per byte of `held_out` under the frequencies of bytes, and of byte pairs, in `train`.
 
-    Each byte's count is increased by one. The counts of pairs are smoothed with the counts of
-    single bytes.
+    Each byte's count is increased by one. The counts of single bytes smooth those of pairs.
     """
-    single = np.bincount(seen, minlength=SYMBOLS) + 1.0
+    single = np.bincount(train, minlength=SYMBOLS) + 1.0
     single /= single.sum()
-    code = seen[:-1].astype(np.int64) * SYMBOLS + seen[1:]
+    code = train[:-1].astype(np.int64) * SYMBOLS + train[1:]
     pairs = np.bincount(code, minlength=SYMBOLS * SYMBOLS).reshape(SYMBOLS, SYMBOLS)
     pairs = pairs + 4.0 * single
     pairs /= pairs.sum(axis=1, keepdims=True)
     return {
-        "byte_frequency_loss": float(-np.log(single)[unseen].mean()),
-        "byte_pair_loss": float(-np.log(pairs[unseen[:-1], unseen[1:]]).mean()),
+        "byte_frequency_loss": float(-np.log(single)[held_out].mean()),
+        "byte_pair_loss": float(-np.log(pairs[held_out[:-1], held_out[1:]]).mean()),
     }
 
 
@@ -99,14 +99,14 @@ class TokenBatch(NamedTuple):
     """The batch of one step."""
 
     tokens: np.ndarray
-    """int32 (batch, context + 1): inputs are all but the last, targets all but the first."""
+    """int32 (batch, context + 1): inputs are all but the last token, targets all but the first."""
     weights: np.ndarray
-    """float32 (batch, context): weight of each target in the mean loss; 0 is padding."""
+    """float32 (batch, context): weight of each target in the mean loss; 0 for padding."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run's data, model size, learning rates and faults."""
+    """Data, model size, learning rates and faults of one run."""
 
     corpus: Corpus
     seed: int = 0
@@ -117,14 +117,15 @@ class Scenario:
     width: int = 64
     heads: int = 4
     peak_rate: float = 8e-3
-    """The intended learning rate, the highest at which this model trains well."""
-    mistake: float = 16.0
+    """The intended learning rate, the highest with which this model trains well."""
+    lr_factor: float = 16.0
+    """Factor on the learning rate in `wrong_lr_steps`."""
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
         if self.steps < SHORTEST:
             raise DemoError(
-                f"steps must be at least {SHORTEST}, for the faults to stay apart, got {self.steps}"
+                f"steps must be at least {SHORTEST}, or the faults overlap, got {self.steps}"
             )
         if self.width % (2 * self.heads):
             raise DemoError(
@@ -134,18 +135,18 @@ class Scenario:
     # -- the faults, at fixed parts of the run --------------------------------------------------
 
     @cached_property
-    def corrupted(self) -> frozenset[int]:
+    def corrupted_batches(self) -> frozenset[int]:
         """Indices of the batches that are random bytes."""
         first, second = self._at(0.20), self._at(0.62)
         return frozenset({first, first + 1, second, second + 1})
 
     @cached_property
-    def mistaken(self) -> range:
+    def wrong_lr_steps(self) -> range:
         """Steps with the wrong learning rate."""
         return range(self._at(0.37), self._at(0.52))
 
     @cached_property
-    def empty(self) -> int:
+    def empty_batch(self) -> int:
         """Index of the batch that is all padding."""
         return self._at(0.80)
 
@@ -155,24 +156,24 @@ class Scenario:
     # -- what a training loop needs ------------------------------------------------------------
 
     def learning_rate(self, step: int) -> float:
-        """Warm-up, then a cosine down to 2 % of the peak; times `mistake` in steps `mistaken`."""
+        """Warm-up, then a cosine to 2 % of the peak; scaled by `lr_factor` in `wrong_lr_steps`."""
         rate = self.peak_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / self.steps)))
         rate *= min(1.0, (step + 1) / 20)
-        return rate * (self.mistake if step in self.mistaken else 1.0)
+        return rate * (self.lr_factor if step in self.wrong_lr_steps else 1.0)
 
     def training_batch(self, index: int) -> TokenBatch:
-        """A batch, with its fault if one is planned for it."""
+        """A batch, including its fault if it has one."""
         random = np.random.default_rng([self.seed, index])
         tokens = self._windows(self.corpus.train, self.batch, random)
         weights = np.ones((self.batch, self.context), np.float32)
-        if index in self.corrupted:
+        if index in self.corrupted_batches:
             tokens = random.integers(0, SYMBOLS, tokens.shape, np.int32)
-        if index == self.empty:
+        if index == self.empty_batch:
             weights[:] = 0.0
         return TokenBatch(tokens, weights)
 
     def held_out_batch(self) -> TokenBatch:
-        """8 batches of held-out text in one; the same for every seed."""
+        """Held-out text of 8 batches in one; the same for every seed."""
         random = np.random.default_rng(0)
         tokens = self._windows(self.corpus.held_out, 8 * self.batch, random)
         return TokenBatch(tokens, np.ones((len(tokens), self.context), np.float32))
@@ -184,7 +185,7 @@ class Scenario:
     # -- the model, as plain arrays -------------------------------------------------------------
 
     def initial_weights(self) -> dict[str, np.ndarray]:
-        """The initial weights of both frameworks by name, float32 (inputs, outputs)."""
+        """Initial weights by name, for both frameworks; float32 (inputs, outputs)."""
         random = np.random.default_rng([self.seed, 1 << 32])
         width = self.width
         sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}

@@ -1,5 +1,5 @@
-"""Defines what the tools need of an adapter, one protocol per need.
+"""Protocols of the capabilities that the tools use from an adapter.
 
-The runtime's protocols are in `runtime/driver.py` and `runtime/json_codec.py`; adapters
-register what they have in `healcore/adapter_registry.py`.
+The runtime's protocols are in `runtime/driver.py` and `runtime/json_codec.py`. Adapters register
+their implementations in `healcore/adapter_registry.py`.
 """

@@ -1,6 +1,6 @@
-"""The adapter need "checkpoint_reader": opens checkpoints of a framework's formats for the probes.
+"""The capability "checkpoint_reader": opens a framework's checkpoints for the probes.
 
-`healcore.tools.probe` reads the formats that need no framework (safetensors, Orbax).
+`healcore.tools.probe` itself reads the formats that need no framework (safetensors, Orbax).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from healcore.core.errors import HealcoreError
 
 Path = tuple[str, ...]
-"""Where a value lies in the saved tree: ("optimizer", "state", "0", "exp_avg_sq")."""
+"""Keys from the root of the saved tree: ("optimizer", "state", "0", "exp_avg_sq")."""
 
 PIECE = 1 << 20
-"""Elements in memory at a time, if the format allows reading less than an array."""
+"""Number of elements read at a time, if the format allows partial reads."""
 
 MOST_PARTS = 256
-"""Most parts of a path; no program nests as deeply."""
+"""Limit of the parts of a path; no program nests so deeply."""
 
 
 class ProbeError(HealcoreError, ValueError):
-    """Something cannot be probed: the message names it and what to pass instead."""
+    """An input that cannot be probed; the message names it and what to pass instead."""
 
 
 class Damaged(ProbeError):
@@ -33,23 +33,23 @@ class Damaged(ProbeError):
 
 
 class Array(NamedTuple):
-    """One array."""
+    """One array of a checkpoint."""
 
     path: Path
     dtype: str
-    """Its name in NumPy, ml_dtypes and torch: "bfloat16"."""
+    """Name of the dtype in NumPy, ml_dtypes and torch: "bfloat16"."""
     shape: tuple[int, ...]
     read: Callable[[], Iterator[np.ndarray]]
-    """Reads every element once, in any order, in 1-d pieces of a dtype that NumPy can compare and
-    add (float32 for the smaller floats)."""
+    """Yields each element once, in any order, in 1-d pieces. NumPy can compare and add their dtype
+    (float32 for the smaller floats)."""
     storage: Hashable | None = None
-    """Arrays with equal values are one array saved under several names."""
+    """Equal values mark one array that is saved under several names."""
     in_order: bool = True
-    """Whether the arrays come in the order that the program has them in."""
+    """Whether the arrays have the program's order."""
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def scalar(self) -> float:
@@ -58,26 +58,26 @@ class Array(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A whole opened checkpoint; its arrays are not read yet."""
+    """An opened checkpoint, whose arrays are not read yet."""
 
     format: str
-    """For people: "torch file", "Orbax checkpoint"."""
+    """Name of the format for messages: "torch file", "Orbax checkpoint"."""
     arrays: Sequence[Array]
     values: Mapping[Path, Any]
-    """Numbers, strings, booleans and None in the tree, besides the arrays."""
+    """Numbers, strings, booleans and None in the tree, except the arrays."""
     notes: tuple[str, ...] = ()
-    """What could not be read."""
+    """Names of parts that could not be read."""
 
 
 class CheckpointReader(Protocol):
-    """Opens the checkpoints of one framework. It executes nothing that is in them."""
+    """Opens the checkpoints of one framework without executing their contents."""
 
     def open_file(self, path: pathlib.Path) -> Contents:
         """Opens a single file.
 
         Raises:
-            Damaged: its parts contradict each other.
-            ProbeError: it cannot be read without executing it, or not at all.
+            Damaged: the parts of the file contradict each other.
+            ProbeError: the file cannot be read, or only by executing its contents.
         """
         ...
 
@@ -86,56 +86,53 @@ class CheckpointReader(Protocol):
         ...
 
     def stored_arrays(self, data: pathlib.Path, names: Iterable[str]) -> dict[str, Array]:
-        """The named arrays of a checkpoint of healcore's store, without those that are missing.
+        """Returns the named arrays of a checkpoint in healcore's store, except missing ones.
 
         Args:
             data: the directory `data` of the checkpoint.
-            names: of the arrays, as in the checkpoint's `state.json`.
+            names: names as in the checkpoint's `state.json`.
 
         Raises:
-            ProbeError: it is damaged.
+            ProbeError: the checkpoint is damaged.
         """
         ...
 
 
 class PathBudget:
-    """Limits the paths of a checkpoint, so that a small file cannot name a large tree.
+    """Limits the paths of a checkpoint, so that a small file cannot name a huge tree.
 
-    A pickle can hold one list twice in another, and that one twice in a third: n bytes give 2**n
-    leaves. The paths may take 1 MiB plus 256 bytes for each of the `nbytes` bytes of the file.
+    A pickle can nest each list twice in the next list: n bytes give 2**n leaves. The total size of
+    the paths is limited to 1 MiB plus 256 bytes per byte of the file.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._left = (1 << 20) + 256 * nbytes
 
     def take(self, path: Path) -> Path:
-        """Counts one path, and returns it; ProbeError if it or the sum of all is too long."""
+        """Returns the path. Raises ProbeError if it or the sum of all paths is too long."""
         self._left -= sum(map(len, path)) + 8 * len(path) + 8
         if self._left < 0 or len(path) > MOST_PARTS:
-            raise ProbeError(
-                "it holds itself, or is nested too deeply, or names far more than it has bytes: "
-                "there is no end to it"
-            )
+            raise ProbeError("its tree is cyclic, nested too deeply, or far larger than the file")
         return path
 
 
 def dotted(path: Sequence[str]) -> str:
-    """A path for people: `optimizer.state.0.exp_avg_sq`."""
+    """Joins a path for messages: `optimizer.state.0.exp_avg_sq`."""
     return ".".join(path)
 
 
 def shape_of(numbers: Any) -> tuple[int, ...]:
-    """A shape from a file; ValueError if it is not one, or larger than any memory."""
+    """Converts a shape from a file; ValueError if it is invalid or larger than any memory."""
     if not isinstance(numbers, (list, tuple)) or len(numbers) > 64:
-        raise ValueError("a shape in it is none")
+        raise ValueError("it contains an invalid shape")
     if any(type(size) is not int or not 0 <= size < 1 << 60 for size in numbers):
-        raise ValueError("a shape in it is none")
+        raise ValueError("it contains an invalid shape")
     if math.prod(size for size in numbers if size) >= 1 << 60:
-        raise ValueError("an array in it is larger than any memory")
+        raise ValueError("it contains an array that is larger than any memory")
     return tuple(numbers)
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line of at most 200 characters."""
+    """The error message's first line, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -1,6 +1,6 @@
 """Runs recorded rows through the engine on NumPy, JAX or torch, with the same bits.
 
-An adapter provides a `RowRunner` class as "row_runner", called with an engine and a `SignalLayout`.
+An adapter's capability "row_runner" is a class, called with an engine and a `SignalLayout`.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from healcore.core.tree import map_leaves
 BACKENDS = ("numpy", "jax", "torch")
 
 MOST_ROWS = 4096
-"""Most rows of one call of `RowRunner.run`."""
+"""Limit of the rows in one call of `RowRunner.run`."""
 
-JAX_STARTS, A_LOOP, A_COMBINATION = 36_000, 45_000, 40_000
-"""JAX's start-up costs, in rows that NumPy judges in the same time: the import, and compiling one
-policy's loop, with a branch per combination of signals. In CPU time, of which a row takes NumPy
-0.12 ms (`default`): compiling one combination took the time of 65,000 to 120,000 rows, for fast and
-slow policies alike; compiling three combinations took the time of 190,000 rows."""
+IMPORT_ROWS, LOOP_ROWS, COMBINATION_ROWS = 36_000, 45_000, 40_000
+"""Costs of JAX, as the number of rows that NumPy judges in the same CPU time: the import, compiling
+a policy's loop, and compiling one combination of signals in the loop. NumPy takes 0.12 ms per row
+(`default`). Compiling took as long as 65,000 to 120,000 rows for one combination, for fast and slow
+policies alike, and as long as 190,000 rows for three."""
 
 
 DecisionColumns = tuple[Any, ...]
-"""The numbers of a `StepRecord`, and whether a rollback was due (whether or not the budget still
-allowed it): of one row, or arrays over rows."""
+"""The numbers of a `StepRecord`, and a bool: a rollback was due, even if the budget was exhausted.
+Scalars for one row, or arrays over rows."""
 
 
 class SignalLayout(NamedTuple):
-    """The signals of one trace that one policy is given; a compiled loop belongs to it."""
+    """The signals in the rows of one trace for one policy; one loop is compiled per layout."""
 
     combinations: tuple[tuple[str, ...], ...]
-    """Signals that rows have together, every combination once, in a fixed order."""
+    """The distinct sets of signals that rows have, in a fixed order."""
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """Every signal that some row is given, in the order of `Signals`' fields."""
+        """All signals that some row has, in the order of `Signals`' fields."""
         named = {name for combination in self.combinations for name in combination}
         return tuple(name for name in Signals._fields if name in named)
 
@@ -56,16 +56,16 @@ class SignalLayout(NamedTuple):
 def judge_row(
     engine: Engine, state: EngineState, signals: Signals, *, xp: Any
 ) -> tuple[EngineState, DecisionColumns]:
-    """The engine's state after one row, and the decision about the row.
+    """Judges one row; returns the new state and the decision.
 
-    A live run carries out a rollback that is ordered, so the rollback costs its budget here.
+    A live run rolls back when ordered, so the order is subtracted from the budget here.
     """
     new, _ = engine.step(state, signals, xp=xp)
     if engine.mode != "observe":
         new = engine.charged(new, xp=xp)
     after = new.incident
-    # `recovered` counts alarms since the incident's last order of a rollback, from 0, whether or
-    # not the budget still allowed it. At a step in alarm (quiet is 0) it is 0 only for a new order.
+    # `recovered` counts alarms since the incident's last rollback order, granted or denied. At an
+    # alarm (quiet is 0) it is 0 only for a new order.
     due = after.open & (after.quiet == 0) & (after.recovered == 0)
     return new, (*step_record.numbers(new), due)
 
@@ -73,16 +73,16 @@ def judge_row(
 def rolled_back(
     engine: Engine, live: EngineState, restored: EngineState, *, xp: Any
 ) -> EngineState:
-    """`Engine.on_rollback` where the recorded run rolled back.
+    """`Engine.on_rollback` at a row where the recorded run rolled back.
 
-    The budget stays: `judge_row` has subtracted the order, and a restart costs nothing.
+    The budget stays: `judge_row` has already subtracted the order, and a restart costs nothing.
     """
     state = engine.on_rollback(live, restored, xp=xp)
     return state._replace(budget=state.budget._replace(recoveries=live.budget.recoveries))
 
 
 def empty_columns(rows: int) -> DecisionColumns:
-    """Columns to be overwritten: NumPy arrays (rows,)."""
+    """Allocates columns, NumPy arrays (rows,)."""
     ints = {"incident_open": bool, "skip": bool}
     kinds = [ints.get(name, np.int32) for name in step_record.FIELDS[: step_record.INTS]]
     kinds += [np.float32] * (len(step_record.FIELDS) - step_record.INTS)
@@ -90,7 +90,7 @@ def empty_columns(rows: int) -> DecisionColumns:
 
 
 def as_record(columns: DecisionColumns) -> tuple[StepRecord, Any]:
-    """The record, and where a rollback was due."""
+    """Splits columns into a record and the flag for a due rollback."""
     *numbers, due = columns
     return StepRecord(*numbers), due
 
@@ -99,42 +99,42 @@ def as_record(columns: DecisionColumns) -> tuple[StepRecord, Any]:
 
 
 class RowRunner(Protocol):
-    """One policy on one backend, for traces of one layout."""
+    """Runs one policy on one backend, for traces of one layout."""
 
     def start(self) -> Any:
-        """The engine's first state, in the backend's arrays."""
+        """The engine's first state, in arrays of the backend."""
         ...
 
     def on_rollback(self, live: Any, restored: Any) -> Any:
-        """`rolled_back`, in the backend's arrays."""
+        """`rolled_back`, in arrays of the backend."""
         ...
 
     def run(
         self, state: Any, values: Mapping[str, np.ndarray], kind: np.ndarray
     ) -> tuple[Any, DecisionColumns]:
-        """Judges at most `MOST_ROWS` rows.
+        """Judges up to `MOST_ROWS` rows, given as a column (n,) per signal.
 
-        Returns the state after them, and the columns, NumPy arrays (n,).
+        `kind` (n,) is each row's index in `SignalLayout.combinations`. Returns the state after the
+        rows, and the decisions as NumPy arrays (n,).
         """
         ...
 
 
 def choose_backend(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
-    """The default backend for `policies` policies, each of which compiles its own loops.
+    """Chooses the backend that takes less CPU time for `policies` policies, which share no loop.
 
-    Each of `loops` has the rows of all traces that one loop would judge, and the number of its
-    combinations of signals.
+    Each of `loops` is a pair: the rows of all traces, and the number of combinations of signals.
     """
-    saved = sum(rows - A_LOOP - A_COMBINATION * combinations for rows, combinations in loops)
-    worth = saved * policies >= JAX_STARTS and importlib.util.find_spec("jax") is not None
+    saved = sum(rows - LOOP_ROWS - COMBINATION_ROWS * combinations for rows, combinations in loops)
+    worth = saved * policies >= IMPORT_ROWS and importlib.util.find_spec("jax") is not None
     return "jax" if worth else "numpy"
 
 
-@functools.lru_cache(maxsize=256)  # policies times layouts, each used for every trace
+@functools.lru_cache(maxsize=256)  # policies times layouts
 def row_runner(config: EngineConfig, layout: SignalLayout, backend: str) -> RowRunner:
-    """A runner of `BACKENDS`, cached by policy and layout so that each is compiled once.
+    """Returns a runner, cached by policy and layout so that each loop is compiled once.
 
-    Raises MissingExtraError if the framework is not installed, ValueError for another backend.
+    Raises MissingExtraError without the framework, and ValueError for an unknown backend.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -144,7 +144,7 @@ def row_runner(config: EngineConfig, layout: SignalLayout, backend: str) -> RowR
 
 
 class NumpyRowRunner:
-    """Runs NumPy scalars row by row; each combination of signals is recorded once."""
+    """Runs row by row on NumPy scalars; each combination of signals is recorded once."""
 
     def __init__(self, engine: Engine, layout: SignalLayout) -> None:
         self.engine = engine
@@ -163,17 +163,17 @@ class NumpyRowRunner:
         self, state: EngineState, values: Mapping[str, Any], kind: np.ndarray
     ) -> tuple[EngineState, DecisionColumns]:
         """See `RowRunner.run`."""
-        found = empty_columns(len(kind))
-        with np.errstate(all="ignore"):  # float32 scalars warn where XLA and torch are silent
+        columns = empty_columns(len(kind))
+        with np.errstate(all="ignore"):  # NumPy scalars warn, XLA and torch do not
             for row in range(len(kind)):
                 names = self.layout.combinations[kind[row]]
                 signals = Signals(**{name: values[name][row] for name in names})
                 if names not in self._programs:
                     self._programs[names] = self._program(state, signals)
                 state, row_columns = self._programs[names](state, signals)
-                for column, value in zip(found, row_columns, strict=True):
+                for column, value in zip(columns, row_columns, strict=True):
                     column[row] = value
-        return state, found
+        return state, columns
 
     def _program(self, state: EngineState, signals: Signals) -> Callable[..., Any]:
         return record(functools.partial(judge_row, self.engine), state, signals)

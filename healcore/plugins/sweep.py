@@ -1,11 +1,11 @@
-"""The adapter need "sweep_scan": many variants of a policy over recorded series (`healcore sweep`).
+"""The capability "sweep_scan": many variants of a policy over recorded series (`healcore sweep`).
 
-An adapter provides a `SweepScan` class, called with the policy's config and the varied places.
+It is a `SweepScan` class, which is called with the policy's config and the varied places.
 
-A variant is the engine with arrays for some of its numbers, run as a replay runs it
-(`healcore.plugins.rows.judge_row`). A recorded curve shows which steps are skipped and where a
-rollback is ordered. `variants_of` drops the parts of a policy that change neither; `step` leaves
-their state as it is, so that a compiled loop does not compute them.
+A variant is an engine in which some numbers are arrays. It runs as in a replay
+(`healcore.plugins.rows.judge_row`). The result is the skipped steps and the rollback orders.
+`variants_of` drops the parts of a policy that affect neither. `step` keeps the state of unused
+parts, so that a compiled loop does not compute it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from healcore.core.signals import Signals
 from healcore.plugins.rows import SignalLayout, judge_row
 
 WORD = 32
-"""Rows of a group: the orders of a group are the bits of one word."""
+"""Rows per group: the orders of a group are the bits of one word."""
 
 Place = tuple[str | int, ...]
-"""The path from an `EngineConfig` to a number: names of fields and detectors, indices of rules."""
+"""Path from an `EngineConfig` to a number: fields, names of detectors, indices of rules."""
 
 
 class PackedRows(NamedTuple):
-    """All rows of some series, in groups of `WORD`; rows outside of a group are not judged."""
+    """Rows of several series in groups of at most `WORD`; rows outside of groups are padding."""
 
     signals: np.ndarray
     """float32 (rows, signals of the layout)."""
     kind: np.ndarray
-    """int32 (rows,): which of the layout's combinations the row has."""
+    """int32 (rows,): index in the layout's combinations."""
     resumed: np.ndarray
-    """bool (rows,): the first row after the checkpoint that a resumed attempt continues from."""
+    """bool (rows,): first row after the checkpoint from which an attempt resumes."""
     own: np.ndarray
-    """bool (rows,): counts; false for rows of earlier attempts, which only update the state."""
+    """bool (rows,): counts; rows of earlier attempts only update the state."""
     start: np.ndarray
     """int32 (groups,): first row of the group."""
     stop: np.ndarray
-    """int32 (groups,): row after the group's last; `start` of a group without rows."""
+    """int32 (groups,): end of the group, exclusive; equals `start` for an empty group."""
     fresh: np.ndarray
-    """bool (groups,): a series begins here, with a new state."""
+    """bool (groups,): the group begins a series, with a new state."""
 
 
 class PackedSeries(NamedTuple):
@@ -50,14 +50,14 @@ class PackedSeries(NamedTuple):
 
     layout: SignalLayout
     rows: PackedRows
-    which: tuple[int, ...]
-    """Places of the series among all that were packed."""
-    first: tuple[int, ...]
-    """The group in which each begins."""
+    indices: tuple[int, ...]
+    """Index of each series among all series of the sweep."""
+    first_groups: tuple[int, ...]
+    """First group of each series."""
 
 
 class SweepScan(Protocol):
-    """The variants of one policy on one backend. Thread-safe."""
+    """Runs the variants of one policy on one backend. Thread-safe."""
 
     def run(
         self, numbers: tuple[np.ndarray, ...], packed: PackedSeries
@@ -65,31 +65,31 @@ class SweepScan(Protocol):
         """Runs the variants over each series.
 
         Args:
-            numbers: (variants,) for each varied place.
+            numbers: an array (variants,) per varied place.
             packed: the series.
 
         Returns:
-            uint32 (groups, variants): bit `j` is the order at the group's row `j`; and int32
-            (groups, variants): skips, and first orders of incidents, of the group's own rows.
+            uint32 (groups, variants): bit `j` is the order at the group's row `j`. Two int32 arrays
+            (groups, variants): skips, and first orders of incidents, in rows with `own`.
         """
         ...
 
 
 class VariantDecision(NamedTuple):
-    """The decision about one step. Bools."""
+    """The decision about one step, in bools."""
 
     order: Any
-    """A rollback is due, whether or not the budget still grants it."""
+    """A rollback is due, even if the budget is exhausted."""
     first: Any
-    """It is the first of its incident. A recorded curve does not heal, so the order repeats every
-    `incident.patience` alarms, where a live run has rolled back once."""
+    """The order is the first of its incident. A recorded curve does not heal, so the order repeats
+    every `incident.patience` alarms, where a live run would have rolled back once."""
     skip: Any
 
 
 def configure(
     config: EngineConfig, places: tuple[Place, ...], numbers: tuple[Any, ...]
 ) -> EngineConfig:
-    """The config with Python numbers or arrays at `places`."""
+    """Returns the config with Python numbers or arrays at `places`."""
     for place, number in zip(places, numbers, strict=True):
         config = _put(config, place, number)
     return config
@@ -100,13 +100,13 @@ def _put(tree: Any, place: Place, number: Any) -> Any:
         return number
     head, rest = place[0], place[1:]
     if isinstance(head, int):
-        return tuple(_put(each, rest, number) if i == head else each for i, each in enumerate(tree))
+        return tuple(_put(part, rest, number) if i == head else part for i, part in enumerate(tree))
     if head == "detectors":
         name = rest[0]
         return tree._replace(
             detectors=tuple(
-                (own, _put(each, rest[1:], number) if own == name else each)
-                for own, each in tree.detectors
+                (other, _put(table, rest[1:], number) if other == name else table)
+                for other, table in tree.detectors
             )
         )
     return tree._replace(**{head: _put(getattr(tree, head), rest, number)})
@@ -115,7 +115,7 @@ def _put(tree: Any, place: Place, number: Any) -> Any:
 def variants_of(
     config: EngineConfig, places: tuple[Place, ...], numbers: tuple[Any, ...]
 ) -> Engine:
-    """The engine of the variants, without the parts that change neither an order nor a skip."""
+    """The engine of the variants, without parts that affect neither orders nor skips."""
     config = configure(config, places, numbers)
     acted_on = incident.causes(config)
     return Engine(
@@ -123,7 +123,7 @@ def variants_of(
             clip=None,
             update_clip=None,
             detectors=tuple(
-                (name, each) for name, each in config.detectors if int(CAUSES[name]) & acted_on
+                (name, table) for name, table in config.detectors if int(CAUSES[name]) & acted_on
             ),
             rules=tuple(rule for rule in config.rules if rule.skip or rule.action & incident.ACTS),
         )
@@ -138,7 +138,7 @@ def step(
     before, after = state.incident, new.incident
     first = due & ((before.recovered < 0) | (after.number != before.number))
     verdict = VariantDecision(due, first, new.last.decision.skip)
-    # Everything else decides nothing here; the age of a rule, for one, is for its alerts.
+    # The rest affects neither orders nor skips; the age of a rule, for example, delays alerts.
     ages = (old.age for old in state.rules)
     return state._replace(
         step=new.step,

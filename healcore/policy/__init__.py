@@ -1,10 +1,10 @@
-"""Policies: frozen objects read from TOML, checked as a whole, and turned into engines.
+"""Policies: frozen objects that are read from TOML, validated, and turned into engines.
 
     policy = healcore.policy.load("default")         # or "my.toml"
     policy = healcore.policy.load("default", clip={"max_norm": 1.0})
     engine = policy.engine()
 
-A policy names no framework: the same file works in each.
+A policy names no framework, so the same file works in all frameworks.
 """
 
 from __future__ import annotations

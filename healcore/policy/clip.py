@@ -1,4 +1,4 @@
-"""The tables `[clip]`, which clips gradients in one of six ways (`kind`), and `[update_clip]`."""
+"""The tables `[clip]`, one class per `kind` of gradient clipping, and `[update_clip]`."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _recent, _update = RecentMaxConfig(), UpdateClipConfig()
 
 
 class Shift(Table):
-    """`[clip.shift]`, `[detect.grad_spike.shift]`: when rejected values have become the level."""
+    """`[….shift]`: when repeatedly rejected values become the new level."""
 
     core = ShiftConfig
 
-    # patience x gain is counted in an int32.
+    # The count, up to patience x gain, is an int32.
     patience: Annotated[int, whole(least=1, most=1_000_000)] = _shift.patience
     gain: Annotated[int, whole(least=1, most=1000)] = _shift.gain
     forgive: Annotated[int, whole(least=0, most=1_000_000)] = _shift.forgive
 
 
 class _Clip(Table):
-    """Base of the kinds of `[clip]`; `kind` names the rule in `healcore.core.clipping.RULES`."""
+    """Base of the kinds; `kind` is a name in `healcore.core.clipping.RULES`, or none."""
 
     kind: str
 
@@ -55,13 +55,13 @@ class _Clip(Table):
 
 
 class RecentMax(_Clip):
-    """A multiple of the largest norm that has passed lately is the limit."""
+    """Clips at a multiple of the largest recent norm."""
 
     core = RecentMaxConfig
     host_only: ClassVar[frozenset[str]] = frozenset({"limit_alone"})
 
     kind: Literal["recent_max"]
-    # At 1 the limit would never grow.
+    # With a ratio of 1 the limit would never grow.
     ratio: Annotated[float, number(above=1)] = _recent.ratio
     decay: Fraction = _recent.decay
     warmup_steps: Steps = _recent.warmup_steps
@@ -69,14 +69,14 @@ class RecentMax(_Clip):
     limit_alone: OnOff = True
 
     def rule(self) -> tuple[str, Any] | None:
-        """See the base: the fixed limit if there is one and it clips alone."""
+        """As in the base; fixed clipping if `limit_alone` and a `max_norm` are set."""
         if self.limit_alone and self.max_norm is not None:
             return Fixed(kind="fixed", max_norm=self.max_norm).rule()
         return self.kind, self.config()
 
 
 class ZClip(_Clip):
-    """A norm that is unusually large for its own history is brought down (arXiv:2504.02507)."""
+    """Clips a norm that is unusually large for its own history (arXiv:2504.02507)."""
 
     core = ZClipConfig
 
@@ -91,7 +91,7 @@ class ZClip(_Clip):
 
 
 class Fixed(_Clip):
-    """One absolute limit, as in clip_grad_norm_ and clip_by_global_norm."""
+    """Clips at one absolute limit, as clip_grad_norm_ and clip_by_global_norm do."""
 
     core = FixedConfig
 
@@ -100,7 +100,7 @@ class Fixed(_Clip):
 
 
 class AutoClip(_Clip):
-    """A percentile of the recent norms is the limit (arXiv:2007.14469)."""
+    """Clips at a percentile of the recent norms (arXiv:2007.14469)."""
 
     core = AutoClipConfig
 
@@ -111,7 +111,7 @@ class AutoClip(_Clip):
 
 
 class AdaGC(_Clip):
-    """Each tensor is held near its own moving average (arXiv:2502.11034)."""
+    """Clips each tensor relative to the moving average of its norm (arXiv:2502.11034)."""
 
     core = AdaGCConfig
 
@@ -124,7 +124,7 @@ class AdaGC(_Clip):
 
 
 class UpdateClip(Table):
-    """An update far longer than the recent ones is shortened, after the optimizer has made it."""
+    """Clips an update that is far longer than the recent updates, after the optimizer's step."""
 
     core = UpdateClipConfig
 
@@ -136,12 +136,12 @@ class UpdateClip(Table):
 
 
 class NoClip(_Clip):
-    """Gradients pass as they are."""
+    """No clipping."""
 
     kind: Literal["none"] = "none"
 
     def rule(self) -> None:
-        """See the base."""
+        """None."""
 
 
 Clip = Annotated[RecentMax | ZClip | Fixed | AutoClip | AdaGC | NoClip, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""`[detect.*]`: the detectors. A table that is there, even empty, switches its detector on."""
+"""The tables `[detect.*]`; a detector is on if its table is present, even if empty."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _ratio, _window = detectors.LossRatioConfig(), detectors.LossWindowConfig()
 _ceiling, _limit = detectors.LossCeilingConfig(), detectors.GradCeilingConfig()
 _ema = detectors.GradEmaConfig()
 
-_WARMUP_IN_WINDOW = AtMost("warmup_steps", "window", "longer", "it never holds more")
+_WARMUP_IN_WINDOW = AtMost("warmup_steps", "window", "longer", "the window never holds more values")
 
 
 class NonFinite(Table):
-    """NaN or infinite loss or gradient. No thresholds."""
+    """NaN or infinite loss or gradient; it has no thresholds."""
 
     core = detectors.NonFiniteConfig
 
 
 class LossSpike(Table):
-    """One bad batch, or a sustained departure from the run's own noise."""
+    """One bad batch, or a sustained rise of the loss above the run's own noise."""
 
     core = detectors.LossSpikeConfig
 
@@ -51,7 +51,7 @@ class LossSpike(Table):
 
 
 class NormSpike(LossSpike):
-    """A norm far above its own recent level: of the gradient, or of the update."""
+    """A norm of the gradient or of the update far above its own recent level."""
 
     core = detectors.GradSpikeConfig
 
@@ -59,13 +59,13 @@ class NormSpike(LossSpike):
 
 
 class UpdateSpike(NormSpike):
-    """The same rule on the norm of the update."""
+    """`NormSpike` on the norm of the update."""
 
     core = detectors.UpdateSpikeConfig
 
 
 class Divergence(Table):
-    """The smoothed loss is above its best level and does not come back."""
+    """The smoothed loss stays above its best level."""
 
     core = detectors.DivergenceConfig
 
@@ -101,13 +101,13 @@ class Vanishing(Table):
 
     core = detectors.VanishingConfig
 
-    # Norms below 1e-12 are zero to the core (numerics.TINY).
+    # The core sets norms below 1e-12 to zero (numerics.TINY).
     threshold: Annotated[float, number(above=1e-12)] = _gone.threshold
     patience: Steps = _gone.patience
 
 
 class Plateau(Table):
-    """The loss has stopped falling, or sits at the level of guessing."""
+    """The loss has stopped falling, or stays at the level of guessing."""
 
     core = detectors.PlateauConfig
 
@@ -129,12 +129,12 @@ class Overfit(Table):
 
 
 class LossRatio(Table):
-    """The loss is several times the mean of the last ones."""
+    """The loss is several times the mean of recent losses."""
 
     core = detectors.LossRatioConfig
     rules = (
         _WARMUP_IN_WINDOW,
-        AtMost("sustain", "escape", "longer", "by then the high loss is the new level"),
+        AtMost("sustain", "escape", "longer", "from then on the high loss is the level"),
     )
 
     ratio: Annotated[float, number(above=1)] = _ratio.ratio
@@ -145,14 +145,14 @@ class LossRatio(Table):
 
 
 class LossCeiling(Table):
-    """The loss is above a fixed level, or above all that its first steps had."""
+    """The loss is above a fixed level, or above all losses of the first steps."""
 
     core = detectors.LossCeilingConfig
     rules = (
         OneNeeded(
             "ceiling",
             "first_steps",
-            "a number where first_steps is 0: there is nothing else to stay below",
+            "a number if first_steps is 0: otherwise nothing is compared",
             "ceiling = 5.0, or first_steps = 100",
         ),
     )
@@ -164,7 +164,7 @@ class LossCeiling(Table):
 
 
 class LossWindow(Table):
-    """The loss is many standard deviations above the mean of the last ones."""
+    """The loss is many standard deviations above the mean of recent losses."""
 
     core = detectors.LossWindowConfig
     rules = (_WARMUP_IN_WINDOW,)
@@ -178,23 +178,23 @@ class LossWindow(Table):
 
 
 class GradWindow(LossWindow):
-    """The same rule on the gradient norm."""
+    """`LossWindow` on the gradient norm."""
 
     core = detectors.GradWindowConfig
 
 
 class GradEma(Table):
-    """The gradient norm is far above the moving average of the accepted ones."""
+    """The gradient norm is far above the moving average of accepted norms."""
 
     core = detectors.GradEmaConfig
     rules = (
         OneNeeded(
             "ratio",
             "sigmas",
-            "a number where sigmas is none too: nothing else is compared",
+            "a number if sigmas is none: otherwise nothing is compared",
             "ratio = 20.0, or sigmas = 20.0",
         ),
-        AtMost("sustain", "shift.patience", "longer", "by then the high norm is the new level"),
+        AtMost("sustain", "shift.patience", "longer", "from then on the high norm is the level"),
     )
 
     ratio: Annotated[float | None, number(above=1, none=True)] = _ema.ratio
@@ -207,17 +207,17 @@ class GradEma(Table):
 
 
 class GradCeiling(Table):
-    """The gradient norm is above an absolute limit, or many times the largest of the first."""
+    """The gradient norm is above an absolute limit, or many times the first norms."""
 
     core = detectors.GradCeilingConfig
     rules = (
         OneNeeded(
             "ceiling",
             "first_ratio",
-            "a number where first_ratio is none too: there is nothing else to stay below",
+            "a number if first_ratio is none: otherwise nothing is compared",
             "ceiling = 100.0, or first_ratio = 10.0",
         ),
-        AtMost("sustain", "escape", "longer", "then the first norms are counted again"),
+        AtMost("sustain", "escape", "longer", "from then on the first norms are learnt again"),
     )
 
     ceiling: Limit = _limit.ceiling
@@ -228,7 +228,7 @@ class GradCeiling(Table):
 
 
 class Detect(Table):
-    """All detectors, by the names of `healcore.core.detectors.DETECTORS`."""
+    """All detectors, by their names in `healcore.core.detectors.DETECTORS`."""
 
     nonfinite: NonFinite | None = None
     loss_spike: LossSpike | None = None

@@ -1,4 +1,4 @@
-"""A whole policy file (`Policy`): its engine, its text, and its differences from another one."""
+"""`Policy`, the model of a whole policy file: its engine, its text, and differences of policies."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ _BUDGETED = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"), ("shrink_microba
 
 
 def _entries(value: Any) -> Any:
-    """Turns a TOML list into the tuple that a frozen policy has."""
+    """Converts a TOML list to a tuple, which is hashable."""
     if not isinstance(value, list | tuple):
         raise broken("an array of tables")
     return tuple(value)
 
 
 class Policy(Table):
-    """What to watch, what to do about it, and how often.
+    """The detectors, the responses to them, and the limits of recovery.
 
-    Frozen and hashable; policies with equal values are equal. `healcore.policy.load` makes one, and
-    its errors name what to write instead. Built by hand it raises pydantic's `ValidationError`.
+    Policies are frozen and hashable, and compare by value. Use `healcore.policy.load`, whose errors
+    say what to write instead; the constructor raises pydantic's `ValidationError`.
     """
 
     host_only = frozenset({"retry", "skip_batch", "hang"})
@@ -79,7 +79,7 @@ class Policy(Table):
     hang: Hang = Hang()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Every rule has to be able to fire and to be carried out."""
+        """Yields rules that could never fire, or whose actions have no budget."""
         for i, rule in enumerate(self.respond):
             for j, cause in enumerate(rule.to if not rule.for_faults else ()):
                 detector = detector_of(cause)
@@ -87,15 +87,15 @@ class Policy(Table):
                     yield Conflict(
                         ("respond", i, "to", j),
                         cause,
-                        f"a cause that is watched for; there is no [detect.{detector}]",
+                        f"a cause whose detector is on; the policy lacks [detect.{detector}]",
                         f"a table [detect.{detector}], or drop {cause!r} from the rule",
                     )
                 for other in self._mistaken_for(cause, rule.to):
                     yield Conflict(
                         ("respond", i, "to", j),
                         cause,
-                        f"the only one to raise {CAUSES[cause].name}; [detect.{other}] does too, "
-                        "and rules match causes, not detectors",
+                        f"the only cause with {CAUSES[cause].name}, but [detect.{other}] has it "
+                        "too, and rules match causes, not detectors",
                         f'to = ["{cause}", "{other}"], or only one of the two tables',
                     )
             for action, budget in _BUDGETED:
@@ -103,12 +103,12 @@ class Policy(Table):
                     yield Conflict(
                         ("respond", i, "do", rule.do.index(action)),
                         action,
-                        f"an action that needs a budget; budget.{budget} is 0",
+                        f"an action with a budget above 0; budget.{budget} is 0",
                         f"budget.{budget} = 3, or drop {action!r} from the rule",
                     )
 
     def _mistaken_for(self, cause: str, named: tuple[str, ...]) -> Iterator[str]:
-        """Detectors that are on, have a flag of `cause`, and are not named next to it."""
+        """Yields active detectors that share a flag with `cause` and are not in the rule."""
         flags = CAUSES[cause]
         for other in DETECTORS:
             if other in named or other == detector_of(cause) or not CAUSES[other] & flags:
@@ -117,7 +117,7 @@ class Policy(Table):
                 yield other
 
     def config(self) -> EngineConfig:
-        """The core's config; every float is rounded to float32 once, for all backends."""
+        """The core's config. Floats are rounded to float32 once, for all backends."""
         watched = ((name, getattr(self.detect, name)) for name in DETECTORS)
         return EngineConfig(
             mode=self.mode,
@@ -134,7 +134,7 @@ class Policy(Table):
         )
 
     def fault_actions(self) -> dict[Cause, frozenset[str]]:
-        """What the rules answer to each fault that they name; the engine does not have these."""
+        """The actions for each fault that the rules name; the host performs them."""
         found: dict[Cause, frozenset[str]] = {}
         for rule in self.respond:
             for name in rule.to if rule.for_faults else ():
@@ -143,30 +143,30 @@ class Policy(Table):
         return found
 
     def engine(self) -> Engine:
-        """The pure state machine of this policy; every call gives an equal one."""
+        """The engine of this policy; engines of repeated calls are equal."""
         return Engine(self.config())
 
 
 def detector_of(cause: str) -> str:
-    """The table under [detect] for a cause; NaN in loss and in gradient share one."""
+    """The table under [detect] for a cause; NaN in loss and in gradient share a table."""
     return "nonfinite" if cause.startswith("nonfinite_") else cause
 
 
 def dumps(policy: Policy) -> str:
-    """Writes a policy as TOML with every key, so that a later default changes nothing in it.
+    """Writes a policy as TOML with every key, so that changed defaults do not affect the file.
 
-    `loads(dumps(policy)) == policy`: numbers have all their digits and are not rounded to float32.
+    `loads(dumps(policy)) == policy`: numbers keep all digits and are not rounded to float32.
     """
     return tomli_w.dumps(to_dict(policy))
 
 
 def to_dict(policy: Policy) -> dict[str, Any]:
-    """The document as plain mappings, lists, strings, bools and numbers; JSON-safe."""
+    """The policy as plain mappings, lists, strings, bools and numbers; JSON-safe."""
     return _plain(policy)
 
 
 def _plain(table: Table) -> dict[str, Any]:
-    """Absent tables are omitted; an absent limit is the string "none"."""
+    """Omits absent tables; an absent limit is the string "none"."""
     written: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value = getattr(table, name)
@@ -177,13 +177,13 @@ def _plain(table: Table) -> dict[str, Any]:
             written[key] = [_plain(v) if isinstance(v, Table) else v for v in value]
         elif value is not None:
             written[key] = value
-        elif field.metadata:  # a number or none; a table that may be absent has no metadata
+        elif field.metadata:  # an optional number; optional tables have no metadata
             written[key] = NONE
     return written
 
 
 class Difference(NamedTuple):
-    """One key with two values; None for a policy without the key."""
+    """A key with different values in two policies; None if a policy lacks the key."""
 
     key: str
     left: Any
@@ -191,10 +191,10 @@ class Difference(NamedTuple):
 
 
 def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
-    """The keys whose values differ, in the order of the file, defaults included.
+    """The keys with different values, in the order of the file, defaults included.
 
-    Rules are compared by position. A table that only one policy has is listed key by key, an empty
-    one as a whole.
+    Rules are compared by position. If only one policy has a table, each key of the table is listed,
+    or the table itself if it is empty.
     """
     a, b = dict(_flat(to_dict(left))), dict(_flat(to_dict(right)))
     keys = [*a, *(key for key in b if key not in a)]
@@ -219,9 +219,9 @@ def _flat(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, An
 def fingerprint(policy: Policy) -> str:
     """Sixteen hex digits, equal for equal numbers in the core (within one release of healcore).
 
-    Name, description and references do not count, and numbers count as float32: 0.97 and
-    0.9700000001 are one policy. The same as `Engine.fingerprint`.
+    Name, description and references do not count. Numbers count as float32: 0.97 and 0.9700000001
+    give the same fingerprint. Equals `Engine.fingerprint`.
     """
     found = policy.engine().fingerprint
-    assert found is not None, "the numbers of a policy file are Python's"
+    assert found is not None, "a policy has Python numbers, not arrays"
     return found

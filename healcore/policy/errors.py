@@ -1,7 +1,4 @@
-"""The errors of a policy: the key, the value received, the rule, and what to write.
-
-`problems_in` translates pydantic's errors.
-"""
+"""Errors of a policy: key, received value, rule, and what to write instead."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from healcore.policy.table import NONE, Table
 Path = tuple[str | int, ...]
 
 _MOST_REPORTED = 100
-"""Problems that are reported: for each the keys of the format are searched for one like it."""
+"""Limit of reported problems, because each one searches all keys for a close match."""
 
 _EXAMPLES = {
     "schema": "schema = 1",
@@ -40,9 +37,9 @@ class Problem(NamedTuple):
     key: str
     """Dotted key, for example `clip.z_threshold` or `respond[0].to[1]`; "" for the file itself."""
     value: str
-    """What was received, as Python writes it; "" where nothing was."""
+    """The received value as Python writes it, or an empty string if the key is missing."""
     rule: str
-    """What has to hold."""
+    """The condition that the value violates."""
     write: str
     """What to write instead."""
 
@@ -53,12 +50,12 @@ class Problem(NamedTuple):
 
 
 class PolicyError(HealcoreError, ValueError):
-    """A policy that cannot be used. Raised when it is loaded, never during a run.
+    """An invalid policy. Raised when the policy is loaded, never during a run.
 
     Attributes:
-        source: The file, the preset's name, or "<text>".
-        problems: In the order of the file where that is known.
-        unreadable: The file could not be read at all, so that its policy is not known.
+        source: the file, the preset's name, or "<text>".
+        problems: in the order of the file where it is known.
+        unreadable: the file could not be read.
     """
 
     def __init__(
@@ -77,19 +74,19 @@ class PolicyError(HealcoreError, ValueError):
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A received value nearly as TOML writes it, short enough for a message."""
+    """Formats a received value nearly as TOML, shortened for a message."""
     try:
         if isinstance(value, bool):
             text = str(value).lower()
         else:
             text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-    except (ValueError, RecursionError):  # whole numbers beyond sys.get_int_max_str_digits, cycles
+    except (ValueError, RecursionError):  # a huge int, or a cycle
         return f"a {type(value).__name__} too long to print"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def dotted(parts: tuple[str | int, ...]) -> str:
-    """Joins a path into a key: `("respond", 0, "to")` is `respond[0].to`."""
+    """Joins a path into a key: `("respond", 0, "to")` becomes `respond[0].to`."""
     key = ""
     for part in parts:
         if isinstance(part, int):
@@ -102,14 +99,14 @@ def dotted(parts: tuple[str | int, ...]) -> str:
 
 
 def problems_in(error: ValidationError, root: type[Table]) -> tuple[Problem, ...]:
-    """The problems of a document whose whole table is `root`, in pydantic's order."""
+    """Converts pydantic's errors, in pydantic's order; `root` is the model of the document."""
     found: list[Problem] = []
     details = error.errors(include_url=False)
     for detail in details[:_MOST_REPORTED]:
         found.extend(_problems(detail, root))
     if len(details) > _MOST_REPORTED:
-        rule = f"{len(details) - _MOST_REPORTED} more of its keys are wrong"
-        found.append(Problem("policy", "", rule, "correct those above first"))
+        rule = f"{len(details) - _MOST_REPORTED} more keys are wrong"
+        found.append(Problem("policy", "", rule, "correct the problems above first"))
     return tuple(found)
 
 
@@ -137,14 +134,14 @@ def _problems(detail: ErrorDetails, root: type[Table]) -> Iterator[Problem]:
             path, received = (*path, context["entry"]), received[context["entry"]]
         rule, write = context["rule"], _instead(path, table, received, context.get("choices", ()))
         yield Problem(dotted(path), shown(received), rule, write)
-    else:  # a table was wanted: model_type, model_attributes_type, dict_type
+    else:  # not a table: model_type, model_attributes_type, dict_type
         rule_itself = len(path) == 2 and path[0] == "respond"
         write = "[[respond]]" if rule_itself else f"[{dotted(path)}]" if path else "key = value"
         yield Problem(dotted(path) or "policy", value, "a table", write)
 
 
 def _walk(loc: Path, root: type[Table]) -> tuple[Path, type[Table]]:
-    """The path without pydantic's marks, and the table that has (or lacks) the last key."""
+    """The path without pydantic's markers, and the table that should hold the last key."""
     path: list[str | int] = []
     table = root
     rest = list(loc)
@@ -156,7 +153,7 @@ def _walk(loc: Path, root: type[Table]) -> tuple[Path, type[Table]]:
             continue
         inner = _tables(field.annotation)
         if part == "clip" and rest and rest[0] in KINDS:
-            inner = [KINDS[str(rest.pop(0))]]  # the tag of the union, which no file holds
+            inner = [KINDS[str(rest.pop(0))]]  # the union's tag, which is not in the file
         while rest and isinstance(rest[0], int):
             path.append(rest.pop(0))
         if inner and rest:
@@ -185,7 +182,7 @@ def _keys(table: type[Table]) -> list[str]:
 def _known_keys(key: str, table: type[Table], root: type[Table]) -> str:
     known = _keys(table)
     homes = [place for place, keys in _places(root) if key in keys]
-    if homes:  # before the close matches: a key that exists is no misspelling
+    if homes:  # an existing key is misplaced, not misspelt
         return f"{key!r} under {' or '.join(homes)}"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if close:
@@ -194,7 +191,7 @@ def _known_keys(key: str, table: type[Table], root: type[Table]) -> str:
 
 
 def _places(root: type[Table]) -> Iterator[tuple[str, list[str]]]:
-    """Every table of the format with its keys, to find the table of a misplaced key."""
+    """Yields each table of the format with its keys, to locate a misplaced key."""
     yield "the top of the file", _keys(root)
     for kind, table in KINDS.items():
         yield f'[clip] with kind = "{kind}"', _keys(table)
@@ -210,11 +207,11 @@ def _places(root: type[Table]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _instead(path: Path, table: type[Table], received: Any, choices: tuple[str, ...]) -> str:
-    """A line that would be right: the closest choice, the number as a whole, or the default."""
+    """A valid line to write: the closest choice, the number as an int, or the default."""
     close = difflib.get_close_matches(str(received), choices, n=1, cutoff=0.6)
     if isinstance(path[-1], int):  # an entry of a list
         if received in choices:
-            return "drop the second one"
+            return "drop the second entry"
         return shown(close[0]) if close else "one of these" if choices else "a string in quotes"
     key = path[-1]
     if key in _EXAMPLES:

@@ -1,6 +1,6 @@
-"""Reads a policy from a name, a file or text, and checks it.
+"""Loads and validates a policy from a name, a file, text or a mapping.
 
-The policies that come with healcore are one TOML file each in `healcore.policies`.
+The policies of healcore are TOML files in `healcore.policies`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from healcore.policy.document import SCHEMA, Policy, to_dict
 from healcore.policy.errors import PolicyError, Problem, problems_in, shown
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
-"""healcore's own policies. All others are recipes: published settings, written as policies."""
+"""healcore's own policies; all others in `healcore.policies` are recipes, published settings."""
 
 _SUFFIX = ".toml"
 
 PolicySource = str | os.PathLike[str] | Policy
-"""What has a document: a preset's name, a file, or a policy."""
+"""A name of a preset or recipe, a path of a TOML file, or a policy."""
 
-_LARGEST_FILE = 1 << 20  # bytes; a policy has a few kB, a checkpoint given by mistake has more
+_LARGEST_FILE = 1 << 20  # bytes; a policy has a few kB, so a larger file is no policy
 
 _MOST_PARTS = 32
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
@@ -40,12 +40,12 @@ _Table = Mapping[str, Any]
 
 
 class Overrides(TypedDict, total=False):
-    """The keywords of `load` and of everything with a `policy` argument: keys of a policy file.
+    """Keywords of `load` and of functions with a `policy` argument: the keys of a policy file.
 
-    A table is a mapping with the keys to change, `clip={"max_norm": None}`; its other keys stay.
-    None is no limit for a number that may be absent, no detector for a table under `detect`, and no
-    clipping for `clip` and `update_clip`. Lists are replaced as a whole, and so is `clip` if its
-    `kind` changes.
+    A table is a mapping with the keys to change, `clip={"max_norm": None}`; other keys stay. For an
+    optional number None means no limit, for a table under `detect` no detector, and for `clip` and
+    `update_clip` no clipping. Lists are replaced as a whole, and so is `clip` if its `kind`
+    changes.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Overrides(TypedDict, total=False):
 
 
 def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
-    """Reads a policy and checks all of it.
+    """Loads and validates a policy.
 
         load("default", clip={"max_norm": 1.0}, detect={"plateau": {}})
 
     Args:
-        policy: The name of a preset or a recipe, the path of a TOML file (it ends in .toml or has
-            a folder in it), or a `Policy`, which is returned as it is.
-        **overrides: Values to replace before the policy is checked, see `Overrides`.
+        policy: the name of a preset or recipe, the path of a TOML file (it ends in .toml or
+            contains a separator), or a `Policy`, which is returned unchanged.
+        **overrides: values to replace before validation, see `Overrides`.
 
     Raises:
-        PolicyError: No such preset or file, no TOML, or a policy that cannot work.
+        PolicyError: the preset or file does not exist, is not TOML, or is not a valid policy.
     """
     if isinstance(policy, Policy):
         if not overrides:
@@ -97,7 +97,7 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     else:
         rule = "a preset's name, a path, or a Policy"
         if overrides:
-            rule += f", where {', '.join(overrides)} is given as a keyword"
+            rule += f", to replace {', '.join(overrides)} by keyword"
         write = '"default", or from_dict(...) for a mapping'
         raise _error(type(policy).__name__, shown(policy), rule, write, key="policy")
     if overrides:
@@ -106,14 +106,14 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
 
 
 def loads(text: str, *, source: str = "<text>") -> Policy:
-    """Reads a policy from TOML text.
+    """Loads a policy from TOML text.
 
     Args:
-        text: The document.
-        source: What error messages call it.
+        text: the document.
+        source: name of the document in error messages.
 
     Raises:
-        PolicyError: As `load`.
+        PolicyError: as `load`.
     """
     if not isinstance(text, str):
         raise _error(source, shown(text), "TOML text, a str", "text.decode(), or load(path)")
@@ -121,9 +121,10 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
 
 
 def _parsed(text: str, source: str) -> dict[str, Any]:
-    """The document, unchecked.
+    """Parses TOML without validation.
 
-    tomllib's memory grows with the square of the parts of a dotted key, so that number is limited.
+    tomllib's memory grows with the square of the number of parts in a dotted key. The number of
+    parts is therefore limited.
     """
     long = (line for line in text.split("\n") if line.count(".") >= _MOST_PARTS)
     if any(map(_LONG_KEY.search, long)):
@@ -131,8 +132,8 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
         raise _error(source, "a dotted key of many parts", rule, "the keys of docs/policies.md")
     try:
         return tomllib.loads(text)
-    # Not only TOMLDecodeError: impossible dates and numbers of too many digits are ValueErrors, a
-    # thousand nested brackets a RecursionError.
+    # ValueError includes TOMLDecodeError, impossible dates and numbers with too many digits. A
+    # thousand nested brackets are a RecursionError.
     except (ValueError, RecursionError) as error:
         reason = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
         write = "correct the syntax at that place"
@@ -140,19 +141,19 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
-    """Checks a policy given as nested mappings and lists, as `to_dict` writes it.
+    """Validates a policy given as nested mappings and lists, as `to_dict` writes it.
 
     Args:
-        data: The document.
-        source: What error messages call it.
+        data: the document.
+        source: name of the document in error messages.
 
     Raises:
-        PolicyError: As `load`.
+        PolicyError: as `load`.
     """
-    # First: the keys of another schema would give many wrong errors.
+    # Check the schema first: keys of another schema would give many misleading errors.
     schema = data.get("schema") if isinstance(data, Mapping) else None
     if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
-        rule = f"{SCHEMA}, the version of the file format that this healcore reads"
+        rule = f"{SCHEMA}, the version of the file format that this release reads"
         write = "schema = 1, or upgrade healcore if a newer one wrote the file"
         raise _error(source, shown(schema), rule, write, key="schema")
     try:
@@ -164,7 +165,7 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
 def _error(
     source: str, value: str, rule: str, write: str, *, key: str = "", unreadable: bool = False
 ) -> PolicyError:
-    """An error with one problem."""
+    """Makes an error with one problem."""
     return PolicyError(source, (Problem(key, value, rule, write),), unreadable=unreadable)
 
 
@@ -172,17 +173,17 @@ def _no_preset(name: str) -> PolicyError:
     known = (*preset_names(), *recipe_names())
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    rule, write = f"one of {', '.join(known)}", f"{hint}a file is given as {name}.toml"
+    rule, write = f"one of {', '.join(known)}", f"{hint}for a file write {name}.toml"
     return _error(shown(name), shown(name), rule, write, key="policy", unreadable=True)
 
 
 def _read(path: str | os.PathLike[str]) -> str:
-    """The file's text; raises `PolicyError`."""
+    """Reads the file's text; raises `PolicyError`."""
     try:
         with open(path, "rb", opener=regular_file.opener) as file:
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
-            raise ValueError(f"larger than {_LARGEST_FILE} bytes, which no policy is")
+            raise ValueError(f"larger than {_LARGEST_FILE} bytes, the limit of a policy")
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         reason, rule = f"not UTF-8 at byte {error.start}", "a text file in UTF-8"
@@ -194,29 +195,28 @@ def _read(path: str | os.PathLike[str]) -> str:
 
 
 PolicyLike = PolicySource | Engine | EngineConfig
-"""A preset's name, the path of a TOML file, a `Policy`, an Engine or an EngineConfig, whose
-numbers may be traced arrays."""
+"""A `PolicySource`, or an Engine or EngineConfig, whose numbers may be traced arrays."""
 
 
 def resolve(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Policy | Engine:
-    """The policy with its overrides, or an Engine without any; raises `PolicyError`."""
+    """Loads the policy, or returns the Engine as it is; raises `PolicyError`."""
     if isinstance(policy, EngineConfig) and not overrides:
         return Engine(policy)
     if isinstance(policy, Engine) and not overrides:
         return policy
-    # `load` refuses an Engine with overrides.
+    # `load` raises for an Engine with overrides.
     return load(policy, **overrides)  # type: ignore[arg-type]
 
 
 def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
-    """The engine of a policy.
+    """Returns the engine of a policy.
 
     Args:
         policy: see `PolicyLike`.
-        overrides: as `Overrides`, values to replace in it; none for an Engine or EngineConfig.
+        overrides: values to replace, as in `Overrides`; not allowed for an Engine or EngineConfig.
 
     Raises:
-        PolicyError: there is no such policy, or it is not a valid one.
+        PolicyError: the policy does not exist or is not valid.
     """
     found = resolve(policy, overrides)
     return found if isinstance(found, Engine) else found.engine()
@@ -228,7 +228,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Names of the published recipes that come with healcore, sorted."""
+    """Names of the published recipes that healcore includes, sorted."""
     names = (entry.name for entry in resources.files("healcore.policies").iterdir())
     found = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
     return tuple(sorted(name for name in found if name not in PRESETS))
@@ -241,13 +241,13 @@ def name_of(fingerprint: str | None) -> str | None:
 
 
 def preset_text(name: str) -> str:
-    """The file of a preset or of a recipe, comments and all.
+    """Returns the TOML text of a preset or recipe, including comments.
 
     Args:
-        name: One of `preset_names()` or of `recipe_names()`.
+        name: one of `preset_names()` or `recipe_names()`.
 
     Raises:
-        KeyError: There is no such policy.
+        KeyError: no policy has this name.
     """
     if name not in (*preset_names(), *recipe_names()):
         raise KeyError(name)
@@ -257,9 +257,9 @@ def preset_text(name: str) -> str:
 
 
 def check_keywords(function: Callable[..., Any], overrides: Mapping[str, Any]) -> None:
-    """Raises TypeError for a keyword that looks like a misspelt option of a function.
+    """Raises TypeError for a keyword that looks like a misspelt option of `function`.
 
-    Keywords that are like a key of a policy are left to the policy's own check.
+    Keywords that resemble a policy key are left to the validation of the policy.
     """
     keys = list(Overrides.__annotations__)
     parameters = inspect.signature(function).parameters.values()
@@ -274,13 +274,13 @@ def check_keywords(function: Callable[..., Any], overrides: Mapping[str, Any]) -
 
 
 def merged(data: _Table, overrides: _Table) -> dict[str, Any]:
-    """A copy of a document with some values replaced; neither argument is checked or changed."""
+    """Returns a copy of a document with values replaced; nothing is validated."""
     new = dict(data)
     for key, value in overrides.items():
         old = new.get(key, {})
         if isinstance(value, Mapping) and isinstance(old, Mapping):
             kind = old.get("kind")
-            # The numbers of one kind of clipping mean nothing to another.
+            # The keys of one kind of clipping do not fit another kind.
             new[key] = merged(old if value.get("kind", kind) == kind else {}, value)
         else:
             new[key] = {"kind": "none"} if key == "clip" and value is None else value

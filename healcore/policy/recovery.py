@@ -1,7 +1,7 @@
-"""Tables on how a run recovers, and how often.
+"""Tables for how a run recovers, and how often.
 
-`[incident]`, `[rollback]`, `[lr]` and `[budget]` are for trouble that detectors find; `[retry]`,
-`[skip_batch]` and `[hang]` for faults, which only the host sees.
+`[incident]`, `[rollback]`, `[lr]` and `[budget]` are for alarms of detectors. `[retry]`,
+`[skip_batch]` and `[hang]` are for faults, which only the host detects.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class IncidentPolicy(Table):
 
 
 class Rollback(Table):
-    """Which checkpoint a rollback restores, and when."""
+    """Which checkpoint a rollback restores, and under which conditions."""
 
     core = RollbackConfig
     host_only = frozenset(
@@ -57,10 +57,10 @@ class Rollback(Table):
 
 
 class Lr(Table):
-    """Soft steps; the cut of the rate, and the ramp after it, to exactly 1 or to the ceiling."""
+    """Cuts of the learning rate, the ramp to exactly 1 or to the ceiling, and soft steps."""
 
     core = LrConfig
-    rules = (AtMost("floor", "factor", "larger", "the first cut would not reach it"),)
+    rules = (AtMost("floor", "factor", "larger", "a larger floor would limit the first cut"),)
 
     factor: Fraction = _lr.factor
     floor: Annotated[float, number(above=0, most=1)] = _lr.floor
@@ -72,7 +72,7 @@ class Lr(Table):
 
 
 class Budget(Table):
-    """How often a run may recover. With no recovery left, a run that is not finite is stopped."""
+    """How often a run may recover; when exhausted, a non-finite step stops the run."""
 
     core = BudgetConfig
     host_only = frozenset({"shrinks"})
@@ -86,8 +86,8 @@ class Budget(Table):
 class Retry(Table):
     """`[retry]`: how a failed network call is repeated.
 
-    The wait after attempt n is `base_delay_s * factor ** (n - 1)`, at most `max_delay_s`, less a
-    random part of up to `jitter` of it, so that many processes do not come back at once.
+    The wait after attempt n is `base_delay_s * factor ** (n - 1)`, at most `max_delay_s`. A random
+    part of up to the share `jitter` is subtracted, so that many processes do not retry at once.
     """
 
     rules = (AtMost("base_delay_s", "max_delay_s", "longer"),)
@@ -100,9 +100,9 @@ class Retry(Table):
 
 
 class Hang(Table):
-    """`[hang]`: when a step counts as one that never returns.
+    """`[hang]`: after which time a step counts as hung.
 
-    The limit grows with the run: it is at least three times the longest step so far.
+    The limit is at least three times the longest step so far.
     """
 
     timeout_s: Positive = 300.0
@@ -111,7 +111,7 @@ class Hang(Table):
 
 
 class SkipBatch(Table):
-    """`[skip_batch]`: how many unreadable batches are skipped before the error ends the run."""
+    """`[skip_batch]`: how many unreadable batches are skipped before the error is raised."""
 
     rules = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))
 

@@ -1,8 +1,7 @@
-"""`[[respond]]`: the rules that say what is done about which causes, and when.
+"""`[[respond]]`: the rules, with their causes, actions and conditions.
 
-Rules name causes that detectors find, or faults, which only the host sees: exceptions, and steps
-that never return. No step is judged for a fault. So `Policy.config` leaves the rules for faults
-out, and the runtime carries them out.
+A rule names causes of detectors, or faults. Only the host detects faults: exceptions, and steps
+that hang. `Policy.config` therefore omits the rules for faults, and the runtime applies them.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
     "hang": (Cause.HANG, ("alert", "stop")),
     "unknown": (Cause.UNKNOWN, ("save",)),
 }
-"""The faults that `to` may name: the flag, and what `do` may answer. Each is logged in any case."""
+"""Flag and allowed actions of each fault that `to` may name. Every fault is logged."""
 
 _FAULT_ACTIONS = tuple(dict.fromkeys(name for _, names in FAULTS.values() for name in names))
 
 SKIP = "skip"
 ACTIONS = {action.name.lower(): action for action in Action if action.name}
-"""What `do` may name, in addition to "skip", which the device does within the step."""
+"""Actions that `do` may name, besides "skip", which the device performs within the step."""
 _DO = tuple(dict.fromkeys((SKIP, *ACTIONS, *_FAULT_ACTIONS)))
 
 
 class When(Table):
-    """The condition: all that is written has to hold."""
+    """The condition of a rule: all given keys must hold."""
 
     sustained: OnOff = False
     consecutive: Annotated[int, whole(least=1, most=1_000_000)] = 1
-    # The window is a ring of int32 in the engine's state: its length is memory in every checkpoint.
+    # The window is an int32 ring in the engine's state, so its length takes memory in checkpoints.
     count: Annotated[int, whole(least=0, most=4096)] = 0
     within: Annotated[int, whole(least=0, most=4096)] = 0
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Both of `count` and `within` or neither, and the count has to fit."""
+        """Yields a conflict if `count` or `within` is set alone, or `count` exceeds `within`."""
         if bool(self.count) != bool(self.within):
             there, absent = ("count", "within") if self.count else ("within", "count")
             yield Conflict(
                 (there,),
                 getattr(self, there),
-                f"together with {absent}: how many hits, within how many steps",
+                f"together with {absent}: a number of hits, and a window in steps",
                 "when = { count = 5, within = 100 }",
             )
         elif self.count > self.within:
@@ -61,7 +60,7 @@ class When(Table):
 
 
 class Respond(Table):
-    """One rule: for causes that detectors find, or for faults; never for both."""
+    """One rule, either for causes of detectors or for faults."""
 
     to: Annotated[tuple[str, ...], listed(one_of(*CAUSES, *FAULTS))]
     do: Annotated[tuple[str, ...], listed(one_of(*_DO))]
@@ -69,11 +68,11 @@ class Respond(Table):
 
     @property
     def for_faults(self) -> bool:
-        """Whether it answers faults, and the engine does not have it."""
+        """Whether the rule is for faults; the engine does not see such rules."""
         return self.to[0] in FAULTS
 
     def conflicts(self) -> Iterator[Conflict]:
-        """One kind of cause, and only what answers all of them."""
+        """Yields mixed kinds of causes, and actions that do not fit all causes."""
         for j, cause in enumerate(self.to):
             if (cause in FAULTS) is not self.for_faults:
                 kinds = ("a step", "an exception")
@@ -81,9 +80,9 @@ class Respond(Table):
                 yield Conflict(
                     ("to", j),
                     cause,
-                    f"of the same kind as {self.to[0]!r}: one is found in {here}, the other in "
+                    f"of the same kind as {self.to[0]!r}: one comes from {here}, the other from "
                     f"{there}",
-                    f"a rule of its own for {cause!r}",
+                    f"a separate rule for {cause!r}",
                 )
                 return
         for cause in self.to:
@@ -91,19 +90,19 @@ class Respond(Table):
             for j, action in enumerate(self.do):
                 if action not in allowed:
                     choices = ", ".join(f'"{each}"' for each in allowed)
-                    rule = f"an answer to {cause!r}: one of {choices}"
+                    rule = f"an action for {cause!r}: one of {choices}"
                     yield Conflict(("do", j), action, rule, f"drop {action!r}")
         if self.for_faults and self.when != When():
             yield Conflict(
                 ("when",),
                 self.when.model_dump(exclude_defaults=True),
-                "for causes of a step: the limits of a fault are in [retry], [skip_batch], [hang] "
+                "in rules for detectors: the limits of faults are in [retry], [skip_batch], [hang] "
                 "and [budget]",
                 "drop when",
             )
 
     def config(self) -> RuleConfig:
-        """The core's rule: names become flags. Not for a rule for faults."""
+        """The core's rule, with flags instead of names; only for rules without faults."""
         causes = action = 0
         for name in self.to:
             causes |= int(CAUSES[name])

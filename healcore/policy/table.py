@@ -1,7 +1,7 @@
-"""The tables of a policy file (`Table`), and the types of their values with their rules.
+"""`Table`, the base of the tables in a policy file, and the types of their values.
 
-Numbers are float32 in the core, so a range has to hold for the float32 too: 0.99999999 is in (0, 1)
-and its float32 is 1.
+The core uses float32, so ranges must also hold after rounding. For example, 0.99999999 is below 1,
+but its float32 is 1.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validato
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 NONE = "none"
-"""An absent limit in TOML, which has no null."""
+"""Value of an absent limit in TOML, which has no null."""
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def broken(rule: str, **more: Any) -> PydanticCustomError:
-    """The error of a value that breaks `rule`; `errors.problems_in` turns it into a `Problem`.
+    """Makes the error of a value that violates `rule`; `errors.problems_in` makes it a `Problem`.
 
-    `more` may have `choices` (allowed values) and `entry` (index of the wrong entry of a list).
+    `more` may hold `choices` (allowed values) and `entry` (index of the wrong list entry).
     """
     return PydanticCustomError("rule", "must be {rule}", {"rule": rule, **more})
 
 
 def to_float32(value: float) -> float:
-    """The nearest float32, as a Python float."""
+    """Rounds to the nearest float32, as a Python float."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))
 
 
 @dataclass(frozen=True)
 class Value:
-    """A pydantic annotation: `check` is the whole validation, and returns the value."""
+    """A pydantic annotation whose `check` validates the value and returns it."""
 
     rule: str
-    """What a value has to be, as text for messages and docs/policies.md."""
+    """The condition as text, for messages and docs/policies.md."""
     check: Callable[[Any], Any]
 
     def __get_pydantic_core_schema__(
@@ -61,9 +61,9 @@ def number(
     most: float = math.inf,
     none: bool = False,
 ) -> Value:
-    """A finite float within bounds; a whole number is fine, a bool or a string is not.
+    """A finite float within bounds; whole numbers are accepted, bools and strings are not.
 
-    With `none` the string "none" means no such limit.
+    With `none`, the string "none" is accepted and means no limit.
     """
     bounds = {"above": above, "of at least": least, "below": below, "of at most": most}
     limits = [f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound)]
@@ -85,18 +85,19 @@ def number(
         if not math.isfinite(found) or not inside(found):
             raise broken(rule)
         if abs(found) > _LARGEST or 0 < abs(found) < _SMALLEST:
-            raise broken(f"{rule}, that a float32 can hold ({_SMALLEST:.3g} to {_LARGEST:.3g})")
+            raise broken(f"{rule}, in the range of float32 ({_SMALLEST:.3g} to {_LARGEST:.3g})")
         if not inside(to_float32(found)):
-            raise broken(f"{rule}, as a float32 too, where this one becomes {to_float32(found)}")
+            raise broken(f"{rule}, also after rounding to float32, here {to_float32(found)}")
         return found
 
     return Value(rule, check)
 
 
 def whole(*, least: int = 0, most: int = 10_000_000) -> Value:
-    """A whole number within bounds; 25.0 is not one.
+    """An int within bounds; 25.0 is not accepted.
 
-    The largest is below 2**24: exact as a float32, and twice it is far from int32's end.
+    The default upper bound is below 2**24, so values are exact as float32 and sums do not overflow
+    int32.
     """
     rule = str(least) if least == most else f"a whole number from {least} to {most}"
 
@@ -111,7 +112,7 @@ def whole(*, least: int = 0, most: int = 10_000_000) -> Value:
 
 
 def one_of(*choices: str) -> Value:
-    """One of a few strings."""
+    """One of the given strings."""
     rule = "one of " + ", ".join(f'"{each}"' for each in choices)
 
     def check(value: Any) -> str:
@@ -124,7 +125,7 @@ def one_of(*choices: str) -> Value:
 
 def text(*, empty: bool = True) -> Value:
     """A string."""
-    rule = "a string" if empty else "a string that is not empty, on one line"
+    rule = "a string" if empty else "a non-empty string on one line"
 
     def check(value: Any) -> str:
         if not isinstance(value, str):
@@ -134,15 +135,15 @@ def text(*, empty: bool = True) -> Value:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise broken(f"{rule}, that UTF-8 can hold") from error
+            raise broken(f"{rule}, that UTF-8 can encode") from error
         return value
 
     return Value(rule, check)
 
 
 def listed(kind: Value, *, empty: bool = False) -> Value:
-    """A list of different strings of one kind."""
-    rule = f"{'a list' if empty else 'a list that is not empty'}, of: {kind.rule}"
+    """A list without duplicates; all entries are strings of one kind."""
+    rule = f"{'a list' if empty else 'a non-empty list'}, each entry {kind.rule}"
 
     def check(value: Any) -> tuple[str, ...]:
         if not isinstance(value, list | tuple) or not (value or empty):
@@ -153,7 +154,7 @@ def listed(kind: Value, *, empty: bool = False) -> Value:
             except PydanticCustomError as error:
                 raise broken(**{**(error.context or {}), "entry": i}) from error
             if entry in value[:i]:
-                raise broken("in the list once; it is there already", entry=i, choices=value[:i])
+                raise broken("in the list once; this is a repetition", entry=i, choices=value[:i])
         return tuple(value)
 
     return Value(rule, check)
@@ -171,7 +172,7 @@ Fraction = Annotated[float, number(above=0, below=1)]
 """Strictly between 0 and 1: decays, factors."""
 Ratio = Annotated[float, number(least=1)]
 Limit = Annotated[float | None, number(above=0, none=True)]
-"""An absolute limit, or none."""
+"""An absolute limit, or None for no limit."""
 Steps = Annotated[int, whole(least=1)]
 StepsOrZero = Annotated[int, whole()]
 OnOff = Annotated[bool, Value("true or false", _flag)]
@@ -183,7 +184,7 @@ Mode = Annotated[_Mode, one_of(*get_args(_Mode))]
 
 
 class Conflict(NamedTuple):
-    """Two values of one table that exclude each other."""
+    """Values of one table that exclude each other."""
 
     path: tuple[str | int, ...]
     """Path from the table to the value that the message names."""
@@ -193,16 +194,16 @@ class Conflict(NamedTuple):
 
 
 class AtMost(NamedTuple):
-    """A rule of a table: the value of `key` is at most the value of `limit` (may be dotted)."""
+    """Rule of a table: the value of `key` is at most the value of `limit` (a dotted key)."""
 
     key: str
     limit: str
     more: str
-    """What `limit` would have to be instead: "longer", "larger"."""
+    """Adjective for a limit that would allow the value: "longer", "larger"."""
     why: str = ""
 
     def conflict(self, table: Table) -> Conflict | None:
-        """The conflict if a table breaks the rule, else None."""
+        """Returns the conflict if the table violates the rule, else None."""
         value, most = getattr(table, self.key), attrgetter(self.limit)(table)
         if value <= most:
             return None
@@ -212,7 +213,7 @@ class AtMost(NamedTuple):
 
 
 class OneNeeded(NamedTuple):
-    """A rule of a table: `key` is not "none" where `other` is none or 0."""
+    """Rule of a table: `key` must not be "none" if `other` is none or 0."""
 
     key: str
     other: str
@@ -220,7 +221,7 @@ class OneNeeded(NamedTuple):
     write: str
 
     def conflict(self, table: Table) -> Conflict | None:
-        """The conflict if a table breaks the rule, else None."""
+        """Returns the conflict if the table violates the rule, else None."""
         if getattr(table, self.key) is not None or getattr(table, self.other):
             return None
         return Conflict((self.key,), NONE, self.rule, self.write)
@@ -229,19 +230,19 @@ class OneNeeded(NamedTuple):
 class Table(BaseModel):
     """Base of all tables: frozen and strict.
 
-    A subclass names the core's NamedTuple in `core` and has the same fields and defaults in any
-    order (checked by tests/policy/test_schema.py), and in addition the fields in `host_only`.
+    A subclass names the core's NamedTuple in `core` and has the same fields and defaults. Further
+    fields are in `host_only`. tests/policy/test_schema.py checks this.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     core: ClassVar[type | None] = None
     host_only: ClassVar[frozenset[str]] = frozenset()
-    """Keys that only the host reads; the engine on the device does not have them."""
+    """Keys that only the host reads; the engine's config lacks them."""
     rules: ClassVar[tuple[AtMost | OneNeeded, ...]] = ()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yields the conflicts between values; a subclass may add to `rules`."""
+        """Yields the violated `rules`; a subclass may yield further conflicts."""
         yield from filter(None, (rule.conflict(self) for rule in self.rules))
 
     @model_validator(mode="after")

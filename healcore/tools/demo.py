@@ -25,10 +25,10 @@ from healcore.demo.runs import (
     DemoRun,
     Outcome,
     Step,
-    claims,
-    number,
-    outcome,
-    shortened,
+    check_claims,
+    classify,
+    format_loss,
+    with_short_probation,
 )
 from healcore.demo.scenario import Scenario, load_corpus
 from healcore.extras import require
@@ -66,8 +66,8 @@ def run_demo(
 
     Writes `curves.png` into `out` (default `healcore-demo`), and a folder for each healed run with
     its checkpoints, events, metrics, postmortem and report. It deletes the folders of an earlier
-    demo. `arms` must contain "healed". The probation of `policy` is `shortened`. `sizes` are
-    fields of `Scenario`.
+    demo. `arms` must contain "healed". The healed runs use `with_short_probation(policy)`. `sizes`
+    are fields of `Scenario`.
 
     Raises MissingExtraError, healcore.policy.PolicyError, a DemoError for a missing corpus, too few
     steps, or sizes that do not fit, or an OutputError for a link in the place of an output, and for
@@ -76,7 +76,7 @@ def run_demo(
     require("report", "matplotlib", "jinja2")
     for framework in frameworks:
         require(framework, *FRAMEWORKS[framework])
-    policy, text = shortened(policies.load(policy)), load_corpus()
+    policy, text = with_short_probation(policies.load(policy)), load_corpus()
     scenarios = [Scenario(text, seed=seed, steps=steps, **sizes) for seed in seeds]
     names = [f"{f}-healed-seed{s.seed}" for s, f in product(scenarios, frameworks)]
     out = _checked(out, names)
@@ -101,7 +101,7 @@ def run_demo(
     for run in runs:
         if run.arm == "healed":
             run.events = events.read(run.folder / "events.jsonl").events
-    found = claims(runs, scenarios[0])
+    found = check_claims(runs, scenarios[0])
     _show(console, runs, found, scenarios[0], out)
     console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
     return DemoResult(runs, found)
@@ -148,7 +148,7 @@ def _train(
                 else:
                     # The loss before the newest is on the host already, so this does not wait.
                     before = float(run.steps[-2:][0].loss)
-                    bars.update(bar, completed=run.steps[-1].batch + 1, loss=number(before))
+                    bars.update(bar, completed=run.steps[-1].batch + 1, loss=format_loss(before))
 
 
 class _Warnings(logging.Handler):
@@ -178,13 +178,13 @@ class _Warnings(logging.Handler):
 
 
 def _introduce(console: Console, scenario: Scenario, policy: Policy) -> None:
-    wrong, bad = scenario.mistaken, ", ".join(map(str, sorted(scenario.corrupted)))
+    wrong, bad = scenario.wrong_lr_steps, ", ".join(map(str, sorted(scenario.corrupted_batches)))
     console.print(
         f"[bold]A byte-level transformer[/] ({scenario.layers} layers, width {scenario.width}) on "
         f"the {scenario.corpus.files} modules of the standard library, {scenario.steps} steps. "
-        f"Random bytes instead of text in batches {bad}; a learning rate {scenario.mistake:g} "
+        f"Random bytes instead of text in batches {bad}; a learning rate {scenario.lr_factor:g} "
         f"times too high in steps {wrong.start} to {wrong.stop - 1}; a batch whose loss is 0/0, "
-        f"number {scenario.empty}. Policy: [cyan]{policy.name}[/], with a checkpoint every "
+        f"number {scenario.empty_batch}. Policy: [cyan]{policy.name}[/], with a checkpoint every "
         f"{SAVE_EVERY} steps that is known-good after {policy.rollback.probation} healthy ones, "
         "because the run is so short.\n"
     )
@@ -231,14 +231,14 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(" ", no_wrap=True)
     for run in runs:
-        found, report = outcome(run, scenario.corpus), reports.get(str(run))
+        found, report = classify(run, scenario.corpus), reports.get(str(run))
         skips, clips = (report.counts.skips, report.counts.clips) if report else (0, 0)
         if run.arm == "fixed clip":
             clips = int((run.column("grad_norm") > FIXED_CLIP).sum())
         table.add_row(
             str(run),
-            number(run.mean_loss(scenario.empty)),
-            number(run.held_out_loss),
+            format_loss(run.mean_loss(scenario.empty_batch)),
+            format_loss(run.held_out_loss),
             str(skips),
             str(clips),
             "\n".join(f"{back['onset']} → {back['checkpoint']}" for back in run.rollbacks),
@@ -262,10 +262,10 @@ def _backdrop(healed: DemoRun, runs: Sequence[DemoRun], scenario: Scenario) -> p
         for run in runs
         if (run.framework, run.seed) == (healed.framework, healed.seed) and run is not healed
     }
-    wrong, bad = scenario.mistaken, sorted(scenario.corrupted)
+    wrong, bad = scenario.wrong_lr_steps, sorted(scenario.corrupted_batches)
     spans = [
-        (wrong.start, wrong.stop - 1, f"learning rate × {scenario.mistake:g}"),
+        (wrong.start, wrong.stop - 1, f"learning rate × {scenario.lr_factor:g}"),
         *((bad[i], bad[i + 1], "random bytes") for i in (0, 2)),
-        (scenario.empty, scenario.empty, "empty batch"),
+        (scenario.empty_batch, scenario.empty_batch, "empty batch"),
     ]
     return picture.Backdrop(others, spans, itself="healed")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from healcore.demo.runs import DemoRun, Outcome, Step, claims, outcome, shortened
+from healcore.demo.runs import DemoRun, Outcome, Step, check_claims, classify, with_short_probation
 from healcore.demo.scenario import Scenario, load_corpus
 from healcore.policy import load
 
@@ -31,9 +31,9 @@ def test_undone_steps_do_not_count():
 
 def test_only_the_probation_of_a_policy_is_changed():
     policy = load("default")
-    assert shortened(policy).rollback.probation == 20
+    assert with_short_probation(policy).rollback.probation == 20
     back = {"rollback": policy.rollback}
-    assert shortened(policy).model_copy(update=back) == policy
+    assert with_short_probation(policy).model_copy(update=back) == policy
 
 
 # -- claims --------------------------------------------------------------------------------------
@@ -73,24 +73,24 @@ def _run(arm: str, loss: float, *back: dict | None) -> DemoRun:
 
 
 def broken(runs, scenario):
-    return [claim.text for claim in claims(runs, scenario) if not claim.holds]
+    return [claim.text for claim in check_claims(runs, scenario) if not claim.holds]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e12, 3.5])
 def test_nan_and_worse_than_frequencies_is_failed(text, loss):
-    assert outcome(_ended("healed", loss), text) is Outcome.FAILED
+    assert classify(_ended("healed", loss), text) is Outcome.FAILED
 
 
 def test_levels(text):
     between = (text.byte_pair_loss + text.byte_frequency_loss) / 2
-    assert outcome(_ended("healed", between), text) is Outcome.NEITHER
-    assert outcome(_ended("healed", text.byte_pair_loss - 0.01), text) is Outcome.TRAINED
-    assert outcome(_ended("healed", 1.0, "stopped"), text) is Outcome.NEITHER
+    assert classify(_ended("healed", between), text) is Outcome.NEITHER
+    assert classify(_ended("healed", text.byte_pair_loss - 0.01), text) is Outcome.TRAINED
+    assert classify(_ended("healed", 1.0, "stopped"), text) is Outcome.NEITHER
 
 
 def test_claims_that_hold(scenario):
     runs = [_run("unprotected", 1e9), _ended("fixed clip", 2.0), _run("healed", 2.0, BACK)]
-    found = claims(runs, scenario)
+    found = check_claims(runs, scenario)
     assert [claim.text for claim in found if not claim.holds] == []
     assert [claim.text for claim in found] == [
         "torch unprotected: fails, no better than byte frequencies "
@@ -98,8 +98,8 @@ def test_claims_that_hold(scenario):
         "torch healed: trains, better than byte pairs "
         f"({scenario.corpus.byte_pair_loss:.2f}) on unseen text: 2.00",
         "torch healed: runs to its end: completed",
-        "torch unprotected: is ruined before the empty batch already: 1e+09",
-        "torch healed: is better off before the empty batch: 2.00, unprotected 1e+09",
+        "torch unprotected: diverges before the empty batch: 1e+09",
+        "torch healed: has a lower loss before the empty batch: 2.00, unprotected 1e+09",
         "torch healed: rolls back while the learning rate is wrong: step 112",
         "torch healed: rolls back to a known-good checkpoint: step 90",
         "torch healed: lowers the rate: learning rate at most 0.02 (the schedule had come to 0.08)",
@@ -123,16 +123,16 @@ def test_a_healed_run_that_does_not_train_breaks_the_claim(scenario):
 @pytest.mark.parametrize(
     ("plain", "healed", "back", "complaint"),
     [
-        (2.5, 2.0, BACK, "ruined before the empty batch already: 2.50"),
-        (1e9, 2e9, BACK, "better off before the empty batch: 2e+09, unprotected 1e+09"),
-        (1e9, math.nan, BACK, "better off before the empty batch: NaN"),
+        (2.5, 2.0, BACK, "diverges before the empty batch: 2.50"),
+        (1e9, 2e9, BACK, "lower loss before the empty batch: 2e+09, unprotected 1e+09"),
+        (1e9, math.nan, BACK, "lower loss before the empty batch: NaN"),
         (1e9, 2.0, None, "rolls back while the learning rate is wrong: never"),
         (1e9, 2.0, BACK | {"onset": 20}, "rolls back while the learning rate is wrong: never"),
         (
             1e9,
             2.0,
             BACK | {"initial": True},
-            "known-good checkpoint: step 90, where it had started",
+            "known-good checkpoint: step 90, the initial one",
         ),
         (1e9, 2.0, BACK | {"lr_limit": 0.08}, "lowers the rate: no"),
     ],

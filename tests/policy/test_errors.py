@@ -16,7 +16,7 @@ WRONG = {
     "another schema": ("schema = 2\n", "schema", "2", "version of the file format", "upgrade"),
     "schema as a string": ('schema = "1"\nname = "x"\n', "schema", '"1"', "1", "schema = 1"),
     "no name": ("schema = 1\n", "name", "", "missing", 'name = "mine"'),
-    "empty name": ('schema = 1\nname = " "\n', "name", '" "', "not empty", 'name = "mine"'),
+    "empty name": ('schema = 1\nname = " "\n', "name", '" "', "non-empty", 'name = "mine"'),
     "unknown table": (HEAD + "[detct]\n", "detct", "{}", "a key", "did you mean 'detect'"),
     "unknown detector": (
         HEAD + "[detect.los_spike]\n", "detect.los_spike", "{}", "a key", "'loss_spike'",
@@ -42,7 +42,7 @@ WRONG = {
     ),
     "1 as a float32": (
         ZCLIP + "ema_decay = 0.99999999999\n", "clip.ema_decay", "0.99999999999",
-        "as a float32 too, where this one becomes 1.0", "= 0.97",
+        "after rounding to float32, here 1.0", "= 0.97",
     ),
     "too large for a float32": (
         ZCLIP + "z_threshold = 1e39\n", "clip.z_threshold", "1e+39", "float32", "= 2.5",
@@ -99,7 +99,7 @@ WRONG = {
         NONFINITE + 'do = ["skip"]\n', "respond[0].to", "", "missing", "to = [",
     ),
     "an empty rule": (
-        NONFINITE + 'to = []\ndo = ["skip"]\n', "respond[0].to", "[]", "not empty", "to = [",
+        NONFINITE + 'to = []\ndo = ["skip"]\n', "respond[0].to", "[]", "non-empty", "to = [",
     ),
     "unknown cause": (
         NONFINITE + 'to = ["nonfinite", "nan"]\ndo = ["skip"]\n',
@@ -114,11 +114,11 @@ WRONG = {
         "respond[0].do[1]", '"skip"', "once", "drop",
     ),
     "a reference that is a number": (
-        HEAD + "references = [1]\n", "references[0]", "1", "a string", "string in quotes",
+        HEAD + "references = [1]\n", "references[0]", "1", "non-empty string", "string in quotes",
     ),
     "cause without its detector": (
         HEAD + '[[respond]]\nto = ["divergence"]\ndo = ["alert"]\n',
-        "respond[0].to[0]", '"divergence"', "no [detect.divergence]", "[detect.divergence]",
+        "respond[0].to[0]", '"divergence"', "lacks [detect.divergence]", "[detect.divergence]",
     ),
     "rollback without a budget": (
         HEAD + "[detect.nonfinite]\n[budget]\nrecoveries = 0\n[[respond]]\n"

@@ -90,7 +90,7 @@ def test_a_detector_is_switched_on_and_lists_are_replaced():
         ({"clip": 1.0}, "clip", "1.0", "a table"),
         ({"lr": None}, "lr", "None", "a table"),
         ({"mode": "watch"}, "mode", '"watch"', "one of"),
-        ({"detect": {"records": None}}, "respond[", '"records"', "watched for"),
+        ({"detect": {"records": None}}, "respond[", '"records"', "detector is on"),
     ],
 )
 def test_an_invalid_override_names_key_value_and_rule(document, overrides, key, value, rule):
@@ -104,7 +104,7 @@ def test_an_invalid_override_names_key_value_and_rule(document, overrides, key, 
 
 def test_an_engine_has_no_values_to_replace():
     for engine in (EngineConfig(), Engine(EngineConfig())):
-        with pytest.raises(PolicyError, match="a Policy, where clip is given as a keyword"):
+        with pytest.raises(PolicyError, match="a Policy, to replace clip by keyword"):
             HostPolicy.of(engine, {"clip": {"max_norm": 1.0}})
 
 
@@ -219,7 +219,7 @@ def test_every_form_is_the_same_policy(take, any_form):
 @pytest.mark.parametrize("take", TAKERS)
 def test_overrides_are_taken_with_a_document_and_refused_with_an_engine(take, any_form):
     if isinstance(any_form, Engine | EngineConfig):
-        with pytest.raises(PolicyError, match="where clip is given as a keyword"):
+        with pytest.raises(PolicyError, match="to replace clip by keyword"):
             take(any_form, clip={"max_norm": 1.5})
     else:
         wanted = load("default", clip={"max_norm": 1.5}).engine().fingerprint

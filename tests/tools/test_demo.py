@@ -129,7 +129,7 @@ def test_the_events_and_the_postmortem_are_the_healers(demo, text, framework):
     history = events.read(folder / "events.jsonl")
     assert history.problems == []
     assert [each for event in history.events for each in problems(event)] == []
-    empty = Scenario(text, steps=STEPS, **TINY).empty
+    empty = Scenario(text, steps=STEPS, **TINY).empty_batch
     (alarm,) = [one for one in history.events if one["kind"] == "alarm" and one["step"] == empty]
     assert alarm["skip"]
     assert alarm["cause"] == ["NONFINITE_LOSS", "NONFINITE_GRAD"]
@@ -141,7 +141,7 @@ def test_the_events_and_the_postmortem_are_the_healers(demo, text, framework):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_nan_is_for_ever_without_healing_and_one_step_with_it(demo, text, framework):
-    empty = Scenario(text, steps=STEPS, **TINY).empty
+    empty = Scenario(text, steps=STEPS, **TINY).empty_batch
     plain, healed = demo.loss(framework, "unprotected"), demo.loss(framework, "healed")
     assert np.isfinite(plain[:empty]).all()
     assert np.isnan(plain[empty:]).all()

@@ -1,9 +1,8 @@
 """Clipping rules, which run on the device at every step.
 
-A rule is a NamedTuple of numbers, which may be arrays. Its methods are `init(groups=n)`, which
-gives the state as NumPy arrays, and `update(state, seen, learn, *, xp)`. `update` judges one norm
-against the state, then learns it where `learn` holds (the step is not skipped), and returns the new
-state and a `Clip`.
+A rule is a NamedTuple of numbers, which may be arrays. `init(groups=n)` returns the state as NumPy
+arrays. `update(state, seen, learn, *, xp)` judges a norm against the state, then learns the norm
+where `learn` holds (the step is not skipped). It returns the new state and a `Clip`.
 """
 
 from __future__ import annotations

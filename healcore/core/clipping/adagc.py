@@ -1,11 +1,11 @@
-"""AdaGC: each tensor's gradient is held near its own moving average.
+"""AdaGC: clips each tensor's gradient relative to the moving average of its norm.
 
 Wang et al., 2025, arXiv:2502.11034. For the first `warmup_steps` the global norm is clipped to
-`max_norm` and gamma_i is the smallest clipped norm of tensor i. Then a norm above `ratio * gamma_i`
-is brought down to it, and gamma_i' = decay gamma_i + (1 - decay) u_i.
+`max_norm`, and gamma_i is the smallest clipped norm of tensor i. Then a norm above `ratio *
+gamma_i` is clipped to it, and gamma_i' = decay gamma_i + (1 - decay) u_i for the clipped norm u_i.
 
-Differs from the paper (docs/recipes.md): zero and non-finite norms teach nothing, a tensor first
-seen after warm-up starts from its own first norm, and gamma follows true level shifts.
+Differences from the paper (docs/recipes.md): zero and non-finite norms are not learnt, a tensor
+first seen after warm-up starts from its own first norm, and gamma follows lasting level shifts.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from healcore.core import baseline, numerics
 from healcore.core.clipping.fixed import Clip, scale_to
 from healcore.core.signals import Observed
 
-# Ratio 1.04 rejects more than half of all noisy norms. So each accepted norm takes eight rejections
-# off the count.
+# A ratio of 1.04 rejects more than half of all noisy norms. So an accepted norm cancels eight
+# rejections.
 _SHIFT = baseline.ShiftConfig(patience=25, gain=1, forgive=8)
 
 
 class AdaGCState(NamedTuple):
     """State of n tensors."""
 
-    count: Any  # int32 0-d: steps learnt, up to the end of warm-up
-    gamma: Any  # float32 (n,): level of each tensor's norm; 0 = nothing seen yet
+    count: Any  # int32 0-d: steps learnt, at most `warmup_steps`
+    gamma: Any  # float32 (n,): level of each tensor's norm; 0 = no norm seen
     shift: baseline.ShiftState  # arrays of shape (n,)
 
 
 class AdaGCConfig(NamedTuple):
-    """Numbers of AdaGC."""
+    """Parameters of AdaGC."""
 
     ratio: Any = 1.04
-    """A norm above this multiple of gamma is brought down to it (the paper's lambda_rel)."""
+    """Multiple of gamma to which larger norms are clipped (the paper's lambda_rel)."""
     ema_decay: Any = 0.99
     """Decay of gamma per step (the paper's beta)."""
     warmup_steps: Any = 100
     """Steps of global clipping (the paper's T_start)."""
     max_norm: Any = 1.0
-    """Global limit in warm-up (the paper's lambda_abs)."""
+    """Global limit during warm-up (the paper's lambda_abs)."""
     shift: baseline.ShiftConfig = _SHIFT
 
     def init(self, *, groups: int = 0) -> AdaGCState:
-        """A rule over `groups` tensors at the start of its warm-up."""
+        """The state of `groups` tensors at the start of the warm-up."""
         gamma = np.zeros((groups,), np.float32)
         return AdaGCState(np.zeros((), np.int32), gamma, baseline.no_rejections((groups,)))
 

@@ -1,10 +1,10 @@
-"""AutoClip: clip at a percentile of the norms seen so far.
+"""AutoClip: clips at a percentile of the norms seen so far.
 
-Seetharaman et al., 2020, arXiv:2007.14469. Instead of the whole history, sorted at each step, this
-has a histogram of 16 bins per octave: O(1) memory, integer counts that are equal in every backend,
-and a percentile at most one bin (4.4 %) above. At `2 * window` norms all counts are halved, so that
-the rule follows a true level shift within five windows. Raw norms enter, as published: clipped ones
-would lower the percentile for ever.
+Seetharaman et al., 2020, arXiv:2007.14469. The original sorts the whole history at each step. This
+version keeps a histogram of 16 bins per octave: O(1) memory, integer counts that are equal in every
+backend, and a percentile at most one bin (4.4 %) too high. At `2 * window` norms all counts are
+halved, so that the rule follows a lasting level shift within five windows. As published, raw norms
+enter: clipped norms would lower the percentile further and further.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _OCTAVES = 32  # 2**-32 to 2**32
 EDGES = np.exp2(
     np.arange(-_OCTAVES * _PER_OCTAVE, _OCTAVES * _PER_OCTAVE + 1) / _PER_OCTAVE
 ).astype(np.float32)
-"""Edges of the bins; a table, which a namespace for a device keeps there."""
-BINS = len(EDGES) - 1  # number of bins of the histogram
+"""Edges of the bins; a namespace of a device keeps this table on the device."""
+BINS = len(EDGES) - 1  # number of bins
 
 
 class AutoClipState(NamedTuple):
-    """The recent norms."""
+    """Histogram of the recent norms."""
 
-    counts: Any  # int32 (BINS,): norms per bin; edges are `EDGES`
+    counts: Any  # int32 (BINS,): norms per bin
 
 
 class AutoClipConfig(NamedTuple):
-    """Numbers of AutoClip."""
+    """Parameters of AutoClip."""
 
     percentile: Any = 10.0
-    """Percentile of the recent norms to clip at, in (0, 100)."""
+    """Percentile of the recent norms at which norms are clipped, in (0, 100)."""
     window: Any = 200
-    """Between one and two times this many norms count."""
+    """The histogram covers between one and two times this many norms."""
     max_norm: Any | None = None
-    """Absolute limit in addition, or None for no limit."""
+    """Additional absolute limit, or None."""
 
     def init(self, *, groups: int = 0) -> AutoClipState:
         """An empty histogram."""
@@ -50,7 +50,7 @@ class AutoClipConfig(NamedTuple):
     def update(
         self, state: AutoClipState, seen: Observed, learn: Any, *, xp: Any
     ) -> tuple[AutoClipState, Clip]:
-        """Puts `seen.grad_norm` into the histogram, then clips it at the percentile."""
+        """Adds `seen.grad_norm` to the histogram, then clips it at the percentile."""
         norm = seen.grad_norm
         learn = learn & seen.finite & (norm > 0)
         edges = xp.asarray(EDGES)
@@ -82,10 +82,10 @@ class AutoClipConfig(NamedTuple):
 
 
 def _percentile(percent: Any, counts: Any, total: Any, edges: Any, *, xp: Any) -> Any:
-    """The upper edge of the bin that holds the percentile.
+    """Upper edge of the bin that holds the percentile.
 
-    Not interpolated: equal norms would be clipped for ever, by up to a bin's width. The last sum
-    has one term that is not zero, so its order does not matter.
+    Interpolation would clip equal norms forever, by up to the width of a bin. The last sum has only
+    one term other than zero, so its order does not matter.
     """
     below = numerics.as_float(xp.cumsum(counts, axis=-1), xp=xp)
     rank = numerics.product(percent, numerics.as_float(total, xp=xp), xp=xp) * 0.01

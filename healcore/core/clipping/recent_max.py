@@ -1,18 +1,18 @@
-"""Clips at a multiple of the largest gradient norm that has passed lately.
+"""Clips at a multiple of the largest recent gradient norm.
 
-Let P be the largest norm so far after clipping, less a part that is forgotten at each step. Then
+Let P be the largest norm so far after clipping, with exponential decay. Then
 
     limit = ratio * P,   P' = max(decay * P, min(norm, limit)).
 
-* Monotone: a larger norm never passes less.
-* Scale-free, and no norm locks in: as long as norms exceed the limit, it grows by `ratio` at each
-  of them, so a shift of the level by a factor S is followed in log S / log ratio steps.
-* A class whose batches have no other class passes after its first few batches if it comes more
-  often than every log ratio / (1 - decay) steps.
+* Monotone: a larger norm never passes with a smaller value.
+* Scale-free. The limit grows by `ratio` at each norm above it, so it follows a level shift by a
+  factor S in log S / log ratio steps, and no norm is clipped forever.
+* A class whose batches contain no other class passes after its first few batches, if it recurs
+  within log ratio / (1 - decay) steps.
 
-The first `warmup_steps` norms pass. P is learnt from them as from any other norm, so a single
-outlier raises P by no more than `ratio`, unless the outlier is the first norm. NaN, Inf and zero
-norms teach nothing. Chosen by `benchmarks/clip_ablation`: docs/detectors.md.
+The first `warmup_steps` norms pass. P learns them like any other norm, so a single outlier raises P
+by at most `ratio`, unless the outlier is the first norm. NaN, Inf and zero norms are not learnt.
+Chosen by `benchmarks/clip_ablation`: docs/detectors.md.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from healcore.core.signals import Observed
 
 
 class RecentMaxState(NamedTuple):
-    """The recent norms."""
+    """The largest recent norm."""
 
-    count: Any  # int32: norms learnt, up to the end of warm-up
-    peak: Any  # float32: largest norm that has passed lately; 0 = none yet
+    count: Any  # int32: norms learnt, at most `warmup_steps`
+    peak: Any  # float32: the largest recent norm, P; 0 = no norm seen
 
 
 class RecentMaxConfig(NamedTuple):
-    """Numbers of the rule."""
+    """Parameters of the rule."""
 
     ratio: Any = 20.0
-    """A norm above this multiple of the largest recent norm is clipped to it."""
+    """Multiple of the largest recent norm to which larger norms are clipped."""
     decay: Any = 0.97
     """Decay of the largest recent norm per step, in (0, 1)."""
     warmup_steps: Any = 10
-    """Positive finite norms that pass first."""
+    """Number of positive finite norms that pass at first."""
     max_norm: Any | None = None
-    """Absolute limit in addition, during the warm-up too, or None for no limit."""
+    """Additional absolute limit, also during the warm-up, or None."""
 
     def init(self, *, groups: int = 0) -> RecentMaxState:
-        """A rule at the start of its warm-up."""
+        """The state at the start of the warm-up."""
         del groups
         return RecentMaxState(np.zeros((), np.int32), np.zeros((), np.float32))
 

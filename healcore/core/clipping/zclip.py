@@ -1,15 +1,16 @@
-"""ZClip: clip a norm, of the gradient or of the update, that is unusually large for its history.
+"""ZClip: clips a norm, of the gradient or of the update, that is unusually large for its history.
 
-Kumar et al., 2025, arXiv:2504.02507 (package `zclip` 1.0.0). After `warmup_steps` raw norms, with
-mean mu, population variance v and z = (g - mu) / sqrt(v), a norm with z above the threshold k is
-brought down to T: `mu + k^2 sigma / z` (reciprocal), `mu` (mean) or `mu + k sigma` (max). Then
-mu' = a mu + (1 - a) u and v' = a v + (1 - a) (u - mu')^2, where u is T if it was clipped, else g.
+Kumar et al., 2025, arXiv:2504.02507 (package `zclip` 1.0.0). The first `warmup_steps` raw norms
+give the mean mu and the population variance v. With z = (g - mu) / sqrt(v), a norm with z above the
+threshold k is reduced to T: `mu + k^2 sigma / z` (reciprocal), `mu` (mean) or `mu + k sigma` (max).
+Then mu' = a mu + (1 - a) u and v' = a v + (1 - a) (u - mu')^2, where u is T for a clipped norm,
+else g.
 
-Differs from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md):
+Differences from the paper (reasons and numbers: docs/detectors.md, docs/recipes.md):
 
-* The baseline follows true level shifts, and the warm-up is robust (`baseline`).
-* NaN, Inf and zero norms teach nothing: one NaN disables the published rule for good, and a run of
-  zeros makes it clip to zero. sigma is at least `min_rel_std` of mu.
+* The baseline follows lasting level shifts, and the warm-up is robust (`baseline`).
+* NaN, Inf and zero norms are not learnt, and sigma is at least `min_rel_std` of mu. In the
+  published rule one NaN disables clipping permanently, and a run of zeros clips to zero.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from healcore.core.signals import Observed, Signals, observe
 class ZClipState(NamedTuple):
     """Statistics of the accepted norms."""
 
-    count: Any  # int32: norms learnt, up to the end of warm-up
+    count: Any  # int32: norms learnt, at most `warmup_steps`
     mean: Any  # float32
-    var: Any  # float32: population variance in warm-up, then its moving average
+    var: Any  # float32: population variance during warm-up, then its moving average
     shift: baseline.ShiftState
 
 
 class ZClipConfig(NamedTuple):
-    """Numbers of ZClip."""
+    """Parameters of ZClip."""
 
     z_threshold: Any = 2.5
     """z-score above which a norm is a spike (paper: 2.5; 2.0 at learning rates >= 3e-3)."""
     ema_decay: Any = 0.97
     """Decay of mean and variance per step, in (0, 1)."""
     warmup_steps: Any = 25
-    """Positive finite norms averaged before the z-score is used."""
+    """Number of positive finite norms averaged before the z-score is used."""
     target: str = "reciprocal"
-    """What a spike is brought down to: reciprocal, mean or max. Static."""
+    """Norm to which a spike is reduced: reciprocal, mean or max. Static."""
     max_norm: Any | None = 1.0
-    """Absolute limit in addition, in warm-up too, or None for no limit."""
+    """Additional absolute limit, also during the warm-up, or None."""
     min_rel_std: Any = 0.01
     """Floor of sigma as a fraction of the mean."""
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
-    """When clipping has become the rule."""
+    """When repeatedly clipped norms become the new level."""
 
     def init(self, *, groups: int = 0) -> ZClipState:
-        """A rule at the start of its warm-up."""
+        """The state at the start of the warm-up."""
         del groups
         mean, var = np.zeros((), np.float32), np.zeros((), np.float32)
         return ZClipState(np.zeros((), np.int32), mean, var, baseline.no_rejections())
@@ -63,14 +64,14 @@ class ZClipConfig(NamedTuple):
         norm = seen.grad_norm
         count = xp.where(seen.restart, 0, state.count)
         warm = count < self.warmup_steps
-        # Separate products, and the floor again after the root: XLA makes (m m) c^2 of (c m)(c m),
-        # and |x| of sqrt(x x).
+        # Separate products, and the floor again after the root, because XLA rewrites (c m)(c m) as
+        # (m m) c^2, and sqrt(x x) as |x|.
         floor = numerics.product(self.min_rel_std, state.mean, xp=xp)
         var = numerics.larger(state.var, numerics.product(floor, floor, xp=xp), xp=xp)
         sigma = numerics.larger(xp.sqrt(state.var), floor, xp=xp)
 
-        # z > k without a root: gap^2 > k^2 v. In two products, so that a Python number and an array
-        # (a vmapped sweep) round alike, and XLA does not make it (k k) v.
+        # z > k without a root: gap^2 > k^2 v. With two products a Python number and an array (a
+        # vmapped sweep) round alike, and XLA does not compute (k k) v.
         k = self.z_threshold
         gap = norm - state.mean
         limit = k * numerics.product(k, var, xp=xp)
@@ -118,7 +119,7 @@ def _learn(
     *,
     xp: Any,
 ) -> ZClipState:
-    """Running mean and population variance in warm-up (Welford), moving averages after it."""
+    """Updates mean and variance: Welford during warm-up, then moving averages."""
     warm = count < config.warmup_steps
     value, first_were_outliers = baseline.robust(accepted, state.mean, count, warm, xp=xp)
     count = xp.where(learn & first_were_outliers, 0, count)
@@ -136,57 +137,56 @@ def _learn(
     off = square - var
     step = _step(off, divisor, rate, warm, xp=xp)
     var = var + xp.where(learn, step, 0.0)
-    # Rounding can leave a variance of -1e-12 after equal values.
+    # Rounding can give a variance of -1e-12 after equal values.
     var = xp.where(var > 0, var, 0.0)
-    # A step that is not learnt keeps the baseline that an expected change left.
+    # If the step is not learnt, the baseline stays as it is after an expected change.
     mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
     mean, var = numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp)
     return state._replace(count=seen, mean=mean, var=var)
 
 
 def _step(gap: Any, count: Any, rate: Any, warm: Any, *, xp: Any) -> Any:
-    """The change of an average: `gap / count` while `warm` (a plain mean), else `rate * gap`."""
+    """Change of an average: `gap / count` where `warm` (a plain mean), else `rate * gap`."""
     plain = numerics.quotient(gap, count, xp=xp)
     return xp.where(warm, plain, numerics.product(rate, gap, xp=xp))
 
 
 class UpdateClipState(NamedTuple):
-    """Statistics of the accepted update norms, and the last step."""
+    """Statistics of the accepted update norms, and numbers of the last update."""
 
     rule: ZClipState
-    restart: Any  # bool: a change was expected since the last update
-    norm: Any  # float32: last finite norm, before the clip and without the LR multiplier
+    restart: Any  # bool: restart the warm-up at the next update
+    norm: Any  # float32: last finite norm, before clipping and without the LR multiplier
     scale: Any  # float32: factor on the last update
     clips: Any  # int32: updates clipped
 
 
 class UpdateClipConfig(NamedTuple):
-    """Clip of the update by its own history: an update far longer than the recent ones is cut.
+    """Clips an update that is far longer than the recent updates.
 
-    Levanter's `clip_update_by_historical_norm`: at most mean + k standard deviations of the last
-    128 update norms. A decayed second moment makes a huge step of an ordinary gradient, which no
-    clipping of gradients sees. In Marin's 32B run such updates came before the loss spikes.
+    As Levanter's `clip_update_by_historical_norm`: at most mean + k standard deviations of the last
+    128 update norms. With a decayed second moment an ordinary gradient makes a huge step, which
+    gradient clipping cannot detect. In Marin's 32B run such updates came before the loss spikes.
 
-    The rule is ZClip's with `target = "max"`, on another norm: moving averages instead of the
-    window, robust warm-up, clipped values enter as clipped, and after a true shift of the level it
-    becomes the baseline. In Levanter values enter unclipped, so that one spike raises the limit for
-    the next 128 steps. Its comment gives the reason: clipped values could lock in. Here `baseline`
-    prevents this.
+    The rule is ZClip with `target = "max"` on the update norm: moving averages instead of the
+    window, and a robust warm-up. Norms enter as clipped. In Levanter norms enter unclipped, because
+    clipped norms could lock in, so one spike raises the limit for the next 128 steps. Here
+    `baseline` prevents the lock-in.
     """
 
     z_threshold: Any = 3.0
-    """Standard deviations above the mean to which a longer update is brought down."""
+    """Standard deviations above the mean to which a longer update is reduced."""
     ema_decay: Any = 0.984375
-    """Decay of mean and variance per step; as long a memory as a window of 128."""
+    """Decay of mean and variance per step; the memory is that of a window of 128 steps."""
     warmup_steps: Any = 64
-    """Updates learnt before one is clipped."""
+    """Number of updates learnt before any is clipped."""
     min_rel_std: Any = 0.01
     """Floor of the standard deviation as a fraction of the mean."""
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
-    """When clipping has become the rule."""
+    """When repeatedly clipped norms become the new level."""
 
     def init(self) -> UpdateClipState:
-        """A rule at the start of its warm-up."""
+        """The state at the start of the warm-up."""
         return UpdateClipState(
             self._rule().init(),
             restart=np.zeros((), bool),
@@ -198,10 +198,10 @@ class UpdateClipConfig(NamedTuple):
     def update(
         self, state: UpdateClipState, norm: Any, learn: Any, *, xp: Any
     ) -> tuple[UpdateClipState, Any]:
-        """Judges the norm of one update, then learns it; returns the factor on the update.
+        """Judges the norm of one update, then learns it; returns the new state and the factor.
 
-        Where `learn` is false (the step is skipped, or soft) the update is judged and not learnt.
-        An update that is not finite is not learnt either, and its factor is 1.
+        Where `learn` is false (a skipped or soft step) the update is judged but not learnt. A
+        non-finite update is not learnt, and its factor is 1.
         """
         seen = observe(Signals(grad_norm=norm), state.restart, xp=xp)
         rule, clip = self._rule().update(state.rule, seen, learn, xp=xp)

@@ -1,8 +1,8 @@
-"""Detectors. Each judges one step against its state, then learns the step.
+"""Detectors, which judge one step against their state and then learn the step.
 
-A detector is a NamedTuple of thresholds, which may be arrays. Its methods are `init()`, which gives
-the state as NumPy arrays, and `update(state, seen, *, xp)`, which returns the new state and a
-`Reading`. `CAUSE` has the flags of an alarm. Without the signals in `NEEDS` it is inactive.
+A detector is a NamedTuple of thresholds, which may be arrays. `init()` returns the state as NumPy
+arrays. `update(state, seen, *, xp)` returns the new state and a `Reading`. `CAUSE` holds the flags
+of an alarm. A detector is inactive without the signals in `NEEDS`.
 """
 
 from __future__ import annotations
@@ -51,4 +51,4 @@ CAUSES: dict[str, Cause] = {
     "nonfinite_grad": Cause.NONFINITE_GRAD,
     **{name: detector.CAUSE for name, detector in DETECTORS.items()},
 }
-"""Flags of the names that a rule's `to` may have on the device."""
+"""`Cause` flags by the names that a rule's `to` accepts for detectors."""

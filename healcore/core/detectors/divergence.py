@@ -1,9 +1,9 @@
-"""Divergence: the smoothed loss stays above the best level that it ever had.
+"""Divergence: the smoothed loss stays above its best level so far.
 
-It needs no spike: a noisy ramp from 2 to 22 has none. The trend has to be above its best by `rise`
-times the noise, and by the share `HIGH` of its highest excess, for `patience` steps. The alarm
-lasts for at most as many steps: then the present level is the best level, and a further rise is a
-new alarm.
+No spike is needed: a noisy ramp from 2 to 22 has none. For `patience` steps the trend must exceed
+its best level by `rise` times the noise, and by the share `HIGH` of its highest excess. The alarm
+lasts for at most `patience` steps. Then the current level becomes the best level, and a further
+rise is a new alarm.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Cause, Reading
 
-HIGH = 0.5  # share of its highest excess at which the trend still counts as high
+HIGH = 0.5  # share of the highest excess from which the trend counts as elevated
 
 
 class DivergenceState(NamedTuple):
-    """The trend, its best and its highest level, and the steps of elevation."""
+    """The trend, its lowest and highest levels, and the count of elevated steps."""
 
     values: noise.NoiseState
     trend: Any  # float32: smoothed loss
     best: Any  # float32: lowest trend
-    peak: Any  # float32: highest trend since it left the best level
-    run: Any  # int32: elevated steps, net of recovering ones
+    peak: Any  # float32: highest trend since the trend left the best level
+    run: Any  # int32: elevated steps minus recovering steps
 
 
 class DivergenceConfig(NamedTuple):
-    """Thresholds of a divergence."""
+    """Thresholds of the divergence detector."""
 
     rise: Any = 6.0
-    """Height of the trend above the best level, in units of the noise. The distance of one step
-    from the trend counts at most as much."""
+    """Height of the trend above the best level, in units of the noise. It also limits the distance
+    of one step from the trend."""
     patience: Any = 72
-    """Steps, net of steps of recovery, that make the alarm."""
+    """Elevated steps minus recovering steps that raise the alarm."""
     window: Any = noise.WINDOW
-    """Steps learnt before a rise counts, and the reciprocal weight of a step in the trend."""
+    """Steps learnt before a rise counts; the weight of a step in the trend is 1 / window."""
 
     CAUSE = Cause.DIVERGENCE
     NEEDS = frozenset({"loss"})
 
     def init(self) -> DivergenceState:
-        """No step seen."""
+        """The state before the first step."""
         floats = (np.zeros((), np.float32) for _ in ("trend", "best", "peak"))
         return DivergenceState(noise.init(), *floats, run=np.zeros((), np.int32))
 

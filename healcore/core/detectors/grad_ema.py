@@ -1,4 +1,4 @@
-"""Gradient EMA: the norm is far above the bias-corrected moving average of the accepted norms."""
+"""Gradient EMA: the norm is far above the bias-corrected moving average of accepted norms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from healcore.core.verdict import Cause, Reading
 class GradEmaState(NamedTuple):
     """Moments of the accepted norms."""
 
-    count: Any  # int32: norms learnt, up to the end of warm-up
+    count: Any  # int32: norms learnt, at most `warmup_steps`
     weight: Any  # float32: 1 - decay ** (norms learnt), the sum of the weights
     mean: Any  # float32
     var: Any  # float32
@@ -24,37 +24,36 @@ class GradEmaState(NamedTuple):
 class GradEmaConfig(NamedTuple):
     """AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py) with adaptive limits.
 
-    A step is dropped when g >= 20 mu (`drop_norm_by_grad_norm_ema`, here `ratio`) or when
-    g >= mu + 20 sigma after 500 steps (`drop_norm_by_grad_norm_stddev`, here `sigmas`), with the
-    moments of the accepted norms, weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
+    A norm g is an outlier if g >= 20 mu (`drop_norm_by_grad_norm_ema`, here `ratio`), or, after 500
+    steps, if g >= mu + 20 sigma (`drop_norm_by_grad_norm_stddev`, here `sigmas`). The moments of
+    the accepted norms are weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
 
-    Differs from it (docs/recipes.md): the first norm is learnt, not compared with 1. The average
-    follows true level shifts. The variance is the mean square of the deviations, since
-    E[g^2] - E[g]^2 becomes 0 or negative. sigma is at least `min_rel_std` of mu. Zero norms teach
-    nothing, and the warm-up is robust (`baseline`).
+    Differences (docs/recipes.md): the first norm is learnt, not compared with 1. The average
+    follows lasting level shifts. The variance is the mean square of the deviations, because E[g^2]
+    - E[g]^2 can round to 0 or below. sigma is at least `min_rel_std` of mu. Zero norms are not
+    learnt, and the warm-up is robust (`baseline`).
     """
 
     ratio: Any | None = 20.0
-    """Least ratio of an outlier to the average, or None for no such test."""
+    """Smallest ratio of an outlier to the average, or None for no such test."""
     sigmas: Any | None = None
-    """Least height of an outlier above the average, in standard deviations, or None for no such
-    test."""
+    """Height of an outlier above the average in standard deviations, or None for no such test."""
     ema_decay: Any = 0.99
     """Decay of average and variance per accepted step."""
     warmup_steps: Any = 1
-    """Norms learnt before one is judged."""
+    """Number of norms learnt before any is judged."""
     min_rel_std: Any = 0.01
     """Floor of the standard deviation as a fraction of the average."""
     sustain: Any = 5
-    """Rejections in a row (leaky) that make it sustained."""
+    """Consecutive rejections (leaky count) that make the alarm sustained."""
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
-    """When the high norm has become the level."""
+    """When repeatedly rejected norms become the new level."""
 
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
 
     def init(self) -> GradEmaState:
-        """No norm seen."""
+        """The state before the first norm."""
         floats = (np.zeros((), np.float32) for _ in ("weight", "mean", "var"))
         return GradEmaState(np.zeros((), np.int32), *floats, shift=baseline.no_rejections())
 
@@ -77,7 +76,7 @@ class GradEmaConfig(NamedTuple):
         old = xp.where(first, 0.0, state.weight)
         rest = numerics.complement(self.ema_decay, norm)
         weight = numerics.ema(old, norm - norm + 1.0, rest, taught, xp=xp)
-        # The weight of one value among all: 1 for the first, 1 - decay in the long run.
+        # Weight of the new value: 1 for the first value, 1 - decay in the long run.
         rate = numerics.quotient(rest, xp.where(weight > 0, weight, 1.0), xp=xp)
         start = xp.where(first, 0.0, state.mean)
         mean = numerics.ema(start, value, rate, taught, xp=xp)
@@ -97,7 +96,7 @@ class GradEmaConfig(NamedTuple):
 
 
 def _far(config: GradEmaConfig, state: GradEmaState, norm: Any, *, xp: Any) -> Any:
-    """Whether one of the two tests finds the norm too large."""
+    """Whether the norm fails one of the two tests."""
     far = norm < 0
     if config.ratio is not None:
         far = far | (norm >= config.ratio * state.mean)

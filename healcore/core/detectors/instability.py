@@ -1,12 +1,12 @@
 """Instability: loss and gradient norm grow together from update to update.
 
-A loss far above its level means a damaged model or different data. Different data are there at
-once, and then the loss falls as they are learnt. A model damaged by its own updates sets record
-after record (`records`), with a gradient norm many times its usual size. A few such steps, each
-soon after the last, are an alarm, also in the first steps of a run, where records alone are no
-evidence yet. A step that is not finite right after such a step counts as another one.
+A loss far above its level means a damaged model or different data. With different data the loss
+jumps at once and then falls as the model learns them. A model damaged by its own updates sets
+record after record (`records`), with a gradient norm many times its usual size. A few such steps at
+short intervals raise the alarm. This works in the first steps of a run too, where records alone are
+not evidence. A non-finite step directly after such a step counts as one.
 
-After an alarm, and where a change is expected, the history restarts.
+The history restarts after an alarm, and where a change is expected.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from healcore.core.detectors import records
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
 
-_NORM = 0.03125  # weight of a norm in its usual size: about the last 32 steps count
-_COUNTED = 1 << 22  # far beyond where the weight of a step still changes
+_NORM = 0.03125  # smallest weight of a norm in the usual norm, which covers about 32 steps
+_COUNTED = 1 << 22  # limit of the count; the weight is constant from 32 steps on
 
 
 class InstabilityState(NamedTuple):
-    """Extremes of the loss, the usual norm, and the growth in progress."""
+    """Extremes of the loss, the usual norm, and the current series of records."""
 
     count: Any  # int32: steps learnt since the start of the history
     history: records.History
     usual: Any  # float32: usual size of the gradient norm
-    records: Any  # int32: records with a large norm, each at most `patience` steps after the last
-    since: Any  # int32: steps since the last of them
+    records: Any  # int32: records with a large norm at intervals of at most `patience` steps
+    since: Any  # int32: steps since the last such record
 
 
 class InstabilityConfig(NamedTuple):
-    """Thresholds of an instability."""
+    """Thresholds of the instability detector."""
 
     growth: Any = 0.25
-    """Share of the last record's height above the lowest loss by which a record exceeds it."""
+    """Required growth over the last record, as a share of that record's height above the lowest
+    loss."""
     records: Any = 3
-    """Records with a large norm that make the alarm."""
+    """Records with a large norm that raise the alarm."""
     norm_ratio: Any = 8.0
-    """Multiple of its usual size that the gradient norm exceeds at a record."""
+    """Multiple of the usual norm above which the norm at a record is large."""
     patience: Any = 8
-    """Steps from one such record to the next, at most."""
+    """Largest interval in steps between two such records."""
 
     CAUSE = Cause.INSTABILITY
     NEEDS = frozenset({"loss", "grad_norm"})
 
     def init(self) -> InstabilityState:
-        """No step seen."""
+        """The state before the first step."""
         none = np.zeros((), np.int32)
         usual = np.zeros((), np.float32)
         return InstabilityState(none, records.no_loss(), usual, none.copy(), none.copy())
@@ -58,7 +59,7 @@ class InstabilityConfig(NamedTuple):
     def update(
         self, state: InstabilityState, seen: Observed, *, xp: Any
     ) -> tuple[InstabilityState, Reading]:
-        """Compares loss and norm with the run so far, then learns them."""
+        """Compares loss and norm with the history, then learns them."""
         learn, norm = seen.finite, seen.grad_norm
         before = xp.where(seen.restart, 0, state.count)
         first = before == 0

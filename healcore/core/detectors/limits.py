@@ -1,7 +1,7 @@
 """Detectors that compare with a limit: a fixed limit, or the largest value of the first steps.
 
-A limit is the user's and has no escape. The first norms of `grad_ceiling` are counted again after
-`escape` alarms in a row.
+A fixed limit is the user's choice and has no escape. `grad_ceiling` learns its first norms again
+after `escape` alarms in a row.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class NonFiniteState(NamedTuple):
 class NonFiniteConfig(NamedTuple):
     """NaN or infinite loss, gradient or update, and norms that overflowed float32.
 
-    Every such step is an alarm. A rule's `when` says how many are too many, in a row or within a
-    window: a count in a row alone misses a run in which every other step is NaN.
+    Every such step is an alarm. The rule's `when` sets how many are too many, in a row or within a
+    window. The window detects a run in which every other step is NaN.
     """
 
     CAUSE = NONFINITE
@@ -49,34 +49,34 @@ class NonFiniteConfig(NamedTuple):
 
 
 class VanishingState(NamedTuple):
-    """One counter."""
+    """Count of consecutive small norms."""
 
-    run: Any  # int32: steps below the floor, in a row, up to `patience`
+    run: Any  # int32: consecutive steps below the threshold, at most `patience`
 
 
 class VanishingConfig(NamedTuple):
-    """A global gradient norm that stays below a floor.
+    """A global gradient norm that stays below a threshold.
 
-    The sign of a dead network, a detached graph or a loss without gradient. One tiny norm is normal
-    (a batch that is fully masked), `patience` of them in a row are not.
+    It is a sign of a dead network, a detached graph or a loss without gradient. One tiny norm is
+    normal (a fully masked batch), but `patience` tiny norms in a row are not.
     """
 
     threshold: Any = 1e-7
-    """Norm below which a gradient counts as gone."""
+    """Norm below which a gradient counts as vanished."""
     patience: Any = 20
-    """Steps in a row that make the alarm."""
+    """Consecutive steps that raise the alarm."""
 
     CAUSE = Cause.GRAD_VANISHING
     NEEDS = frozenset({"grad_norm"})
 
     def init(self) -> VanishingState:
-        """No step seen."""
+        """The state before the first step."""
         return VanishingState(np.zeros((), np.int32))
 
     def update(
         self, state: VanishingState, seen: Observed, *, xp: Any
     ) -> tuple[VanishingState, Reading]:
-        """Counts steps below the floor. Non-finite steps change nothing."""
+        """Counts steps below the threshold. Non-finite steps change nothing."""
         gone = seen.grad_norm < self.threshold
         more = xp.where(state.run < self.patience, state.run + 1, state.run)
         run = xp.where(seen.finite, xp.where(gone, more, 0), state.run)
@@ -86,11 +86,11 @@ class VanishingConfig(NamedTuple):
 
 
 class CeilingState(NamedTuple):
-    """The first values, and the alarms in a row."""
+    """Largest of the first values, and the count of consecutive alarms."""
 
-    count: Any  # int32: values counted, up to `first_steps`
-    top: Any  # float32: the largest of them
-    run: Any  # int32: alarms in a row, up to `sustain` (losses) or `escape` (norms)
+    count: Any  # int32: values learnt, at most `first_steps`
+    top: Any  # float32: the largest learnt value
+    run: Any  # int32: consecutive alarms, at most `sustain` (losses) or `escape` (norms)
 
 
 def _no_value() -> CeilingState:
@@ -101,33 +101,33 @@ def _no_value() -> CeilingState:
 class LossCeilingConfig(NamedTuple):
     """A loss above a fixed level, or above all losses of the first steps.
 
-    The rules of Axolotl's loss watchdog (above `loss_watchdog_threshold` at three logs in a row)
-    and of the second half of llm-foundry's `KillLossSpike` (half of the window above the largest
-    loss of the first window, or above 10). Here each step counts once, and NaN changes nothing
-    (docs/recipes.md). Only the first steps are learnt, so that the rule needs no escape.
+    These are the rules of Axolotl's loss watchdog (above `loss_watchdog_threshold` at three logs in
+    a row) and of the second half of llm-foundry's `KillLossSpike` (half of the window above the
+    largest loss of the first window, or above 10). Here each step counts once, and NaN changes
+    nothing (docs/recipes.md). The rule needs no escape, because it learns only the first steps.
     """
 
     ceiling: Any | None = None
-    """Highest ordinary loss, in units of the loss, or None for no fixed level."""
+    """Largest normal loss, or None for no fixed level."""
     first_steps: Any = 100
-    """First steps whose largest loss is a ceiling too; 0 for no such ceiling. Nothing is judged in
-    these steps: an untrained model's loss is no trouble."""
+    """Number of first steps whose largest loss is a second ceiling, or 0 for no such ceiling. These
+    steps are not judged, because a high loss of an untrained model is normal."""
     first_ratio: Any = 1.0
-    """That ceiling is this multiple of it (of its size, for a loss that is not above 0)."""
+    """Factor of the second ceiling; for a loss of at most 0 it applies to the absolute value."""
     sustain: Any = 3
-    """Steps above the ceiling in a row that make it sustained."""
+    """Consecutive steps above a ceiling that make the alarm sustained."""
 
     CAUSE = Cause.DIVERGENCE
     NEEDS = frozenset({"loss"})
 
     def init(self) -> CeilingState:
-        """No step seen."""
+        """The state before the first step."""
         return _no_value()
 
     def update(
         self, state: CeilingState, seen: Observed, *, xp: Any
     ) -> tuple[CeilingState, Reading]:
-        """Judges `seen.loss`, or learns the ceiling from it. Non-finite steps change nothing."""
+        """Judges `seen.loss`, or learns it in the first steps. Non-finite steps change nothing."""
         learn, loss = seen.finite, seen.loss
         count = xp.where(seen.restart, 0, state.count)
         early = count < self.first_steps
@@ -151,32 +151,32 @@ class GradCeilingConfig(NamedTuple):
 
     Two rules of Megatron-LM: `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py), and
     `is_unexpectedly_large` (megatron/core/rerun_state_machine.py), ten times the largest of the
-    first 100. As published the first norms are never counted again, even if they were zeros (a
+    first 100. The published rule never learns the first norms again, even if they were zeros (a
     frozen network).
     """
 
     ceiling: Any | None = None
-    """Largest ordinary norm, or None for no fixed limit."""
+    """Largest normal norm, or None for no fixed limit."""
     first_ratio: Any | None = 10.0
-    """Least ratio of an outlier to the largest of the first norms, or None for no such test."""
+    """Smallest ratio of an outlier to the largest of the first norms, or None for no such test."""
     first_steps: Any = 100
-    """How many norms are the first."""
+    """Number of first norms."""
     sustain: Any = 5
-    """Alarms in a row that make it sustained."""
+    """Consecutive alarms that make the alarm sustained."""
     escape: Any = 100
-    """Alarms in a row after which the first norms are counted again."""
+    """Consecutive alarms after which the first norms are learnt again."""
 
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
 
     def init(self) -> CeilingState:
-        """No norm seen."""
+        """The state before the first norm."""
         return _no_value()
 
     def update(
         self, state: CeilingState, seen: Observed, *, xp: Any
     ) -> tuple[CeilingState, Reading]:
-        """Judges the norm, or learns the ceiling from it. Non-finite steps change nothing."""
+        """Judges the norm, and learns the first norms. Non-finite steps change nothing."""
         norm = seen.grad_norm
         learn = seen.finite & (norm > 0)
         count = xp.where(seen.restart, 0, state.count)

@@ -1,8 +1,8 @@
 """Noise of a signal: the mean absolute difference of successive values.
 
 It measures noise around a moving level without knowing the level: neither a trend nor a plateau
-adds to it (von Neumann et al., 1941). A value that repeats teaches nothing, so that a rounded log
-has at least its own grid as noise.
+adds to it (von Neumann et al., 1941). A repeated value is not learnt, so the noise of a rounded log
+is at least its rounding step.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import numpy as np
 from healcore.core import numerics
 
 SMALL = 0.001
-"""Noise taken at least, as a share of the level: a smaller change is never an outlier."""
+"""Smallest noise, as a share of the level: a smaller change is never an outlier."""
 WINDOW = 36
-"""Values that the noise is learnt from."""
+"""Number of values that determine the noise."""
 
 
 class NoiseState(NamedTuple):
     """Noise of the values so far."""
 
-    count: Any  # int32: values learnt, up to the window
+    count: Any  # int32: values learnt, at most the window
     last: Any  # float32: the last value
     noise: Any  # float32: mean absolute difference of successive values
 
 
 def init() -> NoiseState:
-    """No value seen."""
+    """The state before the first value."""
     zero = np.zeros((), np.float32)
     return NoiseState(np.zeros((), np.int32), zero, zero.copy())
 
 
 def begin(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> NoiseState:
-    """The state before `value`. A restart forgets the values, and remembers their noise."""
+    """Prepares the state for `value`. A restart resets the count and keeps the noise."""
     count = xp.where(restart, 0, state.count)
     return state._replace(count=count, last=xp.where(count == 0, value, state.last))
 
 
 def unit(state: NoiseState, level: Any, least: Any, *, xp: Any) -> Any:
-    """The noise, at least the share `least` of the level. 0 if nothing but zeros was seen."""
+    """The noise, but at least the share `least` of the level; 0 if all values were zero."""
     floor = numerics.product(least, xp.abs(level), xp=xp)
     return numerics.larger(state.noise, floor, xp=xp)
 
@@ -48,10 +48,10 @@ def unit(state: NoiseState, level: Any, least: Any, *, xp: Any) -> Any:
 def learn(
     state: NoiseState, value: Any, most: Any, window: Any, *, xp: Any
 ) -> tuple[NoiseState, Any]:
-    """Learns a value; a difference counts at most `most`.
+    """Learns a value; a difference counts for at most `most`.
 
     Returns:
-        The new state, and the weight of this value: 1 / count, and 1 / window from then on.
+        The new state, and the weight of this value: 1 / count, but at least 1 / window.
     """
     count = xp.where(state.count < window, state.count + 1, state.count)
     weight = numerics.quotient(value - value + 1.0, numerics.as_float(count, xp=xp), xp=xp)

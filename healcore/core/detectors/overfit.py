@@ -1,8 +1,8 @@
 """Overfitting: the evaluation loss stays far above the training loss.
 
 The training loss is smoothed, because an evaluation averages over many batches and a training step
-does not. One high evaluation is noise, `patience` in a row are the alarm. It lasts until an
-evaluation is below the gap again.
+does not. One high evaluation is noise; `patience` in a row raise the alarm. The alarm lasts until
+an evaluation with a smaller gap.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from healcore.core.verdict import Cause, Reading
 
 
 class OverfitState(NamedTuple):
-    """The smoothed training loss, and the high evaluations in a row."""
+    """Smoothed training loss, and the count of consecutive high evaluations."""
 
     train: Any  # float32: smoothed training loss
-    started: Any  # bool: a training loss has been learnt
-    run: Any  # int32: evaluations in a row with too wide a gap, up to `patience`
+    started: Any  # bool: `train` has learnt a loss
+    run: Any  # int32: consecutive evaluations with too wide a gap, at most `patience`
 
 
 class OverfitConfig(NamedTuple):
-    """Thresholds of overfitting."""
+    """Thresholds of the overfitting detector."""
 
     max_gap: Any = 2.0
-    """Evaluation loss minus smoothed training loss that is too much, in units of the loss."""
+    """Largest normal difference of evaluation loss and smoothed training loss."""
     patience: Any = 2
-    """Evaluations in a row that make the alarm."""
+    """Consecutive high evaluations that raise the alarm."""
     ema_decay: Any = 0.98
     """Decay of the smoothed training loss per step."""
 
@@ -38,13 +38,13 @@ class OverfitConfig(NamedTuple):
     NEEDS = frozenset({"loss", "eval_loss"})
 
     def init(self) -> OverfitState:
-        """No step seen."""
+        """The state before the first step."""
         return OverfitState(np.zeros((), np.float32), np.zeros((), bool), np.zeros((), np.int32))
 
     def update(
         self, state: OverfitState, seen: Observed, *, xp: Any
     ) -> tuple[OverfitState, Reading]:
-        """Learns `seen.loss`; judges `seen.eval_loss` at the steps that have one."""
+        """Learns `seen.loss`; judges `seen.eval_loss` at steps with an evaluation."""
         learn = seen.finite
         rate = numerics.complement(self.ema_decay, seen.loss)
         train = numerics.ema(state.train, seen.loss, rate, learn, xp=xp)

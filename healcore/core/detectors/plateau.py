@@ -1,8 +1,8 @@
 """Plateau: the loss has stopped falling, or is at the level of guessing.
 
 The mean over each `window` steps is compared with the best window so far, in units of the loss's
-own step-to-step change. With `chance_level` (ln 2 for a preference loss, ln V for a vocabulary of
-V) a window within `chance_margin` of it is a plateau too: the model has learnt nothing.
+own step-to-step change. `chance_level` is the loss of guessing: ln 2 for a preference loss, ln V
+for a vocabulary of V. A window within `chance_margin` of it is a plateau too.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from healcore.core.verdict import Cause, Reading
 
 
 class PlateauState(NamedTuple):
-    """The current window, the best one, and the change per step."""
+    """The current window, the best window, and the change per step."""
 
     count: Any  # int32: steps in the current window
     mean: Any  # float32: mean of the current window so far
     best: Any  # float32: lowest window mean
-    windows: Any  # int32: windows finished, up to 1
-    stale: Any  # int32: windows in a row without improvement, up to `patience`
+    windows: Any  # int32: finished windows, at most 1
+    stale: Any  # int32: consecutive windows without improvement, at most `patience`
     last: Any  # float32: previous loss
-    change: Any  # float32: moving average of the absolute change from one loss to the next
+    change: Any  # float32: moving average of the absolute step-to-step change of the loss
     chance: Any  # bool: the last finished window was at chance level
 
 
 class PlateauConfig(NamedTuple):
-    """Thresholds of a plateau."""
+    """Thresholds of the plateau detector."""
 
     window: Any = 500
     """Steps per window."""
     patience: Any = 3
-    """Windows without improvement that make the alarm."""
+    """Consecutive windows without improvement that raise the alarm."""
     min_improvement: Any = 0.1
-    """Least gain of a better window, in mean absolute step-to-step changes."""
+    """Smallest gain of a better window, in mean absolute step-to-step changes."""
     chance_level: Any | None = None
     """Loss of guessing, for example 0.6931 (ln 2), or None for no such comparison."""
     chance_margin: Any = 0.01
-    """Distance from `chance_level` that still counts as guessing."""
+    """Largest distance from `chance_level` that counts as guessing."""
 
     CAUSE = Cause.PLATEAU
     NEEDS = frozenset({"loss"})
 
     def init(self) -> PlateauState:
-        """No step seen."""
+        """The state before the first step."""
         counts = {name: np.zeros((), np.int32) for name in ("count", "windows", "stale")}
         floats = {name: np.zeros((), np.float32) for name in ("mean", "best", "last", "change")}
         return PlateauState(**counts, **floats, chance=np.zeros((), bool))
@@ -64,8 +64,8 @@ class PlateauConfig(NamedTuple):
         mean = state.mean + xp.where(learn, step, 0.0)
         moved = xp.where(started, xp.abs(loss - state.last), 0.0)
         change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
-        # The first change counts whole: with a slow average from zero, noise would be an
-        # improvement.
+        # The average starts at the first change. A slow start from zero would make noise look like
+        # an improvement.
         change = xp.where(learn & started & (state.change == 0), moved, change)
 
         done = learn & (count >= self.window)

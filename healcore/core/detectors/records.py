@@ -1,16 +1,16 @@
 """Records: the loss sets all-time records far more often than an exchangeable stream can.
 
 In an exchangeable stream the t-th loss is a record with probability 1/t, for any unit, scale and
-tails of the losses. The score multiplies the likelihood ratios of records with
-probability `record_rate` against records with probability 1/t, so that the probability of any alarm
-in an endless run is at most `alpha`: docs/detectors.md has the proof.
+tails of the losses. The score multiplies likelihood ratios: records with probability `record_rate`
+against records with probability 1/t. The probability of any alarm in an endless run is therefore at
+most `alpha`; docs/detectors.md has the proof.
 
-A loss that rises by design, or data that are not shuffled, set records too. So an alarm is evidence
-of damage only where the stream is well mixed.
+A loss that rises by design, or unshuffled data, set records too. So an alarm is evidence of damage
+only for a well-mixed stream.
 
-A loss that is not finite right after a record counts as a record: a model that breaks overflows.
-Without a record before it the step counts for nothing. After an alarm the score and the history
-start again, so that the new level is accepted, and another alarm needs new evidence.
+A non-finite loss directly after a record counts as a record, because a broken model overflows. Any
+other non-finite loss is ignored. After an alarm, score and history restart. The new level is then
+accepted, and another alarm needs new evidence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from healcore.core import numerics
 from healcore.core.signals import Observed
 from healcore.core.verdict import Cause, Reading
 
-_COUNTED = 1 << 22  # exact as a float32; the bound still holds for 1e12 steps after it
+_COUNTED = 1 << 22  # limit of the count, exact as float32; `alpha` holds for 1e12 more steps
 
 
 class History(NamedTuple):
@@ -31,7 +31,7 @@ class History(NamedTuple):
 
     highest: Any  # float32: the largest loss
     lowest: Any  # float32: the smallest loss
-    last: Any  # float32: the last record that counted, at first the first loss
+    last: Any  # float32: the last record; initially the first loss
 
 
 def no_loss() -> History:
@@ -42,21 +42,21 @@ def no_loss() -> History:
 def add_loss(
     history: History, loss: Any, growth: Any, first: Any, learn: Any, *, xp: Any
 ) -> tuple[History, Any]:
-    """Learns a loss, and says whether it is a record.
+    """Learns a loss, and decides whether it is a record.
 
-    A record exceeds all losses before it. It also exceeds the last record by the share `growth` of
-    the last record's height above the lowest loss.
+    A record exceeds all earlier losses. It also exceeds the last record by the share `growth` of
+    that record's height above the lowest loss.
 
     Args:
-        history: of the losses before.
+        history: history of the earlier losses.
         loss: float32, finite.
         growth: the share, at least 0.
         first: bool: the loss begins a history.
-        learn: bool: the loss counts; without it the history stays, and there is no record.
+        learn: bool: the loss counts; otherwise the history stays and the loss is no record.
         xp: the array namespace.
 
     Returns:
-        The new history, and bool: a record.
+        The new history, and bool: the loss is a record.
     """
     highest, lowest, last = (xp.where(first, loss, each) for each in history)
     margin = numerics.product(growth, last - lowest, xp=xp)
@@ -69,38 +69,39 @@ def add_loss(
 
 
 class RecordsState(NamedTuple):
-    """Extremes of the loss since the start or the last alarm, and the score."""
+    """History of the loss since the start or the last alarm, and the score."""
 
     count: Any  # int32: steps learnt
     history: History
-    score: Any  # float32: an alarm at 1 / alpha
-    record: Any  # bool: the last step was a record, or not finite after one
+    score: Any  # float32: evidence for damage; the alarm is at 1 / alpha
+    record: Any  # bool: the last step counted as a record
 
 
 class RecordsConfig(NamedTuple):
-    """Thresholds of `records`."""
+    """Thresholds of the records detector."""
 
     alpha: Any = 1e-3
     """Largest probability of any alarm in an endless exchangeable run."""
     record_rate: Any = 0.5
-    """Probability of a record in the run that the alarm is for."""
+    """Probability of a record per step in a run with damage."""
     growth: Any = 0.25
-    """Share of the last record's height above the lowest loss by which a record exceeds it."""
+    """Required growth over the last record, as a share of that record's height above the lowest
+    loss."""
     warmup_steps: Any = 3
-    """Steps learnt before a record counts."""
+    """Number of steps learnt before a record counts."""
 
     CAUSE = Cause.RECORDS
     NEEDS = frozenset({"loss"})
 
     def init(self) -> RecordsState:
-        """No step seen."""
+        """The state before the first step."""
         count, score, record = (np.zeros((), kind) for kind in (np.int32, np.float32, bool))
         return RecordsState(count, no_loss(), score, record)
 
     def update(
         self, state: RecordsState, seen: Observed, *, xp: Any
     ) -> tuple[RecordsState, Reading]:
-        """Compares the loss with the largest one so far, then learns it."""
+        """Compares the loss with the largest earlier loss, then learns it."""
         bad = seen.bad_loss
         before = xp.where(seen.restart, 0, state.count)
         first = before == 0

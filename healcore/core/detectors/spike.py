@@ -1,10 +1,10 @@
 """Spikes of the loss, the gradient norm and the update norm (docs/detectors.md).
 
-A spike is one outlier, or several outliers within a short time. The level falls at once to the
-higher of two successive values and rises slowly. A value above the threshold is an outlier. The
-threshold is learnt: a streaming quantile (Robbins and Monro, 1951) of the run's own values, so that
+A spike is one outlier, or several outliers within a short time. The level rises slowly, and falls
+at once to the higher of two successive values. A value above the threshold is an outlier. The
+threshold is a streaming quantile (Robbins and Monro, 1951) of the run's own values, so that
 recurring outliers become noise. Each value has a vote between 0 and 1. A full vote is an `alarm`. A
-faded sum of votes above `evidence` is `sustained`.
+decayed sum of votes above `evidence` is `sustained`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Cause, Reading
 
-LEARN = 0.2  # a full vote raises the threshold by this share
+LEARN = 0.2  # increase of the threshold per full vote, as a share of the threshold
 OUTLIERS = 1.0 / 256.0  # mean vote at which the threshold settles
-LASTS = 2  # windows of a sustained spike after which its level is the level
-LOWEST = 0.5  # share of `z_threshold` below which the threshold does not fall
+LASTS = 2  # windows after which the level of a sustained spike becomes the level
+LOWEST = 0.5  # smallest threshold, as a share of `z_threshold`
 
 
 class SpikeState(NamedTuple):
@@ -30,23 +30,23 @@ class SpikeState(NamedTuple):
 
     values: noise.NoiseState
     level: Any  # float32
-    threshold: Any  # float32: in units of the noise, learnt from the run's own outliers
-    votes: Any  # float32: faded sum of the votes
-    lasting: Any  # int32: values since the spike became sustained, 0 = it is not
+    threshold: Any  # float32: height of an outlier above the level, in units of the noise
+    votes: Any  # float32: decayed sum of the votes
+    lasting: Any  # int32: values since the spike became sustained; 0 = not sustained
 
 
 class LossSpikeConfig(NamedTuple):
-    """One bad batch, or a sustained departure of the loss from the run's own noise."""
+    """One bad batch, or a sustained rise of the loss above the run's own noise."""
 
     z_threshold: Any = 5.5
-    """Height above the level, in units of the noise, at which a value begins to be an outlier. At
-    twice this height its vote is full. The learnt threshold starts here, see `LOWEST`."""
+    """Initial threshold: height above the level, in units of the noise, from which a value is an
+    outlier. At twice the threshold the vote is full. See also `LOWEST`."""
     evidence: Any = 2.0
-    """Votes above which a spike is sustained."""
+    """Sum of votes above which a spike is sustained."""
     window: Any = noise.WINDOW
-    """Values learnt before any is judged. Afterwards the weight of a value is 1 / window."""
+    """Number of values learnt before any is judged; later values have the weight 1 / window."""
     min_noise: Any = noise.SMALL
-    """Least noise, as a share of the level."""
+    """Smallest noise, as a share of the level."""
 
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
@@ -64,14 +64,14 @@ class GradSpikeConfig(NamedTuple):
     """A global gradient norm far above its recent level.
 
     The norm rises before the loss does (BLOOM-176B: 0.24, 0.95, 2.4, 16, 145, 960 in the iterations
-    up to the loss peak). Norms of 0 are neither judged nor learnt.
+    before the loss peak). Norms of 0 are neither judged nor learnt.
     """
 
     z_threshold: Any = LossSpikeConfig().z_threshold
     evidence: Any = LossSpikeConfig().evidence
     window: Any = LossSpikeConfig().window
     min_noise: Any = 0.18
-    """Least noise, as a share of the level: an alarm is three times the level or more."""
+    """Smallest noise, as a share of the level: an alarm is three times the level or more."""
 
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
@@ -88,10 +88,10 @@ class GradSpikeConfig(NamedTuple):
 
 
 class UpdateSpikeConfig(GradSpikeConfig):
-    """A last update far longer than the recent updates.
+    """A norm of the last update far above the norms of recent updates.
 
-    Marin 32B had update-norm spikes before its loss spikes, with clipping and skipping both on: a
-    decayed second moment turns an ordinary gradient into a huge step, which no gradient norm shows.
+    Marin 32B had update-norm spikes before its loss spikes, despite clipping and skipping. With a
+    decayed second moment an ordinary gradient makes a huge step, which no gradient norm shows.
     """
 
     CAUSE = Cause.UPDATE_SPIKE

@@ -1,9 +1,9 @@
-"""Detectors that compare a value with the last values of the run.
+"""Detectors that compare a value with a window of recent values.
 
 The values are in a ring of fixed size. A running sum would keep every rounding error, and one value
-of 1e15 would wipe out all others for good. `xp.sum` has another order in each backend. So the ring
-is as long as a power of two and is folded in half: the same additions everywhere, with the error of
-a pairwise sum.
+of 1e15 would erase all others permanently. `xp.sum` adds in a different order in each backend. So
+the length of the ring is a power of two, and the sum folds it in half: the same additions in every
+backend, with the error of a pairwise sum.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from healcore.core.verdict import Cause, Reading
 
 
 class Window(NamedTuple):
-    """A ring of fixed size."""
+    """A ring of recent values."""
 
-    values: Any  # float32 (a power of two,): the last values; 0 in an empty slot
-    place: Any  # int32: slot of the next value
-    count: Any  # int32: values held, up to the window's length
+    values: Any  # float32 (a power of two,): the recent values; 0 in an empty slot
+    place: Any  # int32: index of the next slot
+    count: Any  # int32: number of values, at most the window's length
 
 
 def empty(length: int) -> Window:
@@ -33,7 +33,7 @@ def empty(length: int) -> Window:
 
 
 def cleared(window: Window, when: Any, *, xp: Any) -> Window:
-    """The window, empty where `when` holds."""
+    """Returns the window, emptied where `when` holds."""
     return Window(
         xp.where(when[..., None], 0.0, window.values),
         xp.where(when, 0, window.place),
@@ -42,7 +42,7 @@ def cleared(window: Window, when: Any, *, xp: Any) -> Window:
 
 
 def push(window: Window, length: int, value: Any, learn: Any, *, xp: Any) -> Window:
-    """Writes `value` over the oldest one where `learn` holds; `length` is as in `empty`."""
+    """Replaces the oldest value by `value` where `learn` holds; `length` is as in `empty`."""
     slots = window.values.shape[-1]
     here = (xp.arange(slots) == window.place[..., None]) & learn[..., None]
     after = window.place + 1
@@ -60,7 +60,7 @@ def mean(window: Window, *, xp: Any) -> Any:
 
 
 def variance(window: Window, mean: Any, bessel: bool, *, xp: Any) -> Any:
-    """Mean square of the deviations from `mean`; a running sum of squares loses it in rounding."""
+    """Mean square of the deviations from `mean`; a running sum of squares would round it away."""
     slots = window.values.shape[-1]
     there = xp.arange(slots) < window.count[..., None]
     off = xp.where(there, window.values - mean[..., None], 0.0)
@@ -71,7 +71,7 @@ def variance(window: Window, mean: Any, bessel: bool, *, xp: Any) -> Any:
 
 
 def total(values: Any) -> Any:
-    """Sum along the last axis, a power of two, in one order for all backends."""
+    """Sums along the last axis, a power of two, in the same order in all backends."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]
@@ -87,44 +87,44 @@ def largest(values: Any, *, xp: Any) -> Any:
 
 
 class LossRatioState(NamedTuple):
-    """The window, and the outliers in a row."""
+    """The window, and the count of consecutive outliers."""
 
     window: Window
     last: Any  # float32: last accepted loss
-    run: Any  # int32: outliers in a row, up to `escape`
+    run: Any  # int32: consecutive outliers, at most `escape`
 
 
 class LossRatioConfig(NamedTuple):
-    """A loss that is several times the mean of the last losses.
+    """A loss that is several times the mean of recent losses.
 
     The rule of Lightning's `SpikeDetection` (three times the mean of 10), llm-foundry's
     `KillLossSpike` (twice the mean of the window, five in a row) and the self-healing callback for
-    TRL (five times the mean of 100), for the recipes: `loss_spike` uses the run's noise and finds
-    far more.
+    TRL (five times the mean of 100). It exists for the recipes; `loss_spike` uses the run's noise
+    and detects far more.
 
-    Differs from them (docs/recipes.md): only finite, accepted losses enter the window, and after
-    `escape` outliers in a row it restarts at the present loss. While a loss in the window is
-    negative, or half of them are 0, an outlier is `ratio` times the largest size in a full window
-    away from the mean: the noise of a loss around zero (GRPO) is no spike, and a window of zeros
-    judges nothing.
+    Differences (docs/recipes.md): only finite, accepted losses enter the window. After `escape`
+    consecutive outliers the window restarts at the current loss. If the window contains a negative
+    loss, or half of it is 0, an outlier must be `ratio` times the largest absolute value in a full
+    window away from the mean. So the noise of a loss around zero (GRPO) is no spike, and a window
+    of zeros judges nothing.
     """
 
     ratio: Any = 2.0
-    """Multiple of the mean of the last losses at which a loss is an outlier; above 1."""
+    """Multiple of the mean from which a loss is an outlier; above 1."""
     window: int = 100
-    """How many accepted losses count. Static: it is the length of an array in the state."""
+    """Number of accepted losses in the window. Static: it is the length of an array."""
     warmup_steps: Any = 25
-    """Losses learnt before one is judged; at most `window`."""
+    """Number of losses learnt before any is judged; at most `window`."""
     sustain: Any = 5
-    """Outliers in a row that make it sustained."""
+    """Consecutive outliers that make the alarm sustained."""
     escape: Any = 25
-    """Outliers in a row after which the window restarts at the present loss."""
+    """Consecutive outliers after which the window restarts at the current loss."""
 
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
 
     def init(self) -> LossRatioState:
-        """No step seen."""
+        """The state before the first step."""
         return LossRatioState(empty(self.window), np.zeros((), np.float32), np.zeros((), np.int32))
 
     def update(
@@ -158,42 +158,42 @@ class LossRatioConfig(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """The window, and the outliers in a row."""
+    """The window, and the count of consecutive outliers."""
 
     window: Window
-    run: Any  # int32: outliers in a row, up to `sustain`
+    run: Any  # int32: consecutive outliers, at most `sustain`
 
 
 class LossWindowConfig(NamedTuple):
-    """A loss many standard deviations above the mean of the last losses.
+    """A loss many standard deviations above the mean of recent losses.
 
     The rule of OLMo's `SkipStepOptimizer` (olmo_core/optim/skip_step_optimizer.py), Levanter's
-    `SkipStepConfig` and MaxText's `skip_step_on_spikes`: with the mean m and the standard deviation
-    s of the last 128 values, a value above m + 6 s is an outlier. `loss_spike` finds more.
+    `SkipStepConfig` and MaxText's `skip_step_on_spikes`: with mean m and standard deviation s of
+    the last 128 values, a value above m + 6 s is an outlier. `loss_spike` detects more.
 
-    Differs from all three (docs/recipes.md): an outlier enters the window as its limit m + 6 s,
-    which still follows a true level shift; NaN and Inf do not enter; s is at least `min_rel_std` of
-    m.
+    Differences from all three (docs/recipes.md): an outlier enters the window as its limit m + 6 s,
+    which still follows a lasting level shift. NaN and Inf do not enter. s is at least `min_rel_std`
+    of m.
     """
 
     sigmas: Any = 6.0
-    """Standard deviations above the mean at which a value is an outlier."""
+    """Standard deviations above the mean from which a value is an outlier."""
     window: int = 128
-    """How many values count. Static: it is the length of an array in the state."""
+    """Number of values in the window. Static: it is the length of an array."""
     warmup_steps: Any = 64
-    """Values held before one is judged; at most `window`."""
+    """Number of values in the window before any is judged; at most `window`."""
     bessel: bool = True
-    """Variance over n - 1 (OLMo, MaxText), else over n (Levanter). Static."""
+    """Whether the variance divides by n - 1 (OLMo, MaxText), not by n (Levanter). Static."""
     min_rel_std: Any = 1e-4
     """Floor of the standard deviation as a fraction of the mean."""
     sustain: Any = 5
-    """Outliers in a row that make it sustained."""
+    """Consecutive outliers that make the alarm sustained."""
 
     CAUSE = Cause.LOSS_SPIKE
     NEEDS = frozenset({"loss"})
 
     def init(self) -> WindowState:
-        """No value seen."""
+        """The state before the first value."""
         return WindowState(empty(self.window), np.zeros((), np.int32))
 
     def update(self, state: WindowState, seen: Observed, *, xp: Any) -> tuple[WindowState, Reading]:
@@ -203,8 +203,8 @@ class LossWindowConfig(NamedTuple):
         held = cleared(state.window, seen.restart, xp=xp)
         usual = mean(held, xp=xp)
         raw = variance(held, usual, self.bessel, xp=xp)
-        # Floors as in ZClip: XLA would make (m m) c^2 of (c m)(c m), and |x| of sqrt(x x). Squares
-        # of 1e-20 are subnormal, which XLA flushes: they are made zero everywhere.
+        # Floors as in ZClip: XLA rewrites (c m)(c m) as (m m) c^2, and sqrt(x x) as |x|. Squares of
+        # 1e-20 are subnormal, and XLA flushes them, so `settle` sets them to zero everywhere.
         floor = numerics.product(self.min_rel_std, xp.abs(usual), xp=xp)
         square = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
         var = numerics.larger(raw, square, xp=xp)
@@ -227,9 +227,9 @@ class LossWindowConfig(NamedTuple):
 
 
 class GradWindowConfig(LossWindowConfig):
-    """A gradient norm, before clipping, many standard deviations above the last norms' mean.
+    """A gradient norm, before clipping, many standard deviations above the mean of recent norms.
 
-    MaxText's rule judges the clipped norm, which a limit of 1.0 makes useless.
+    MaxText's rule judges the clipped norm; with a limit of 1.0 no norm is then an outlier.
     """
 
     CAUSE = Cause.GRAD_SPIKE

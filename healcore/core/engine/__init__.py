@@ -1,4 +1,4 @@
-"""The engine: detectors, rules, incidents, budgets and the LR multiplier, put together."""
+"""The engine combines detectors, rules, clipping, incidents, budgets and the LR multiplier."""
 
 from __future__ import annotations
 

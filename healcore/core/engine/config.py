@@ -1,7 +1,7 @@
-"""The engine's configuration, made from a TOML file by `healcore.policy`.
+"""Configuration of the engine; `healcore.policy` makes it from a TOML file.
 
-Names, masks, modes and window lengths are static. Every other number may be an array, so that
-thousands of variants run in one vmapped scan.
+Fields marked static are Python values. All others may be arrays, so that one vmapped scan runs
+thousands of variants.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from healcore.core.clipping.zclip import UpdateClipConfig
 
 
 class RuleConfig(NamedTuple):
-    """One `[[respond]]` entry: to which causes, with what, and when."""
+    """One `[[respond]]` entry: the causes, the actions, and the condition."""
 
     causes: int
-    """`Cause` flags it listens to. Static."""
+    """`Cause` flags that are hits of the rule. Static."""
     skip: bool = False
     """Skip the step. Static."""
     action: int = 0
     """`Action` flags it orders. Static."""
     sustained: bool = False
-    """Only when the detector calls the trouble sustained. Static."""
+    """Only sustained alarms are hits. Static."""
     consecutive: Any = 1
-    """Only at the n-th hit in a row and after."""
+    """Hits in a row from which the rule fires."""
     count: Any = 0
-    """Only with this many hits within the last `within` steps; 0 = no such condition."""
+    """Hits within the last `within` steps from which the rule fires; 0 = no such condition."""
     within: int = 0
-    """Length of that window in steps. Static."""
+    """Length of the window for `count`, in steps. Static."""
 
 
 class IncidentConfig(NamedTuple):
@@ -43,61 +43,61 @@ class RollbackConfig(NamedTuple):
     """Which checkpoint a rollback restores."""
 
     depth: Any = 1
-    """Known-good checkpoints to go back the first time."""
+    """Known-good checkpoint that the first rollback restores; 1 = newest."""
     deepen: Any = 1
-    """Extra checkpoints to go back for each further rollback in the same region."""
+    """Increase of the depth per further rollback in the same region."""
     region: Any = 500
-    """Onsets fewer steps apart than this are in the same region."""
+    """Distance in steps below which two onsets are in the same region."""
 
 
 class LrConfig(NamedTuple):
-    """The cut of the learning rate and the ramp after it."""
+    """Cuts of the learning rate, the ramp after a cut, and soft steps."""
 
     factor: Any = 0.5
-    """Multiplier of one cut, in (0, 1)."""
+    """Factor of one cut, in (0, 1)."""
     floor: Any = 0.1
-    """The multiplier never goes below this."""
+    """Lower limit of the multiplier."""
     hold_steps: Any = 100
-    """Healthy steps at the cut rate."""
+    """Healthy steps at the cut rate before the ramp."""
     ramp_steps: Any = 200
-    """Steps of the linear ramp, which ends at exactly 1.0, or at the ceiling."""
+    """Healthy steps of the linear ramp to exactly 1.0, or to the ceiling."""
     ceiling: Any = 0.0
-    """Upper limit of the ramp, as a fraction of the rate at the cut; long health raises it. 0: the
-    ramp ends at the full schedule, even if that rate broke the run."""
+    """Upper limit of the ramp as a fraction of the rate at the cut; long health raises it. With 0
+    the ramp ends at the full schedule, even if that rate broke the run."""
     soft_step: Any = 0.1
-    """Fraction of the update that SOFT_STEP leaves of one step, in (0, 1)."""
+    """Factor on the update of a step with SOFT_STEP, in (0, 1)."""
     reset_moments: bool = False
-    """A cut also sets the optimizer's moments back to the start, which the adapters do. Static."""
+    """Whether the adapters reset the optimizer's moments at a cut. Static."""
 
 
 class BudgetConfig(NamedTuple):
     """How often a run may recover."""
 
     recoveries: Any = 3
-    """Rollbacks. With no rollback left a run that is not finite is stopped; otherwise an alert."""
+    """Rollbacks. When exhausted, a non-finite step stops the run; other trouble is an alert."""
     lr_cuts: Any = 4
     """Cuts of the learning rate."""
     refund_after: Any = 1000
-    """Steps without an incident that give one of each back."""
+    """Steps without an incident that refund one rollback and one cut."""
 
 
 class EngineConfig(NamedTuple):
-    """A whole policy, as the core runs it."""
+    """A whole policy in the form that the engine runs."""
 
     mode: str = "heal"
-    """heal, or observe: judge everything and change nothing. Static."""
+    """`heal`, or `observe`, which judges everything and changes nothing. Static."""
     clip: tuple[str, Any] | None = None
     """(name in `clipping.RULES`, its config), or None."""
     update_clip: UpdateClipConfig | None = None
-    """Clip of the update that the optimizer makes, or None."""
+    """Clipping of the optimizer's update, or None."""
     detectors: tuple[tuple[str, Any], ...] = ()
-    """(name in `detectors.DETECTORS`, its config), in that order."""
+    """(name in `detectors.DETECTORS`, its config), in the order in which they run."""
     rules: tuple[RuleConfig, ...] = ()
     incident: IncidentConfig = IncidentConfig()
     rollback: RollbackConfig = RollbackConfig()
     lr: LrConfig = LrConfig()
     budget: BudgetConfig = BudgetConfig()
     max_skips: Any = 10
-    """Finite steps skipped or softened in a row; then they pass until an alarm-free one."""
+    """Limit of consecutive finite steps skipped or softened; a step without an alarm resets it."""
     grace_steps: Any = 50
     """Steps after an expected change in which only non-finite values are alarms."""

@@ -1,4 +1,4 @@
-"""The engine: signals in, one decision out, pure and the same source for every backend."""
+"""`Engine`: a pure function from signals to one decision, the same source for every backend."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from healcore.core.verdict import Action, Decision
 
 
 class Engine:
-    """The state machine of one policy: `init`, then `step` after `step`.
+    """The state machine of one policy: `init`, then one `step` per training step.
 
-    The engine holds no state. `step` is a pure function of (policy, state, signals), which can be
-    jitted, scanned, vmapped, compiled and replayed. All arrays may have leading batch axes; each
+    The engine holds no state. `step` is a pure function of (policy, state, signals). It can be
+    jitted, scanned, vmapped, compiled and replayed. Arrays may have leading batch axes, and each
     lane is then an independent run.
     """
 
@@ -58,9 +58,9 @@ class Engine:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Sixteen hex digits, equal for equal numbers (within one release of healcore).
+        """Sixteen hex digits, equal for equal numbers within one release of healcore.
 
-        None if the numbers are arrays: many policies at once.
+        None if the numbers are arrays, as for many policies at once.
         """
         try:
             text = json.dumps(self.config, sort_keys=True)
@@ -70,7 +70,7 @@ class Engine:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """The `Signals` fields that the policy reads; a detector without its signal is inactive."""
+        """The `Signals` fields that the policy reads; a detector is inactive without its signal."""
         names: set[str] = {"grad_norm"} if self.config.clip else set()
         if self.per_tensor:
             names.add("group_norms")
@@ -87,7 +87,7 @@ class Engine:
 
     @cached_property
     def may_be_limited(self) -> bool:
-        """Whether the host may limit the learning rate with a rollback, see `limit_lr`."""
+        """Whether the host may limit the learning rate at a rollback, see `limit_lr`."""
         return self._may_order(Action.ROLLBACK) and self._has_ceiling
 
     @cached_property
@@ -97,27 +97,27 @@ class Engine:
 
     @property
     def resets_moments(self) -> bool:
-        """Whether a cut of the learning rate sets the optimizer's moments back to the start."""
+        """Whether a cut of the learning rate resets the optimizer's moments."""
         return self.config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
 
     @property
     def scales_lr(self) -> bool:
-        """Whether `Decision.lr_scale` of a step can be other than 1."""
+        """Whether `Decision.lr_scale` can differ from 1."""
         return self.cuts_lr or self.softens or self.may_be_limited
 
     @cached_property
     def limits_lr(self) -> bool:
-        """Whether a cut limits the rate in absolute terms, which needs `Signals.learning_rate`."""
+        """Whether the rate may get an absolute limit, which needs `Signals.learning_rate`."""
         return (self.cuts_lr and self._has_ceiling) or self.may_be_limited
 
     @property
     def clips_updates(self) -> bool:
-        """Whether the update is clipped, which takes `clip_update` after the optimizer's step."""
+        """Whether `clip_update` has to follow the optimizer's step."""
         return self.config.update_clip is not None
 
     @property
     def per_tensor(self) -> bool:
-        """Whether clipping works per tensor and needs `Signals.group_norms`."""
+        """Whether clipping is per tensor and needs `Signals.group_norms`."""
         return self.config.clip is not None and self.config.clip[0] == "adagc"
 
     @property
@@ -130,7 +130,7 @@ class Engine:
     # -- the state machine ----------------------------------------------------------------------
 
     def init(self, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
-        """The state before the first step, as NumPy arrays.
+        """Returns the state before the first step, as NumPy arrays.
 
         Args:
             groups: number of tensors, for per-tensor clipping.
@@ -149,11 +149,11 @@ class Engine:
             xp: the array namespace of all arrays.
 
         Returns:
-            The new state, and the decision to enforce: neutral in observe mode, where
-            `state.last.decision` has what was ordered.
+            The new state, and the decision to enforce. In observe mode the decision is neutral, and
+            `state.last.decision` holds the ordered decision.
 
         Raises:
-            ValueError: neither a loss nor a gradient norm is there.
+            ValueError: the signals have neither a loss nor a gradient norm.
         """
         if signals.loss is None and signals.grad_norm is None:
             raise ValueError(
@@ -178,23 +178,25 @@ class Engine:
     def clip_update(
         self, state: EngineState, norm: Any, skipped: Any, *, xp: Any
     ) -> tuple[EngineState, Any]:
-        """Judges the update that the optimizer has made in the step that `step` judged last.
+        """Judges the optimizer's update in the step that `step` judged last.
 
-        Only for a policy with `update_clip`.
+        The policy must have an `update_clip`.
 
         Args:
             state: from `step`.
             norm: L2 norm of the whole update, float32, without `Decision.lr_scale`, so that a cut
-                of the learning rate changes no baseline.
+                of
+                the learning rate changes no baseline.
             skipped: bool array: the update is not applied.
             xp: the array namespace.
 
         Returns:
-            The new state, and the factor on the update, float32 in [0, 1]: exactly 1 for a skipped
-            step, an ordinary update and in observe mode.
+            The new state, and the factor on the update, float32 in [0, 1]. The factor is exactly 1
+            for
+            a skipped step, for an ordinary update, and in observe mode.
         """
         assert self.config.update_clip is not None, "the policy has no update_clip"
-        held = skipped | state.last.decision.skip  # in observe mode the latter is as ordered
+        held = skipped | state.last.decision.skip  # in observe mode the order counts too
         learn = ~held
         if self.softens:
             learn = learn & ((state.last.decision.action & int(Action.SOFT_STEP)) == 0)
@@ -207,23 +209,21 @@ class Engine:
     # -- requests of the host -------------------------------------------------------------------
 
     def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
-        """Opens the grace window at the next step: the LR, the batch or the data changes.
+        """Opens the grace window at the next step, because the LR, the batch or the data change.
 
-        Baselines restart their warm-up, and for `grace_steps` steps only non-finite values are
-        alarms.
+        Baselines restart their warm-up. For `grace_steps` steps only non-finite values are alarms.
         """
         del xp
         return state._replace(change_expected=state.change_expected | True)
 
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
-        """The state after a rollback: restored detectors, budgets and LR multiplier of now.
+        """Combines the restored detectors with the live budget and LR multiplier after a rollback.
 
-        A limit that was lower at the checkpoint is in force again. Health has raised it since, or a
-        later cut began at a higher rate.
+        A lower LR limit of the checkpoint is in force again. Since the checkpoint, health has
+        raised the limit, or a later cut began at a higher rate.
 
-        The rollback is subtracted from the budget here: an order that the host does not carry out
-        costs nothing. Healthy steps are counted from the rollback on: a limit that the host sets
-        with it is not raised for the health before it.
+        This call subtracts the rollback from the budget, so a declined order costs nothing. It also
+        resets the count of healthy steps, so that earlier health does not raise a new limit.
 
         Args:
             live: the state at the moment of the rollback.
@@ -236,7 +236,7 @@ class Engine:
             quiet=live.incident.quiet * 0,
         )
         tally = live.tally._replace(rollbacks=live.tally.rollbacks + 1)
-        if restored.update_clip is not None:  # its count belongs to the tally
+        if restored.update_clip is not None:  # the count continues, like the tally
             clip = restored.update_clip._replace(clips=live.update_clip.clips)
             restored = restored._replace(update_clip=clip)
         left = numerics.sub_one(live.budget.recoveries, xp=xp)
@@ -255,7 +255,7 @@ class Engine:
         )
 
     def charged(self, state: EngineState, *, xp: Any) -> EngineState:
-        """The state after a rollback ordered by the last step is subtracted from the budget.
+        """Subtracts a rollback that the last step ordered from the budget.
 
         For observe mode and replays, in which no host rolls back.
         """
@@ -264,12 +264,13 @@ class Engine:
         return state._replace(budget=state.budget._replace(recoveries=left))
 
     def limit_lr(self, state: EngineState, limit: Any, rate: Any, *, xp: Any) -> EngineState:
-        """The state with a limit on the learning rate, set by the host; unchanged without budget.
+        """Sets a limit on the learning rate for the host; no effect if no cuts are left.
 
         Args:
             state: the live state.
-            limit: rate that is not exceeded from now on, above 0, float32 array.
-            rate: the schedule's learning rate now, float32 array, or None for a constant rate of 1.
+            limit: upper limit of the learning rate, above 0, float32 array.
+            rate: the schedule's current learning rate, float32 array, or None for a constant rate
+                of 1.
             xp: the array namespace.
         """
         budget, tally = state.budget, state.tally
@@ -284,19 +285,19 @@ class Engine:
         )
 
     def lift_limit(self, state: EngineState, *, xp: Any) -> EngineState:
-        """The state with the full learning rate: every cut and limit is undone."""
+        """Removes every cut and limit, so that the full learning rate is in force."""
         always = state.step >= 0
         full = map_leaves(lambda new, old: xp.where(always, new, old), lr.init(), state.lr)
         return state._replace(lr=full._replace(peak=state.lr.peak, rate=state.lr.rate))
 
     def at_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
-        """The state with the multiplier that is in force at another learning rate of the schedule.
+        """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.
 
-        A rollback restores the schedule, and a cut limits the rate in absolute terms: at a lower
-        rate of the schedule the multiplier is higher. Hold and ramp stay where they are.
+        A rollback restores the schedule, and a cut limits the rate in absolute terms. At a lower
+        rate of the schedule the multiplier is therefore higher.
 
         Args:
-            state: one without an open incident.
+            state: a state without an open incident.
             rate: the schedule's learning rate, float32 array.
             xp: the array namespace.
         """
@@ -304,10 +305,10 @@ class Engine:
         there = lr.update(self.config.lr, state.lr, never, ~never, never, never, rate, xp=xp)
         return state._replace(lr=state.lr._replace(scale=there.scale))
 
-    # -- reading and carrying -------------------------------------------------------------------
+    # -- metrics and saved form -------------------------------------------------------------------
 
     def metrics(self, state: EngineState) -> dict[str, Any]:
-        """Named 0-d arrays for a logger, without a sync; see `state.metrics`."""
+        """Named 0-d arrays for a logger, without a device sync; see `state.metrics`."""
         return metrics(state)
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
@@ -320,12 +321,12 @@ class Engine:
 
 
 def _silent(xp: Any) -> AbstractContextManager[Any]:
-    """Without NumPy's warnings, which XLA and torch do not give: the core selects afterwards."""
+    """Silences NumPy's warnings; `where` discards the invalid values later."""
     return np.errstate(all="ignore") if xp is np else nullcontext()
 
 
 def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:
-    """The neutral decision with `lr_scale` and the same causes, where `when` holds."""
+    """Replaces the decision by a neutral one where `when` holds; the causes stay."""
     group = decision.group_scale
     return decision._replace(
         grad_scale=xp.where(when, 1.0, decision.grad_scale),

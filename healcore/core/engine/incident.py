@@ -1,16 +1,15 @@
-"""Incidents: a run of alarms with one onset, how recovery escalates within it, and its budget.
+"""Incidents: runs of alarms with one onset, the escalation within them, and the budget.
 
-An incident uses one recovery, however many steps it lasts. The engine escalates (a deeper rollback,
-another cut) only when alarms continue for `patience` steps after an order, or when another incident
-begins in the same region.
+An incident uses one recovery, however long it lasts. Recovery escalates (a deeper rollback, another
+cut) in two cases: alarms continue for `patience` steps after an order, or another incident begins
+in the same region.
 
-A non-finite step that is skipped has changed nothing, so it is no part of other trouble: unless it
-orders a rollback or a cut itself, it neither begins nor prolongs an incident in which the model may
-get worse.
+A skipped non-finite step has changed nothing. Unless it orders a rollback or a cut, it neither
+begins nor prolongs an incident in which the model may get worse.
 
-With no recoveries left, the run is stopped if its numbers are not finite. Otherwise it continues,
-clipped, with an alert: a loss that still grows at a small part of the learning rate, after
-rollbacks that did not help, is more likely to grow by design than because of its updates.
+When the recoveries are exhausted, a non-finite step stops the run. Otherwise the run continues,
+clipped, with an alert. If the loss still grows at a small fraction of the learning rate after
+several rollbacks, it more likely grows by design than because of the updates.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ _NONFINITE = int(NONFINITE)
 
 
 class IncidentState(NamedTuple):
-    """The open incident, if any, and where the last recovery was."""
+    """The open incident, and the last recovery."""
 
-    open: Any  # bool: one is open in which a step may have changed the model
-    skipped: Any  # bool: one is open in which every alarm was a skipped non-finite step
-    number: Any  # int32: incidents so far, this one included
+    open: Any  # bool: an incident is open in which a step may have changed the model
+    skipped: Any  # bool: an incident is open that has only skipped non-finite steps
+    number: Any  # int32: incidents so far, including the open one
     onset: Any  # int32: step of its first alarm
     quiet: Any  # int32: steps since its last alarm
-    recovered: Any  # int32: alarms since its last rollback order; -1 = none was ordered
-    cut: Any  # int32: alarms since its last cut; -1 = none was ordered
-    last_onset: Any  # int32: onset of the last incident that ordered a rollback; -1 = none did
-    escalations: Any  # int32: recoveries in this region before the last one
+    recovered: Any  # int32: alarms since its last rollback order; -1 = no order
+    cut: Any  # int32: alarms since its last cut; -1 = no cut
+    last_onset: Any  # int32: onset of the last incident with a rollback order; -1 = no order
+    escalations: Any  # int32: earlier recoveries in the region of the last recovery
 
 
 class BudgetState(NamedTuple):
@@ -48,23 +47,23 @@ class BudgetState(NamedTuple):
 
     recoveries: Any  # int32: rollbacks left
     lr_cuts: Any  # int32: cuts left
-    healthy: Any  # int32: steps without an incident since the last refund
+    healthy: Any  # int32: consecutive steps without an incident since the last refund
 
 
 class Orders(NamedTuple):
-    """Orders of one step, within the budget."""
+    """Orders of one step that the budget allows."""
 
-    recover: Any  # bool: a rollback
-    depth: Any  # int32: known-good checkpoints to go back, 0 without a rollback
-    cut: Any  # bool: a cut of the learning rate
-    stop: Any  # bool: no rollback is left, and the step is not finite
-    alert: Any  # bool: no rollback is left, and the run continues
-    refund: Any  # bool: one rollback and one cut are given back
-    healthy: Any  # bool: no alarm, and no open incident in which the model may get worse
+    recover: Any  # bool: roll back
+    depth: Any  # int32: known-good checkpoint to restore, 1 = newest; 0 without a rollback
+    cut: Any  # bool: cut the learning rate
+    stop: Any  # bool: the rollbacks are exhausted, and the step is not finite
+    alert: Any  # bool: the rollbacks are exhausted, and the run continues
+    refund: Any  # bool: refund one rollback and one cut
+    healthy: Any  # bool: no alarm, and no incident is open in which the model may get worse
 
 
 def init() -> IncidentState:
-    """No incident yet."""
+    """The state before the first incident."""
     none, minus = np.zeros((), np.int32), np.full((), -1, np.int32)
     return IncidentState(
         open=np.zeros((), bool),
@@ -80,7 +79,7 @@ def init() -> IncidentState:
 
 
 def full_budget(config: BudgetConfig) -> BudgetState:
-    """A full budget; with array sizes the state has their shape."""
+    """The initial budget; its arrays have the shapes of the configured numbers."""
     return BudgetState(
         np.asarray(config.recoveries, np.int32),
         np.asarray(config.lr_cuts, np.int32),
@@ -89,7 +88,7 @@ def full_budget(config: BudgetConfig) -> BudgetState:
 
 
 def causes(config: EngineConfig) -> int:
-    """Causes that open an incident: the causes for which some rule acts, so no alert alone."""
+    """`Cause` flags that open an incident: non-finite values, and causes on which a rule acts."""
     mask = _NONFINITE
     for rule in config.rules:
         if rule.skip or rule.action & ACTS:
@@ -109,7 +108,7 @@ def update(
     *,
     xp: Any,
 ) -> tuple[IncidentState, BudgetState, Orders]:
-    """Takes one step's causes and the wishes of the rules.
+    """Updates incidents and budget by one step, and grants the orders of the rules.
 
     Args:
         config: the policy.
@@ -124,8 +123,8 @@ def update(
     """
     trouble = cause & causes(config)
     alarm = trouble != 0
-    # Skipped, and only because the step is not finite. If such steps order something, their
-    # incident is one like any other.
+    # A step is harmless if it is skipped only because it is not finite. If such steps order a
+    # recovery, their incident is an ordinary one.
     harmless = skip & ((trouble & ~_NONFINITE) == 0)
     acts = numerics.shared(harmless & (wants_recovery | wants_cut), xp=xp)
     harmless = numerics.shared(harmless & ~acts, xp=xp)
@@ -143,14 +142,14 @@ def update(
     recovered = xp.where(opened, -1, state.recovered)
     cut = xp.where(opened, -1, state.cut)
     cuts = wants_cut & ((cut < 0) | (cut >= patience))
-    # A cut comes with a rollback: the host may have declined an earlier order.
+    # A cut repeats the rollback order, because the host may have declined an earlier one.
     recover = wants_recovery & ((recovered < 0) | (recovered >= patience) | cuts)
     recover, cuts = numerics.shared(recover, xp=xp), numerics.shared(cuts, xp=xp)
     recovered = xp.where(recover, 0, _one_more(recovered, alarm, xp=xp))
     cut = xp.where(cuts, 0, _one_more(cut, alarm, xp=xp))
 
     again = (state.last_onset >= 0) & (onset - state.last_onset < config.rollback.region)
-    # Going back moves the step counter back too: an earlier onset is in the same region.
+    # A rollback also resets the step counter, so an earlier onset is in the same region.
     escalations = xp.where(recover, xp.where(again, state.escalations + 1, 0), state.escalations)
     depth = config.rollback.depth + config.rollback.deepen * escalations
     healthy = numerics.shared(~open_ & ~alarm, xp=xp)
@@ -175,7 +174,7 @@ def update(
 
 
 def _one_more(since: Any, alarm: Any, *, xp: Any) -> Any:
-    """The alarms since an order, one more; -1 (no order yet) stays."""
+    """Counts an alarm since an order; -1 (no order yet) stays."""
     return xp.where(alarm & (since >= 0), since + 1, since)
 
 
@@ -191,10 +190,10 @@ def _grant(
     *,
     xp: Any,
 ) -> tuple[BudgetState, Orders]:
-    """Subtracts the cut that is ordered, and gives back after `refund_after` healthy steps.
+    """Grants orders within the budget, subtracts a cut, and refunds after long health.
 
-    A rollback is subtracted where it is carried out, see `Engine.on_rollback`. A step in an
-    incident resets the count of healthy steps; a skipped non-finite step alone is only not counted.
+    `Engine.on_rollback` subtracts a rollback. A step in an incident resets the count of healthy
+    steps. A skipped non-finite step outside an incident leaves the count unchanged.
     """
     denied = recover & ~(state.recoveries > 0)
     nonfinite = (cause & _NONFINITE) != 0

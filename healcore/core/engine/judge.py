@@ -1,7 +1,7 @@
-"""One step, judged: detectors first, then rules, then clipping, then recovery orders.
+"""Judges one step: detectors first, then rules, clipping and recovery orders.
 
-Everything is judged before it is learnt: whether the step is skipped is known before the clipping
-rule learns its norm, and budgets are checked before anything is ordered.
+Each part judges a value before it learns the value. The skip is decided before the clipping rule
+learns the norm, and the budget is checked before an order is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 def judge(
     config: EngineConfig, state: EngineState, signals: Signals, *, xp: Any
 ) -> tuple[EngineState, Decision]:
-    """The new state, and the decision as the policy orders it in any mode."""
+    """Returns the new state, and the decision as the policy orders it, in any mode."""
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
@@ -37,7 +37,7 @@ def judge(
     cause = alarmed | sustained
     memories, fired = _fire(config, state, alarmed, sustained, xp=xp)
 
-    never = cause != cause
+    never = cause != cause  # false, with the batch's shape
     skips, skip, soft = rules.limit_skips(
         config.max_skips,
         state.skips,
@@ -102,9 +102,9 @@ def judge(
         group_scale=group_scale,
     )
     update_clip = state.update_clip
-    if update_clip is not None:  # it runs after the decision
+    if update_clip is not None:  # the update is judged after the decision
         update_clip = update_clip._replace(restart=update_clip.restart | change_expected)
-    # A rollback is counted where it is carried out, see `Engine.on_rollback`.
+    # `Engine.on_rollback` counts the rollbacks.
     counted = (clipped, skip, cause != 0, never, orders.cut)
     tally = Tally(
         *(
@@ -132,7 +132,7 @@ def judge(
 def _read(
     config: EngineConfig, state: EngineState, seen: Observed, in_grace: Any, *, xp: Any
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
-    """Runs every detector whose signals are there; in the grace window only NaN and Inf count."""
+    """Runs the detectors that have their signals; the grace window mutes all but `nonfinite`."""
     states, readings = [], {}
     for (name, detector), memory in zip(config.detectors, state.detectors, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
@@ -148,7 +148,7 @@ def _read(
 def _causes(
     config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: Any
 ) -> tuple[Any, Any]:
-    """Flags (int32) of this step's alarms, and of the sustained alarms."""
+    """`Cause` flags (int32) of this step's alarms, and of its sustained alarms."""
     alarmed = sustained = xp.astype(seen.finite & False, xp.int32)
     for name, detector in config.detectors:
         reading = readings.get(name)
@@ -178,7 +178,7 @@ def _fire(
 def _clip(
     config: EngineConfig, state: EngineState, seen: Observed, learn: Any, *, xp: Any
 ) -> tuple[Any, Clip | None]:
-    """Runs the clipping rule, if there is one and its norms are there."""
+    """Runs the clipping rule if the policy has one and the signals have its norms."""
     if config.clip is None:
         return None, None
     name, rule = config.clip
@@ -207,7 +207,7 @@ def _telemetry(
     *,
     xp: Any,
 ) -> Telemetry:
-    """The step for loggers: the last finite values, so that the state stays finite."""
+    """Numbers for loggers; a non-finite value leaves the last finite one in place."""
     loss, norm, threshold, z, z_loss = last[1:]
     if seen.loss is not None:
         loss = xp.where(seen.bad_loss, loss, seen.loss)
@@ -223,13 +223,13 @@ def _telemetry(
 
 
 def _softened(fired: list[tuple[RuleConfig, rules.Firing]], never: Any) -> Any | None:
-    """Whether a rule wants a soft step, or None if no rule of the policy ever does."""
+    """Whether a rule orders a soft step, or None if no rule of the policy can."""
     wishes = [f.fired for rule, f in fired if rule.action & Action.SOFT_STEP]
     return _any(wishes, never) if wishes else None
 
 
 def _any(flags: list[Any], never: Any) -> Any:
-    """Disjunction; `never` (all false) has the dtype and shape."""
+    """Logical or; `never` (all false) sets dtype and shape."""
     for each in flags:
         never = never | each
     return never

@@ -1,9 +1,9 @@
 """The learning-rate multiplier: a cut, a hold, and a ramp back towards the schedule.
 
-With `LrConfig.ceiling` above 0 the ramp ends at `ceiling` times the rate that broke the run, in
-absolute terms where the schedule's rate is known: the schedule is scaled down so that its highest
-rate from the cut on is that limit, and keeps its shape. Only long health raises the limit, by the
-factor of one cut at a time.
+With `LrConfig.ceiling` above 0 the ramp ends at `ceiling` times the rate that broke the run. If the
+schedule's rate is known, this limit is absolute: the schedule keeps its shape, scaled so that its
+highest rate since the cut equals the limit. Only long health raises the limit, each time by the
+inverse factor of one cut.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 from healcore.core import numerics
 from healcore.core.engine.config import LrConfig
 
-_MOST = 1e12  # limit of a broken rate raised by health; no schedule has such a rate
-FALL = 0.5  # a rate below this share of the last step's begins another schedule
+_MOST = 1e12  # limit of `LrState.broken`, above the rate of any schedule
+FALL = 0.5  # a rate below this share of the last step's rate begins another schedule
 
 
 class LrState(NamedTuple):
     """The multiplier, and its position in hold and ramp."""
 
     scale: Any  # float32: the multiplier in force
-    low: Any  # float32: the rate that the last cut left, where the ramp begins; 0 = never cut
-    broken: Any  # float32: rate in force at the last cut, raised by health; 0 = never cut
+    low: Any  # float32: rate after the last cut, at which the ramp begins; 0 = never cut
+    broken: Any  # float32: rate before the last cut, raised by long health; 0 = never cut
     peak: Any  # float32: highest rate of the schedule since the last cut or sudden fall; 0 = none
-    rate: Any  # float32: the schedule's rate at the last step; 0 = none
-    hold: Any  # int32: steps still to hold
-    ramp: Any  # int32: steps of the ramp still to go
+    rate: Any  # float32: the schedule's rate at the last step; 0 = no step
+    hold: Any  # int32: remaining steps of the hold
+    ramp: Any  # int32: remaining steps of the ramp
 
 
 def init() -> LrState:
@@ -49,19 +49,19 @@ def update(
     *,
     xp: Any,
 ) -> LrState:
-    """One step: a cut multiplies what is in force; hold and ramp count the healthy steps.
+    """Updates the multiplier by one step; only healthy steps count for hold and ramp.
 
-    In an incident the multiplier stays as it is; only the ceiling lowers it, if the schedule rises.
-    `refund` (long health) raises the rate that broke the run. `rate` is the schedule's learning
-    rate at this step, or None for a constant rate of 1.
+    A cut multiplies the multiplier in force. In an incident the multiplier stays, except that the
+    ceiling lowers it if the schedule rises. `refund` (long health) raises the limit. `rate` is the
+    schedule's learning rate at this step, or None for a constant rate of 1.
     """
     one = state.scale - state.scale + 1.0
     rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
-    # The end of a window with a wrong rate must not leave the multiplier of the window in force.
+    # After a window with a wrong, high rate, its low multiplier must not stay in force.
     same = (rate >= FALL * state.rate) & ~cut
     peak = xp.where(same & (state.peak > rate), state.peak, rate)
     lower = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
-    # A floor above the multiplier does not raise it.
+    # A floor above the multiplier does not raise the multiplier.
     lower = numerics.smaller(lower, state.scale, xp=xp)
     low = xp.where(cut, numerics.product(lower, rate, xp=xp), state.low)
     broken = xp.where(
@@ -80,7 +80,7 @@ def update(
     top = numerics.quotient(numerics.product(config.ceiling, broken, xp=xp), peak, xp=xp)
     top = xp.where(limited & (top < 1), top, 1.0)
     bottom = numerics.smaller(numerics.quotient(low, rate, xp=xp), top, xp=xp)
-    # Not done / ramp_steps: dividing by a constant is not exact in XLA (numerics). 1 / n rounds to
+    # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
     share = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
     climbed = numerics.as_float(config.ramp_steps - ramp, xp=xp) * share
@@ -93,9 +93,9 @@ def update(
 
 
 def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
-    """The state with the rate held at most at `limit`, as after a cut that has left this rate.
+    """Limits the rate to `limit`, as after a cut to this rate.
 
-    `rate` is the schedule's learning rate now, or None for a constant rate of 1.
+    `rate` is the schedule's current learning rate, or None for a constant rate of 1.
     """
     one = state.scale - state.scale + 1.0
     rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)

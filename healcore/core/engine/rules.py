@@ -1,12 +1,12 @@
 """When a rule fires, and which steps are skipped or soft.
 
-A rule fires at once, when the trouble is sustained, after n hits in a row, or after several hits
-within a window. Both counts are needed: a run in which every other step is NaN never has ten in a
+A rule fires at once, on sustained alarms, after n hits in a row, or after several hits within a
+window. The window is needed because a run in which every other step is NaN never has ten hits in a
 row.
 
-Steps with non-finite gradients are always skipped, outliers at most `max_skips` times in a row.
-When batch after batch looks bad, the batches are not the cause: the spike is sustained by then, a
-recovery has been ordered, and more skips would not help.
+Steps with non-finite gradients are always skipped, other steps at most `max_skips` times in a row.
+If all batches look bad, the batches are not the cause. The spike is then sustained and recovery is
+ordered, so more skips would not help.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _NEVER = 1 << 30
 
 
 class RuleState(NamedTuple):
-    """Memory of one rule."""
+    """Hits of one rule, and its last firing."""
 
     run: Any  # int32: hits in a row
-    window: Any  # int32 (within,): 1 where one of the last steps was a hit; (0,): no window
-    age: Any  # int32: steps since it last fired
+    window: Any  # int32 (within,): ring of the last steps, 1 for a hit; (0,) without a window
+    age: Any  # int32: steps since the rule last fired
 
 
 class Firing(NamedTuple):
     """Whether a rule fires at one step."""
 
-    fired: Any  # bool: its condition holds
-    fresh: Any  # bool: fired, and not in the `quiet_steps` before; for alerts, saves and stops
+    fired: Any  # bool: the rule's condition holds
+    fresh: Any  # bool: fired for the first time in `quiet_steps` steps; for alerts, saves and stops
 
 
 def init(config: RuleConfig) -> RuleState:
-    """A rule without hits."""
+    """The state of a rule without hits."""
     return RuleState(
         np.zeros((), np.int32),
         np.zeros((config.within,), np.int32),
@@ -54,10 +54,7 @@ def update(
     *,
     xp: Any,
 ) -> tuple[RuleState, Firing]:
-    """Counts one step; `hit`: a cause of the rule is present, `step`: the steps before this one.
-
-    After `quiet_steps` without firing a firing is fresh.
-    """
+    """Counts one step; `hit` tells whether a cause of the rule is present, `step` is its index."""
     run = xp.where(hit, xp.where(state.run < _NEVER, state.run + 1, state.run), 0)
     fired = hit & (run >= config.consecutive)
     window = state.window
@@ -73,14 +70,13 @@ def update(
 def limit_skips(
     max_skips: Any, run: Any, wished: Any, softened: Any | None, seen: Observed, *, xp: Any
 ) -> tuple[Any, Any, Any | None]:
-    """Skipped and soft steps, at most `max_skips` finite ones in a row.
+    """Decides which steps are skipped or soft, at most `max_skips` finite ones in a row.
 
     Args:
         max_skips: the limit.
-        run: int32: finite steps skipped or softened in a row; an alarm-free step resets it.
-        wished: bool: a rule wants to skip.
-        softened: bool: a rule wants a soft step, or None if no rule of the policy ever does. A skip
-            has precedence.
+        run: int32: finite steps skipped or softened in a row; a step without an alarm resets it.
+        wished: bool: a rule orders a skip, which has precedence over a soft step.
+        softened: bool: a rule orders a soft step, or None if no rule of the policy can.
         seen: the step's signals.
         xp: the array namespace.
 

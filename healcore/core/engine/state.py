@@ -1,8 +1,8 @@
-"""The engine's memory: a fixed-size pytree of NumPy, JAX or torch arrays, and its saved form.
+"""The engine's state, a fixed-size pytree of NumPy, JAX or torch arrays, and its saved form.
 
-The saved form is nested dicts of Python numbers, bools and lists. It moves a state from one
-framework, process or machine to another. `json.dumps` takes it as it is, and float32 survives
-exactly: its repr as a double is exact.
+The saved form is nested dicts of Python numbers, bools and lists, which `json.dumps` accepts. It
+moves a state between frameworks, processes and machines. A float32 is saved exactly, because its
+repr as a double is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_GROUPS = 10_000_000
 
 
 class StateError(HealcoreError, ValueError):
-    """A saved state that this policy cannot take; the message names the place and the remedy."""
+    """A saved state that does not fit the policy; the message says where, and what to do."""
 
 
 class Tally(NamedTuple):
@@ -37,20 +37,20 @@ class Tally(NamedTuple):
     alarms: Any
     """int32: steps with a cause."""
     rollbacks: Any
-    """int32: rollbacks that were carried out."""
+    """int32: rollbacks that the host performed."""
     lr_cuts: Any
     """int32: cuts of the learning rate."""
 
 
 class EngineState(NamedTuple):
-    """What a decision depends on, together with the policy and the signals of the step."""
+    """Everything that a decision depends on, except the policy and the step's signals."""
 
     step: Any
     """int32: steps judged."""
     change_expected: Any
-    """bool: a change was expected since the last step."""
+    """bool: the next step opens the grace window."""
     grace: Any
-    """int32: steps left in the grace window."""
+    """int32: remaining steps of the grace window."""
     clip: Any
     """State of the clipping rule, or None."""
     detectors: tuple[Any, ...]
@@ -64,11 +64,11 @@ class EngineState(NamedTuple):
     tally: Tally
     last: Telemetry
     update_clip: Any = None
-    """`update_clip.UpdateClipState`, or None for a policy without that clip."""
+    """`UpdateClipState`, or None for a policy without `update_clip`."""
 
 
 def neutral(*, groups: int | None = None) -> Decision:
-    """The decision that changes nothing, as NumPy arrays.
+    """Returns the decision that changes nothing, as NumPy arrays.
 
     Args:
         groups: number of tensors for a per-tensor clipping rule, else None.
@@ -115,12 +115,12 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
 
 
 def metrics(state: EngineState) -> dict[str, Any]:
-    """The last step, and counts so far, as 0-d arrays for a logger; nothing is copied.
+    """The last step, and counts so far, as 0-d arrays for a logger; no array is copied.
 
     Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
-    finite ones, `heal/threshold` is 0 if none is in force, `heal/cause` and `heal/action` are
-    flags. A policy with `update_clip` has three more. In observe mode the numbers are what would
-    have been done.
+    finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
+    flags. A policy with `update_clip` adds three metrics. In observe mode the numbers say what
+    healing would have done.
     """
     last, tally = state.last, state.tally
     return {
@@ -146,7 +146,7 @@ def metrics(state: EngineState) -> dict[str, Any]:
 
 
 def update_metrics(state: EngineState) -> dict[str, Any]:
-    """The numbers of the clip of the update; empty for a policy without this clip."""
+    """Metrics of the update clipping; empty for a policy without it."""
     clip = getattr(state, "update_clip", None)
     if clip is None:
         return {}
@@ -158,10 +158,10 @@ def update_metrics(state: EngineState) -> dict[str, Any]:
 
 
 def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dict[str, Any]:
-    """The state of any backend (a device sync) as JSON-safe Python data.
+    """Converts the state of any backend to JSON-safe Python data; this syncs the device.
 
-    `{"schema": 6, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n, "state":
-    {...}}`; `policy` is from `Engine.fingerprint`.
+    Returns `{"schema": 6, "policy": fingerprint, "clip": name, "detectors": [names], "groups": n,
+    "state": {...}}`, with `policy` from `Engine.fingerprint`.
     """
     scale = state.last.decision.group_scale
     return {
@@ -175,27 +175,27 @@ def to_dict(config: EngineConfig, state: EngineState, policy: str | None) -> dic
 
 
 def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None) -> EngineState:
-    """The state that `to_dict` wrote, as NumPy arrays; raises `StateError` if it does not fit."""
+    """Converts the result of `to_dict` to NumPy arrays; raises `StateError` if it does not fit."""
     if not isinstance(data, Mapping):
         raise StateError(f"a saved state must be a mapping, got {type(data).__name__}")
     if data.get("schema") != SCHEMA or isinstance(data.get("schema"), bool):
         raise StateError(
-            f"the saved state has schema {data.get('schema')!r}, this version reads {SCHEMA}: "
+            f"the saved state has schema {data.get('schema')!r}, but this version reads {SCHEMA}: "
             "start from a fresh state, or use the version that wrote it"
         )
     clip = config.clip[0] if config.clip else None
     names = [name for name, _ in config.detectors]
     if data.get("clip") != clip or data.get("detectors") != names:
         raise StateError(
-            f"the saved state is of a policy with clip {data.get('clip')!r} and detectors "
-            f"{data.get('detectors')}, this one has clip {clip!r} and detectors {names}: "
-            "load it with the policy that it was saved under, or start from a fresh state"
+            f"the saved state belongs to a policy with clip {data.get('clip')!r} and detectors "
+            f"{data.get('detectors')}, but this policy has clip {clip!r} and detectors {names}: "
+            "load the state with its own policy, or start from a fresh state"
         )
-    saved = data.get("policy")  # None if the numbers of the policy were arrays
+    saved = data.get("policy")  # None for a policy with arrays as numbers
     if saved is not None and policy is not None and saved != policy:
         raise StateError(
-            f"the saved state is of a policy with other numbers ({saved!r:.40}), this one "
-            f"has {policy!r}: load it with the policy that it was saved under, or start from a "
+            "the saved state belongs to a policy with other numbers: its fingerprint is "
+            f"{saved!r:.40}, not {policy!r}; load the state with its own policy, or start from a "
             "fresh state, whose detectors warm up again"
         )
     groups = data.get("groups")
@@ -205,7 +205,7 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None)
 
 
 def _plain(tree: Any) -> Any:
-    """NamedTuples to dicts, tuples to lists, arrays to numbers."""
+    """Converts NamedTuples to dicts, tuples to lists, and arrays to numbers."""
     if tree is None:
         return None
     if hasattr(tree, "_fields"):
@@ -216,7 +216,7 @@ def _plain(tree: Any) -> Any:
 
 
 def _arrays(template: Any, data: Any, place: str) -> Any:
-    """Back into the structure of `template`, with its dtypes and shapes; errors name `place`."""
+    """Restores the structure, dtypes and shapes of `template`; errors name `place`."""
     if template is None:
         if data is not None:
             raise StateError(f"{place} must be null under this policy, got {type(data).__name__}")
@@ -232,7 +232,7 @@ def _arrays(template: Any, data: Any, place: str) -> Any:
         if not isinstance(data, list | tuple) or len(data) != len(template):
             raise StateError(
                 f"{place} must be a list of {len(template)}, got {data!r:.80}: the policy's "
-                "rules or detectors differ from those it was saved under"
+                "rules or detectors differ from those of the saved state"
             )
         pairs = enumerate(zip(template, data, strict=True))
         return tuple(_arrays(part, each, f"{place}[{i}]") for i, (part, each) in pairs)
@@ -240,7 +240,7 @@ def _arrays(template: Any, data: Any, place: str) -> Any:
 
 
 def _leaf(template: np.ndarray, data: Any, place: str) -> np.ndarray:
-    """One array, checked for kind, shape and finiteness."""
+    """Restores one array, checked for kind, shape and finiteness."""
     try:
         array = np.asarray(data)
         with np.errstate(over="ignore"):
@@ -254,7 +254,7 @@ def _leaf(template: np.ndarray, data: Any, place: str) -> np.ndarray:
     if cast.shape != template.shape:
         raise StateError(
             f"{place} must have shape {template.shape}, got {cast.shape}: the policy's windows or "
-            "the number of tensors differ from those it was saved under"
+            "the number of tensors differ from those of the saved state"
         )
     if template.dtype.kind == "f" and not np.isfinite(cast).all():
         raise StateError(f"{place} must be finite, got {data!r:.80}")

@@ -330,10 +330,10 @@ def scan_all(
         padded = tuple(np.pad(each, (0, lanes - real), mode="edge") for each in numbers)
         words = scan.run(padded if backend == "jax" else numbers, packed)
         found = unpack(series, packed, *(each[:, :real] for each in words))
-        advance(real * sum(series[i].length for i in packed.which))
+        advance(real * sum(series[i].length for i in packed.indices))
         return [
             count_orders(series[i], events[i], orders, costs)
-            for i, orders in zip(packed.which, found, strict=True)
+            for i, orders in zip(packed.indices, found, strict=True)
         ]
 
     tasks = [(start, packed) for start in starts for packed in batches]
@@ -341,7 +341,7 @@ def scan_all(
     parts: list[list[OrderCounts]] = [[] for _ in series]
     with ThreadPoolExecutor(cores if backend == "jax" else 1) as pool:
         for (_, packed), done in zip(tasks, pool.map(one, tasks), strict=True):
-            for i, each in zip(packed.which, done, strict=True):
+            for i, each in zip(packed.indices, done, strict=True):
                 parts[i].append(each)
     return [_side_by_side(each) for each in parts]
 

@@ -118,8 +118,8 @@ def unpack(
 ) -> list[RecoveryOrders]:
     """The orders over each packed series, from the three arrays that `SweepScan.run` returns."""
     found = []
-    ends = (*packed.first[1:], len(words))
-    for which, start, end in zip(packed.which, packed.first, ends, strict=True):
+    ends = (*packed.first_groups[1:], len(words))
+    for which, start, end in zip(packed.indices, packed.first_groups, ends, strict=True):
         group, variant = np.nonzero(words[start:end])
         bits = (words[start:end][group, variant][:, None] >> np.arange(WORD, dtype=np.uint32)) & 1
         order, bit = np.nonzero(bits)

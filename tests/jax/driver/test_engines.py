@@ -67,7 +67,7 @@ def test_a_healing_state_of_another_kind_touches_nothing():
     with pytest.raises(StateError, match="no engine named 'optimizer' in this run, there is opt_s"):
         driver.load_healing({"optimizer": smaller})
     foreign = Engine(POLICY)
-    with pytest.raises(StateError, match="is of a policy with clip"):
+    with pytest.raises(StateError, match="belongs to a policy with clip"):
         driver.load_healing({"opt_state": foreign.to_dict(foreign.init())})
     assert bits(driver.state) == before
 

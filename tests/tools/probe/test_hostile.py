@@ -76,7 +76,7 @@ def test_a_value_that_contains_itself(tmp_path):
     state["self"] = state
     torch.save(state, tmp_path / "self.pt")
     for probe in ("checkpoint", "optimizer"):
-        judged(probe, tmp_path / "self.pt", 3, "holds itself")
+        judged(probe, tmp_path / "self.pt", 3, "its tree is cyclic")
 
 
 def test_nested_tensors_are_reported(tmp_path):

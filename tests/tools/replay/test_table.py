@@ -145,7 +145,7 @@ def test_the_legend_covers_what_is_there(results):
 
 
 def test_the_backend_is_that_which_is_done_first():
-    """From measurements: benchmarks, and `backends.A_LOOP`."""
+    """From measurements: benchmarks, and `rows.LOOP_ROWS`."""
     pytest.importorskip("jax")
     assert choose_backend([(71_000, 1)], 4) == "numpy"
     assert choose_backend([(316_000, 1)]) == "jax"
