@@ -111,7 +111,7 @@ def test_missing_checkpoints_are_reported(killed, tmp_path):
 def test_missing_checkpoints_of_a_killed_run_are_reported(killed, tmp_path):
     for each in copy_of(killed, tmp_path):
         shutil.rmtree(each)
-    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*none of its checkpoints exists"):
+    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*its checkpoints are missing"):
         train(loop_of("torch"), rules(), range(12), store=tmp_path)
 
 

@@ -128,7 +128,7 @@ class Dominance:
         self._rates: list[float] = []
         """Learning rates in force at the comparisons of the current suspicion."""
         self._alarms = (-1, -1)
-        """First and last of the latest alarms; successive alarms are at most `SAMPLE` steps apart."""
+        """First and last step of the latest alarms, with gaps of at most `SAMPLE` steps."""
         self._silent_until = -1
         self._wanted = False
         self._trouble: Verdict | None = None
