@@ -427,8 +427,8 @@ class Restorer:
             raise StateMismatch(result.step, wrong)
         self.log.problem(
             result.step,
-            f"checkpoint {result.step} was saved by {saved_by} ranks, not {self.ranks.world}: random "
-            "generators are as the program set them, loaders restart and drop earlier batches",
+            f"checkpoint {result.step} was saved by {saved_by} ranks, not {self.ranks.world}: "
+            "random generators are as the program set them, loaders restart and drop past batches",
         )
         if first is None:
             return None
