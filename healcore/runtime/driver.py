@@ -112,7 +112,7 @@ class Driver(Protocol):
         ...
 
     def poll_step(self) -> PendingDispatch | None:
-        """Starts to copy the records of the dispatch since the last call. None without one."""
+        """Returns the dispatch since the last call or None, and starts to copy its records."""
         ...
 
     def on_step(self, call: Callable[[], None]) -> None:

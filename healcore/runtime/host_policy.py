@@ -25,7 +25,7 @@ class HostPolicy(NamedTuple):
     probation: int
     """Healthy steps after which a checkpoint is known-good."""
     skip_batches: int
-    """Batches that a rollback skips after the bad ones."""
+    """Number of batches that a rollback skips after the bad batches."""
     region: int
     """Steps between two onsets below which both incidents count as the same trouble."""
     recoveries: int

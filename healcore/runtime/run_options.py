@@ -86,7 +86,7 @@ class Logging:
 
 
 def reject_grouped_options(overrides: Mapping[str, object]) -> None:
-    """Raises TypeError for a keyword that belongs into one of the groups of options."""
+    """Raises TypeError for a keyword that is an option of a group."""
     groups: dict[str, type] = {"checkpoints": Checkpoints, "logging": Logging, "hooks": Hooks}
     for option, group in groups.items():
         for name in inspect.signature(group).parameters:

@@ -352,8 +352,8 @@ class _Reader:
                 wait_s = delay(self._retry, attempt, fault, own_random())
             else:
                 error.add_note(
-                    "healcore: the read was not repeated, because the loader has no way back to "
-                    "this batch: repeat it in the dataset, with healcore.retrying(call)"
+                    "healcore: the read was not repeated, because the loader cannot be rewound to "
+                    "this batch: repeat the read in the dataset, with healcore.retrying(call)"
                 )
             self._data.host.set_generators(states)  # rewinding a loader draws numbers
         self._report_attempt(Attempt(_reading(batch), attempt, error, fault, wait_s))

@@ -338,7 +338,7 @@ def _shortfall(loop: Loop[Any]) -> BaseException | None:
         try:
             loop.stop(
                 "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps, {skipped} were skipped and {left_out} had their batches left out"
+                f"{total} steps, {skipped} were skipped and {left_out} had their batches skipped"
             )
         except RunStopped as stop:
             return stop

@@ -279,7 +279,7 @@ class Loop(Generic[AnySaver]):
         data = self.data
         if data.resumed_here and not data.had_completed:
             used_up = data.used_up and data.between_steps
-            why = "the data had been used up" if used_up else "the loop ended without one"
+            why = "the data were exhausted" if used_up else "the loop ended without a step"
             self.warn(f"no step was taken: {why} at step {data.step}")
         for step, order in self.read_last_steps():
             if order is not None:

@@ -171,7 +171,7 @@ class OutOfMemory:
             step,
             Fault(Cause.OOM, overrun.sign),
             f"{rank}{resize.before} of {resize.samples} samples do not fit into memory, the step "
-            f"is done again with {resize.after} at a time: {overrun.line}",
+            f"is repeated with {resize.after} at a time: {overrun.line}",
             answer="shrink_microbatch",
             samples=resize.samples,
             size_before=resize.before,

@@ -222,7 +222,7 @@ class CheckpointSaver(Saver):
             raise StoreError(why_not)
         position = loaders.position_before(batches)
         if position is None:
-            raise StoreError("the loader has no way back to the first batch of the step")
+            raise StoreError("the loader cannot be rewound to the first batch of the step")
         with self.restorer.host.before_batches(position):
             yield
         line = "batches that were read for the next step come again after a restart"

@@ -402,7 +402,7 @@ def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
     """Raises EndRequested on all ranks if one of them finds the stop file."""
     if not any(ranks.gather(stop_file.there())):
         return
-    log.info(f"nothing was done: {stop_file.why} is there; remove it to train")
+    log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
     raise EndRequested(stop_file.why)
 
 

@@ -153,8 +153,8 @@ def _repeat_quarantine(loop: Loop[CheckpointSaver]) -> None:
             return
         done.update(steps)
         loop.warn(
-            f"the status of checkpoint {', '.join(map(str, steps))} is damaged or missing; by "
-            f"{restorer.journal.path} it was quarantined, and it stays quarantined"
+            f"the status of checkpoint {', '.join(map(str, steps))} is damaged or missing; "
+            f"{restorer.journal.path} lists the checkpoint as quarantined, and it stays quarantined"
         )
         loop.saver.checkpoints.quarantine(steps, now=loop.data.step)
 

@@ -74,7 +74,7 @@ class Evidence:
             self._assess(order, step, "damage", "weights")
             return True
         if self._compares:
-            self.decline(order, step, "nothing", "the current weights are not shown to be worse")
+            self.decline(order, step, "nothing", "no comparison shows that the weights are worse")
             return False
         if order.cause & NONFINITE and self._nonfinite_lasts(order):
             self._assess(order, step, "damage", "repetition")

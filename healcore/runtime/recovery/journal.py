@@ -159,7 +159,7 @@ class Journal:
         return JournalError(
             f"{self.path} {why}: it holds the budgets after the last rollback, which checkpoints "
             "are quarantined, and whether a rollback is unfinished. Restore an intact copy of this "
-            f"one file{without}"
+            f"file{without}"
         )
 
     def write(self) -> None:

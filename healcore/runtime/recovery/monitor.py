@@ -309,11 +309,11 @@ class IncidentMonitor:
         if cut and now < before:
             why = "the policy cuts it"
         elif now < before == 1.0:
-            why = "the schedule has risen above the rate that the last cut allows"
+            why = "the schedule has risen above the limit of the last cut"
         elif before < now == 1.0:
             limited = self.policy.engine.config.lr.ceiling > 0
             why = (
-                "the schedule is not above the rate that the last cut allows"
+                "the schedule is not above the limit of the last cut"
                 if limited
                 else "the cut is over"
             )
