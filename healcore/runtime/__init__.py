@@ -1,1 +1,1 @@
-"""The host side of a run, without a framework: stores, ledger, events, the Healer."""
+"""The host side of a run, for all frameworks: the Healer, its loop, recovery and checkpoints."""

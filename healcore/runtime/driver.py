@@ -1,4 +1,4 @@
-"""What the `Healer` needs from a framework; each adapter has one driver.
+"""`Driver`: the interface between the `Healer` and a framework. Each adapter implements it.
 
 A driver reads and replaces the live state and the engine states in it. It decides nothing: the
 Healer chooses the checkpoint, keeps budgets and learning rate, and determines when to save.
@@ -22,20 +22,20 @@ from healcore.runtime.store.ranks import Ranks
 
 
 class PendingDispatch(Protocol):
-    """A step, or a compiled loop of many, whose records are being copied to the host."""
+    """A step, or a compiled loop of several steps, whose records are being copied to the host."""
 
     count: int
     """Expected number of steps; the result of `steps` has the actual number."""
     vote_requested: bool
-    """Whether a rank had asked for a vote before its last step (`Driver.request_vote`).
+    """Whether a rank requested a vote (`Driver.request_vote`) before the last of these steps.
 
-    The same on every rank; known once `steps` was called.
+    The same on every rank. Valid after a call of `steps`.
     """
 
     def steps(self) -> list[list[StepRecord]]:
-        """The records of each step, oldest first. Waits if they have not arrived yet.
+        """Waits for the records of each step, and returns them, oldest step first.
 
-        A step has one record per engine, or more if an engine judged several times within it.
+        A step has one record per engine, or more if an engine judged several times in the step.
         """
         ...
 
@@ -44,7 +44,7 @@ class Generators(Protocol):
     """A framework's random generators."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Their present states, for `load_state_dict`."""
+        """The current states, for `load_state_dict`."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -53,18 +53,18 @@ class Generators(Protocol):
 
 
 def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
-    """Raises StateError unless the run (`present`) has all of these engines."""
+    """Raises StateError unless all names in `engines` are engines of the run, `present`."""
     known = list(present)
     for name in engines:
         if name not in known:
             raise StateError(
-                f"there is no engine named {name!r} in this run, there is {', '.join(known)}: "
+                f"this run has no engine named {name!r}, its engines are {', '.join(known)}: "
                 "pass the healing state of a run with the same optimizers"
             )
 
 
 class Driver(Protocol):
-    """One framework's part of a healed run."""
+    """The framework's side of a healed run."""
 
     framework: str
     """`torch` or `jax`."""
@@ -74,24 +74,24 @@ class Driver(Protocol):
     def items(self) -> dict[str, Any]:
         """The live state to save, without engines: name -> tree, or object with `state_dict`.
 
-        Nothing is copied; the store does that.
+        Returns references: the store copies the state.
         """
         ...
 
     def replace(self, restored: Mapping[str, Any]) -> None:
-        """Loads `Restored.state` of `items` into the live state, and zeroes accumulators.
+        """Loads `Restored.state` into the live state, and zeroes accumulated gradients.
 
-        Accumulators are gradients that no step has used yet, also inside optax.MultiSteps.
+        Accumulated gradients are those that no step has used yet, also in optax.MultiSteps.
 
         Raises:
-            StateMismatch: the state does not fit; nothing was changed.
+            StateMismatch: the state does not fit; the live state is unchanged.
         """
         ...
 
     def reset_moments(self) -> None:
-        """Sets the optimizers' moments and their bias correction back to the start of a run.
+        """Resets the optimizers' moments and bias correction to their initial values.
 
-        Learning-rate schedules stay where they are. Only if `moments_obstacle` is empty.
+        Learning-rate schedules are unchanged. Requires an empty `moments_obstacle`.
         """
         ...
 
@@ -100,35 +100,36 @@ class Driver(Protocol):
         ...
 
     def healing(self) -> dict[str, dict[str, Any]]:
-        """Engine name -> `Engine.to_dict` of its present state. Waits for the device."""
+        """Engine name -> `Engine.to_dict` of its current state. Waits for the device."""
         ...
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces the named engine states; the others stay.
+        """Replaces the named engine states, and keeps all others.
 
         Raises:
-            StateError: a state is of another policy; nothing was changed.
+            StateError: a state is of another policy; the live states are unchanged.
         """
         ...
 
     def poll_step(self) -> PendingDispatch | None:
-        """The dispatch since the last call, or None. Starts its copy to the host."""
+        """Returns the dispatch since the last call or None, and starts to copy its records."""
         ...
 
     def on_step(self, call: Callable[[], None]) -> None:
-        """From now on calls `call` after each optimizer step, without waiting for the device."""
+        """Registers a function to call after each optimizer step. Does not wait for the device."""
         ...
 
     def request_vote(self, wanted: bool) -> bool:
-        """Marks the steps from now on for all ranks, or with False no longer.
+        """Marks the following steps on all ranks, or with False stops marking them.
 
-        Returns whether it can. The mark is part of what the ranks exchange at each step anyway, and
-        comes back as `PendingDispatch.vote_requested`. A signal handler calls this too.
+        The mark is part of the values that the ranks exchange at each step, and comes back as
+        `PendingDispatch.vote_requested`. Signal handlers call this method too. Returns whether the
+        driver can mark steps.
         """
         ...
 
     def may_save(self) -> bool:
-        """False within an accumulation: a checkpoint does not hold accumulated gradients."""
+        """Whether no gradients are accumulated, which a checkpoint does not hold."""
         ...
 
     def interrupted(self) -> bool:
@@ -136,10 +137,10 @@ class Driver(Protocol):
         ...
 
     def undo_window(self) -> str:
-        """Undoes what batches since the last step have changed.
+        """Undoes the changes by batches since the last step, which come again after a restart.
 
-        Returns the reason if it cannot, or an empty string. Called before a save after an exception
-        within a step: the batches come again.
+        Called before a save after an exception within a step. Returns the reason why the changes
+        cannot be undone, or an empty string.
         """
         ...
 
@@ -157,41 +158,40 @@ class Driver(Protocol):
     def losses_of(
         self, loss_fn: Callable[..., Any], batches: Iterable[Any], weights: Any = None
     ) -> list[float]:
-        """The loss of each batch, in the mode of training and without gradients.
+        """The loss of each batch, in training mode and without gradients.
 
         Every call draws the random numbers that the next step will draw, so that two calls differ
         by the weights only. The run's state is unchanged afterwards.
 
         Args:
-            loss_fn: takes the batch, preceded by the state if that is a value (JAX).
-            batches: as the loop has received them.
-            weights: from `copy_weights`, or None for the current weights. Buffers are not replaced.
+            loss_fn: the user's function of a batch, or of state and batch if the state is a value.
+            batches: batches as the loop receives them.
+            weights: result of `copy_weights`, or None for the current weights. Buffers stay.
         """
         ...
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """What a loss function returns for a batch, on the host. The run's state is unchanged."""
+        """Result of a loss function for a batch, on the host. The run's state is unchanged."""
         ...
 
     def gradient_window(self) -> Gradients:
-        """The gradients since the last step, for batches that are done again in smaller parts."""
+        """The gradients since the last step, to repeat batches in smaller parts."""
         ...
 
     def optimizer_reports(self) -> dict[str, object]:
-        """How each optimizer is healed: name -> dataclass with lines as `str()`. Empty in JAX."""
+        """Optimizer name -> dataclass whose `str()` says how it is healed. Empty in JAX."""
         ...
 
     def hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters in the state: name -> number, text, bool, or a list of them.
 
-        In torch the classes of optimizers and schedulers come first.
-        A schedule's own changes do not count where its start value is known. Values that a
-        scheduler was built with are included: a checkpoint restores them too.
+        In torch the classes of optimizers and schedulers come first. A scheduled value is its start
+        value where it is known. Arguments of schedulers are included: a checkpoint restores them.
         """
         ...
 
     def learning_rate(self) -> float | None:
-        """The user's own learning rate now, without the multiplier, or None if unknown."""
+        """The current learning rate without healcore's multiplier, or None if unknown."""
         ...
 
     def expect_change(self) -> None:
@@ -199,13 +199,16 @@ class Driver(Protocol):
         ...
 
     def state_bytes(self) -> int:
-        """Size of one copy of the state in this process, including moments not created yet."""
+        """Bytes of one copy of the state in this process, including moments not created yet."""
         ...
 
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """The default store: memory, and the directory `where` if given; `trust` as in `Healer`."""
+        """The default store: host memory, and a directory unless `where` is None.
+
+        `nonfinite_ok` and `trust` are options of `healcore.Checkpoints`.
+        """
         ...
 
     def ranks(self) -> Ranks:
@@ -213,7 +216,7 @@ class Driver(Protocol):
         ...
 
     def generators(self) -> Generators | None:
-        """The framework's global random generators, or None if the state holds its keys itself."""
+        """The framework's global random generators, or None if the state holds the random keys."""
         ...
 
     def close(self) -> None:
@@ -247,7 +250,7 @@ def trainer_limit(state: Any) -> float | None:
 
 
 def framework_of(state: Any) -> str:
-    """The name of the framework; raises UnknownState if there is nothing of torch or JAX."""
+    """Name of a state's framework. Raises UnknownState if it is neither of torch nor of JAX."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(state, Mapping):
         kinds = (torch.optim.Optimizer, torch.nn.Module)
@@ -256,7 +259,7 @@ def framework_of(state: Any) -> str:
     if jax is not None:
         return "jax"
     raise UnknownState(
-        f"state is a {type(state).__name__} with nothing of torch or JAX in it: pass "
+        f"state is a {type(state).__name__} and has no part of torch or JAX: pass "
         'state={"model": model, "optimizer": optimizer, ...} in torch, in JAX the train state '
         "that the step returns"
     )
@@ -265,10 +268,10 @@ def framework_of(state: Any) -> str:
 def driver_for(
     state: Any, engine: Engine, framework: str | None, attach: Mapping[str, Any]
 ) -> Driver:
-    """The driver of a state. Imports only a framework that is used.
+    """Creates the driver of a state, and imports only its framework.
 
-    `framework` is detected if it is None; `attach` holds options of `healcore.torch.attach`. Raises
-    UnknownState if no driver supports the state.
+    `framework` is detected from the state if it is None; `attach` holds options of
+    `healcore.torch.attach`. Raises UnknownState if no driver supports the state.
     """
     name = framework_of(state) if framework is None else framework
     if name not in FRAMEWORKS:

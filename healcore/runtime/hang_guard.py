@@ -1,7 +1,7 @@
 """Reports a step that never returns, with the Python stacks of all threads and ranks.
 
 A thread measures the time of the current step once a second. Time-outs of libraries (NCCL, gloo)
-are independent. `docs/hang.md` describes which time counts.
+are independent of it. `docs/hang.md` describes which time counts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ EXIT_STATUS = 62
 """Exit status of a process that the guard has ended. No shell, torchrun or sysexits.h uses it."""
 _GROWTH = 3.0
 """A step may take this many times the longest step so far."""
-_LATE_S = 1.0
-"""Seconds by which a measurement may be late; the rest is time in which the process slept."""
-_OTHERS_S = 5.0
+_MAX_DELAY_S = 1.0
+"""Max delay of a poll that counts, in seconds. After a longer delay the process was suspended."""
+_STACKS_TIMEOUT_S = 5.0
 """Seconds for which rank 0 waits for the stacks of the other ranks."""
-_REPORT_S = 30.0
-"""Seconds to wait for the report before the process is ended: a failed disk can block it."""
-_MOST_SHOWN = 8
+_REPORT_TIMEOUT_S = 30.0
+"""Seconds to wait for the report before the process ends: a failed disk can block the report."""
+_MAX_RANKS_SHOWN = 8
 _DEBUGGERS = (
     f"{os.sep}bdb.py",
     f"{os.sep}pdb.py",
@@ -42,17 +42,17 @@ _DEBUGGERS = (
 
 
 class HangGuard:
-    """The guard of this process. It does nothing before `start`.
+    """Measures the time of steps in this process, after `start`.
 
-    The time from `watch` or `resume` to `pause` counts. `watch` starts again from 0.
+    The time from `watch` or `resume` to `pause` counts. `watch` restarts from 0.
     """
 
     def __init__(self) -> None:
-        self._began = self._longest = 0.0
-        """Time of `watch`, or 0 while no time counts; and the longest step so far, in seconds."""
+        self._counting_since = self._longest_s = 0.0
+        """Start of the time that counts, or 0; and the longest step so far, in seconds."""
         self._has_stepped = self._between_steps = False
         self._step = 0
-        self._training = threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._closed = threading.Event()
 
     def start(
@@ -65,7 +65,7 @@ class HangGuard:
         log: RunLog,
         notes: RankNotes,
     ) -> None:
-        """Starts the thread; `ends` is whether the policy ends a process that hangs."""
+        """Starts the thread. `ends` says whether the policy ends a process that hangs."""
         self._rule, self._ends, self._observes = rule, ends and not observes, observes
         self._rank, self._world, self._log, self._notes = ranks.rank, ranks.world, log, notes
         self._between_steps = rule.between_steps
@@ -80,23 +80,23 @@ class HangGuard:
     def watch(self) -> None:
         """Starts to count the time from 0."""
         now = time.monotonic()
-        if self._began and now - self._began > self._longest:
-            self._longest = now - self._began
-        self._began = now
+        if self._counting_since:
+            self._longest_s = max(self._longest_s, now - self._counting_since)
+        self._counting_since = now
 
     def resume(self) -> None:
-        """Starts to count the time, unless it is counted already."""
-        if not self._began:
-            self._began = time.monotonic()
+        """Starts to count the time, unless it counts already."""
+        if not self._counting_since:
+            self._counting_since = time.monotonic()
 
     def pause(self) -> None:
         """Stops counting, unless the policy counts the time between steps."""
         self.watch()
         if not self._between_steps:
-            self._began = 0.0
+            self._counting_since = 0.0
 
     def on_step(self) -> None:
-        """Called by the driver when an optimizer has stepped."""
+        """Called by the driver after an optimizer step."""
         self._has_stepped = True
         self.pause()
 
@@ -107,29 +107,29 @@ class HangGuard:
     # -- the guard's thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
-        look_s = min(max(self._rule.timeout_s / 20, 0.02), 1.0)
-        looked, since, waited, last_alarm = time.monotonic(), 0.0, 0.0, 0.0
-        while not self._closed.wait(look_s):
+        poll_s = min(max(self._rule.timeout_s / 20, 0.02), 1.0)
+        last_poll, start, waited, last_alarm = time.monotonic(), 0.0, 0.0, 0.0
+        while not self._closed.wait(poll_s):
             now = time.monotonic()
             # Suspending the job (Ctrl-Z, a paused container) suspends this thread too.
-            passed, looked = min(now - looked, look_s + _LATE_S), now
-            if self._began != since:
-                since, waited, last_alarm = self._began, 0.0, 0.0
-            elif since:
+            passed, last_poll = min(now - last_poll, poll_s + _MAX_DELAY_S), now
+            if self._counting_since != start:
+                start, waited, last_alarm = self._counting_since, 0.0, 0.0
+            elif start:
                 waited += passed
-            if waited > max(self._limit, 2 * last_alarm):
+            if waited > max(self._limit_s, 2 * last_alarm):
                 last_alarm = waited
                 self._alarm(waited)
 
     @property
-    def _limit(self) -> float:
+    def _limit_s(self) -> float:
         first = 0.0 if self._has_stepped else self._rule.first_step_s
-        return max(self._rule.timeout_s, first, _GROWTH * self._longest)
+        return max(self._rule.timeout_s, first, _GROWTH * self._longest_s)
 
     def _alarm(self, waited: float) -> None:
         """Reports this rank's stacks, and ends the process if the policy says so."""
         stacks = self._stacks()
-        ends = self._ends and not any(each in stacks for each in _DEBUGGERS)
+        ends = self._ends and not any(path in stacks for path in _DEBUGGERS)
         why = f"rank {self._rank} has been within one step for {waited:.0f} s"
         note = RankNote(rank=self._rank, step=self._step, why=why, trace=stacks, time=time.time())
         ending = f"; it ends with exit status {EXIT_STATUS}" if ends else ""
@@ -137,10 +137,10 @@ class HangGuard:
         report: Callable[[], None] = lambda: self._notes.leave(note)  # noqa: E731
         if self._rank == 0:
             report = lambda: self._report(note, waited, ends=ends)  # noqa: E731
-        # In another thread, because a failed disk can block for ever.
+        # In another thread, because a failed disk can block forever.
         writer = threading.Thread(target=report, name="healcore-hang-report", daemon=True)
         writer.start()
-        writer.join(_REPORT_S)
+        writer.join(_REPORT_TIMEOUT_S)
         if ends:
             self._wait_for_report(note)
             sys.stderr.flush()
@@ -151,37 +151,38 @@ class HangGuard:
         if not self._rank:
             self._notes.leave(note)
             return
-        until = time.monotonic() + _REPORT_S
-        while time.monotonic() < until:  # this process holds a connection that rank 0 waits on
-            if any(each.rank == 0 for each in self._notes.found(hangs=True)):
+        until = time.monotonic() + _REPORT_TIMEOUT_S
+        while time.monotonic() < until:  # an earlier exit would break a connection of rank 0
+            if any(note.rank == 0 for note in self._notes.found(hangs=True)):
                 return
             time.sleep(0.1)
 
     def _stacks(self) -> str:
         """The stacks of all threads, the training thread first."""
-        known = {each.ident: each.name for each in threading.enumerate()}
+        names_of = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
         frames.pop(threading.get_ident(), None)
+        order = sorted(frames, key=lambda ident: ident != self._training_thread)
         return "\n".join(
-            f"Thread {known.get(ident, ident)}:\n" + "".join(traceback.format_stack(frames[ident]))
-            for ident in sorted(frames, key=lambda ident: ident != self._training)
+            f"Thread {names_of.get(i, i)}:\n" + "".join(traceback.format_stack(frames[i]))
+            for i in order
         )
 
-    def _report(self, mine: RankNote, waited: float, *, ends: bool) -> None:
-        """Writes the event, and the postmortem if the process ends. On rank 0."""
-        until = time.monotonic() + _OTHERS_S
-        found = [mine, *self._notes.found(hangs=True)]
-        while len(found) < self._world and time.monotonic() < until:
+    def _report(self, own_note: RankNote, waited: float, *, ends: bool) -> None:
+        """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
+        until = time.monotonic() + _STACKS_TIMEOUT_S
+        notes = [own_note, *self._notes.found(hangs=True)]
+        while len(notes) < self._world and time.monotonic() < until:
             time.sleep(0.1)
-            found = [mine, *self._notes.found(hangs=True)]
-        why = mine.why
-        missing = sorted({*range(self._world)} - {each.rank for each in found})
+            notes = [own_note, *self._notes.found(hangs=True)]
+        step, why = own_note.step, own_note.why
+        missing = sorted({*range(self._world)} - {note.rank for note in notes})
         if missing:
-            why += f"; rank {_listed(missing)} has not answered"
-        stacks = postmortem.stacks_of(found)
+            why += f"; rank {_shortened(missing)} has not answered"
+        stacks = postmortem.stacks_of(notes)
         self._log.event(
             "fault",
-            step=mine.step,
+            step=step,
             cause=names(Cause.HANG),
             sign="no step within the time-out",
             problem=why,
@@ -193,14 +194,15 @@ class HangGuard:
         events = self._log.events
         if not ends or events.path is None:
             return
-        hung = postmortem.of_hung(events.path, step=mine.step, why=why, stacks=stacks)
+        hung = postmortem.of_hung(events.path, step=step, why=why, stacks=stacks)
         problem = postmortem.write(postmortem.path_for(events.path, events.run), hung)
         if problem:
             console.warning(problem)
-        self._log.event("stop", step=mine.step, why=why, diagnosis=postmortem.explain(hung.end))
-        self._log.event("end", step=mine.step, ending=Ending.STOPPED, incidents=hung.end.incidents)
+        self._log.event("stop", step=step, why=why, diagnosis=postmortem.explain(hung.end))
+        self._log.event("end", step=step, ending=Ending.STOPPED, incidents=hung.end.incidents)
 
 
-def _listed(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _MOST_SHOWN} more" if len(ranks) > _MOST_SHOWN else ""
-    return ", ".join(map(str, ranks[:_MOST_SHOWN])) + more
+def _shortened(ranks: list[int]) -> str:
+    hidden = len(ranks) - _MAX_RANKS_SHOWN
+    more = f" and {hidden} more" if hidden > 0 else ""
+    return ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN])) + more

@@ -43,7 +43,7 @@ from healcore.runtime.run_options import (
     NO_HOOKS,
     Checkpoints,
     Logging,
-    check_no_field,
+    reject_grouped_options,
 )
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class HealerError(HealcoreError, RuntimeError):
-    """A Healer is used outside of its block, or for the wrong framework."""
+    """A method was called outside the Healer's block, or for the other framework."""
 
 
 class Healer(Generic[State]):
@@ -81,53 +81,51 @@ class Healer(Generic[State]):
     **Main arguments**
 
     Args:
-        policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
-            an EngineConfig. In JAX the policy that the optimizer was built with.
-        state: what a checkpoint holds. torch: name -> module, optimizer, scheduler, scaler, or any
-            object with `state_dict`; the Healer attaches to the optimizers. JAX: the pytree that
-            the step returns, or name -> nnx module and optimizer.
-        store: a directory for checkpoints (with a faster tier in host memory), a store, or None:
-            host memory only, which is lost with the process.
-        loss_fn: the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
-            `loss_fn(state, batch)` if the state is a pytree. Called without gradients, with the
-            current weights and with earlier ones: better earlier weights are evidence for a
-            rollback (docs/how-it-decides.md). With several ranks every rank calls it with its own
-            batches, and the mean decides. Without it, "default" rolls back only if weights are
-            not finite. It is tried on the first batch (with several ranks after the first step):
-            SignalError if it raises or does not return one number.
-        checkpoints: when checkpoints are saved and how many stay, see `healcore.Checkpoints`.
-        logging: where events, metrics and lines for people go, see `healcore.Logging`.
-        trackers: where metrics and events go besides the files: "wandb", "trackio", "mlflow",
-            "tensorboard" or "stdout", with a project, experiment or directory as "wandb:project";
-            a live wandb, trackio or mlflow run or a SummaryWriter, which stays open; or objects
-            with the methods of `healcore.Tracker`. They run in threads, and one that fails or
-            hangs is reported and left. See docs/trackers.md.
-        hooks: functions that are called at incidents, saves and rollbacks, see `healcore.Hooks`.
+        policy: name of a preset, path of a TOML file, a `healcore.policy.Policy`, an Engine or an
+            EngineConfig. In JAX pass the policy that the optimizer was built with.
+        state: the live state, which checkpoints save. torch: name -> module, optimizer, scheduler,
+            scaler, or any object with `state_dict`; the Healer attaches to the optimizers. JAX:
+            the pytree that the step returns, or name -> nnx module and optimizer.
+        store: a directory for checkpoints (with a faster tier in host memory), a
+            `CheckpointStore`, or None for host memory only, which is lost with the process.
+        loss_fn: returns the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
+            `loss_fn(state, batch)` if the state is a pytree. The Healer calls it without
+            gradients, with current and with earlier weights: better earlier weights are evidence
+            for a rollback (docs/how-it-decides.md). Every rank evaluates its own batches, and the
+            mean decides. Without `loss_fn`, "default" rolls back only if weights are not finite.
+            SignalError if the first call raises or does not return one number.
+        checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
+        logging: files for events and metrics, and console lines, see `healcore.Logging`.
+        trackers: receive metrics and events: "wandb", "trackio", "mlflow", "tensorboard" or
+            "stdout", with a project, experiment or directory as "wandb:project"; a live wandb,
+            trackio or mlflow run or a SummaryWriter, which stays open; or `healcore.Tracker`
+            objects. A tracker that fails or hangs does not stop the run. See docs/trackers.md.
+        hooks: functions to call at incidents, saves and rollbacks, see `healcore.Hooks`.
         resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
-            completed; True resumes either; False refuses a store that is not empty. Hyperparameters
-            that differ from those at the run's start are named in a line; "auto" refuses a
-            completed run then.
-        **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
-            `healcore.policy.Overrides`. In JAX pass the same ones to the optimizer.
+            completed. True resumes both. False raises StoreNotEmpty if the store holds checkpoints.
+            A warning names hyperparameters that differ from the run's start; with "auto" a
+            completed run raises StoreNotEmpty in this case.
+        **overrides: policy values to replace, as in `clip={"max_norm": 1.0}`; see
+            `healcore.policy.Overrides`. In JAX pass the same overrides to the optimizer.
 
     **Other arguments**
 
     Args:
         attach: options of `healcore.torch.attach`.
-        rerun: before a rollback, go back once with nothing changed, to distinguish a transient
-            fault from a reproducible one. Only if the data can be rewound.
-        lag: steps after which a decision is read on the host; the same on every rank.
-        stop_file: a file that ends the run once it is there, on all ranks at the same step, with
-            the last state saved and exit status 0. Looked for once a second, on every rank; it is
-            left there, and while it is no run starts. None: there is none.
-        ranks: the processes of this run, or None for the processes of the framework.
-        driver: "torch" or "jax", or an object that replaces the framework's own driver. None:
-            detected from the state.
+        rerun: before a rollback, repeat the steps once with nothing changed, to distinguish a
+            transient fault from a reproducible one. Requires data that can be rewound.
+        lag: steps after which the host reads a decision; the same on every rank.
+        stop_file: path of a file that asks the run to end, or None for no such file. Every rank
+            looks for the file once a second. All ranks end at the same step, with the last state
+            saved and exit status 0. The file is not removed, and no run starts while it exists.
+        ranks: processes of this run, or None for the framework's processes.
+        driver: "torch" or "jax", an object that replaces the framework's driver, or None to detect
+            the framework from the state.
 
     Raises:
-        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
         ValueError: another argument is out of range.
-        TypeError: an unknown keyword is like the name of an argument.
+        TypeError: an unknown keyword resembles the name of an argument.
         healcore.errors.MissingExtraError: the library of a tracker is not installed.
     """
 
@@ -151,7 +149,7 @@ class Healer(Generic[State]):
         driver: Driver | Literal["torch", "jax"] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
-        check_no_field(overrides)
+        reject_grouped_options(overrides)
         check_keywords(Healer.__init__, overrides)
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
@@ -178,19 +176,19 @@ class Healer(Generic[State]):
     # -- the block ------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Attaches, and resumes an earlier run or takes the first snapshot.
+        """Attaches to the optimizers, then resumes an earlier run or takes the first snapshot.
 
         Raises:
             AlreadyCompleted: the run in the store had completed; a SystemExit of status 0.
-            EndRequested: the stop file is there; a SystemExit of status 0.
-            StoreNotEmpty: `resume` is False, and the store holds checkpoints; or it is "auto", and
-                the run in the store had completed with other hyperparameters.
-            NoGoodCheckpoint: there are checkpoints, and none is intact.
-            StateMismatch: they are of another state.
+            EndRequested: the stop file exists; a SystemExit of status 0.
+            StoreNotEmpty: `resume` is False and the store holds checkpoints, or `resume` is "auto"
+                and the run in the store had completed with other hyperparameters.
+            NoGoodCheckpoint: the store holds checkpoints, and none of them is usable.
+            StateMismatch: the checkpoints are of another state.
             StoreError: the store cannot be used.
         """
         if self._run is not None:
-            raise HealerError("a Healer is for one `with` block: create another one")
+            raise HealerError("a Healer serves one `with` block: create another Healer")
         self._run, self._pid = open_run(self._options), os.getpid()
         return self
 
@@ -200,7 +198,7 @@ class Healer(Generic[State]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Waits for checkpoints being written, writes the postmortem, detaches.
+        """Waits for pending checkpoints, writes the postmortem, detaches.
 
         Raises:
             LastStateNotSaved: the loop has ended, and no checkpoint holds its last state; a
@@ -212,30 +210,30 @@ class Healer(Generic[State]):
         run = self._live
         self._error, self._ending = error, ending_of(error, run.ranks.termination.signal_number)
         if os.getpid() == self._pid:  # a forked child must not end its parent's run
-            instead = close(run, error)
-            if instead is not None:
-                self._error, self._ending = instead, ending_of(instead)
-                raise instead
+            replacement = close(run, error)
+            if replacement is not None:
+                self._error, self._ending = replacement, ending_of(replacement)
+                raise replacement
 
     # -- the loop -------------------------------------------------------------------------------
 
     def batches(self, loader: Loader[Batch], *, epochs: int | None = 1) -> Iterator[Batch]:
-        """Yields the loader's batches, and does everything that has to happen between two steps.
+        """Yields the loader's batches and does the work between two steps.
 
         After a rollback a loader that can be rewound (`state_dict` and `load_state_dict`,
-        `get_state` and `set_state`, lists) continues from the checkpoint, without the bad window.
-        Another loader continues where it is. Within `for epoch in ...` call it once per epoch.
-        A `break` before the last batch does not complete the run: the next start trains the rest.
-        With `epochs=None`, or a loader without a length, a `break` is the end.
+        `get_state` and `set_state`, lists) continues from the checkpoint and skips the bad batches.
+        Any other loader continues at its current position. Within `for epoch in ...` call `batches`
+        once per epoch. After a `break` before the last batch, the next start trains the remaining
+        batches. With `epochs=None`, or a loader without a length, a `break` completes the run.
 
         Args:
-            loader: what the loop would iterate over.
-            epochs: passes over it, or None for no end.
+            loader: any iterable of batches.
+            epochs: passes over the loader, or None for no end.
 
         Raises:
             RunStopped: the policy ends the run.
-            Terminated: SIGTERM; the current step was finished and the run saved.
-            EndRequested: the stop file, in the same way.
+            Terminated: SIGTERM was received; the current step is finished and the run saved.
+            EndRequested: the stop file exists; the current step is finished and the run saved.
         """
         return self._live.batches(loader, epochs)
 
@@ -249,34 +247,34 @@ class Healer(Generic[State]):
         most: int | None = None,
         last_resort: Callable[[], str] | None = None,
     ) -> Iterator[Microbatch[Batch]]:
-        """Yields a batch in parts that fit into memory; usually one, the batch itself.
+        """Yields the batch in parts that fit into memory; usually in one part.
 
             for part in healer.microbatches(batch):
                 with part:
                     loss = loss_fn(model, part.batch)
                     (loss * part.weight).backward()
 
-        If a part runs out of memory and the policy's rule for `oom` has `shrink_microbatch`, what
-        it holds is freed, gradients and observed losses since the last optimizer step are dropped,
-        and the parts of all batches since then come again, half as large. The sum of their
-        gradients is the gradient of the whole batch.
+        If a part runs out of memory and the policy's rule for `oom` has `shrink_microbatch`, the
+        Healer frees the part's memory and drops gradients and observed losses since the last
+        optimizer step. Then it yields all batches since this step again, in parts of half the size.
+        The sum of the parts' gradients is the gradient of the whole batch.
 
         Args:
             batch: an array or a structure of arrays, split along their first axis, or a list of
                 samples; see `healcore.runtime.microbatches.splitting`.
-            count: what the mean in the loss counts, to weight the parts by: the key of an entry
-                whose elements count unless they are `ignore_index`, or a function of a part. None:
-                samples. Only called where a batch is split, or with `total`.
-            ignore_index: see `count`.
-            last_resort: called where no smaller part is left. Makes a step take less memory
-                (gradient checkpointing, say) and returns what it has changed, or "" if it cannot;
-                then the parts come again. With several ranks it has to do the same on each.
-            total: what the mean counts in all batches of this optimizer step, or None if that is
-                unknown: each batch has the weight 1.
-            most: most samples in a part, or None for as many as fit.
+            count: what the loss averages over, which weights the parts: the key of an entry whose
+                elements count unless they are `ignore_index`, a function that returns the count of
+                a part, or None for samples. Used only if a batch is split, or with `total`.
+            ignore_index: value of the elements that do not count.
+            total: count of all batches of this optimizer step, or None if it is unknown: each batch
+                then has the weight 1.
+            most: max samples in a part, or None for no limit.
+            last_resort: called if no smaller part is left. Reduces a step's memory, for example by
+                gradient checkpointing, and describes the change: the parts then come again. Returns
+                "" without a change. All ranks have to make the same change.
 
         Raises:
-            RunStopped: a single sample does not fit, or `budget.shrinks` is used.
+            RunStopped: a single sample does not fit, or `budget.shrinks` is exhausted.
             UnsplittableBatch: `most` is given, and the batch has no common number of samples.
             MicrobatchError: the loop does not enter each part with `with part:`.
         """
@@ -290,36 +288,30 @@ class Healer(Generic[State]):
         )
 
     def after_step(self, *, last: bool = False) -> bool:
-        """Does what `batches` does between two steps, for loops that get their data elsewhere.
+        """Does the work between two steps in a loop without `batches`.
 
         Args:
-            last: the loop would end after this step. Steps that were not read yet are read, and
-                nothing is saved, which the end of the block does.
+            last: whether the loop would end after this step. The Healer then reads all pending
+                steps and saves nothing: the end of the block saves.
 
         Returns:
-            Whether the run was rolled back: `step` has changed then, and in JAX `state`. After the
-            last step the loop has to continue then.
+            Whether the run was rolled back. Then `step` has changed, in JAX also `state`, and the
+            loop has to continue, even after the last step.
 
         Raises:
-            RunStopped, Terminated: as in `batches`.
+            RunStopped, Terminated, EndRequested: as in `batches`.
         """
         return self._live.after_step(last=last)
 
     def loss(self, batch: object, optimizer: str | None = None) -> Tensor:
-        """torch: the `loss_fn` of a batch, for `backward`, observed.
-
-            for batch in healer.batches(loader):
-                loss = healer.loss(batch)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        """torch: calls `loss_fn` on one (micro-)batch, and observes the loss.
 
         Args:
-            batch: of one (micro-)batch; what `loss_fn` takes.
+            batch: the argument of `loss_fn`.
             optimizer: as for `observe`.
 
         Returns:
-            What `loss_fn` has returned.
+            Result of `loss_fn`, for `backward`.
 
         Raises:
             HealerError: the Healer has no `loss_fn`.
@@ -327,8 +319,8 @@ class Healer(Generic[State]):
         loss_fn = self._options.loss_fn
         if loss_fn is None:
             raise HealerError(
-                "loss(batch) calls the loss_fn of the Healer, and there is none: pass "
-                "Healer(..., loss_fn=lambda batch: loss_fn(model, batch)), or call observe(loss)"
+                "loss(batch) needs a loss_fn: pass Healer(..., loss_fn=lambda batch: "
+                "loss_fn(model, batch)), or call observe(loss)"
             )
         value = cast("Tensor", loss_fn(batch))
         self.observe(value, optimizer, batch=batch)
@@ -339,22 +331,19 @@ class Healer(Generic[State]):
     ) -> None:
         """torch: reports the loss of one (micro-)batch, see `healcore.torch.Healing.observe`.
 
-        Within `microbatches` it counts with the part's weight.
+        Within `microbatches` the loss has the weight of the current part.
 
         Args:
-            loss: one number or a tensor with one element.
-            optimizer: its name in the state, or None for all optimizers.
-            batch: if `loss` is what the `loss_fn` returns for this batch; saves calling it again.
+            loss: one number, or a tensor with one element.
+            optimizer: the optimizer's name in the state, or None for all optimizers.
+            batch: the batch, if `loss` is the result of `loss_fn` for it. Saves another call.
         """
         if batch is not None:
             self._live.observed(batch)
         method = self._driver_method("observe", "in JAX pass value=loss to tx.update")
-        self._live.guard.resume()  # from here to the optimizer's step nothing takes long
+        self._live.guard.resume()  # a hang between the loss and the optimizer's step counts
         part = self._live.memory.window.part
-        if part is None:
-            method(loss, optimizer)
-        else:
-            method(loss, optimizer, weight=part.weight)
+        method(loss, optimizer, weight=1.0 if part is None else part.weight)
 
     def observe_eval(self, eval_loss: SupportsFloat, optimizer: str | None = None) -> None:
         """torch: reports an evaluation's loss."""
@@ -362,20 +351,17 @@ class Healer(Generic[State]):
         method(eval_loss, optimizer)
 
     def update(self, state: State | None = None) -> State:
-        """JAX: passes the state after the step, and does everything that happens between two steps.
+        """JAX: takes the state after a step and does the work between two steps.
 
-            for batch in healer.batches(loader):
-                state = healer.update(step(healer.state, batch))  # the step may donate it
-
-        A loop that does not take its batches from `batches` needs no `after_step`.
+        The step may donate the state. A loop without `batches` does not have to call `after_step`.
 
         Args:
-            state: what the step has returned, in the structure that the run began with; None for
-                nnx objects, which change in place.
+            state: result of the step, in the structure that the run began with, or None for nnx
+                objects, which change in place.
 
         Returns:
-            `state`, the state from which the next step has to start: after a rollback or
-            `expect_change` it is not the one that was passed.
+            State to start the next step from. It differs from the argument after a rollback or
+            `expect_change`.
 
         Raises:
             HealStateError: `state` has another structure, shape or dtype, or was computed from a
@@ -388,7 +374,7 @@ class Healer(Generic[State]):
 
     @property
     def state(self) -> State:
-        """The protected state. In JAX the one to take the next step from; also after the block."""
+        """The live state, also after the block. In JAX the next step has to start from it."""
         return getattr(self._loop.driver, "state", self._options.state)
 
     def expect_change(self) -> None:
@@ -396,15 +382,13 @@ class Healer(Generic[State]):
         self._live.driver.expect_change()
 
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
-        """A function that makes a call, and makes it again after a failure that passes.
+        """Wraps a function so that a call is repeated after a transient failure.
 
             upload = healer.retrying(api.upload_file)
 
-        As `healcore.retrying`, under this run's policy: each attempt that fails is an event and a
-        line in the log, and a signal that asks the run to end ends a wait too.
-
-        Args:
-            call: what to call. It has to be idempotent.
+        Like `healcore.retrying`, under this run's policy. The function must be idempotent. Each
+        failed attempt is an event and a log line. A signal that asks the run to end also ends the
+        wait before the next attempt.
 
         Raises:
             TypeError: `call` is a coroutine function or a generator.
@@ -412,11 +396,7 @@ class Healer(Generic[State]):
         return self._live.data.retrying(call)
 
     def stop(self, why: str) -> NoReturn:
-        """Ends the run with a diagnosis, as an order of the policy does.
-
-        Raises:
-            RunStopped: always.
-        """
+        """Raises RunStopped with a diagnosis, like a rule of the policy that stops."""
         self._live.stop(why)
 
     def save(self) -> None:
@@ -427,98 +407,93 @@ class Healer(Generic[State]):
 
     @property
     def step(self) -> int:
-        """Steps done (in JAX: updates); a rollback decreases it."""
+        """Steps done (in JAX: updates). A rollback decreases the number."""
         return self._loop.data.step
 
     @property
     def last_good_step(self) -> int | None:
-        """Step of the newest known-good checkpoint."""
+        """Step of the newest known-good checkpoint, or None without one."""
         return self._loop.saver.checkpoints.good
 
     @property
     def rollbacks(self) -> int:
-        """Rollbacks so far, in earlier processes too."""
+        """Number of rollbacks so far, including earlier processes."""
         return self._loop.recovery.rollbacks
 
     @property
     def skipped_batch_ids(self) -> frozenset[BatchId]:
         """Ids of the batches that rollbacks have skipped so far, of all loaders."""
-        ids = self._loop.data.loaders.left_out().values()
-        return frozenset(BatchId(*each) for some in ids for each in some)
+        by_loader = self._loop.data.loaders.left_out()
+        return frozenset(BatchId(*pair) for pairs in by_loader.values() for pair in pairs)
 
     @property
     def incidents(self) -> tuple[IncidentRecord, ...]:
-        """The incidents so far, oldest first, in earlier processes too."""
+        """The incidents so far, including earlier processes, oldest first."""
         return tuple(self._loop.recovery.ledger.incidents)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a logger: of the newest step that was read, and counts so far; no sync.
+        """Metrics of the newest step that was read, and counts so far. Does not sync the device.
 
             wandb.log(healer.metrics())
 
-        `heal/loss`, `heal/threshold`, `heal/grad_scale`, `heal/lr_scale`, and since the run began
-        `heal/clips`, `heal/skips`, `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`,
-        `heal/incidents`; with several optimizers `heal/<name>/loss` and so on. A step is read `lag`
-        steps after it. Empty before the first; no `heal/clips` if tensors are clipped one by one.
+        Of the step: `heal/loss`, `heal/threshold`, `heal/grad_scale`, `heal/lr_scale`. Counts since
+        the run began: `heal/clips` (unless each tensor is clipped by itself), `heal/skips`,
+        `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`, `heal/incidents`. With several optimizers
+        the names are `heal/<name>/loss` and so on. Empty until the first step is read.
         """
         return self._loop.recovery.monitor.metrics.values()
 
     @property
     def events(self) -> Log:
-        """The events file."""
+        """Writer of the events file."""
         return self._loop.log.events
 
     def report(self) -> HealingReport:
-        """What has happened so far, or in the whole run after the block. Reads the device.
-
-        print(healer.report())
-        json.dumps(healer.report().to_dict())
-        """
+        """Summary of the run so far, or of the whole run after the block. Waits for the device."""
         loop, events = self._loop, self._loop.log.events
-        path = None if events.path is None else path_for(events.path, events.run)
+        postmortem = None if events.path is None else path_for(events.path, events.run)
+        is_written = self._ending is not None and postmortem is not None and postmortem.exists()
         return HealingReport.of(
-            self._loop.recovery.run_end(Ending.COMPLETED),
+            loop.recovery.run_end(Ending.COMPLETED),
             policy=loop.policy.name,
             ending="" if self._ending is None else self._ending.value,
             attempts=self.rollbacks,
             incidents=self.incidents,
             driver=loop.driver,
             counts={"shrinks": loop.memory.sizes.used},
-            postmortem=path if self._ending and path is not None and path.exists() else None,
+            postmortem=postmortem if is_written else None,
             error=self._error,
         )
 
     @property
     def store(self) -> CheckpointStore:
-        """The checkpoints."""
+        """The store of the checkpoints."""
         return self._loop.saver.checkpoints.store
 
     @property
     def driver(self) -> Driver:
-        """The framework's driver: in torch `driver.healings` has the handle of each optimizer."""
+        """The framework's driver. In torch `driver.healings` maps optimizer names to handles."""
         return self._loop.driver
 
     @property
     def run(self) -> Loop[CheckpointSaver]:
-        """The parts of the run, for trainers and tests. They may change in any release."""
+        """Internals of the run, for trainers and tests. They may change in any release."""
         return self._loop
-
-    # -- within ---------------------------------------------------------------------------------
 
     @property
     def _loop(self) -> Loop[CheckpointSaver]:
         if self._run is None:
-            raise HealerError("use it as `with Healer(...) as healer:`, inside of the block")
+            raise HealerError("use the Healer inside its block: `with Healer(...) as healer:`")
         return self._run
 
     @property
     def _live(self) -> Loop[CheckpointSaver]:
         if self._ending is not None:
-            raise HealerError("the `with` block of this Healer is over: create another one")
+            raise HealerError("the `with` block of this Healer has ended: create another Healer")
         return self._loop
 
-    def _driver_method(self, name: str, instead: str) -> Callable[..., None]:
+    def _driver_method(self, name: str, advice: str) -> Callable[..., None]:
         method = getattr(self._live.driver, name, None)
         if method is None:
-            raise HealerError(f"{name} is for the other framework: {instead}")
+            raise HealerError(f"{name} is for the other framework: {advice}")
         return method

@@ -1,4 +1,4 @@
-"""Defines `HealingReport`: what healcore has seen and done in a run."""
+"""`HealingReport`: summary of the incidents and interventions of a run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.termination import RunStopped
-from healcore.runtime.postmortem.diagnosis import (
-    RunEnd,
-    why_none_is_good,
-    with_undone,
-)
+from healcore.runtime.postmortem.diagnosis import RunEnd, why_none_is_good, with_undone
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealingReport:
-    """How a run was healed. `str()` gives lines to print, `to_dict()` a dict for `json.dumps`.
+    """Summary of a run. `str()` returns lines to print, `to_dict()` a dict for `json.dumps`.
 
-    Counts cover the whole run: earlier processes, and steps that a rollback has undone.
+    Counts cover the whole run, including earlier processes and steps that a rollback has undone.
     """
 
     policy: str
@@ -35,21 +31,21 @@ class HealingReport:
     converged: bool
     """Whether the run completed, with finite weights and no open incident."""
     steps: int
-    """Optimizer steps done; a rollback decreases the number."""
+    """Optimizer steps done. A rollback decreases the number."""
     attempts: int
-    """Rollbacks carried out. A transformers callback carries out none."""
+    """Number of rollbacks; 0 with a transformers callback, which cannot roll back."""
     recoveries: int
-    """Incidents that are over."""
+    """Number of incidents that have ended."""
     history: tuple[IncidentRecord, ...]
     """The incidents, oldest first."""
     rollbacks: tuple[Rollback, ...]
     """The rollbacks, oldest first."""
     counts: dict[str, int]
-    """Name of a cause -> number of incidents. Also `skips` and `clips` (steps), `undone_skips`
-    (skips that a rollback has undone), `lr_cuts`, `shrinks` of the micro-batch, and
+    """Name of a cause -> number of incidents. Other keys: `skips` and `clips` (steps),
+    `undone_skips` (skips that a rollback has undone), `lr_cuts`, `shrinks` of the micro-batch, and
     `not_carried_out` (rollbacks that a transformers callback could not carry out)."""
     lr_scale: float
-    """Multiplier of the schedule's learning rate."""
+    """Current multiplier of the schedule's learning rate."""
     last_good: int | None
     """Step of the newest known-good checkpoint, or None without one."""
     probation: int | None
@@ -57,11 +53,11 @@ class HealingReport:
     quarantined: tuple[int, ...]
     """Steps of the Trainer's checkpoints that a transformers callback has moved to `_healcore`."""
     postmortem: Path | None
-    """Postmortem of this process, or None if there is no such file."""
+    """Path of this process's postmortem, or None without such a file."""
     diagnosis: str
-    """Why the run was stopped, or an empty string."""
+    """Diagnosis of the stop, or an empty string if the policy did not stop the run."""
     optimizers: Mapping[str, object]
-    """torch: name -> `healcore.torch.Report`, how the optimizer is healed. Empty in JAX."""
+    """Name -> `healcore.torch.Report`: how the optimizer is healed. Empty in JAX."""
 
     @classmethod
     def of(
@@ -77,20 +73,21 @@ class HealingReport:
         **others: Any,
     ) -> HealingReport:
         """The report of a run; `ending` is an empty string before its end."""
-        causes = Counter(name for each in incidents for name in names(Cause(each.cause)))
-        tallies = [each["state"]["tally"] for each in driver.healing().values()]
+        causes = Counter(name for incident in incidents for name in names(Cause(incident.cause)))
+        tallies = [engine["state"]["tally"] for engine in driver.healing().values()]
         return cls(
             ending=ending or "running",
             converged=ending == Ending.COMPLETED and not end.open and driver.finite(),
             steps=end.step,
-            recoveries=sum(each.over for each in incidents),
+            recoveries=sum(incident.over for incident in incidents),
             history=tuple(incidents),
             rollbacks=end.rollbacks,
             counts={
                 **causes,
                 "skips": end.skips,
                 "undone_skips": end.undone_skips,
-                **{name: sum(int(t[name]) for t in tallies) for name in ("clips", "lr_cuts")},
+                "clips": sum(int(tally["clips"]) for tally in tallies),
+                "lr_cuts": sum(int(tally["lr_cuts"]) for tally in tallies),
                 **counts,
             },
             lr_scale=end.lr_scale,
@@ -107,25 +104,25 @@ class HealingReport:
         return json_lines.to_json(
             vars(self)
             | {
-                "history": [vars(each) for each in self.history],
-                "rollbacks": [vars(each) for each in self.rollbacks],
-                "optimizers": {name: vars(each) for name, each in self.optimizers.items()},
+                "history": [vars(incident) for incident in self.history],
+                "rollbacks": [vars(rollback) for rollback in self.rollbacks],
+                "optimizers": {name: vars(report) for name, report in self.optimizers.items()},
             }
         )
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
-        undone = sum(each.undone for each in self.history)
+        undone = sum(incident.undone for incident in self.history)
         incidents = with_undone(str(len(self.history)), undone)
-        good = f"none{why_none_is_good(self.steps, self.probation)}"
+        known_good = f"none{why_none_is_good(self.steps, self.probation)}"
         if self.last_good is not None:
-            good = f"step {self.last_good}"
+            known_good = f"step {self.last_good}"
         lines = [
             f"policy      {self.policy}",
             f"ending      {self.ending} at step {self.steps}, converged: {self.converged}",
             f"incidents   {incidents}, {self.recoveries} of them over; {counts or 'none'}",
             f"rollbacks   {self.attempts}; learning rate × {self.lr_scale:g}",
-            f"known-good  {good}",
+            f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
         if self.quarantined:

@@ -1,4 +1,4 @@
-"""The part of a policy that the host carries out, and the engine that belongs to it."""
+"""`HostPolicy`: the part of a policy that the host carries out, and its engine."""
 
 from __future__ import annotations
 
@@ -15,54 +15,56 @@ from healcore.policy.trainer_limit import with_limit
 
 
 class HostPolicy(NamedTuple):
-    """A policy as the Healer needs it."""
+    """The engine of a policy, and the policy's values for the Healer."""
 
     name: str
     fingerprint: str | None
     text: str | None
-    """The policy as TOML with every key, or None for an engine, which has no text."""
+    """The policy as TOML with every key, or None if the user passed an engine."""
     engine: Engine
     probation: int
-    """Healthy steps after a checkpoint until it is known-good."""
+    """Healthy steps after which a checkpoint is known-good."""
     skip_batches: int
-    """Batches to skip in addition to the batches of the trouble."""
+    """Number of batches that a rollback skips after the bad batches."""
     region: int
-    """Incidents that begin fewer steps apart than this count as the same trouble."""
+    """Steps between two onsets below which both incidents count as the same trouble."""
     recoveries: int
-    """Rollbacks that are allowed within `refund_after` steps of the run."""
+    """Max rollbacks within `refund_after` steps of the run."""
     refund_after: int
     confirm: bool
     """Whether a rollback needs evidence that the model is worse."""
     evidence: float = 1e4
-    """Comparisons with earlier weights per false rollback, at least and on average."""
+    """Lower bound on the mean number of comparisons of weights until a false rollback."""
     nonfinite_state: str = "rollback"
-    """What follows if a save finds NaN or Inf in the state: alert, rollback or stop."""
+    """Response to a save that finds NaN or Inf in the state: alert, rollback or stop."""
     reset_moments: bool = False
-    """A rollback resets the optimizers' moments too."""
+    """Whether a rollback resets the optimizers' moments."""
     faults: Mapping[Cause, frozenset[str]] = MappingProxyType({})
-    """What the rules answer to a fault: words such as "retry"; see `healcore.policy.respond`."""
+    """Fault -> actions of its rule, such as "retry"; see `healcore.policy.respond`."""
     retry: Retry = Retry()
     skip_batch: SkipBatch = SkipBatch()
     hang: Hang = Hang()
     shrinks: int = 0
-    """How often a micro-batch that does not fit into memory may be halved."""
+    """Times that micro-batches which do not fit into memory may be halved."""
 
     @classmethod
     def of(
         cls, policy: PolicyLike, overrides: Mapping[str, Any] = {}, limit: float | None = None
     ) -> HostPolicy:
-        """The host's part of a policy; an Engine gets defaults for keys only policy files have.
+        """The host's part of a policy; with an Engine, keys of policy files have their defaults.
 
         `limit` is the max gradient norm of the trainer that owns the optimizer, or None.
         """
-        found = with_limit(resolve(policy, overrides), limit)
-        if isinstance(found, Engine):
-            name, text, engine, host = "(engine)", None, found, Rollback()
+        resolved = with_limit(resolve(policy, overrides), limit)
+        if isinstance(resolved, Engine):
+            name, text, engine, host = "(engine)", None, resolved, Rollback()
             faults, retry, skip_batch, hang, shrinks = {}, Retry(), SkipBatch(), Hang(), 0
         else:
-            name, text, engine, host = found.name, dumps(found), found.engine(), found.rollback
-            faults, retry, skip_batch = found.fault_actions(), found.retry, found.skip_batch
-            hang, shrinks = found.hang, found.budget.shrinks
+            name, text = resolved.name, dumps(resolved)
+            engine, host = resolved.engine(), resolved.rollback
+            faults, retry = resolved.fault_actions(), resolved.retry
+            skip_batch, hang = resolved.skip_batch, resolved.hang
+            shrinks = resolved.budget.shrinks
         config = engine.config
         return cls(
             name,
@@ -86,13 +88,14 @@ class HostPolicy(NamedTuple):
         )
 
     def goes_back_for(self, causes: Cause | None = None) -> bool:
-        """Whether a rule answers any of these causes, or any cause if None, with a rollback."""
-        back = [each.causes for each in self.engine.config.rules if each.action & Action.ROLLBACK]
-        found = any(causes is None or each & causes for each in back)
-        return found and not self.observes
+        """Whether a rule rolls back for one of these causes, or for any cause if None."""
+        if self.observes:
+            return False
+        rules = [rule for rule in self.engine.config.rules if rule.action & Action.ROLLBACK]
+        return any(causes is None or rule.causes & causes for rule in rules)
 
     def answers(self, fault: Cause) -> frozenset[str]:
-        """What is done about a fault; nothing if the policy has no rule for it or only observes."""
+        """Actions for a fault; empty if the policy has no rule for it or only observes."""
         return frozenset() if self.observes else self.faults.get(fault, frozenset())
 
     @property

@@ -1,8 +1,8 @@
-"""Converts the state of a loader or a random generator to JSON text, arrays included.
+"""Converts the state of a loader or of a random generator to JSON text and back.
 
-It knows the values of both frameworks, because a JAX run may read from a torch loader. Reading the
-text makes numbers, strings, containers and arrays, and calls nothing that the text names. Values
-without a plain form are pickled with `trust` only.
+States may hold numbers, strings, containers, and arrays of numpy, torch and JAX: a JAX run may read
+from a torch loader. Reading calls no function that the text names. Other values are pickled, which
+requires `trust`.
 """
 
 from __future__ import annotations
@@ -24,46 +24,52 @@ from healcore.runtime.store.errors import (
     pickled,
 )
 
-_FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
-"""Package of a class -> the framework whose adapter has `node_of` and `value_of` for it."""
+_FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
+"""Package of a class -> framework whose adapter converts its values (`node_of`, `value_of`)."""
 
-HOW = "the Healer (or the Cursor)"
+_TAKES_TRUST = "the Healer (or the Cursor)"
+"""What the error messages advise to pass `trust` to."""
 
 
 def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
-    """A value as text. `path` is its place in the state, for errors.
+    """Converts a value to text. `path` is its place in the state, for error messages.
 
     Raises:
-        UnsavableState: a part has no plain form, and not `trust`, or it cannot be pickled.
+        UnsavableState: a part has no plain form, and `trust` is False or pickling fails.
     """
 
-    def special(path: tuple[Any, ...], value: Any) -> structure.Node:
+    def encode_other(path: tuple[Any, ...], value: Any) -> structure.Node:
         node = _array_node(value) or _framework_node(value)
         if node is not None:
             return node
         if trust:
             return {"pickle": pickled_text(path, value)}
-        raise no_plain_form(structure.place(path), value, HOW)
+        raise no_plain_form(structure.place(path), value, _TAKES_TRUST)
 
-    return structure.dumps(structure.encode(value, path, special)).decode()
+    return structure.dumps(structure.encode(value, path, encode_other)).decode()
 
 
 def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
-    """The value of a text from `dumps`; StoreError, or Untrusted for a pickle without `trust`."""
+    """Converts text of `dumps` back to the value.
 
-    def fetch(tag: str, content: Any) -> Any:
+    Raises:
+        Untrusted: the text holds a pickle, and `trust` is False.
+        StoreError: the text is malformed.
+    """
+
+    def decode_other(tag: str, content: Any) -> Any:
         if tag == "pickle":
             if not trust:
-                raise pickled(structure.place(path), HOW)
+                raise pickled(structure.place(path), _TAKES_TRUST)
             return pickle.loads(base64.b64decode(content))
         if tag in ("numpy", "number"):
             return _array(content, number=tag == "number")
         if tag in ("torch", "jax"):
             return adapter_registry.find(tag, "plain_values").value_of(content)
-        raise ValueError(f"there is no kind of value {tag!r:.40}")
+        raise ValueError(f"unknown kind of value {tag!r:.40}")
 
     try:
-        return structure.decode(json.loads(text), fetch)
+        return structure.decode(json.loads(text), decode_other)
     except Untrusted:
         raise
     except StoreError as error:
@@ -76,7 +82,7 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
 
 
 def pickled_text(path: tuple[Any, ...], value: Any) -> str:
-    """A pickle in base64; UnsavableState if the value cannot be pickled."""
+    """Pickles a value to base64 text. Raises UnsavableState if pickling fails."""
     try:
         return base64.b64encode(pickle.dumps(value)).decode()
     except Exception as error:
@@ -98,10 +104,10 @@ def _array_node(value: Any) -> structure.Node | None:
 
 
 def _dtype_name(dtype: np.dtype) -> str | None:
-    """A name from which `np.dtype` makes this dtype, or None for objects and fields."""
+    """Name of a dtype for `np.dtype`, or None for dtypes of objects and fields."""
     if dtype.hasobject or dtype.names is not None:
         return None
-    for name in (dtype.str, dtype.name):  # dtypes of ml_dtypes have only names
+    for name in (dtype.str, dtype.name):  # for dtypes of ml_dtypes only the name works
         try:
             if np.dtype(name) == dtype:
                 return name
@@ -117,11 +123,11 @@ def _array(content: dict[str, Any], *, number: bool) -> Any:
 
 
 def _framework_node(value: Any) -> structure.Node | None:
-    """The node of a torch or JAX value, or None. Imports nothing for other values."""
-    for kind in type(value).__mro__:
-        package = kind.__module__.partition(".")[0]
-        if package in _FRAMEWORKS:
-            framework = _FRAMEWORKS[package]
+    """The node of a torch or JAX value, or None. Imports no framework for other values."""
+    for cls in type(value).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if package in _FRAMEWORK_OF_PACKAGE:
+            framework = _FRAMEWORK_OF_PACKAGE[package]
             node = adapter_registry.find(framework, "plain_values").node_of(value)
             return None if node is None else {framework: node}
     return None

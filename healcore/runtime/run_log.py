@@ -1,4 +1,4 @@
-"""What a run reports: events and metrics in files and to trackers, and lines on the console."""
+"""`RunLog`: writes events and metrics to files and trackers, and lines to the console."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from healcore.runtime.faults import Fault
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.trackers import Trackers
 
-_LOCAL = frozenset({"problem", "damaged", "save_failed", "fault", "hook"})
-"""Kinds of events that may come from one rank only."""
+_SINGLE_RANK_KINDS = frozenset({"problem", "damaged", "save_failed", "fault", "hook"})
+"""Kinds of events that may occur on one rank only."""
 
 
 class RunLog:
-    """Events, metrics and lines of one rank.
+    """Events, metrics and console lines of one rank.
 
-    The lines are at INFO and WARNING; see `healcore.console` for where they go.
+    Lines have the level INFO or WARNING; see `healcore.console` for their destination.
 
     Args:
-        events: the events file.
-        metrics: the metrics file, or None for no file.
-        console: as for `Healer`.
-        silent: whether there are no lines.
+        events: writer of the events file.
+        metrics: writer of the metrics file, or None for no file.
+        console: as in `Logging`.
+        silent: whether to drop the lines.
         trackers: receive events and metrics.
         hooks: the user's functions for events.
-        on_local: called with the text of an event that other ranks may not have, or None.
+        on_local: called with the text of an event that may occur on this rank only, or None.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RunLog:
         self.events = events
         self.trackers = Trackers() if trackers is None else trackers
         self.answered: Counter[str] = Counter()
-        """Word of a rule for faults -> how often it was the answer."""
+        """Action of a rule for faults -> number of faults that it answered."""
         self._metrics = metrics
         self._hooks = Hooks() if hooks is None else hooks
         self._console: Console = console
@@ -62,7 +62,7 @@ class RunLog:
         if kind == "fault" and fields.get("answer"):
             self.answered[fields["answer"]] += 1
         self.events.write(kind, step=step, **fields)
-        if self._on_local is not None and kind in _LOCAL:
+        if self._on_local is not None and kind in _SINGLE_RANK_KINDS:
             text = fields.get("problem") or f"{fields.get('hook')} returns {fields.get('action')}"
             self._on_local(f"{kind}: {text}")
         self.trackers.event(kind, step=step, **fields)
@@ -80,11 +80,11 @@ class RunLog:
         """Writes the event of a fault, and logs a warning.
 
         Args:
-            step: that the run is at.
-            fault: what has failed.
-            problem: what was wrong, and what is done about it.
-            answer: word of the policy's rule, or None if the exception propagates.
-            fields: more fields of the event.
+            step: current step of the run.
+            fault: the classified exception.
+            problem: description of the fault and of the answer to it.
+            answer: action of the policy's rule, or None if the exception propagates.
+            fields: further fields of the event.
         """
         self.event(
             "fault",
@@ -110,7 +110,7 @@ class RunLog:
                 self.trackers.metrics(index, record, fields)
 
     def on_rollback(self) -> None:
-        """Expects the steps of the engines again that a rollback has undone."""
+        """Lets the metrics file accept the undone steps again."""
         if self._metrics is not None:
             self._metrics.went_back()
 
@@ -125,7 +125,7 @@ class RunLog:
             console.warning(line, self._console)
 
     def report_trackers(self, step: int) -> None:
-        """Reports what has failed in trackers since the last call."""
+        """Logs the failures of trackers since the last call."""
         for problem in self.trackers.problems():
             self.problem(step, problem)
 
@@ -134,7 +134,7 @@ class RunLog:
         with suppress(Exception):
             for problem in self.trackers.close():
                 self.warning(problem)
-        for each in (self._metrics, self.events):
+        for file in (self._metrics, self.events):
             with suppress(Exception):
-                if each is not None:
-                    each.close()
+                if file is not None:
+                    file.close()

@@ -1,4 +1,4 @@
-"""Options of a run in two groups: its checkpoints and its logs."""
+"""`Checkpoints` and `Logging`: two groups of the options of a run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from healcore.runtime.store import Keep
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """When a run saves checkpoints, how many stay, and what they may hold.
+    """When a run saves checkpoints, how many it keeps, and what they may hold.
 
         Healer(..., checkpoints=Checkpoints(every=100))
 
     Args:
-        every: steps between two checkpoints. With None this is the policy's `rollback.probation`,
-            and restart points are saved too. A restart point is the newest state on disk, for the
-            start after a kill; no rollback restores it. The distance between two restart points is
-            at least 10 steps and a quarter of the steps done, and saving them may take at most
-            2 % of the time.
-        restart_every: most steps between two restart points, also with `every`, or None for the
-            restart points above only.
-        keep: how many checkpoints of each kind stay. None is `Keep(older=True)`: the newest few,
-            and one older known-good checkpoint at each doubling of the distance.
+        every: steps between two checkpoints, or None for the policy's `rollback.probation`. With
+            None the run also saves restart points. A restart point is the newest state on disk, for
+            the start after a kill; no rollback restores it. The distance between two restart points
+            is at least 10 steps and a quarter of the steps done. Saving them takes at most 2 % of
+            the time.
+        restart_every: max steps between two restart points, also with `every`, or None for no such
+            limit.
+        keep: how many checkpoints of each kind to keep, or None for `Keep(older=True)`: the newest
+            few, and one older known-good checkpoint at each doubling of the distance.
         nonfinite_ok: patterns of array names (`model.*.mask`) in which NaN and Inf are allowed.
-        trust: pickle objects that have no plain form (of the state and of loaders), and read what
-            was pickled. Reading a pickle runs the code that its writer put there: only for a
-            directory that nobody else can write to. A store that you make has its own `trust`.
+        trust: whether to pickle objects of the state and of loaders that have no plain form, and to
+            read pickles. A pickle can run any code when it is read: use it only for a directory
+            that nobody else can write to. Pass `trust` to a store of your own instead.
 
     Raises:
         ValueError: an option is out of range.
@@ -59,19 +59,19 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Logging:
-    """Where events, metrics and lines for people go.
+    """Files for events and metrics, and lines on the console.
 
         Healer(..., logging=Logging(events="run.jsonl"))
 
     Args:
-        events: the events file, or None for `healcore.events.jsonl` in the store's directory, if
-            there is one.
-        metrics: a file with one line per step (loss, norm, threshold, decision), about 300 bytes,
-            for `healcore replay`, `report` and `watch`, or None for no file. "auto": next to the
-            events, if those go to a file, and thinned in long runs.
-        console: whether lines are printed to standard error. "auto": only if the program has set
-            up no logging for the logger `healcore`; False: never; True: unless the program's
-            logging prints them to the terminal already.
+        events: path of the events file, or None for `healcore.events.jsonl` in the store's
+            directory. No file without such a directory.
+        metrics: path of a file with one line per step (loss, norm, threshold, decision), about 300
+            bytes, for `healcore replay`, `report` and `watch`. "auto" is a file next to the events
+            file, thinned in long runs. None is no file.
+        console: whether to print lines to standard error. "auto" prints them if the program has
+            set up no logging for the logger `healcore`. True prints them unless the program's
+            logging already prints them to the terminal. False never prints.
 
     Raises:
         ValueError: `console` is none of these.
@@ -85,8 +85,8 @@ class Logging:
         console.checked(self.console)
 
 
-def check_no_field(overrides: Mapping[str, object]) -> None:
-    """Raises TypeError for a keyword that is an option of one of the groups."""
+def reject_grouped_options(overrides: Mapping[str, object]) -> None:
+    """Raises TypeError for a keyword that is an option of a group."""
     groups: dict[str, type] = {"checkpoints": Checkpoints, "logging": Logging, "hooks": Hooks}
     for option, group in groups.items():
         for name in inspect.signature(group).parameters:
@@ -98,4 +98,4 @@ def check_no_field(overrides: Mapping[str, object]) -> None:
 
 
 CHECKPOINTS, LOGGING, NO_HOOKS = Checkpoints(), Logging(), Hooks()
-"""The defaults."""
+"""Defaults of the groups."""

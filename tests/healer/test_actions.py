@@ -129,7 +129,7 @@ def test_used_where_it_cannot_be():
         healer.observe(1.0)
     with pytest.raises(IncompleteRun), healer, pytest.raises(RuntimeError, match="other framework"):
         healer.update(None)
-    with pytest.raises(RuntimeError, match="over"):
+    with pytest.raises(RuntimeError, match="has ended"):
         next(healer.batches([1]))
     assert healer.step == 0
     with pytest.raises(RuntimeError, match="one `with`"), healer:

@@ -102,7 +102,7 @@ def test_missing_checkpoints_are_reported(killed, tmp_path):
     train(loop_of("torch"), rules(), range(12), store=tmp_path)
     for each in tmp_path.glob("step-*"):
         shutil.rmtree(each)
-    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*step 12.*delete it"):
+    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*step 12.*delete that file"):
         train(loop_of("torch"), rules(), range(12), store=tmp_path)
     (tmp_path / "healcore.json").unlink()
     assert train(loop_of("torch"), rules(), range(12), store=tmp_path)["step"] == 12
@@ -111,7 +111,7 @@ def test_missing_checkpoints_are_reported(killed, tmp_path):
 def test_missing_checkpoints_of_a_killed_run_are_reported(killed, tmp_path):
     for each in copy_of(killed, tmp_path):
         shutil.rmtree(each)
-    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*none of its checkpoints exists"):
+    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*its checkpoints are missing"):
         train(loop_of("torch"), rules(), range(12), store=tmp_path)
 
 

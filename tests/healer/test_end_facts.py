@@ -58,7 +58,7 @@ def test_a_loop_that_ends_by_its_own_limit_has_not_used_the_data_up(tmp_path: Pa
         run(tmp_path, stop_at=6)
     with suppress(HealcoreError):
         run(tmp_path, limit=3)
-    assert not any("used up" in each["problem"] for each in events(tmp_path, "problem"))
+    assert not any("exhausted" in each["problem"] for each in events(tmp_path, "problem"))
 
 
 def test_a_shape_error_in_forward_is_named(tmp_path: Path):

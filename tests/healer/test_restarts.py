@@ -270,4 +270,4 @@ def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):
     with pytest.raises(RuntimeError, match="power"):
         train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
     train(loop_of("torch"), rules(), range(20), store=tmp_path)
-    assert any("used up" in event["problem"] for event in events(tmp_path, "problem"))
+    assert any("exhausted" in event["problem"] for event in events(tmp_path, "problem"))

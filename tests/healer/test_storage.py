@@ -94,7 +94,7 @@ def test_an_edited_policy_does_not_make_checkpoints_useless(tmp_path):
         train(loop_of("torch"), rules(), range(40), store=tmp_path, before=stumble)
     facts = train(loop_of("torch"), "default", range(40), store=tmp_path)
     assert facts["step"] == 40
-    assert any("warm-up again" in event["problem"] for event in events(tmp_path, "problem"))
+    assert any("restart their warm-up" in event["problem"] for event in events(tmp_path, "problem"))
 
 
 def test_the_values_of_resume(tmp_path):

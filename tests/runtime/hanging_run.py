@@ -78,7 +78,7 @@ def main(how: str, folder: str, rank: int, world: int) -> None:
     limit = HEALTHY if how == "healthy" else LIMIT
     options: dict[str, Any] = {"hang": {"timeout_s": limit}, **OPTIONS.get(how, ENDS)}
     if world > 1:
-        hang_guard._OTHERS_S, hang_guard._REPORT_S = 10.0, 600.0
+        hang_guard._STACKS_TIMEOUT_S, hang_guard._REPORT_TIMEOUT_S = 10.0, 600.0
         dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=rank,
                                 world_size=world)  # fmt: skip
     torch.manual_seed(0)

@@ -1,1 +1,1 @@
-"""Dominance: evidence that earlier weights are better than the current ones on the same batches."""
+"""Evidence that earlier weights are better than the current weights on the same batches."""

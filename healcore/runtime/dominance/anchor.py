@@ -1,4 +1,4 @@
-"""Anchors: copies of earlier weights, and the evidence that they are better than the current ones.
+"""`Anchor`: a copy of earlier weights, and the evidence that they are better than the current.
 
 The evidence is an e-detector (Shin, Ramdas and Rinaldo 2022, arXiv:2203.03532). At each comparison
 `won` says whether the earlier weights were better. While the model is healthy, `won` is true with
@@ -18,9 +18,9 @@ STAKE = 0.6
 """Share of the evidence that each comparison stakes (lambda), in (0, 1). With 0.6 the evidence is
 multiplied by 1.6 if `won`, else by 0.4, and 20 wins in a row reach 1e4. Any value is valid."""
 SAMPLE = 8
-"""Steps whose batches each anchor keeps: a uniform sample of all steps trained since."""
+"""Steps whose batches each anchor keeps: a uniform sample of the steps trained since the anchor."""
 MEDIAN = 0.5
-"""Quantile of the losses of the trouble that is compared with the usual losses."""
+"""Quantile of the losses during the trouble, to compare with the usual losses."""
 RANGES = 1.0
 """Ordinary losses exceed the largest usual loss by at most this many ranges of the usual losses."""
 ROUNDING = 1e-6
@@ -35,7 +35,7 @@ class ObservedBatch(NamedTuple):
 
 
 class TrainedStep(NamedTuple):
-    """One step of the run (one dispatch, if a compiled loop takes several) and its batches."""
+    """One step of the run, or one dispatch of a compiled loop, and its batches."""
 
     index: int
     batches: tuple[ObservedBatch, ...]
@@ -48,7 +48,7 @@ class Anchor:
 
     step: int
     weights: Any
-    """From `Driver.copy_weights`."""
+    """Result of `Driver.copy_weights`."""
     learning_rate: float | None
     """Learning rate at that step, multiplier included, or None if unknown."""
     evidence: float = 1.0
@@ -71,7 +71,7 @@ class Anchor:
             self.sample[place] = step
 
     def draw(self) -> TrainedStep | None:
-        """One of the sampled steps, or None if there is none yet."""
+        """Draws one of the sampled steps, or returns None without a sample."""
         return self._random.choice(self.sample) if self.sample else None
 
     def learn(self, index: int, *, won: bool) -> None:
@@ -88,7 +88,7 @@ class Anchor:
 
 
 def better(now: float, then: float) -> bool:
-    """Whether the loss `then` of the earlier weights is lower; NaN and Inf are the highest."""
+    """Whether the earlier weights' loss `then` is below `now`; NaN and Inf count as highest."""
     return math.isfinite(then) and not now <= then
 
 
@@ -98,9 +98,9 @@ def same_data(first: float, second: float) -> bool:
 
 
 def ordinary(losses: Iterable[float], usual: Sequence[float]) -> bool:
-    """Whether batches with these losses are like the usual batches, under the same weights.
+    """Whether losses of the trouble's batches are like usual losses of the same weights.
 
-    Their median is at most the largest usual loss plus the range of the usual losses.
+    True if their median is at most the largest usual loss plus the range of the usual losses.
     """
     found = sorted(losses)
     if not usual or not found:

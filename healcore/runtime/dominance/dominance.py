@@ -1,4 +1,4 @@
-"""Whether earlier weights are better than the current ones on the same batches.
+"""`Dominance`: tests whether earlier weights are better than the current on the same batches.
 
 A loss and a gradient norm do not distinguish a damaged model from different data. Two sets of
 weights on the same batch do: a new term of the loss, another scale of the targets or a new task
@@ -6,7 +6,7 @@ changes both losses alike. So the current weights are compared with earlier weig
 batch of the step and on one batch trained on since the anchor. If the earlier weights are better on
 both, at comparison after comparison, the run rolls back to them.
 
-docs/how-it-decides.md has the theorem, and what the comparison cannot see.
+docs/how-it-decides.md has the theorem and the limits of the comparison.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 HEARTBEAT = 100
-"""Steps between two comparisons without a reason; more if a comparison is slow, see `_pay`."""
+"""Steps between two routine comparisons; more if a comparison is slow, see `_pay`."""
 ANCHORS = 3
-"""Most copies of earlier weights that are kept."""
+"""Max number of anchors."""
 AGE = 0.5
-"""Least age of an anchor, as a share of the run so far; one checkpoint interval is enough."""
+"""Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 AGAIN = 0.5
-"""When trouble has lasted, the evidence starts again at this power of the threshold."""
+"""While a verdict is pending, the evidence restarts at this power of the threshold."""
 COST = 0.01
-"""Share of the time of a healthy run that comparisons may cost."""
+"""Max share of a healthy run's time that comparisons may cost."""
 STEP_COST = 3.0
 """Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
 SAVED = 30.0
-"""Most evaluations that are saved up; a run starts with this many."""
+"""Max credit of evaluations; a run starts with this credit."""
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
 
 
 class Verdict(NamedTuple):
-    """Earlier weights are better than the current ones."""
+    """The finding that earlier weights are better than the current weights."""
 
     index: int
-    """The step of the rollback."""
+    """Step of the rollback."""
     found: int
-    """The step at which there was enough evidence for the first time."""
+    """First step with enough evidence."""
     anchor: int
     """Step of the earlier weights."""
     onset: int
     """First step of the trouble: its first alarm, or the first comparison that found it."""
     evidence: float
-    """Mean number of comparisons until chance gives such evidence, at least."""
+    """Lower bound on the mean number of comparisons until a healthy run has this evidence."""
     rise: float
     """Loss of the step's batch, current minus earlier weights."""
     rise_remembered: float
     """The same difference for a batch trained on since the anchor."""
     data_ordinary: bool
-    """Whether the batches of the trouble are like earlier batches, for the earlier weights."""
+    """Whether the earlier weights have their usual losses on the batches of the trouble."""
     healthy_rate: float | None
     """Learning rate in force at the earlier weights, or None if it is unknown."""
     rates: tuple[float, ...]
@@ -79,31 +79,31 @@ class Verdict(NamedTuple):
 
     @property
     def due(self) -> int:
-        """First step at which the trouble has lasted as long as a rollback repeats steps.
+        """Step at which the run rolls back unless it has recovered.
 
-        The rollback repeats the steps from the anchor to the onset. A run that recovers earlier
-        loses fewer steps than by the rollback; a run that does not recover loses about twice as
-        many (rent or buy: Karlin et al. 1988, "Competitive snoopy caching"). So a learning rate
-        that is raised on purpose gets time to recover.
+        The run waits as many steps as the rollback repeats, those from the anchor to the onset. A
+        run that recovers earlier loses fewer steps than by the rollback. A run that does not
+        recover loses about twice as many (rent or buy: Karlin et al. 1988, "Competitive snoopy
+        caching"). Thus a learning rate that is raised on purpose gets time to recover.
         """
         return self.onset + (self.onset - self.anchor)
 
 
 @dataclass(eq=False, kw_only=True)
 class Dominance:
-    """Compares the current weights with earlier weights, and finds when the earlier are better.
+    """Compares the current weights with earlier weights, and returns a verdict if these are better.
 
     Several ranks call the same methods with the same steps, compare their own batches and decide
-    by the mean. Each comparison is collective, so the reasons to compare are equal on all ranks:
-    reduced losses and alarms, and one price. A `loss_fn` that raises is not called again: it must
-    not end the run that it protects. Exception: see `exchange`.
+    by the mean. Comparisons are collective, so they depend only on values that are equal on all
+    ranks: reduced losses, alarms and the price. A `loss_fn` that raises is not called again: it
+    must not end the run that it protects. Exception: see `exchange`.
     """
 
     driver: Driver
     loss_fn: Callable[..., Any] | None
     ranks: Ranks
     threshold: float
-    """`[rollback] evidence`: comparisons per false rollback."""
+    """Evidence for a rollback: `[rollback] evidence` of the policy."""
     interval: int
     """Steps between two checkpoints."""
     warn: Callable[[str], object]
@@ -111,28 +111,28 @@ class Dominance:
     learning_rate: Callable[[], float | None]
     """The learning rate in force, or None if it is unknown."""
     anchors: list[Anchor] = field(default_factory=list, init=False)
-    """At most `ANCHORS`, oldest first: the weights at the start of this process, and those at the
-    last checkpoints."""
+    """At most `ANCHORS`, oldest first: the weights at the start of this process and at the last
+    checkpoints."""
     gives_loss: bool = field(default=False, init=False)
-    """The loop trains on the loss of `loss_fn`, so that a comparison does not evaluate the current
-    weights again. True if the loop calls `Healer.loss`, or if the first training loss is equal to
-    `loss_fn` of its batch."""
+    """Whether the training loss is the result of `loss_fn`. Comparisons then do not evaluate the
+    current weights again. True if the loop calls `Healer.loss`, or if the first training loss is
+    equal to `loss_fn` of its batch."""
 
     def __post_init__(self) -> None:
         self._checked = False
         self._expected: float | None = None
-        """Loss of the first batch before the first step, by `loss_fn`."""
+        """Result of `loss_fn` for the first batch before the first step, or None."""
         self._losses: deque[float] = deque(maxlen=HEARTBEAT)
         self._recent: deque[float] = deque(maxlen=SAMPLE)
-        """Losses of the earlier weights at the latest comparisons that they have won."""
+        """Losses of the earlier weights at the latest comparisons in which they were better."""
         self._rates: list[float] = []
         """Learning rates in force at the comparisons of the current suspicion."""
         self._alarms = (-1, -1)
-        """First and last of the latest alarms, each at most `SAMPLE` steps after the one before."""
+        """First and last step of the latest alarms, with gaps of at most `SAMPLE` steps."""
         self._silent_until = -1
         self._wanted = False
         self._trouble: Verdict | None = None
-        """The damage that was found, until the run rolls back or has recovered; else None."""
+        """The pending verdict, until the run rolls back or recovers, or None."""
         self._of_dispatch: list[float] = []
         """Losses of the steps of the current dispatch."""
         self._credit = SAVED
@@ -144,31 +144,31 @@ class Dominance:
 
     @property
     def asks(self) -> bool:
-        """Whether weights are compared at all."""
+        """Whether weights are compared, which requires a `loss_fn`."""
         return self.loss_fn is not None
 
     @property
     def suspects(self) -> bool:
-        """Whether some earlier weights have been better in the latest comparisons."""
+        """Whether an anchor has evidence, or a verdict is pending."""
         return self._trouble is not None or any(each.evidence > 1 for each in self.anchors)
 
     def check_loss_fn(self, batch: Any) -> None:
-        """Calls the `loss_fn` on the first batch: a mistake in it is an error at the start.
+        """Calls `loss_fn` on the first batch, so that a mistake in it raises at the start.
 
-        With several ranks `observe` does so at the first step.
+        With several ranks `observe` makes this call at the first step.
 
         Raises:
             SignalError: `loss_fn` raises, or does not return one number. An exception about memory,
                 data or the network is only a warning.
         """
         if self.loss_fn is None or self._checked or self.ranks.world > 1:
-            return  # several ranks: at the first step, since one rank may evaluate alone before
+            return  # with several ranks, one rank may evaluate alone before the first step
         self._check(batch)
 
     def keep(self, step: int, restorable: Container[int]) -> None:
-        """Makes the current weights an anchor, unless they are suspect themselves.
+        """Adds the current weights as an anchor, unless they are suspect.
 
-        Anchors of steps that are not `restorable` any more are dropped.
+        Drops anchors of steps that are not in `restorable`, the steps of the checkpoints.
         """
         if not self.asks or self.suspects:
             return
@@ -181,14 +181,17 @@ class Dominance:
     def observe(
         self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool
     ) -> Verdict | None:
-        """Takes a step that was read, and compares weights if there is a reason to.
+        """Compares weights after a step if there is a reason: an alarm, a high loss, a heartbeat.
 
         Args:
-            step: the step and its batches. In a dispatch of several steps only the last step has
-                batches: the batches of all its steps.
-            loss: its training loss, the mean over its batches and over all ranks.
-            alarm: a detector has raised an alarm.
-            trained: the step was not skipped.
+            step: the step and its batches. In a dispatch of several steps the last step has the
+                batches of all steps, and the others have none.
+            loss: the step's training loss, the mean over its batches and over all ranks.
+            alarm: whether a detector has raised an alarm.
+            trained: whether the step was not skipped.
+
+        Returns:
+            A verdict if the run has to roll back, or None.
         """
         if not self.asks:
             return None
@@ -226,10 +229,10 @@ class Dominance:
         return verdict
 
     def at_end(self, index: int) -> Verdict | None:
-        """The damage with which the run would end at step `index`: it has no time left to recover.
+        """Decides about a pending verdict at the end of the run, after which no step can recover.
 
         Returns:
-            A verdict that rolls back if the anchor is better on most of its sampled batches.
+            The verdict with `index`, if the anchor is better on most of its sampled batches.
         """
         if self._trouble is None or not self.asks:
             return None
@@ -239,7 +242,7 @@ class Dominance:
         return self._trouble._replace(index=index) if sum(won) > MEDIAN * len(won) else None
 
     def on_rollback(self, target: int) -> None:
-        """Forgets everything from step `target` on."""
+        """Drops all evidence, and the anchors and samples from step `target` on."""
         self.anchors = [each for each in self.anchors if each.step <= target]
         for each in self.anchors:
             each.forget()
@@ -249,7 +252,7 @@ class Dominance:
         self._losses.clear()
 
     def stay_silent(self, until: int) -> None:
-        """Compares nothing before step `until`: rollbacks have not helped here."""
+        """Compares no weights before step `until`, because rollbacks have not helped."""
         self._silent_until = until
         for each in self.anchors:
             each.forget()
@@ -271,8 +274,8 @@ class Dominance:
             if classify(error).cause is Cause.UNKNOWN:
                 how = "loss_fn(batch), or in JAX with a pytree as state loss_fn(state, batch)"
                 mistake = (
-                    f"{problem}\nThe Healer calls {how}, with a batch as healer.batches() yields "
-                    "it, and gets one number: correct the function, or leave loss_fn out"
+                    f"{problem}\nThe Healer calls {how}, with a batch of healer.batches(), and "
+                    "expects one number: correct the function, or pass no loss_fn"
                 )
         everyone = exchange(self.ranks, (mistake, problem), failure)
         mistakes, problems = ([*filter(None, each)] for each in zip(*everyone, strict=True))
@@ -283,7 +286,7 @@ class Dominance:
             self.warn(problems[0])
 
     def _predicted(self, first: TrainedStep) -> float | None:
-        """Loss of the first step by `loss_fn`, with several ranks, which check after this step."""
+        """Result of `loss_fn` for the first step, with several ranks; None with one rank."""
         start = next((each for each in self.anchors if each.step == first.index), None)
         if self.ranks.world == 1 or self._expected is None or start is None:
             return None
@@ -301,8 +304,8 @@ class Dominance:
     def _eligible(self, index: int) -> list[Anchor]:
         """The anchors to compare with: the newest that is old enough, and anchors with evidence.
 
-        Weights of a few steps ago differ too little, and are as damaged as the current ones. After
-        `SAMPLE` steps the sample of an anchor is full. Found damage is compared with its anchor.
+        Weights of a few steps ago differ too little, and are as damaged as the current weights.
+        After `SAMPLE` steps the sample of an anchor is full. A pending verdict has its own anchor.
         """
         if self._trouble is not None:
             return [each for each in self.anchors if each.step == self._trouble.anchor]
@@ -323,7 +326,7 @@ class Dominance:
             [now], [then] = losses
             evaluations += 1 + (not self.gives_loss)
             if not math.isfinite(now) and not math.isfinite(then):
-                continue  # the batch is bad, and shows nothing
+                continue  # a bad batch is no evidence
             won, remembered = better(now, then), math.nan
             past = anchor.draw() if won and math.isfinite(now) else None
             if past is not None:
@@ -333,9 +336,9 @@ class Dominance:
                 [now_past], [then_past] = losses
                 evaluations += 2
                 if not math.isfinite(now_past) and not math.isfinite(then_past):
-                    continue  # that batch is bad, and shows nothing
+                    continue  # a bad batch is no evidence
                 if same_data(then, then_past):
-                    continue  # every batch is the same: a swing looks like damage
+                    continue  # on equal batches an oscillation of the loss looks like damage
                 won, remembered = better(now_past, then_past), now_past - then_past
             elif won and math.isfinite(now):
                 continue  # no batch was trained on since the anchor
@@ -357,7 +360,7 @@ class Dominance:
         return found
 
     def _wait(self, found: Verdict) -> None:
-        """Keeps the verdict until the trouble has lasted, see `Verdict.due`."""
+        """Keeps a verdict pending until its step `due`."""
         self._trouble = found
         for each in self.anchors:
             each.forget()
@@ -417,7 +420,7 @@ class Dominance:
         Args:
             steps: the steps, with their batches.
             anchor: the earlier weights.
-            known: losses of the steps with the current weights, which are then not evaluated.
+            known: losses of the steps with the current weights, or None to evaluate these.
 
         Returns:
             Two lists with one loss per step, current and earlier weights, each the mean over all
@@ -452,7 +455,7 @@ class Dominance:
     # -- the budget -----------------------------------------------------------------------------
 
     def _note_time(self) -> None:
-        """Measures the time of an ordinary step, as a moving average over a heartbeat."""
+        """Updates the time of a step without comparison, a moving average over a heartbeat."""
         now = time.monotonic()
         if self._last_time is not None:
             taken = now - self._last_time
@@ -460,12 +463,10 @@ class Dominance:
         self._last_time = now
 
     def _pay(self, counted: int, evaluations: int, seconds: float) -> None:
-        """Subtracts `counted` evaluations from the budget, and measures what an evaluation costs.
+        """Subtracts `counted` evaluations from the credit, and measures the price of an evaluation.
 
-        Evaluations are not counted while a suspicion lasts.
-
-        The price only lengthens the heartbeat. Comparisons at alarms do not depend on the clock:
-        a repeated run makes the same ones.
+        During a suspicion `counted` is 0. The price only lengthens the heartbeat: comparisons at
+        alarms do not depend on the clock, so that a repeated run makes the same comparisons.
         """
         self._credit -= counted
         self._last_time = None
@@ -473,7 +474,7 @@ class Dominance:
             return
         share = STEP_COST * seconds / evaluations / self._step_s if self._step_s else 1.0
         price = 1 << max(0, round(math.log2(max(share, 1.0))))
-        self._price = max(self.ranks.gather(price))  # each rank has a clock of its own
+        self._price = max(self.ranks.gather(price))  # times differ between ranks
 
 
 def _means(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The exchange after all ranks have called the `loss_fn`, which may have raised on one of them."""
+"""Exchanges results of `loss_fn` between ranks, even if `loss_fn` has raised on one rank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 from healcore.runtime.store.ranks import Ranks
 
 WAIT_S = 30.0
-"""Seconds for which a rank whose call has raised waits for the calls of the other ranks. Ranks wait
-as long for each other at the end of a run."""
+"""Seconds for which a rank whose call has raised waits for the calls of the other ranks."""
 
 
 def exchange(ranks: Ranks, item: Any, failure: Exception | None) -> list[Any]:
@@ -18,12 +17,11 @@ def exchange(ranks: Ranks, item: Any, failure: Exception | None) -> list[Any]:
     Args:
         ranks: the ranks that exchange.
         item: the item of this rank.
-        failure: the exception that the call has raised on this rank, or None.
+        failure: exception of the call on this rank, or None.
 
     Raises:
-        Exception: `failure`, if the other ranks do not answer: they wait for this rank in a
-            collective of the forward pass (FSDP, tensor parallel). The run has to end as after any
-            exception of one rank.
+        Exception: `failure`, if the other ranks do not answer, because they wait for this rank in a
+            collective of the forward pass (FSDP, tensor parallel).
     """
     if failure is None or ranks.world == 1:
         return ranks.gather(item)

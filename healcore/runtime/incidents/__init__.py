@@ -1,1 +1,1 @@
-"""Reads the records of steps: incidents, metrics, the user's hooks, and whether there is damage."""
+"""Reads the records of steps: incidents, metrics, console lines and the user's hooks."""

@@ -1,6 +1,6 @@
 """Reads the records of each step a fixed number of steps later, without waiting for the device.
 
-The number does not depend on when records arrive: every rank has to act at the same step.
+The delay does not depend on when records arrive, because all ranks have to act at the same step.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class StepResult(NamedTuple):
 
     index: int
     records: list[StepRecord]
-    """One per engine, or more if an engine judged several times within the step."""
+    """One record per engine, or more if an engine judged several times in the step."""
     batches: tuple[BatchId, ...]
-    """Several with gradient accumulation."""
+    """Ids of the step's batches; several with gradient accumulation."""
     contents: tuple[Any, ...] = ()
-    """The batches themselves if weights are compared on them: the batches of the whole dispatch,
-    with its last step only."""
+    """Content of the batches if weights are compared on them. The last step of a dispatch has the
+    batches of all its steps, and the other steps have none."""
     vote_requested: bool = False
-    """See `PendingDispatch.vote_requested`; of the last step of a dispatch."""
+    """`PendingDispatch.vote_requested` in the last step of a dispatch, otherwise False."""
 
 
 class DelayedReader:
-    """A queue of `lag` dispatches, 0 to 100; raises ValueError for another `lag`."""
+    """Queue of `lag` dispatches. Raises ValueError unless `lag` is an integer from 0 to 100."""
 
     def __init__(self, lag: int) -> None:
         if isinstance(lag, bool) or not isinstance(lag, int) or not 0 <= lag <= 100:
@@ -40,18 +40,18 @@ class DelayedReader:
             )
         self.lag = lag
         self._queue: deque[tuple[PendingDispatch, StepResult]] = deque()
-        """Dispatches, each with index and batches of its first step."""
+        """Dispatches, each with the index of its first step and its batches."""
         self._read_steps: deque[StepResult] = deque()
         self._correction = 0
         self._accumulated: tuple[BatchId, ...] = ()
         self._contents: tuple[Any, ...] = ()
 
     def push(self, pending: PendingDispatch, first: StepResult) -> None:
-        """Adds the latest dispatch; `first` has index and batches, and no records yet."""
+        """Queues a dispatch. `first` has its first step's index and its batches, but no records."""
         self._queue.append((pending, first))
 
     def due(self, *, all: bool = False) -> Iterator[StepResult]:
-        """The steps to be read now, oldest first; `all`: everything that is queued."""
+        """Yields the steps that are due, oldest first; with `all` every queued step."""
         while True:
             while self._read_steps:
                 yield self._read_steps.popleft()
@@ -60,7 +60,7 @@ class DelayedReader:
             self._read_steps.extend(self._read(*self._queue.popleft()))
 
     def count_correction(self) -> int:
-        """Steps read since the last call minus the steps that `PendingDispatch.count` announced."""
+        """Steps read since the last call, minus their expected number (`PendingDispatch.count`)."""
         correction, self._correction = self._correction, 0
         return correction
 
@@ -71,7 +71,7 @@ class DelayedReader:
             self._correction += more
             queue = [(each, step._replace(index=step.index + more)) for each, step in self._queue]
             self._queue = deque(queue)
-        # As many batches as steps: one for each. Otherwise each step has used a part of all.
+        # With as many batches as steps, each step has its own batch. Otherwise steps share them.
         single = len(steps) > 1 and len(first.batches) == len(steps)
         for i, records in enumerate(steps):
             batches = self._accumulated + ((first.batches[i],) if single else first.batches)
@@ -92,7 +92,7 @@ class DelayedReader:
             )
 
     def clear(self) -> None:
-        """Drops the steps of an abandoned branch."""
+        """Drops all queued steps, which a rollback has undone."""
         self._queue.clear()
         self._read_steps.clear()
         self._accumulated = self._contents = ()

@@ -1,4 +1,4 @@
-"""Calls the user's hooks: `on_incident` may override an order, and no hook breaks the run."""
+"""`Hooks`: the user's functions for incidents, saves and rollbacks. Their exceptions are logged."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store.protocol import Saved
 
 Batch = tuple[int, int]
-"""A batch's id: epoch, and index within it. A `BatchId` is one."""
+"""Id of a batch: epoch, and index within the epoch. `BatchId` is a subtype."""
 
 
 class RunFacts(NamedTuple):
-    """The state of the run, read-only: nothing in it refers to the `Healer`."""
+    """Read-only facts about the run."""
 
     run: str = ""
     """Id of the run, as in its events."""
     policy: str = ""
     observes: bool = False
-    """The policy only observes: what a hook returns is not carried out."""
+    """Whether the policy only observes. Then the results of hooks have no effect."""
     framework: str = ""
     rank: int = 0
     learning_rate: float | None = None
-    """The user's own, without the multiplier, or None if it is unknown."""
+    """The current learning rate without healcore's multiplier, or None if unknown."""
     rollbacks: int = 0
-    """Carried out so far."""
+    """Number of rollbacks so far."""
     last_good: int | None = None
-    """Step of the newest known-good checkpoint."""
+    """Step of the newest known-good checkpoint, or None without one."""
     checkpoints: tuple[Saved, ...] = ()
 
 
 class IncidentContext(NamedTuple):
-    """One step for which the policy has ordered something; what a hook receives."""
+    """Argument of an `on_incident` hook: one step with an order of the policy."""
 
     number: int
-    """Counts from 1, over the whole run."""
+    """Number of the incident, from 1 over the whole run, or 0 outside of an incident."""
     step: int
-    """The step that was judged, from 0. The loop is `lag` steps ahead of it."""
+    """Index of the judged step, from 0. The loop has done `lag` more steps."""
     onset: int
     """Step of the incident's first alarm."""
     cause: Cause
     decision: Decision
-    """The decision as ordered. A hook may override its `action`; the rest has happened."""
+    """The engine's decision. Hooks may override `action`; the rest is already carried out."""
     readings: Readings
     engine: str = ""
-    """The optimizer's name, if there are several."""
+    """Name of the optimizer if the state has several, or an empty string."""
     evidence: tuple[Evidence, ...] = ()
     """Tensors whose gradients were not finite or stood out, the worst first."""
     batches: tuple[Batch, ...] = ()
@@ -63,47 +63,46 @@ class IncidentContext(NamedTuple):
 
     @property
     def action(self) -> Action:
-        """The actions that are ordered."""
+        """The ordered actions."""
         return Action(int(self.decision.action))
 
 
 Hook = Callable[[IncidentContext], Action | None]
-"""Takes the incident and returns the actions to take instead, or None to keep the ordered ones."""
+"""Takes the incident. Returns actions that replace the ordered actions, or None to keep them."""
 
 EventHook = Callable[[Mapping[str, Any]], object]
-"""Takes the fields of an event, as in the events file. What it returns is ignored."""
+"""Takes the fields of an event, as in the events file. The result is ignored."""
 
 _KNOWN = sum(int(action) for action in Action)
 
 
 class HookResult(NamedTuple):
-    """What the hooks returned for one incident."""
+    """Combined result of the hooks for one incident."""
 
     action: Action | None
-    """The actions to take instead, or None for the ordered ones."""
+    """Actions that replace the ordered actions, or None to keep them."""
     hook: str
     """Name of the hook that returned `action`, or an empty string."""
     problems: tuple[str, ...] = ()
-    """One message for each hook that raised or returned something else."""
+    """One message for each hook that raised or returned an invalid value."""
 
 
 class Hooks:
-    """Functions that are called at incidents, saves and rollbacks, in their order.
+    """Functions to call at incidents, saves and rollbacks, in the given order.
 
         Healer(..., hooks=Hooks(on_incident=look))
 
     Args:
-        on_incident: one function or several. Each receives an `IncidentContext` and may override
-            what is done, by the `Action` flags that it returns. It sees in
-            `incident.decision.action` what the functions before it have returned; the last one to
-            return actions decides.
-        on_saved: functions that receive the event of each save, a mapping: `step`, `why`,
-            `seconds`; see docs/events.md. Called on every rank, between two steps.
-        on_rollback: functions that receive the event of each rollback in the same way: `step`,
-            `checkpoint`, `onset`, `cause`, `lr`, `lr_limit`, `batches`.
+        on_incident: one function or several. Each takes an `IncidentContext` and returns `Action`
+            flags that replace the ordered actions, or None. `incident.decision.action` has the
+            result of the previous functions; the last function that returns actions decides.
+        on_saved: functions of the event of each save, a mapping with `step`, `why` and `seconds`;
+            see docs/events.md. They run on every rank, between two steps.
+        on_rollback: functions of the event of each rollback, a mapping with `step`, `checkpoint`,
+            `onset`, `cause`, `lr`, `lr_limit` and `batches`.
 
     Raises:
-        TypeError: a hook cannot be called, or is a coroutine function.
+        TypeError: a hook is not callable, or is a coroutine function.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class Hooks:
         return len(self._hooks)
 
     def run(self, incident: IncidentContext) -> HookResult:
-        """Calls every hook; an `Exception` in one changes nothing."""
+        """Calls every `on_incident` hook. A hook that raises has no effect on the actions."""
         action, name, problems = None, "", []
         for hook in self._hooks:
             try:
@@ -139,7 +138,7 @@ class Hooks:
         return HookResult(action, name, tuple(problems))
 
     def on_event(self, kind: str, fields: Mapping[str, Any]) -> list[str]:
-        """Calls the hooks of this kind of event; one message for each hook that raised."""
+        """Calls the hooks of a kind of event. Returns a message for each hook that raised."""
         problems = []
         for hook in self._by_kind.get(kind, ()):
             try:
@@ -168,11 +167,11 @@ def hook_name(hook: Any) -> str:
 def _checked(returned: Any) -> Action | None:
     if returned is None:
         return None
-    # `&` would take a bool or an int for flags: True for ALERT, 3 for ALERT and SAVE.
+    # A bool or an int would act as flags: True as ALERT, 3 as ALERT and SAVE.
     if not isinstance(returned, Action) or int(returned) & ~_KNOWN:
         raise TypeError(
             f"returned {returned!r}; a hook returns Action flags (Action.ROLLBACK | Action.CUT_LR, "
-            "Action(0) for nothing), or None for what was ordered"
+            "Action(0) for no action), or None to keep the ordered actions"
         )
     return returned
 

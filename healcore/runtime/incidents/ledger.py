@@ -1,4 +1,4 @@
-"""What the host remembers of a run: healthy and unhealthy steps, incidents, rollbacks.
+"""`Ledger`: the host's record of a run: unhealthy steps, incidents and rollbacks.
 
 Steps are indexed from 0. A checkpoint of step n holds the state that step n starts from.
 """
@@ -20,11 +20,10 @@ from healcore.core.verdict import NONFINITE, Action, Cause, names
 from healcore.runtime.incidents.rollback import Rollback
 
 _MAX_INCIDENTS = 1000
-"""Incidents kept; the oldest are dropped."""
-
+"""Max incidents in the ledger; the oldest are dropped."""
 
 LASTING = Cause.PLATEAU | Cause.OVERFIT
-"""Causes whose alarm lasts until they are gone. An alert on them is an incident of its own."""
+"""Causes with an alarm at every step until they end. Alerts on them form separate incidents."""
 
 
 @dataclass
@@ -33,58 +32,58 @@ class IncidentRecord:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     number: int
-    """From 1, over the whole run; a rollback does not reset it."""
+    """Number of the incident, from 1 over the whole run. A rollback does not reset the count."""
     onset: int
     last: int
     cause: int
-    """`Cause` flags of all its alarms."""
+    """`Cause` flags of all alarms."""
     first: dict[str, int] = field(default_factory=dict)
-    """Name of a cause -> first step with it."""
+    """Name of a cause -> first step with this cause."""
     alarms: int = 0
     skips: int = 0
     rollbacks: int = 0
     lr_scale: float = 1.0
-    """The learning-rate multiplier after its latest alarm."""
+    """Learning-rate multiplier after the latest alarm."""
     over: bool = False
     undone: bool = False
-    """A later rollback has undone its onset."""
+    """Whether a later rollback has undone the onset."""
     number_in_engine: int = 0
-    """The engine's count of incidents then, or -1 if the count has restarted since."""
+    """The engine's number of this incident, or -1 if the engine's count has restarted since."""
     watched: bool = False
-    """The engine has opened no incident: the policy only alerts on its cause, a lasting one."""
+    """Whether the cause is in `LASTING` and the policy only alerts on it. Its steps are healthy."""
 
     @property
     def only_skips(self) -> bool:
-        """Whether each of its steps was skipped as not finite: nothing has changed in them."""
+        """Whether each alarm is a skipped step that was not finite, which changed no weights."""
         return self.skips == self.alarms and not Cause(self.cause) & ~NONFINITE
 
 
 @dataclass
 class Ledger:
-    """The host's record of a run; `record` adds the steps in order."""
+    """The host's record of a run. `record` adds the steps in order."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     next_step: int = 0
     unhealthy: list[int] = field(default_factory=list)
-    """Steps that were skipped, or had an alarm within an incident, and the accumulation after such
-    a step; ascending."""
+    """Steps that were skipped or had an alarm within an incident, and the micro-steps right after
+    such a step; ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     rollbacks: list[Rollback] = field(default_factory=list)
     """Applied rollbacks and re-runs, see `Rollback.outline`."""
     incident_count: int = 0
-    """Incidents so far, including undone ones, and incidents dropped from `incidents`."""
+    """Number of incidents so far, including undone and dropped incidents."""
     undone_incidents: int = 0
     """Incidents whose onset a later rollback has undone."""
     skips: int = 0
-    """Skipped steps so far, undone ones too."""
+    """Skipped steps so far, including undone steps."""
     undone_skips: int = 0
     untrained: int = 0
-    """Steps of the run in which no optimizer took a step, without undone ones."""
+    """Steps of the run in which no optimizer took a step, excluding undone steps."""
     open: bool = False
-    """An incident is open, of more than skipped non-finite steps."""
+    """Whether an incident with more than skipped non-finite steps is open."""
 
     def record(self, index: int, records: Sequence[StepRecord]) -> IncidentRecord | None:
-        """Adds one step, by its records. Returns its incident, or None without one."""
+        """Adds the records of one step. Returns the incident of the step, or None."""
         self.next_step = index + 1
         if not any(each.judged for each in records):
             # A micro-step of an optax.MultiSteps around protect neither ends an incident nor a row
@@ -115,14 +114,14 @@ class Ledger:
         incident.skips += skip
         self.skips += skip
         self.untrained += all(each.skip for each in records)
-        # A soft step's multiplier is not the one in force.
+        # The multiplier of a soft step applies to this step only.
         lasting = [each.lr_scale for each in records if not each.action & Action.SOFT_STEP]
         incident.lr_scale = min(lasting, default=incident.lr_scale)
         return incident
 
     @property
     def last_incident(self) -> IncidentRecord | None:
-        """The last incident that an engine has opened."""
+        """The last incident that an engine has opened, or None."""
         return next((each for each in reversed(self.incidents) if not each.watched), None)
 
     def _watch(self, index: int, causes: int) -> IncidentRecord | None:
@@ -142,7 +141,7 @@ class Ledger:
         return found
 
     def _append(self, incident: IncidentRecord) -> IncidentRecord:
-        """Numbers a new incident and keeps it."""
+        """Numbers a new incident and adds it."""
         self.incident_count += 1
         incident.number = self.incident_count
         self.incidents.append(incident)
@@ -150,7 +149,7 @@ class Ledger:
         return incident
 
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
-        """The incident that an alarm belongs to. A skipped step is no onset of other trouble."""
+        """Finds or opens an alarm's incident. An incident of skips only takes no other alarms."""
         last = self.last_incident
         number = max(each.incident for each in records)
         if last is not None and last.only_skips:
@@ -165,10 +164,10 @@ class Ledger:
         return last
 
     def same_trouble(self, onset: int, within: int = 0, *, reruns: bool = False) -> list[Rollback]:
-        """The rollbacks so far for the trouble that begins at step `onset`, oldest first.
+        """Earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
-        Trouble is the same until the run has come `within` steps past the step at which the
-        rollback began: the run repeats the same ground. With `reruns`, re-runs are included.
+        The trouble is the same if its onset is at most `within` steps after the step at which the
+        rollback began. `reruns` includes re-runs.
         """
         return [
             each
@@ -177,7 +176,7 @@ class Ledger:
         ]
 
     def row_onset(self, index: int) -> int:
-        """First of the unhealthy steps in a row that ends at step `index`."""
+        """First of the consecutive unhealthy steps that end at step `index`."""
         at = bisect.bisect_right(self.unhealthy, index)
         while at > 0 and self.unhealthy[at - 1] == index:
             at, index = at - 1, index - 1
@@ -191,12 +190,12 @@ class Ledger:
             last.rollbacks += 1
 
     def forget(self, before: int) -> None:
-        """Drops the unhealthy steps before a step, except the row that has not ended yet."""
+        """Drops unhealthy steps before a step, except consecutive ones up to the newest step."""
         before = min(before, self.row_onset(self.next_step - 1))
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 
     def take_over(self, other: Ledger, step: int, saved: Ledger | None) -> None:
-        """Continues the ledger of an earlier process from a checkpoint of `step`, with `saved`."""
+        """Continues an earlier process's ledger from a checkpoint of `step` that holds `saved`."""
         vars(self).update(vars(other))
         self._rewind(step, saved)
 
@@ -222,7 +221,7 @@ class Ledger:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Ledger:
-        """The inverse of `to_dict`; ValueError for what `to_dict` does not return."""
+        """Inverse of `to_dict`. Raises ValueError for malformed data."""
         missing = {each.name for each in fields(cls)} - data.keys()
         if missing:
             raise ValueError(f"a ledger without {', '.join(sorted(missing))}")

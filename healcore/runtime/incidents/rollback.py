@@ -1,4 +1,4 @@
-"""Defines `Rollback`: one rollback from the order to the restored checkpoint.
+"""`Rollback`: one rollback, from the order to the restored checkpoint.
 
 The journal stores this object, so that a start after a crash does what the live run would have
 done. Steps are counted from 0. A checkpoint of step n holds the state that step n starts from.
@@ -26,9 +26,9 @@ class Status(StrEnum):
 
     ORDERED = "ordered"
     DECLINED = "declined"
-    """The run continues without it: there is no evidence, no budget or no checkpoint."""
+    """The run continues without the rollback: evidence, budget or checkpoint is missing."""
     PLANNED = "planned"
-    """Its changes on disk have begun; they are repeated after a crash."""
+    """The changes on disk have begun; a start after a crash repeats them."""
     APPLIED = "applied"
 
 
@@ -44,7 +44,7 @@ class Rollback:
 
     # -- the order
     index: int
-    """Step that brought the order."""
+    """Step whose records led to the order."""
     onset: int
     """Step of the first alarm of the trouble."""
     since: int = -1
@@ -54,53 +54,53 @@ class Rollback:
     cause: int = 0
     """`Cause` flags."""
     depth: int = 1
-    """Known-good checkpoints to go back, 1 = the newest before the onset."""
+    """Known-good checkpoint to restore: 1 is the newest before the onset, 2 the next older."""
     batches: list[BatchId] = field(default_factory=list)
-    """Batches that the run skips when it repeats the steps."""
+    """Ids of the batches to skip when the run repeats the steps."""
     forced: bool = False
-    """The order is from a hook, the state check or better weights, not from the engine."""
+    """Whether a hook, the state check or better weights gave the order, not the engine."""
     arrays: list[str] = field(default_factory=list)
-    """Arrays with NaN or Inf, if a save brought the order; else empty."""
+    """Names of arrays with NaN or Inf, if a save led to the order; otherwise empty."""
     better: int | None = None
     """Step of the better earlier weights that the rollback restores, or None."""
     lr_at_fault: float | None = None
-    """Learning rate in force that has caused the trouble, or None if the rate is not limited. NaN
-    in an order if it is unknown; the multiplier alone in a plan then."""
+    """Learning rate in force that caused the trouble, or None if the rollback sets no limit. The
+    plan replaces NaN by the current rate, or by the multiplier alone if the rate is unknown."""
     rerun: bool = False
-    """Repeats the steps with the same data and learning rate, to see if the fault is transient."""
+    """Whether the steps are repeated with nothing changed, to see if the fault is transient."""
     status: Status = Status.ORDERED
 
     # -- the plan
     number: int = 0
-    """From 1, over the whole run."""
+    """Number of the rollback, from 1 over the whole run."""
     step: int = 0
-    """Steps done when it began."""
+    """Steps done when the rollback began."""
     candidates: list[Step] = field(default_factory=list)
     """Steps of the checkpoints to try, in this order."""
     quarantine: list[int] = field(default_factory=list)
     """Steps of the checkpoints to quarantine."""
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Engine states: when it began, or after it once it is applied."""
+    """Engine states when the rollback began; once it is applied, the states after it."""
     left_out: dict[_Loader, list[_BatchId]] = field(default_factory=dict)
-    """Number of a loader -> ids of the batches that it must not yield (again)."""
+    """Number of a loader -> ids of the batches that the loader skips."""
     forward: dict[_Loader, dict[str, Any]] = field(default_factory=dict)
     """Number of a loader that cannot be rewound -> its position when the rollback began."""
     lr: float | None = None
     """The schedule's learning rate when it began, without the multiplier, or None if unknown."""
     skipped: int = 0
-    """Number of batches that it skips."""
+    """Number of skipped batches."""
     initial: bool = False
-    """No known-good checkpoint was left: the first snapshot is restored."""
+    """Whether the first snapshot is restored, because no known-good checkpoint is left."""
     repeated: bool = False
-    """An earlier rollback for this trouble restored the same checkpoint, and none is older."""
+    """Whether an earlier rollback for this trouble restored the same, oldest checkpoint."""
     why_older: str = ""
-    """Reason for a checkpoint that is not the newest before the onset, or an empty string."""
+    """Reason why the checkpoint is not the newest before the onset, or an empty string."""
 
     # -- the result
     target: int = -1
     """Step of the restored checkpoint."""
     lr_limit: float | None = None
-    """Learning rate that the run has at most, or None without a limit or with an unknown rate."""
+    """Upper limit of the learning rate, or None without a limit or if the rate is unknown."""
     lr_scale: float = 1.0
     """The multiplier at `target`: 1 where the schedule is below the limit."""
 
@@ -124,12 +124,12 @@ class Rollback:
 
     @property
     def changed(self) -> str:
-        """What differs when the steps are repeated: `rate`, `data`, or an empty string."""
+        """What changes when the steps are repeated: `rate`, `data`, or an empty string."""
         return "rate" if self.lr_at_fault is not None else "data" if self.skipped else ""
 
     @property
     def lowers_lr(self) -> bool:
-        """Whether the steps up to `step` have a lower learning rate than the schedule's."""
+        """Whether the repeated steps have a lower learning rate than before the rollback."""
         before = self.lr if self.lr_at_fault is None else self.lr_at_fault
         if before is None or self.lr_limit is None:
             return self.lr_scale < 1
@@ -137,7 +137,7 @@ class Rollback:
 
     @property
     def lr_text(self) -> str:
-        """The learning rate after it, for a sentence, or an empty string if it is not lowered."""
+        """The lowered learning rate as a clause, or an empty string if it is not lowered."""
         if not self.lowers_lr:
             return ""
         if self.lr_limit is None:

@@ -1,4 +1,4 @@
-"""Defines `RunMetrics`: the newest step and the counts so far, as named numbers for a logger."""
+"""`RunMetrics`: the newest step and the counts of the run, as named numbers for a logger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from healcore.core.step_record import StepRecord
 from healcore.core.verdict import Action
 
 COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
-"""Counts since the run began, as an engine has them in its `tally`."""
+"""Counts since the run began: keys of an engine's `tally`."""
 
 _LAST = ("loss", "threshold", "grad_scale", "lr_scale")
 """Numbers of the newest step, named as in `StepRecord`."""
@@ -17,18 +17,18 @@ _LAST = ("loss", "threshold", "grad_scale", "lr_scale")
 _OF_ONE_STEP = {"loss", "threshold", "grad_scale"}
 
 METRICS = (*_LAST, "incidents", *COUNTS)
-"""The names of all metrics, after `heal/`."""
+"""Names of all metrics, without the prefix `heal/`."""
 
 
 class RunMetrics:
-    """Metrics from the records that the host reads anyway, `lag` steps after the step: no sync.
+    """Metrics from the records that the host reads `lag` steps later, without a further sync.
 
-    Counts are read from the engines' states at the start of a run and after a rollback, where the
-    states are on the host anyway. Each record adds to them.
+    The counts come from the engines' states at the start of a run and after a rollback, when these
+    are on the host. Each record then adds to the counts.
 
     Args:
-        per_tensor: the policy clips each tensor by itself. A record does not say whether such a
-            step was clipped: there is no metric `heal/clips` then.
+        per_tensor: whether the policy clips each tensor by itself. Records do not show such
+            clipping, so there is no metric `heal/clips`.
     """
 
     def __init__(self, *, per_tensor: bool) -> None:
@@ -37,7 +37,7 @@ class RunMetrics:
         self._last: dict[str, StepRecord] = {}
 
     def set(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes the counts of engine states, as `Driver.healing` gives them; drops undone steps."""
+        """Sets the counts from engine states (`Driver.healing`), and drops undone steps."""
         for name, engine in engines.items():
             tally = engine["state"]["tally"]
             self._counts[name] = {count: int(tally[count]) for count in COUNTS}
@@ -45,11 +45,11 @@ class RunMetrics:
                 del self._last[name]
 
     def add(self, records: Iterable[StepRecord]) -> None:
-        """Takes the records of one step."""
+        """Adds the records of one step."""
         for record in records:
             counts = self._counts.setdefault(record.engine, dict.fromkeys(COUNTS, 0))
             last = self._last.get(record.engine)
-            # A step that a GradScaler skipped was not judged: its record is the last one again.
+            # A step that a GradScaler skipped is not judged, and repeats the previous record.
             if record.judged and (last is None or last.step != record.step):
                 counts["clips"] += record.grad_scale < 1 and not record.skip
                 counts["skips"] += record.skip
@@ -58,11 +58,11 @@ class RunMetrics:
             self._last[record.engine] = record
 
     def total(self, count: str) -> int:
-        """One of `COUNTS`, over all engines."""
+        """Sum of one of `COUNTS` over all engines."""
         return sum(counts[count] for counts in self._counts.values())
 
     def values(self) -> dict[str, float]:
-        """`heal/skips` and so on; `heal/<engine>/skips` of several. Empty before the first step."""
+        """Name -> value, such as `heal/skips`, or `heal/<engine>/skips` with several engines."""
         found: dict[str, float] = {}
         for name, record in self._last.items():
             prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
@@ -76,7 +76,7 @@ class RunMetrics:
 
 
 class ChangedMetrics:
-    """Metrics for the rows of a trainer's own log: only what has changed since the row before.
+    """Metrics for the rows of a trainer's own log: only values that changed since the last row.
 
     Metrics of single steps are omitted: they are `lag` steps older than the row, which has the loss
     itself. A healthy row has no metrics.
@@ -87,7 +87,7 @@ class ChangedMetrics:
         self._before: dict[str, float] = {}
 
     def __call__(self) -> dict[str, float]:
-        """The changed counts and learning-rate multipliers, by their full names."""
+        """Full name -> value of the changed counts and learning-rate multipliers."""
         now = {
             name: value
             for name, value in self._values().items()

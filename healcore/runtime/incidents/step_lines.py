@@ -1,4 +1,4 @@
-"""Logs lines about steps with an incident to the console, with every driver and trainer."""
+"""`StepLines`: console lines about unhealthy steps, for every driver and trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, Cause, names
 
-if TYPE_CHECKING:  # `healcore.torch.attach` has these lines without the rest of the runtime
+if TYPE_CHECKING:  # `healcore.torch.attach` uses this module without the rest of the runtime
     from healcore.runtime.host_policy import HostPolicy
     from healcore.runtime.incidents.delayed_reader import StepResult
     from healcore.runtime.incidents.ledger import IncidentRecord
@@ -18,14 +18,14 @@ _ORDERS = Action.ROLLBACK | Action.STOP | Action.CUT_LR
 
 
 class StepLines:
-    """Logs a line for a step at which something is wrong; steps that are fine have none.
+    """Logs lines about unhealthy steps.
 
-    - Every cut of the learning rate has a line.
+    - Every cut of the learning rate.
     - Incidents: the first ten, then each power of two.
-    - Skipped steps within an incident, and alarms outside of one (an outlier that was clipped): the
-      first, then each power of ten.
+    - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first, then
+      each power of ten.
 
-    Rollbacks and stops, which end or undo steps, have lines where they are carried out.
+    `Recovery` logs rollbacks and stops.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StepLines:
     def add(
         self, step: StepResult, incident: IncidentRecord | None, *, is_new: bool, skips: int
     ) -> None:
-        """Takes a step, with its incident if it has one; `skips` of the run, this one included."""
+        """Logs a line about a step if it is due. `skips` counts the run's skips up to this step."""
         skips_before = skips - sum(bool(each.skip) for each in step.records)
         outside_before = self._alarms_outside
         record = max(step.records, key=_weight, default=None)
@@ -75,42 +75,42 @@ class StepLines:
             done += f", {skips} of the run"
         if record.action & Action.CUT_LR:
             done += f"; learning rate × {record.lr_scale:g}"
-            # A cut comes with a rollback where the policy has one for this cause.
+            # The policy rolls back for this cause, so only an exhausted budget prevents it.
             if not record.action & Action.ROLLBACK and self._policy.goes_back_for(record.cause):
                 done += "; no rollback is left in the budget, and the run continues"
         return done
 
 
 def incident_text(record: StepRecord, learning_rate: float | None) -> str:
-    """Causes and numbers of a step, for a sentence; the rate is without the multiplier."""
+    """Causes, loss, norm and rate of a step, as a clause; the rate is without the multiplier."""
     of = "last finite " if record.cause & NONFINITE else ""
-    loss = f"loss {record.loss:.4g}, " if record.loss else ""  # 0 until there is a finite loss
+    loss = f"loss {record.loss:.4g}, " if record.loss else ""  # 0 before the first finite loss
     rate = "" if learning_rate is None else f", learning rate {learning_rate:.4g}"
     return f"{cause_text(record.cause)}; {of}{loss}gradient norm {record.grad_norm:.4g}{rate}"
 
 
 def enforced_text(record: StepRecord) -> str:
-    """What was done within the step: "; skipped", "; gradients × 0.1", or nothing."""
+    """Intervention within the step: "; skipped", "; gradients × 0.1", or an empty string."""
     if record.skip:
         return "; skipped"
     return f"; gradients × {record.grad_scale:.3g}" if record.grad_scale < 1 else ""
 
 
 def cause_text(cause: Cause) -> str:
-    """Names of causes, for a sentence."""
+    """Names of causes, as a clause."""
     return " and ".join(names(cause)).lower().replace("_", " ")
 
 
 def is_logged(number: int) -> bool:
-    """Whether something that comes again has a line: the first ten, then each power of two."""
+    """Whether occurrence `number` has a line: the first ten, then each power of two."""
     return number <= 10 or number & (number - 1) == 0
 
 
 def passes_power_of_ten(before: int, now: int) -> bool:
-    """Whether a count has reached 1, 10, 100, ..."""
+    """Whether a count has just reached 1, 10, 100, ..."""
     return now > before and (not before or len(str(now)) > len(str(before)))
 
 
 def _weight(record: StepRecord) -> tuple[bool, bool, bool]:
-    """A sort key: the line is about the optimizer whose record has the largest."""
+    """Sort key: with several optimizers, the line is about the record with the largest key."""
     return bool(record.action & Action.CUT_LR), bool(record.skip), record.cause != 0

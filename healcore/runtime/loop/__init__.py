@@ -1,1 +1,1 @@
-"""A training run: its start, what happens between two steps, and its end."""
+"""A training run: its start, the work between two steps, and its end."""

@@ -31,15 +31,15 @@ T = TypeVar("T")
 
 
 class Data:
-    """Counts the steps, and knows which batches wait for the next step.
+    """Reads batches, counts steps, and assigns batches to steps.
 
-    `host` has the random generators, which reading a batch draws from; `journal` has the loaders'
-    batch sizes; `keeps_batches` says whether weights are compared on the batches.
+    `host` has the random generators that loaders draw from, and `journal` the loaders' batch sizes.
+    `keeps_batches` says whether weights are compared on the batches.
 
     Attributes:
         step: Steps done. A rollback decreases the number.
         steps_taken: Steps of this process, including steps that a rollback has undone.
-        used_up: Whether the loader that steps are taken with had no further batch.
+        used_up: Whether the training loader is exhausted.
         had_completed: Whether the run in the store had completed, and this process has its last
             state.
     """
@@ -70,20 +70,20 @@ class Data:
         """Ids of the last step's batches."""
         self._keeps_batches = keeps_batches
         self._loop_names_batches = False
-        """The loop calls `Healer.loss`, or `observe` with a batch."""
+        """Whether the loop calls `Healer.loss`, or `observe` with a batch."""
         self._contents: dict[int, list[ObservedBatch]] = {}
         """Number of a loader -> its batches since the last step, if weights are compared."""
         self._current = 0
         """Number of the loader of the last batch."""
         self._open: set[int] = set()
-        """Numbers of the loaders of which the loop has a batch in hand."""
+        """Numbers of the loaders whose last batch the loop is still using."""
         self._generators: HostParts | None = None
-        """Random states of the checkpoint that the run has resumed from, until the first batch."""
+        """Random states of the resumed checkpoint until the first batch, then None."""
         self._started_at = 0
         self._resumed = False
 
     def start(self, *, resumed: bool, completed_at: int | None = None) -> None:
-        """Starts this process at the present step.
+        """Starts this process at the current step.
 
         `completed_at` is the step at which the run in the store had completed, or None.
         """
@@ -95,13 +95,13 @@ class Data:
         self.step = step
 
     def restore(self, step: int, generators: HostParts | None) -> None:
-        """Sets the step and the random states of a restored checkpoint of an earlier process."""
+        """Sets the step and the random states of an earlier process's checkpoint."""
         self.step, self._generators = step, generators
         self._restore_generators()
 
     @property
     def resumed_here(self) -> bool:
-        """Whether this process has resumed and not taken a step since."""
+        """Whether this process has resumed a run and taken no step since."""
         return self._resumed and self.step == self._started_at
 
     # -- reading --------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Data:
         """Begins to iterate over a loader; returns the loader's number."""
         saved = self.loaders.has_saved(loader)
         if not saved:
-            self._restore_generators()  # it begins now, as it did after that checkpoint
+            self._restore_generators()  # the loader began after the checkpoint
         number = self.loaders.begin(loader, epochs)
         if saved:
             self._restore_generators()
@@ -129,7 +129,7 @@ class Data:
         return number
 
     def next(self, number: int) -> Any:
-        """The next batch of a loader; StopIteration after its last epoch."""
+        """Reads the next batch of a loader. Raises StopIteration after the last epoch."""
         alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
             batch, batch_id = self._reader.next(number)
@@ -142,20 +142,20 @@ class Data:
         return batch
 
     def put_down(self, number: int) -> None:
-        """The loop is done with its batch of this loader, or was left."""
+        """Notes that the loop no longer uses its batch of a loader."""
         self._open.discard(number)
 
     def end(self, number: int) -> None:
         """Ends the loop over a loader that has no further batch."""
         if number == self.loaders.current:
             self.used_up = True
-        else:  # an evaluation: its batches wait for no step
+        else:  # an evaluation, whose batches belong to no step
             self._ids.pop(number, None)
             self._contents.pop(number, None)
         self.loaders.close(number)
 
     def at_last_batch(self, number: int | None) -> bool:
-        """Whether the batch that the loop has in hand is the last one of this loader."""
+        """Whether the loop is using the last batch of this loader."""
         return number in self._open and self.loaders.at_end(number)
 
     def log_skipped(self, number: int) -> None:
@@ -172,9 +172,9 @@ class Data:
         return self._reader.retrying(call)
 
     def _restore_generators(self) -> None:
-        """Restores random states after a restart: rewinding a loader draws from them.
+        """Restores random states after a restart, because rewinding a loader draws from them.
 
-        Called again with each loader until the first batch.
+        Called for each loader until the first batch.
         """
         if self._generators is not None:
             self.host.put_back(self._generators)
@@ -182,9 +182,9 @@ class Data:
     # -- the batches of a step ------------------------------------------------------------------
 
     def observed(self, batch: Any, weight: float) -> bool:
-        """Takes a batch, or a part of it, whose loss the loop has from `loss_fn`.
+        """Records a batch, or a part of it, whose loss is the result of `loss_fn`.
 
-        Returns whether it is the first one.
+        Returns whether this is the first such batch.
         """
         if not self._keeps_batches:
             return False
@@ -200,8 +200,8 @@ class Data:
             self._contents.clear()
 
     def take(self, pending: PendingDispatch) -> StepResult:
-        """Counts a dispatch, with the batches of the loader that yielded last."""
-        again = self._last_ids if self._current in self._open else []  # of one batch, two updates
+        """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
+        again = self._last_ids if self._current in self._open else []  # two updates on one batch
         self._last_ids = ids = self._ids.get(self._current, again)
         self._ids.clear()  # a step may take batches of several loaders
         self.loaders.stepped(self._current, ids[-1] if ids else None)
@@ -221,17 +221,17 @@ class Data:
 
     @property
     def batches_since_step(self) -> int:
-        """Number of batches that wait for the next step."""
+        """Number of batches since the last step."""
         return len(self.unused)
 
     @property
     def between_steps(self) -> bool:
-        """Whether no batch waits for a step: state and positions of the loaders fit together."""
+        """Whether no batch was read since the last step: state and loader positions match."""
         return not self.unused
 
     @property
     def unused(self) -> tuple[BatchId, ...]:
-        """See `Healer.unused`."""
+        """Ids of the current loader's batches since the last step."""
         return tuple(self._ids.get(self._current, ()))
 
     @property
@@ -246,7 +246,7 @@ class Data:
 
 
 class _Skip(NamedTuple):
-    """A batch that cannot be read, and that the policy skips."""
+    """An unreadable batch that the policy skips."""
 
     fault: Fault
     batch: BatchId
@@ -254,10 +254,10 @@ class _Skip(NamedTuple):
 
 
 class _Reader:
-    """Reads batches: repeats network calls, and skips batches that cannot be read.
+    """Reads batches: repeats reads after network errors, and skips unreadable batches.
 
-    With several ranks the batch before an unreadable one replaces it. Otherwise one rank would end
-    its epoch while the others wait for it, and no rank knows what another rank cannot read.
+    With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
+    would end its epoch early, and the other ranks would wait for it.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class _Reader:
         self._last: dict[int, Any] = {}
         """Number of a loader -> its last batch, with several ranks."""
         self._failed: dict[int, Exception] = {}
-        """Number of a loader -> the exception of the batch that was replaced."""
+        """Number of a loader -> exception of the last replaced batch."""
 
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
         sleep = self._termination.sleep
@@ -306,7 +306,7 @@ class _Reader:
         )
 
     def next(self, number: int) -> tuple[Any, BatchId]:
-        """The next batch of a loader that can be read, and its id; StopIteration after the last."""
+        """Returns the next readable batch and its id. Raises StopIteration after the last batch."""
         failed = self._failed.pop(number, None)
         pending: _Skip | None = None  # skipped once the loader has yielded the batch after it
         attempt = 1
@@ -341,7 +341,7 @@ class _Reader:
                 return found
 
     def _repeats_read(self, number: int, attempt: int, error: Exception) -> bool:
-        """Whether the read is repeated; then it has waited, and the batch comes next."""
+        """Prepares and awaits a repeated read. Returns False if the read is not repeated."""
         batch, fault = self._loaders.unreadable(number), classify(error)
         if batch is None or not is_retried(fault) or not self._retry:
             return False
@@ -352,10 +352,10 @@ class _Reader:
                 wait_s = delay(self._retry, attempt, fault, own_random())
             else:
                 error.add_note(
-                    "healcore: the read was not repeated, because the loader has no way back to "
-                    "this batch: repeat it in the dataset, with healcore.retrying(call)"
+                    "healcore: the read was not repeated, because the loader cannot be rewound to "
+                    "this batch: repeat the read in the dataset, with healcore.retrying(call)"
                 )
-            self._data.host.set_generators(states)  # moving a loader draws numbers
+            self._data.host.set_generators(states)  # rewinding a loader draws numbers
         self._report_attempt(Attempt(_reading(batch), attempt, error, fault, wait_s))
         if wait_s is None:
             return False
@@ -363,14 +363,14 @@ class _Reader:
         return True
 
     def _skip_of(self, number: int, error: Exception) -> _Skip | None:
-        """How the batch that has raised is skipped, or None if its error propagates."""
+        """The skip of a batch whose read has raised, or None if the error propagates."""
         batch = self._loaders.unreadable(number)
         fault = classify(error)
         if batch is None or self._termination.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         if fault.cause not in (Cause.DATA, Cause.UNKNOWN):
             return None
-        fault = fault._replace(cause=Cause.DATA)  # an unknown error of this batch too
+        fault = fault._replace(cause=Cause.DATA)  # unknown errors of a batch count as data errors
         limits = self._limits
         while self._unreadable and self._unreadable[0] <= self._reads - limits.within:
             self._unreadable.popleft()
@@ -394,7 +394,7 @@ class _Reader:
         return _Skip(fault, batch, problem)
 
     def _carry_out(self, number: int, skip: _Skip) -> None:
-        """Skips the batch from now on, unless another one replaces it, and logs that."""
+        """Skips the batch, unless another batch has replaced it, and logs the fault."""
         if self._alone:
             self._loaders.leave_out(number, skip.batch)
         batches = [list(skip.batch)]
@@ -413,5 +413,5 @@ def _line_of(error: Exception) -> str:
 
 
 def _copied(batch: Any) -> Any:
-    """A batch from which the loop may take entries out: the arrays are the same."""
+    """A shallow copy of a mutable batch, from which the loop may remove entries."""
     return copy.copy(batch) if isinstance(batch, MutableMapping | MutableSequence) else batch

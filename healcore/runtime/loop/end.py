@@ -1,7 +1,7 @@
-"""The end of a run, in every way that leaves the process time for it.
+"""Ends a run: saves the last state, writes the reports, and closes the files.
 
-The next start writes the postmortem of a process that was killed (`postmortem.of_killed`). Errors
-at the end are reported and not raised: they would hide the error that has ended the run.
+After a kill, the next start writes the postmortem (`postmortem.of_killed`). Errors at the end are
+logged and not raised, because they would hide the error that has ended the run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from healcore.runtime.postmortem.rank_notes import RankNote, of_ranks, traces
 from healcore.runtime.store import StoreError
 
 _OF_FAULTS = (Ending.EXCEPTION, Ending.STOPPED)
-"""Endings that an exception may have brought about."""
+"""Endings that an exception may have caused."""
 _VISIBLE_S = 2.0
 """Seconds within which rank 0 sees the note of a rank whose connection has broken."""
 _OTHER_LENGTHS = (
@@ -56,7 +56,7 @@ _LOOPS = {
     "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
     "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
 }
-"""The loop to write."""
+"""Framework -> recommended loop."""
 _ENDINGS = {
     Ending.COMPLETED: "completed",
     Ending.STOPPED: "stopped",
@@ -68,7 +68,7 @@ _ENDINGS = {
 
 
 def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
-    """How a run ended, by the error that left its block and a signal that it has received."""
+    """Ending of a run, by the error that left its block and by the signal that it received."""
     if error is None:
         return Ending.COMPLETED
     if isinstance(error, RunStopped):
@@ -85,10 +85,7 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
 
 
 def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseException | None:
-    """Ends a run; returns what the block has to raise instead of `error`, if anything.
-
-    LastStateNotSaved although the loop has completed.
-    """
+    """Ends a run. Returns an exception for the block to raise instead of `error`, or None."""
     loop.guard.pause()
     ranks, saver, data = loop.ranks, loop.saver, loop.data
     ending = ending_of(error, ranks.termination.signal_number)
@@ -119,7 +116,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         attempt("the last steps could not be read", loop.read_remaining)
     instead: BaseException | None = None
     if together and isinstance(error, Terminated | Interrupted | EndRequested):
-        try:  # what the last steps order is not ordered again after a restart from a later state
+        try:  # a restart from a later state would not see the orders of the last steps
             attempt("the last steps could not be read", loop.act_on_last_steps)
         except RunStopped as stop:
             error = instead = stop
@@ -131,12 +128,12 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     elif fault is not None and isinstance(raised, Exception):  # the cause of a stop too
         attempt("the fault could not be dealt with", partial(_answer, loop, fault, raised))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
-        # Not after an exception within a step, which leaves the state half changed.
+        # Not after an exception within a step, which leaves the state partly changed.
         save = partial(saver.save_last, completed=completed)
         saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", saver.checkpoints.wait)
     if completed and (not together or _lost_on_any(loop, saved, problems)):
-        # The journal must not have "completed": the program started again resumes and saves it.
+        # The journal must not have "completed", so that the next start resumes and saves the run.
         error = instead = LastStateNotSaved(_not_saved(loop, problems))
         ending = Ending.EXCEPTION
     elif completed:
@@ -159,7 +156,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         error.code = f"healcore stopped the run: {error.why} (rank 0 has the diagnosis)"
     cause = Cause(0) if fault is None else fault.cause
     if other is not None and other.ending not in (None, Ending.COMPLETED):
-        ending = other.ending  # the first rank that has ended has ended the run
+        ending = other.ending  # the first rank to end determines the ending
     _write_end(loop, ending, error, cause, notes)
     if not ranks.rank:
         loop.notes.remove()
@@ -187,7 +184,7 @@ def release(loop: Loop[CheckpointSaver]) -> None:
 
 
 def _meet(loop: Loop[Any]) -> None:
-    """Waits until the loops of all ranks have ended. RuntimeError or OSError if one has left."""
+    """Waits for the end of all ranks' loops. Raises RuntimeError or OSError if a rank has left."""
     ranks = loop.ranks
 
     def leave_note() -> None:
@@ -203,7 +200,7 @@ def _meet(loop: Loop[Any]) -> None:
 def _notes(
     loop: Loop[Any], ending: Ending, error: BaseException | None, fault: Fault | None
 ) -> list[RankNote]:
-    """On rank 0 how the ranks have ended, the first one first; the others leave their notes."""
+    """Notes of the ended ranks on rank 0, the cause first. Other ranks leave a note for rank 0."""
     completed = ending == Ending.COMPLETED
     note = _note(loop, Ending.EXCEPTION if completed else ending, error, fault)
     if loop.ranks.rank:
@@ -213,7 +210,7 @@ def _notes(
     until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
     while True:
         found = loop.notes.found()
-        if completed:  # as on this rank: they are not the cause
+        if completed:  # other completed ranks are not the cause
             found = [each for each in found if each.ending != Ending.COMPLETED]
         if any(not each.follows for each in found) or time.monotonic() >= until:
             break
@@ -234,7 +231,7 @@ def _note(
     *,
     why: str = "",
 ) -> RankNote:
-    """How this rank has ended."""
+    """The note about the end of this rank."""
     what = trace = ""
     if error is not None:
         what, trace = described(error)
@@ -269,7 +266,7 @@ def _report_other(loop: Loop[Any], note: RankNote) -> Fault | None:
 
 
 def _answer(loop: Loop[CheckpointSaver], fault: Fault, error: Exception) -> None:
-    """Logs the exception that ends the run, after a save if the policy has a rule for one."""
+    """Saves if a rule of the policy says so, and logs the exception that ends the run."""
     answer, why_not = None, ""
     # The ranks that have not raised do not take part in a save; memory ends with the process.
     alone = loop.ranks.world == 1 and loop.saver.checkpoints.store.disk is not None
@@ -290,7 +287,7 @@ def _answer(loop: Loop[CheckpointSaver], fault: Fault, error: Exception) -> None
 
 
 def _lost_on_any(loop: Loop[CheckpointSaver], saved: bool, problems: list[str]) -> bool:
-    """Whether the last state is lost on any rank; also if one has left and cannot say."""
+    """Whether the last state is lost on any rank. A rank that does not answer counts as lost."""
     checkpoints = loop.saver.checkpoints
     lost = loop.data.step in checkpoints.unsaved or not saved
     lost = lost and checkpoints.store.disk is not None  # memory ends with the process in any case
@@ -319,7 +316,7 @@ def _not_saved(loop: Loop[CheckpointSaver], problems: list[str]) -> str:
 
 
 def _shortfall(loop: Loop[Any]) -> BaseException | None:
-    """What a loop that has ended by itself raises because its run is not complete, or None."""
+    """The exception for a loop that has ended by itself with an incomplete run, or None."""
     data, ledger = loop.data, loop.recovery.ledger
     unread = len(data.unused)
     write = _LOOPS[loop.driver.framework]
@@ -341,7 +338,7 @@ def _shortfall(loop: Loop[Any]) -> BaseException | None:
         try:
             loop.stop(
                 "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps, {skipped} were skipped and {left_out} had their batches left out"
+                f"{total} steps, {skipped} were skipped and {left_out} had their batches skipped"
             )
         except RunStopped as stop:
             return stop
@@ -352,7 +349,7 @@ def _shortfall(loop: Loop[Any]) -> BaseException | None:
 
 
 def _write_ending(loop: Loop[CheckpointSaver], ending: Ending) -> None:
-    """Writes to the journal how the process ended; without it, the process was killed."""
+    """Writes the ending to the journal, in which a killed process has no ending."""
     restorer = loop.saver.restorer
     restorer.journal.state.ending = ending
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
@@ -367,7 +364,7 @@ def _write_end(
     fault: Cause,
     notes: list[RankNote],
 ) -> None:
-    """Writes the postmortem and the last event; `notes` are of ranks that have ended alone."""
+    """Writes the postmortem and the last event. `notes` are those of `_notes`."""
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
         loop.recovery.read_engines()
     why = loop.left_by_break if ending == Ending.REQUESTED and error is None else _why(error)
@@ -388,7 +385,7 @@ def _write_end(
     if ending == Ending.COMPLETED and data.had_completed and data.resumed_here:
         loop.log.warning(
             f"completed earlier, at step {data.step}: nothing was trained, and the state is the "
-            "saved one; an empty directory begins a new run"
+            "saved state; an empty directory begins a new run"
         )
     else:
         line = end_line(end, rollbacks=journal.state.rollbacks, newest=newest)
@@ -396,9 +393,9 @@ def _write_end(
 
 
 def write_postmortem(loop: Loop[Any], end: RunEnd, trace: str | None) -> Path | None:
-    """Writes the postmortem, before the event `end`; returns its path, or None if it could not.
+    """Writes the postmortem. Returns its path, or None if the write failed.
 
-    The next start looks for a missing postmortem only if there is no event `end`.
+    Called before the event `end`: a start writes a missing postmortem only without this event.
     """
     events = loop.log.events
     if events.path is None:
@@ -463,7 +460,7 @@ def end_line(
 
 
 def described(error: BaseException) -> tuple[str, str]:
-    """An exception in one line, and with its traceback."""
+    """The summary of an exception, and its traceback."""
     what = "".join(traceback.format_exception_only(error)).strip()
     return what, "".join(traceback.format_exception(error))
 

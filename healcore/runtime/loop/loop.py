@@ -26,18 +26,18 @@ from healcore.runtime.trackers import Trackers
 AnySaver = TypeVar("AnySaver", bound=Saver)
 
 _MIN_WITHOUT_STEP = 10
-"""Batches without a step that are reported at the end of a run."""
+"""Batches without a step for a warning at the end of a run."""
 _MAX_WITHOUT_STEP = 100
-"""Batches without a step that are reported at once: fewer may be gradient accumulation."""
+"""Batches without a step for a warning at once: fewer may be gradient accumulation."""
 
 
 class Loop(Generic[AnySaver]):
     """The running part of a `Healer` or of a trainer's callback. Not thread-safe.
 
-    The parts keep the state: `driver` the framework's, `data` steps and batches, `saver` the
-    checkpoints, `recovery` what is known about the steps, `ranks` what asks the run to end, `log`
-    the files. `notes` is what the other ranks leave for rank 0. If a trainer owns the loop, what
-    ends its training early is no `break`.
+    The parts hold the state: `driver` (the framework), `data` (steps and batches), `saver`
+    (checkpoints), `recovery` (incidents and rollbacks), `ranks` (requests to end), `log` (files and
+    console), `notes` (files of the other ranks for rank 0). With `has_trainer`, a loop that ends
+    early was not left by `break`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Loop(Generic[AnySaver]):
         """Whether the program has called `batches`, `after_step` or `update`."""
         self._has_trainer = has_trainer
         self._update_went_back = False
-        """Whether an `update` since the last `after_step` has brought a rollback."""
+        """Whether an `update` since the last `after_step` has rolled back."""
         parts = (ranks, self.guard, driver, log.trackers)
         self.finalizer = weakref.finalize(self, _clean_up, *parts)
         """Cleans up if the `with` block of the Healer is never left."""
@@ -85,7 +85,7 @@ class Loop(Generic[AnySaver]):
 
     def batches(self, loader: Any, epochs: int | None) -> Iterator[Any]:
         """See `Healer.batches`."""
-        self.after_step()  # of a loop that was left by `break`
+        self.after_step()  # for the last step of a loop that was left by `break`
         data, guard = self.data, self.guard
         number = data.begin(loader, epochs)
         while True:
@@ -120,7 +120,7 @@ class Loop(Generic[AnySaver]):
         return went_back
 
     def after_update(self) -> None:
-        """See `Healer.update`. The state that it returns has to be the state of the next step."""
+        """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
         number = self.data.loaders.current
         went_back = self._between_steps()
         if not went_back and self.data.at_last_batch(number):
@@ -142,7 +142,7 @@ class Loop(Generic[AnySaver]):
                 raise end.end()
             self.saver.poll()
         self.log_warnings()
-        # Within an accumulation the state cannot be saved: the run ends after it.
+        # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
         may_end = data.between_steps or data.batches_since_step >= _MAX_WITHOUT_STEP
         self.ranks.raise_if_asked(may_end=may_end)
         return False
@@ -162,10 +162,10 @@ class Loop(Generic[AnySaver]):
         return True
 
     def _back_from_the_end(self, number: int | None = None) -> bool:
-        """Whether the last steps or their weights send the run back although it would end."""
+        """Rolls back at the end of the data if the last steps require it. True if it did."""
         alone, of_training = self.ranks.world == 1, number in (None, self.data.loaders.current)
         if not alone and not of_training:
-            return False  # one rank may evaluate alone, and to read steps is collective
+            return False  # one rank may evaluate alone, and reading steps is collective
         if self.read(all=True):
             return True
         recovery = self.recovery
@@ -189,7 +189,7 @@ class Loop(Generic[AnySaver]):
         return False
 
     def _steps(self, *, all: bool) -> Iterator[tuple[StepResult, Rollback | None]]:
-        """The steps that are due, with their orders, which are not carried out."""
+        """Yields the steps that are due with their orders, which the caller carries out."""
         self.guard.watch()  # reading waits for the device
         for step in self.recovery.reader.due(all=all):
             self.guard.pause()
@@ -200,7 +200,7 @@ class Loop(Generic[AnySaver]):
         self.guard.pause()
 
     def _went_back(self, order: Rollback) -> bool:
-        """Whether an order was applied; then the run continues from the checkpoint."""
+        """Rewinds all parts to the checkpoint of an applied order. False for any other order."""
         if order.status is not Status.APPLIED:
             return False
         for part in (self.data, self.saver, self.recovery):
@@ -214,8 +214,8 @@ class Loop(Generic[AnySaver]):
         why = self.saver.due()
         if not why:
             return False
-        # Unread steps may bring an order, which a restart from this save would never see. Reading
-        # them takes no longer than the save, which waits for the device anyway.
+        # Unread steps may lead to an order, which a restart from this save would never see. Reading
+        # them costs no extra time, because the save waits for the device anyway.
         if self.read(all=True):
             return True
         if self.saver.may_save(why):
@@ -225,7 +225,7 @@ class Loop(Generic[AnySaver]):
         return False
 
     def _leave_bad_state(self, *, at_end: bool = False) -> bool:
-        """Whether the run has gone back because saves have found NaN or Inf."""
+        """Rolls back if saves have found NaN or Inf. True if it did."""
         order = self.saver.check(at_end=at_end)
         if order is None:
             return False
@@ -235,7 +235,7 @@ class Loop(Generic[AnySaver]):
     # -- what the program asks for --------------------------------------------------------------
 
     def observed(self, batch: Any) -> None:
-        """Takes a batch, or the current part of it, whose loss the loop has from `loss_fn`."""
+        """Records a batch, or its current part, whose loss is the result of `loss_fn`."""
         part = self.memory.window.part
         if self.data.observed(batch, 1.0 if part is None else part.weight):
             self.recovery.dominance.gives_loss = True
@@ -252,26 +252,26 @@ class Loop(Generic[AnySaver]):
     # -- the end, see `end` ---------------------------------------------------------------------
 
     def take_last_step(self) -> bool:
-        """Counts a step that was finished before the loop was left; False: it was not finished."""
+        """Counts the last step of a loop that was left. False if an update was interrupted."""
         if self.driver.interrupted():
             return False
         self._poll()
         return True
 
     def act_on_last_steps(self) -> None:
-        """Reads the steps that were not read yet and does what they order, as `after_step` does.
+        """Reads the unread steps and carries out their orders, unless an update was interrupted.
 
-        Not if an update was interrupted. Raises RunStopped if that is what they order.
+        Raises RunStopped if an order stops the run.
         """
         if self.take_last_step():
             self.read(all=True)
 
     def read_last_steps(self) -> list[tuple[StepResult, Rollback | None]]:
-        """Reads the steps that were not read yet; their orders are not carried out."""
+        """Reads the unread steps without carrying out their orders."""
         return list(self._steps(all=True))
 
     def read_remaining(self) -> None:
-        """Reads the last steps at the end of a run; their orders are only reported."""
+        """Reads the unread steps at the end of a run, and only reports their orders."""
         self._poll()
         self.log_warnings()
         if self.data.batches_since_step >= _MIN_WITHOUT_STEP:
@@ -279,7 +279,7 @@ class Loop(Generic[AnySaver]):
         data = self.data
         if data.resumed_here and not data.had_completed:
             used_up = data.used_up and data.between_steps
-            why = "the data had been used up" if used_up else "the loop ended without one"
+            why = "the data were exhausted" if used_up else "the loop ended without a step"
             self.warn(f"no step was taken: {why} at step {data.step}")
         for step, order in self.read_last_steps():
             if order is not None:
@@ -289,13 +289,13 @@ class Loop(Generic[AnySaver]):
 
     @property
     def left_by_break(self) -> str:
-        """Where a `break` has left the loop before the end of the epochs asked for, or ""."""
+        """Place at which a `break` has left the loop before its last epoch ended, or ""."""
         return "" if self._has_trainer else self.data.loaders.left_at()
 
     # -- reports --------------------------------------------------------------------------------
 
     def warn(self, problem: str) -> None:
-        """Reports a problem of the present step."""
+        """Reports a problem of the current step."""
         self.log.problem(self.data.step, problem)
 
     def _warn_no_step(self) -> None:
@@ -305,7 +305,7 @@ class Loop(Generic[AnySaver]):
         )
 
     def log_warnings(self) -> None:
-        """Reports the driver's warnings, and what has failed in trackers."""
+        """Reports the driver's warnings and the failures of trackers."""
         self.log.report_trackers(self.data.step)
         while self.driver.warnings:
             self.warn(self.driver.warnings.pop(0))

@@ -1,4 +1,4 @@
-"""What follows when a part of a batch does not fit into memory: smaller parts, or a diagnosis."""
+"""`OutOfMemory`: repeats a step in smaller parts, or stops with a diagnosis, if memory runs out."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ class _Overrun(NamedTuple):
     """A part that did not fit into memory."""
 
     size: BatchSize | None
-    """Of its batch; None if there can be no smaller parts."""
+    """Size of the part's batch, or None if smaller parts are impossible."""
     parts: int
     """Number of parts that the batch was split into."""
     sign: str
-    """What the exception was recognized by."""
+    """Feature by which the exception was classified."""
     line: str
     """First line of the exception."""
     bytes: int | None
-    """Size of the failed allocation, or None if the exception does not say it."""
+    """Size of the failed allocation, or None if the exception does not name it."""
     why_not: str
-    """Reason why there can be no smaller parts, or an empty string."""
+    """Reason why smaller parts are impossible, or an empty string."""
 
 
 class OutOfMemory:
-    """Answers a part that ran out of memory, as the policy says. See `Healer.microbatches`.
+    """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
 
-    With several ranks, each changes the sizes by what all ranks have reported, so that the sizes
-    are the same on all of them.
+    Every rank changes the sizes by the reports of all ranks, so that the sizes are equal on all
+    ranks.
 
     Attributes:
-        sizes: Sizes of the parts that fit, as learnt so far.
+        sizes: Sizes of the parts that fit into memory, as far as known.
         window: The batches since the last step.
         last_resort: See `Healer.microbatches`.
     """
@@ -91,7 +91,7 @@ class OutOfMemory:
         )
 
     def resume(self) -> None:
-        """Takes over the sizes that an earlier process has found."""
+        """Loads the sizes that an earlier process has written to the journal."""
         restorer = self._recovery.restorer
         found = None if restorer is None else restorer.journal.state.microbatches
         if found is not None:
@@ -100,7 +100,7 @@ class OutOfMemory:
     # -- one rank -------------------------------------------------------------------------------
 
     def _redo_alone(self, failure: Failure) -> bool:
-        """Whether to redo the window, where no other rank has to."""
+        """Halves the parts if this is possible. Returns whether to redo this rank's window."""
         overrun = self._overrun(failure)
         if overrun is None:
             return False
@@ -171,7 +171,7 @@ class OutOfMemory:
             step,
             Fault(Cause.OOM, overrun.sign),
             f"{rank}{resize.before} of {resize.samples} samples do not fit into memory, the step "
-            f"is done again with {resize.after} at a time: {overrun.line}",
+            f"is repeated with {resize.after} at a time: {overrun.line}",
             answer="shrink_microbatch",
             samples=resize.samples,
             size_before=resize.before,
@@ -209,7 +209,7 @@ class OutOfMemory:
     # -- several ranks --------------------------------------------------------------------------
 
     def _together(self) -> DistributedWindow | None:
-        """How the ranks redo windows together, or None. Called at the first window."""
+        """The window that all ranks redo together, or None if each rank has its own."""
         if self._policy_obstacle():
             return None
         found = self._gradients.between_ranks(self._ranks)
@@ -234,12 +234,12 @@ class OutOfMemory:
         overrun = self._overrun(failure)
         if overrun is None:
             return False
-        released(failure.error)  # what follows needs a little memory
+        released(failure.error)  # the exchange needs a little memory
         if sync.complete() and self._decide(sync, failure.error, overrun, None):
             return True
         why = overrun.why_not or (
-            "the other ranks did not come out of their parts, in which they probably wait for this "
-            "one: nothing may be exchanged there but what DistributedDataParallel exchanges"
+            "the other ranks have not left their parts and probably wait for this rank: within a "
+            "part only DistributedDataParallel may communicate"
         )
         failure.error.add_note(f"{_NOT_TRIED}: {why}")
         return False
@@ -254,10 +254,10 @@ class OutOfMemory:
         """Whether all ranks redo the window.
 
         Args:
-            sync: of the ranks.
-            error: of this rank's part, or None if the last part of its batch is done.
-            mine: this rank's part, if it did not fit.
-            growing: size of the batch if it is time to try larger parts.
+            sync: synchronization of the ranks.
+            error: exception of this rank's part, or None after the last part of its batch.
+            mine: this rank's part if it did not fit, or None.
+            growing: size of the batch if larger parts are due, or None.
         """
         votes = sync.vote(failed=mine is not None, grows=growing is not None)
         if votes is None:
@@ -288,7 +288,7 @@ class OutOfMemory:
             part = each.size.elements / each.parts
             kinds.setdefault(each.size.kind, []).append((part, rank, each))
         for _, kind in sorted(kinds.items()):
-            # Half of the smallest part that did not fit is below half of the others.
+            # The smallest part that did not fit determines the size for all ranks.
             _, rank, smallest = min(kind)
             ranks = ", ".join(str(each) for _, each, _ in kind)
             cause = error or RankFailed(f"rank {rank}: {smallest.line}")
@@ -297,7 +297,7 @@ class OutOfMemory:
 
 
 def _bytes(error: BaseException) -> int | None:
-    """Size of the failed allocation, where the message of torch or XLA says it."""
+    """Size of the failed allocation in a message of torch or XLA, or None."""
     found = _BYTES.search(str(error))
     if found is None:
         return None

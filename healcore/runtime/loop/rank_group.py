@@ -1,13 +1,13 @@
-"""`RankGroup`: what one rank knows alone, and all ranks have to act upon at the same step.
+"""`RankGroup`: all ranks act at the same step on an event that only one rank has seen.
 
-A signal, a stop file or an unreadable batch reaches one rank only. It must not act alone: the
-others would wait for it in their next collective. So it makes a proposal:
+A signal, a stop file or an unreadable batch reaches one rank only. This rank must not act alone:
+the others would wait for it in their next collective. Instead it makes a proposal:
 
     loop.ranks.propose(Proposal("signal 15", ends=True, signal=15))
 
 The driver marks the steps from then on (`Driver.request_vote`; in torch a bit of the step's own
-all_reduce), and every rank reads the mark with the step's record, `lag` steps later. Only then the
-ranks exchange their proposals, once. If one rank proposes to end, all of them end.
+all_reduce), and every rank reads the mark with the step's record, `lag` steps later. Then the ranks
+exchange their proposals once. If one rank proposes to end, all ranks end.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks, on_first
 
 SILENT_S = 30.0
-"""Seconds that a rank waits for the others before it warns."""
+"""Seconds for which a rank waits for the other ranks before it warns."""
 _VISIBLE_S = 5.0
-"""Seconds that a new file may take to be visible to the other ranks, on a network disk."""
+"""Max seconds until a new file on a network disk is visible to the other ranks."""
 _MOST_REPORTS = 200
-"""Different lines that a rank reports: a disk that fails may fail at every step."""
+"""Max distinct lines that a rank reports: a failed disk may fail at every step."""
 
 
 class Proposal(NamedTuple):
-    """What one rank proposes."""
+    """Proposal of one rank to all ranks."""
 
     why: str
     ends: bool = False
-    """Whether the run ends and saves its last state; else rank 0 reports the text."""
+    """Whether the run ends and saves its last state. Otherwise rank 0 only reports `why`."""
     signal: int | None = None
     """The signal that asks the run to end, or None for another reason."""
 
@@ -57,15 +57,15 @@ class Proposal(NamedTuple):
 
 
 class RankGroup:
-    """The ranks of one run, and what asks this rank to end: signals and the stop file.
+    """The ranks of one run, and the requests to end it: signals and the stop file.
 
-    The driver marks steps, and `lag` steps later the mark is read.
+    The driver marks steps, and `lag` steps later the marks are read.
 
     Attributes:
-        processes: The ranks as the framework has them.
-        votes: Whether the ranks vote: there are several, and the driver can mark steps.
+        processes: The framework's ranks.
+        votes: Whether the ranks vote. This requires several ranks and a driver that marks steps.
         ends_together: Whether the ranks have agreed to end after this step.
-        termination: The signals.
+        termination: The received signals.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class RankGroup:
         self._lag = lag
         self._mine: list[Proposal] = []
         self._reported: set[str] = set()
-        """Lines that this rank has written or reported, once each."""
+        """Lines that this rank has written or reported."""
         self._due_at: int | None = None
         self._voted_at = 0
         self._proposed_end = False
         """Whether this rank has proposed to end because of the stop file."""
 
     def close(self) -> None:
-        """Stops watching."""
+        """Stops watching for signals and the stop file."""
         self.termination.stop()
         self.stop_file.close()
 
     def raise_if_asked(self, *, may_end: bool) -> None:
-        """Raises what ends this rank, if something asks it to end; with votes it proposes that.
+        """Raises the exception that ends the run if it was requested; with votes proposes the end.
 
         Args:
             may_end: whether the state can be saved now, so that a rank may end alone.
@@ -116,7 +116,7 @@ class RankGroup:
     # -- votes ----------------------------------------------------------------------------------
 
     def propose(self, proposal: Proposal) -> None:
-        """Proposes something to all ranks; called in this thread or by its signal handler."""
+        """Makes a proposal to all ranks, from the training thread or its signal handler."""
         self._mine.append(proposal)
         self._driver.request_vote(True)
 
@@ -124,7 +124,7 @@ class RankGroup:
         self.propose(Proposal(f"signal {number}", ends=True, signal=number))
 
     def report(self, text: str) -> None:
-        """Reports to rank 0, which alone writes events, what this rank has seen, once."""
+        """Reports a line to rank 0, which writes the events; repeated lines are dropped."""
         known = text in self._reported
         if len(self._reported) < _MOST_REPORTS:
             self._reported.add(text)
@@ -132,24 +132,24 @@ class RankGroup:
                 self.propose(Proposal(text))
 
     def read(self, step: StepResult) -> None:
-        """Takes every step that is read. Marks from before the last vote have been answered."""
+        """Schedules a vote if a step is marked. Marks from before the last vote are outdated."""
         if step.vote_requested and self._due_at is None and step.index >= self._voted_at:
             self._due_at = step.index + 1 + self._lag
 
     def due(self, step: int) -> bool:
         """Whether all ranks vote now, after `step` steps.
 
-        Not as soon as this rank has read the mark: a rank that evaluates alone reads earlier.
+        The time of reading the mark does not matter: a rank that evaluates alone reads earlier.
         """
         return self._due_at is not None and step >= self._due_at
 
     def vote(self, step: int, log: RunLog) -> Proposal | None:
-        """The lowest rank's proposal to end, or None without one. Collective."""
+        """Exchanges proposals. Returns the lowest rank's proposal to end, or None. Collective."""
         self._due_at, self._voted_at = None, step
         mine, self._mine = self._mine, []
         of_ranks: Sequence[Sequence[Proposal]] = self.gather(mine)
         self._driver.request_vote(bool(self._mine))  # a signal may have come meanwhile
-        known = self._reported if self.rank == 0 else ()  # all ranks may have seen it
+        known = self._reported if self.rank == 0 else ()  # all ranks may have seen the same
         every = [
             (rank, each)
             for rank, some in enumerate(of_ranks)
@@ -193,17 +193,17 @@ def check_same(mine: Mapping[str, Any], ranks: Ranks) -> None:
         if differ:
             raise ValueError(
                 f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
-                "same to Healer(...) on every rank"
+                "same arguments to Healer(...) on every rank"
             )
 
 
 @contextlib.contextmanager
 def warning_if_late(of: str, advice: str, then: Callable[[], object] = int) -> Iterator[None]:
-    """Warns if the other ranks do not come: a program may have a Healer on rank 0 only.
+    """A context that warns if it lasts long: a program may have a Healer on rank 0 only.
 
     Args:
-        of: what waits, for a sentence.
-        advice: what to do about it.
+        of: subject of the warning, which waits for the other ranks.
+        advice: correction of the program.
         then: called after the warning, in another thread.
     """
 
@@ -223,7 +223,7 @@ def warning_if_late(of: str, advice: str, then: Callable[[], object] = int) -> I
 def check_one_directory(folder: Path | None, ranks: Ranks) -> None:
     """Raises StoreError on all ranks if a rank does not see the directory that rank 0 writes to.
 
-    Otherwise the first restart would find that, when nothing can be restored.
+    Otherwise the first restart would fail, when no checkpoint can be restored.
     """
     if folder is None or ranks.world == 1:
         return
@@ -248,5 +248,5 @@ def check_one_directory(folder: Path | None, ranks: Ranks) -> None:
         raise StoreError(
             f"rank {blind[0]} does not see in {found[blind[0]][1]} what rank 0 writes to "
             f"{found[0][1]}: all ranks need one directory (a name with the time or the rank in it "
-            "is another one on each; broadcast it from rank 0)"
+            "differs between ranks: broadcast the name from rank 0)"
         )

@@ -1,4 +1,4 @@
-"""`Recovery`: from the records of the steps to a rollback, a stop or nothing."""
+"""`Recovery`: answers the records of steps with rollbacks and stops."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from healcore.runtime.store.ranks import Ranks, agreed
 class Recovery:
     """Reads the steps, and carries out the orders of the monitor and of comparisons of weights.
 
-    Without a `restorer` an order to roll back is passed to `instead`, and `newest_good` returns
-    step and path of the newest known-good checkpoint. `reruns` says whether a re-run with nothing
+    Without a `restorer`, `instead` takes the orders to roll back, and `newest_good` returns step
+    and path of the newest known-good checkpoint. `reruns` says whether a re-run with nothing
     changed precedes a rollback.
     """
 
@@ -94,12 +94,12 @@ class Recovery:
         self._verdict = ""
         """Verdict of the last re-run: `transient` or `reproducible`, or an empty string."""
         self._rerun: Rollback | None = None
-        """The re-run in progress."""
+        """The re-run in progress, or None."""
         self._rate_checked = policy.observes
 
     @property
     def rollbacks(self) -> int:
-        """Rollbacks so far, in earlier processes too."""
+        """Number of rollbacks so far, including earlier processes."""
         return 0 if self.restorer is None else self.restorer.journal.state.rollbacks
 
     @property
@@ -109,16 +109,16 @@ class Recovery:
     # -- reading --------------------------------------------------------------------------------
 
     def process(self, step: StepResult) -> Rollback | None:
-        """Takes a step that was read. Returns the order that follows from it, or None."""
+        """Processes a step that was read. Returns its order, or None."""
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
         self._data.go_to(self._data.step + self.reader.count_correction())
         self._log.records(step.index, step.records)
         return self.monitor.process(step)
 
     def act(self, step: StepResult, order: Rollback | None) -> Rollback | None:
-        """Carries out the order of a step, or an order by better weights. Returns it, or None.
+        """Carries out the order of a step, or else an order for better earlier weights.
 
-        Raises RunStopped.
+        Returns the order, or None. Raises RunStopped if the order stops the run.
         """
         self._check_rate()
         verdict = self._compared(step)
@@ -148,7 +148,7 @@ class Recovery:
         return None if rate is None else rate * self.monitor.lr_scale
 
     def _check_rate(self) -> None:
-        """Says once, after the first step, that the learning rate is unknown."""
+        """Logs once, after the first step, if the learning rate is unknown."""
         if self._rate_checked:
             return
         self._rate_checked = True
@@ -162,7 +162,7 @@ class Recovery:
     # -- orders ---------------------------------------------------------------------------------
 
     def carry_out(self, order: Rollback) -> None:
-        """Carries out an order, and sets its status; may raise RunStopped."""
+        """Carries out an order, and sets its status. Raises RunStopped if the run has to stop."""
         evidence = self._evidence
         if evidence.needed(order) and not evidence.found(order, self._data.step):
             return
@@ -181,10 +181,10 @@ class Recovery:
         evidence.decline(order, self._data.step, "budget", "the budget of rollbacks is exhausted")
 
     def roll_back_to_better(self, verdict: Verdict) -> Rollback:
-        """Rolls back to weights that are better than the current ones; see `dominance`.
+        """Rolls back to weights that are better than the current weights, see `dominance`.
 
-        If rollbacks have not helped here, the order is declined, and the limits that they have set
-        are lifted.
+        Without a budget of rollbacks, declines the order and lifts the learning-rate limits that
+        earlier rollbacks have set.
         """
         order = self._order_of(verdict)
         self._log.event(
@@ -240,9 +240,9 @@ class Recovery:
         )
 
     def _add_measures(self, order: Rollback) -> None:
-        """Adds what an order of the policy changes: depth, limit of the learning rate, batches.
+        """Sets depth, learning-rate limit and skipped batches of an order of the policy.
 
-        The rate is limited if a rollback for the same trouble has not helped.
+        The rate is limited if an earlier rollback for the same trouble has not helped.
         """
         if order.rerun:
             order.batches = []
@@ -256,15 +256,15 @@ class Recovery:
 
     @property
     def _may_limit_lr(self) -> bool:
-        """Whether rollbacks limit the rate. Otherwise only rules of the policy cut it."""
+        """Whether rollbacks limit the learning rate. Otherwise only rules of the policy cut it."""
         return self._policy.confirm and self._policy.engine.may_be_limited
 
     def roll_back(self, order: Rollback) -> None:
-        """Restores a checkpoint for an order, and reports it."""
+        """Restores a checkpoint for an order, and reports the rollback."""
         if self.restorer is None:
             self._instead(order)
             return
-        # Steps that are not read yet belong to the trouble if they have alarms too.
+        # Unread steps belong to the trouble up to their last alarm.
         unread = list(self.reader.due(all=True))
         self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
         if order.better is None and not order.rerun:
@@ -289,7 +289,7 @@ class Recovery:
         self.read_engines()
 
     def read_engines(self) -> None:
-        """Takes the engines' learning-rate multipliers and counts as known, without an event."""
+        """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
         self.monitor.set_engines(self._driver.healing())
 
     def _why_stop(self, order: Rollback) -> str:
@@ -302,22 +302,22 @@ class Recovery:
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
 
-    # -- re-runs: a rollback with nothing changed, is the fault transient or reproducible? ------
+    # -- re-runs: rollbacks with nothing changed, to see if a fault is transient ----------------
 
     def _needs_rerun(self, order: Rollback) -> bool:
-        """Whether to answer an order with a re-run first; at most one for the same trouble."""
+        """Whether a re-run answers an order; at most one for the same trouble."""
         if not self._reruns or order.forced or self.restorer is None:
             return False
         past = self.ledger.same_trouble(order.onset, self._policy.region, reruns=True)
         return not past and self.restorer.loaders.can_rewind
 
     def resume_rerun(self, last: Rollback | None) -> None:
-        """Continues a re-run of an earlier process, if the last rollback is one and not over."""
+        """Continues the re-run of an earlier process if `last` is an unfinished re-run."""
         pending = last is not None and last.rerun and self._data.step <= last.index
         self._rerun = last if pending else None
 
     def _observe_rerun(self, index: int, order: Rollback | None) -> None:
-        """Takes every step, and logs the verdict at the end of a re-run."""
+        """Logs the verdict about the fault at the end of a re-run."""
         rerun = self._rerun
         if rerun is None:
             return
@@ -357,7 +357,7 @@ class Recovery:
         return self._policy.reset_moments and not done.rerun
 
     def report(self, done: Rollback, moved: RewindResult) -> None:
-        """Writes the events and the line of a rollback that is applied."""
+        """Writes the events and the console line of an applied rollback."""
         if done.rerun:
             self._log.event("rerun", step=done.step, checkpoint=done.target, onset=done.onset)
         self.log_rollback(done, RollbackOutcome.DONE)
@@ -368,7 +368,7 @@ class Recovery:
             cause = nonfinite_save(done)
         if done.better is not None:
             cause = f"the weights of step {done.better} are better on the same batches"
-        changed = ["nothing else is changed, to see whether it happens again"]
+        changed = ["nothing else is changed, to see whether the fault recurs"]
         if not done.rerun:
             moments = "moments reset" if self._resets_moments(done) else ""
             changed = [done.lr_text, moments, f"data {data.split(':')[0]}"]
@@ -392,9 +392,9 @@ class Recovery:
 
         Args:
             why: the reason.
-            error: what the loop has raised, if that is the reason.
+            error: exception of the loop, if this is the reason.
             fault: the cause of `error`.
-            fields: more fields of the event.
+            fields: further fields of the event.
         """
         end = self.run_end(Ending.STOPPED, why, fault=fault)
         text = explain(end)
@@ -404,7 +404,7 @@ class Recovery:
         raise RunStopped(text, why, end.last_good) from error
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
-        """The facts for a diagnosis; `why` is the reason of a stop, or the signal."""
+        """The facts for a diagnosis. `why` is the reason of a stop, or the signal."""
         good, path = self._good_checkpoint()
         return RunEnd(
             ending=ending,
@@ -461,5 +461,5 @@ class Recovery:
 
 
 def nonfinite_save(order: Rollback) -> str:
-    """Finding of a save, as a clause."""
+    """Arrays with NaN or Inf in a save, as a clause."""
     return f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"

@@ -1,7 +1,7 @@
-"""Compares what a program gives a run with what the run was given at its start.
+"""Compares the settings of a program with the settings at the run's first start.
 
-A checkpoint brings back the optimizer's hyperparameters and the schedule, so a changed learning
-rate would have no effect, and a run that had completed would return the old model.
+A checkpoint restores the optimizer's hyperparameters and the schedule, so a changed learning rate
+has no effect, and a run that had completed returns the old model.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.recovery.journal import Journal
 
 _SHOWN = 6
-"""Differences that one line names."""
+"""Max differences in one line."""
 _LOADERS = 8
-"""Loaders whose batch size is recorded: a loop may make a new one for every epoch."""
+"""Max loaders with a recorded batch size: a loop may create a new loader for every epoch."""
 _LENGTHS = {"max_steps", "max_epochs", "num_train_epochs"}
-"""Settings of a longer run, which trains the same model further."""
+"""Settings of the run's length, which do not change the model."""
 
 
 class RunSettings(NamedTuple):
     """Settings of one start: name -> a value that JSON can hold."""
 
     saved: dict[str, Any]
-    """Hyperparameters in the state: a checkpoint replaces the given ones."""
+    """Hyperparameters in the state, which a checkpoint replaces."""
     given: dict[str, Any]
-    """Settings outside the state, such as the batch size: the given ones take effect."""
+    """Settings outside the state, such as the batch size, which always take effect."""
     policy: str
 
     @classmethod
     def of(cls, driver: Driver, policy: HostPolicy, state: Any) -> RunSettings:
-        """The settings of a program that has restored nothing yet."""
+        """The settings of a program before it restores a checkpoint."""
         return cls(driver.hyperparameters(), settings_of(state), _named(policy))
 
     def batch(self, ranks: int) -> str:
@@ -49,9 +49,9 @@ class SettingsChange(NamedTuple):
     saved: tuple[str, ...]
     """`name: saved -> given`, where the saved value stays in force."""
     given: tuple[str, ...]
-    """The same, where the given value takes effect."""
+    """`name: saved -> given`, where the given value takes effect."""
     policy: str
-    """The same for the policy, or an empty string."""
+    """`policy: saved -> given`, or an empty string."""
 
     @property
     def changes_model(self) -> bool:
@@ -101,8 +101,8 @@ def has_trainer(state: Any) -> bool:
 def change_since(journal: Journal, now: RunSettings) -> SettingsChange:
     """The difference from the settings in the journal, if it has any.
 
-    A value that the run's last process ended with is no difference: an optimizer that is used again
-    in the same process has it.
+    A value from the end of the run's last process is no difference, because an optimizer that is
+    used again in the same process has this value.
     """
     at_start, at_end = journal.state.settings or {}, journal.state.settings_at_end or {}
 

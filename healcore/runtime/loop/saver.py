@@ -1,4 +1,4 @@
-"""`Saver`: when a run saves, what it saves at its end, and NaN or Inf that a save has found."""
+"""`Saver`: decides when a run saves, and answers NaN and Inf that a save has found."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from healcore.runtime.store import StoreError
 from healcore.runtime.store.claim import Claim
 
 RECENT_ALARM = 2
-"""Steps after an alarm in which no checkpoint is saved: an incident may begin with it."""
+"""Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
 
 class Saver:
-    """Saves the checkpoints of a loop. This one saves nothing, as where a trainer decides."""
+    """Saves the checkpoints of a loop. This base class saves nothing: a trainer may save itself."""
 
     def after_step(self) -> None:
         """Called when a dispatch was counted."""
 
     def due(self) -> str:
-        """Called once per dispatch: `regular` or `restart` if such a save is due, else ""."""
+        """Kind of the save that is due, `regular` or `restart`, or "". Called once per dispatch."""
         return ""
 
     def may_save(self, why: str) -> bool:
@@ -38,7 +38,7 @@ class Saver:
         """Saves a checkpoint of this step; a restart point if `why` is `restart`."""
 
     def check(self, *, at_end: bool = False) -> Rollback | None:
-        """The order for new NaN or Inf in the saves so far, or None. All ranks call it.
+        """The order for new NaN or Inf in the saves so far, or None. Collective.
 
         `at_end` says whether the data have ended.
         """
@@ -52,9 +52,9 @@ class Saver:
 
 
 class CheckpointSaver(Saver):
-    """Saves regularly, at the start and at the end; between them restart points.
+    """Saves at the start, regularly, and at the end; in between it saves restart points.
 
-    `claim` is on the store's directory, or None without one.
+    `claim` is the claim on the store's directory, or None without a directory.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class CheckpointSaver(Saver):
         self._ledger = recovery.ledger
         self._monitor = recovery.monitor
         self._dominance = recovery.dominance
-        # Whether a save before an exception ends the run is of use.
+        # Whether a run can resume exactly from a save at an exception.
         self._exact = self.checkpoints.store.disk is not None and restorer.ranks.world == 1
         self._counted_to = 0
         """Step of the last call of `due`; a dispatch may have several steps."""
         self._overdue = 0
-        """Step at which a save became due that has not been taken yet, or 0."""
+        """Step at which the pending save became due, or 0 without a pending save."""
         self._saved = self._newest = -1
-        """Step of the last checkpoint, or that the run started from; restart points included."""
+        """Step of the last checkpoint or of the start; `_newest` includes restart points."""
         self._known_nonfinite: set[int] = set()
 
     def start(self, step: int) -> None:
@@ -92,14 +92,14 @@ class CheckpointSaver(Saver):
         self._known_nonfinite.clear()
 
     def after_step(self) -> None:
-        """Remembers what a save of this moment needs, in case an exception follows."""
+        """Records the host's state after this step, for a save at a later exception."""
         if self._exact:
             self.restorer.host.after_step()
 
     # -- regular saves --------------------------------------------------------------------------
 
     def due(self) -> str:
-        """Which save is due and possible; called once per dispatch."""
+        """See `Saver.due`; a regular save waits until it is possible."""
         step = self._data.step
         steps, self._counted_to = step - self._counted_to, step
         if self.checkpoints.due(step, steps):
@@ -109,25 +109,24 @@ class CheckpointSaver(Saver):
         return "restart" if self._restart_due else ""
 
     def may_save(self, why: str) -> bool:
-        """Whether no step that was read since `due` speaks against the save."""
+        """Whether the steps that were read since `due` permit the save."""
         return self._alarm_free if why == "regular" else self._restart_due
 
     @property
     def _restart_due(self) -> bool:
-        """Whether a restart point is due: only of a state that nothing speaks against.
+        """Whether a restart point is due, without an open incident or a recent alarm.
 
-        A restart resumes from it, and it has passed no probation.
+        A restart resumes from a restart point although it has passed no probation.
         """
         due = self.checkpoints.restart_points.due(self._data.step, self._newest)
         return due and not self._ledger.open and not self._alarmed and self._driver.may_save()
 
     @property
     def _alarm_free(self) -> bool:
-        """Whether the last steps had no alarm, which may be the first of an incident.
+        """Whether no recent alarm, which may begin an incident, delays a regular save.
 
-        A save is delayed by at most one interval: a run with an alarm now and then has an incident
-        open most of the time. A checkpoint from after an onset does no harm: a rollback quarantines
-        it.
+        The delay is at most one interval, because a run with occasional alarms has an incident open
+        most of the time. A checkpoint after an onset does no harm: a rollback quarantines it.
         """
         late = self._data.step - self._overdue >= self.checkpoints.every
         return not self._alarmed or late or self._policy.observes
@@ -140,7 +139,7 @@ class CheckpointSaver(Saver):
     def save(self, why: str) -> None:
         """Saves a checkpoint of this step; a restart point if `why` is `restart`."""
         step = self._data.step
-        self._newest = step  # also without a restart point: the next restart point is due later
+        self._newest = step  # also delays the next restart point
         if why == "restart":
             self.checkpoints.save_for_restart(step, *self.restorer.contents(step))
         else:
@@ -153,12 +152,12 @@ class CheckpointSaver(Saver):
             self.keep_anchor()
 
     def keep_anchor(self) -> None:
-        """Keeps the current weights to compare later ones with, and the anchors' checkpoints."""
+        """Adds the current weights as an anchor, and protects the anchors' checkpoints."""
         self._dominance.keep(self._data.step, self.checkpoints.catalog)
         self.checkpoints.protect(each.step for each in self._dominance.anchors)
 
     def poll(self) -> None:
-        """Reports what the background has done, and queues checkpoints to be verified."""
+        """Reports background work, and queues checkpoints for verification."""
         self.checkpoints.poll(self._ledger)
 
     # -- the last state -------------------------------------------------------------------------
@@ -172,8 +171,8 @@ class CheckpointSaver(Saver):
     def save_last(self, *, completed: bool) -> None:
         """Saves a checkpoint of the last step, if the last checkpoint is older.
 
-        `completed` says whether the loop has ended by itself. Such a loop has given up the
-        gradients that no step has used. After any other end the next step would lack them.
+        `completed` says whether the loop has ended by itself. Then no later step needs the
+        accumulated gradients, which a checkpoint does not hold.
         """
         step = self._data.step
         if step == self._saved and not self.checkpoints.in_memory_only(step):
@@ -207,11 +206,11 @@ class CheckpointSaver(Saver):
 
     @contextmanager
     def _before_batches(self) -> Iterator[None]:
-        """A context in which a save is of the moment after the last step.
+        """A context in which a save holds the state directly after the last step.
 
-        Batches that were read since then come again after a restart: positions of the loaders and
-        random states are saved as they were before these batches. Raises StoreError if not all that
-        the batches have changed is known.
+        Batches that were read since then come again after a restart: the save has the loader
+        positions and random states from before these batches. Raises StoreError if the changes by
+        these batches cannot be undone.
         """
         loaders = self._data.loaders
         batches = {**loaders.all_unreadable(), **self._data.waiting}
@@ -223,7 +222,7 @@ class CheckpointSaver(Saver):
             raise StoreError(why_not)
         position = loaders.position_before(batches)
         if position is None:
-            raise StoreError("the loader has no way back to the first batch of the step")
+            raise StoreError("the loader cannot be rewound to the first batch of the step")
         with self.restorer.host.before_batches(position):
             yield
         line = "batches that were read for the next step come again after a restart"
@@ -236,9 +235,9 @@ class CheckpointSaver(Saver):
         """The order for new NaN or Inf in the saves so far, or None.
 
         Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
-        look healthy. No detector sees that, and every checkpoint from then on is bad. The check
-        runs before the next save, however far the disk is behind, so that the result depends on the
-        steps alone. At the end of the data a save follows for it if the weights are not finite.
+        look healthy. No detector sees such damage, and every later checkpoint has it. The check
+        runs before the next save, whether or not the disk is slow, so that the result depends on
+        the steps only. At the end of the data, non-finite weights are saved first for this check.
         """
         if at_end:
             self._save_if_not_finite()
@@ -284,7 +283,7 @@ class CheckpointSaver(Saver):
         return steps[bisect.bisect_left(steps, since) : bisect.bisect_left(steps, until)]
 
     def _harmless(self, order: Rollback) -> bool:
-        """Whether a rollback has been tried, and only these arrays are not finite."""
+        """Whether a rollback has not helped, without any alarm and with finite weights."""
         past = self._ledger.same_trouble(order.onset, self._policy.region)
         again = any({*order.arrays} <= {*each.arrays} for each in past)
         healthy = not self._unhealthy(order.since, order.index + 1)

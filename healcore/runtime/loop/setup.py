@@ -1,4 +1,4 @@
-"""Constructs the parts of a run and starts it, from a checkpoint if there is one."""
+"""Constructs the parts of a run, and starts the run."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.trackers import Selection, Trackers
 
 MOST_CANDIDATES = 8
-"""Checkpoints on probation that are kept at most, unless `keep` says otherwise."""
+"""Max checkpoints on probation in a store, unless `keep` is set."""
 _loops: weakref.WeakSet[Loop[CheckpointSaver]] = weakref.WeakSet()
-"""Runs of this process; ended ones too while they are referenced."""
+"""Runs of this process, including ended runs that are still referenced."""
 
 
 class StoreNotEmpty(StoreError):
-    """The store holds an earlier run: `resume` is False, or it completed with other settings."""
+    """The store holds a run, and `resume` is False or the run completed with other settings."""
 
 
 class Options(NamedTuple):
@@ -136,7 +136,7 @@ def _check_moments(policy: HostPolicy, driver: Driver) -> None:
 
 
 def _shared_options(options: Options) -> dict[str, Any]:
-    """What is the same on every rank."""
+    """Options that have to be equal on all ranks."""
     policy = options.policy
     return {
         "policy": policy.text or policy.fingerprint or policy.name,
@@ -148,10 +148,10 @@ def _shared_options(options: Options) -> dict[str, Any]:
 
 
 def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
-    """Claims the store's directory for this run, then removes what killed processes left in it.
+    """Claims the store's directory for this run, and removes partial files of killed processes.
 
-    Returns the claim and a warning for the log; both None without a directory. Raises StoreInUse if
-    another run is using it.
+    Returns the claim and a warning for the log; both are None without a directory. Raises
+    StoreInUse if another run is using the directory.
     """
     folder = _given_folder(given)
     if folder is None:
@@ -223,7 +223,7 @@ def _start(loop: Loop[CheckpointSaver], options: Options, warning: str | None) -
         raise
     log.trackers.start(journal.state.lineage or log.events.run)
     if not ranks.rank:
-        loop.notes.remove()  # of earlier starts
+        loop.notes.remove()  # notes of earlier starts
     if Cause.HANG in policy.faults:
         loop.guard.start(
             policy.hang,
@@ -337,9 +337,9 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
 def _fitting(
     store: CheckpointStore, driver: Driver, ranks: Ranks, options: Options
 ) -> CheckpointStore:
-    """The default store, only its disk if the snapshots do not fit; StoreError if it has none."""
+    """The default store, or its disk alone if snapshots do not fit into host memory."""
     copies, nbytes = SMALL.most + len(store.tiers), driver.state_bytes()
-    # As if all ranks were on this machine: a slow rollback is better than an OOM kill.
+    # Assumes that all ranks share this machine: a slow rollback is better than an OOM kill.
     fit = all(ranks.gather(fits(copies, nbytes, ranks.world)))
     if fit:
         return store
@@ -354,7 +354,7 @@ def _fitting(
 
 
 def _given_folder(given: Any) -> Path | None:
-    """The directory of the argument `store`, which may be one itself."""
+    """The directory of the argument `store`, or None for a store in memory only."""
     if given is None or isinstance(given, str | os.PathLike):
         return None if given is None else Path(given)
     if not isinstance(given, CheckpointStore):
@@ -380,7 +380,7 @@ def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
 
 
 def _refuse_link(path: Path, option: str) -> None:
-    """Raises StoreError for a link at a path that healcore has chosen, not the user."""
+    """Raises StoreError for a link at a path that the user has not chosen."""
     if path.is_symlink():
         raise StoreError(
             f"{path} is a link, and healcore follows no link at a path that it has chosen itself: "
@@ -402,7 +402,7 @@ def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
     """Raises EndRequested on all ranks if one of them finds the stop file."""
     if not any(ranks.gather(stop_file.there())):
         return
-    log.info(f"nothing was done: {stop_file.why} is there; remove it to train")
+    log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
     raise EndRequested(stop_file.why)
 
 

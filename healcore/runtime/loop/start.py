@@ -1,4 +1,4 @@
-"""The start of a run: it resumes from a checkpoint, or takes the first snapshot."""
+"""Starts a run: resumes from a checkpoint, or takes the first snapshot."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def begin(
     """Resumes, or takes the first snapshot.
 
     `change` is the difference of `settings` from the run's first start. `after_kill` says whether
-    the process before was killed.
+    the previous process was killed.
     """
     saver, data, recovery = loop.saver, loop.data, loop.recovery
     restorer, checkpoints = saver.restorer, saver.checkpoints
@@ -144,7 +144,7 @@ def _begin_lineage(loop: Loop[CheckpointSaver]) -> None:
 
 
 def _repeat_quarantine(loop: Loop[CheckpointSaver]) -> None:
-    """Quarantines checkpoints again that have lost their status file; the journal lists them."""
+    """Restores the quarantine of checkpoints without a status file, by the journal's list."""
     restorer, done = loop.saver.restorer, set[int]()
     while True:  # each quarantine may uncover an older checkpoint of the same step
         lost = lost_status(restorer.saves(), restorer.journal)
@@ -153,14 +153,14 @@ def _repeat_quarantine(loop: Loop[CheckpointSaver]) -> None:
             return
         done.update(steps)
         loop.warn(
-            f"the status of checkpoint {', '.join(map(str, steps))} is damaged or missing; by "
-            f"{restorer.journal.path} it was quarantined, and it stays quarantined"
+            f"the status of checkpoint {', '.join(map(str, steps))} is damaged or missing; "
+            f"{restorer.journal.path} lists the checkpoint as quarantined, and it stays quarantined"
         )
         loop.saver.checkpoints.quarantine(steps, now=loop.data.step)
 
 
 def _allow_nonfinite(loop: Loop[CheckpointSaver]) -> None:
-    """Allows NaN and Inf in the arrays that have some before the first step."""
+    """Allows NaN and Inf in the arrays that are not finite before the first step."""
     names = loop.saver.checkpoints.allow_nonfinite_in(loop.driver.items())
     if names:
         loop.saver.restorer.journal.state.nonfinite_ok = names
@@ -189,7 +189,7 @@ def _resume(loop: Loop[CheckpointSaver]) -> None:
     for error in restorer.unfit:
         loop.warn(f"{error}. The run resumes from the older checkpoint of step {step}, which fits")
         unknown.add(error.step)
-    # Otherwise the run would treat it as one of its own once it has passed its step.
+    # Otherwise the run would use such a checkpoint as its own after it has passed the step.
     checkpoints.quarantine([at for at in unknown if at > step], now=step)
     last = journal.state.rollback
     if last is not None and not _is_logged(loop, last.number):
@@ -222,7 +222,7 @@ def finish_rollback(loop: Loop[CheckpointSaver], plan: Rollback) -> None:
 
 
 def _is_logged(loop: Loop[CheckpointSaver], number: int) -> bool:
-    """Whether a rollback has its event; the process may have been killed just before."""
+    """Whether a rollback has its event, before which the process may have been killed."""
     path = loop.log.events.path
     if loop.saver.restorer.journal.state.ending is not None or path is None:
         return True

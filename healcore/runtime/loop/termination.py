@@ -1,13 +1,13 @@
-"""What ends the program: exceptions with a message and an exit status, signals, the stop file.
+"""Ends the program: exceptions with a message and an exit status, signals, the stop file.
 
-None of the exceptions is an `Exception`: `except Exception` in a training loop does not catch them.
-They end the program without a traceback.
+The exceptions do not derive from `Exception`, so that `except Exception` in a training loop does
+not catch them. They end the program without a traceback.
 
-At SIGTERM and Ctrl-C the current step is finished first, and the run is saved. One handler serves
-all Healers of a process. It calls the previous handler, and removes itself at the first signal: a
-second SIGTERM has its usual effect. A second Ctrl-C ends the process at once, like a kill: its
-usual effect, KeyboardInterrupt, would still wait for checkpoints being written. Only the main
-thread installs handlers, because Python has signals nowhere else.
+After SIGTERM and Ctrl-C the run finishes the current step and saves. One handler serves all Healers
+of a process. It calls the previous handler, and removes itself at the first signal: a second
+SIGTERM has its usual effect. A second Ctrl-C ends the process at once, like a kill, because a
+KeyboardInterrupt would still wait for pending checkpoints. Only the main thread installs handlers,
+because Python handles signals only there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 from healcore.core.errors import HealcoreError
 
 LOOK_S = 1.0
-"""Seconds between two looks for the stop file."""
+"""Seconds between two checks for the stop file."""
 _SLICE_S = 0.1
-"""A Python signal handler does not end a sleep, so a long sleep is cut into pieces."""
+"""Max seconds of one sleep, because a Python signal handler does not end a sleep."""
 
 
 class RunStopped(HealcoreError, SystemExit):
@@ -37,7 +37,7 @@ class RunStopped(HealcoreError, SystemExit):
     Uncaught, Python prints the diagnosis and the process ends with status 1.
 
     Attributes:
-        diagnosis: what was seen, what was tried, what a person should check.
+        diagnosis: the findings, the attempted recoveries, and advice.
         why: the reason, in short.
         last_good: step of the newest known-good checkpoint, or None without one.
     """
@@ -55,8 +55,8 @@ class RunStopped(HealcoreError, SystemExit):
 class AlreadyCompleted(HealcoreError, SystemExit):
     """The run in this directory had completed: nothing is left to do.
 
-    Uncaught, the process ends with status 0: a scheduler that restarts a program until it succeeds
-    takes the run for done. `line` says what the directory holds and how to continue training.
+    Uncaught, the process ends with status 0, so that schedulers do not restart the program. `line`
+    says what the directory holds and how to continue training.
     """
 
     def __init__(self, line: str) -> None:
@@ -68,12 +68,12 @@ class AlreadyCompleted(HealcoreError, SystemExit):
 
 
 class EndRequested(HealcoreError, SystemExit):
-    """A stop file has ended the run, or is there when the program starts.
+    """A stop file has ended the run, or exists when the program starts.
 
     Uncaught, the process ends with status 0, so that torchrun and schedulers do not start it again.
 
     Attributes:
-        why: what has asked for the end.
+        why: source of the request.
     """
 
     def __init__(self, why: str) -> None:
@@ -124,8 +124,8 @@ class TerminationWatch:
     """The signals that one run has received.
 
     Args:
-        propose_end: proposes to the other ranks to end together, with the number of the signal.
-            None if this process ends by itself.
+        propose_end: proposes to all ranks to end, with the number of the signal. None for a process
+            that ends by itself.
     """
 
     def __init__(self, propose_end: Callable[[int], object] | None = None) -> None:
@@ -154,12 +154,12 @@ class TerminationWatch:
             self._waiting_for_data = False
 
     def raise_if_alone(self) -> None:
-        """Raises what ends the run after a signal, unless it ends together with other ranks."""
+        """Raises the exception of a received signal, unless all ranks end together."""
         if self.signal_number is not None and self._propose_end is None:
             raise exit_for(self.signal_number)
 
     def sleep(self, seconds: float) -> None:
-        """Waits; raises what ends a run of one process soon after a signal, in any thread."""
+        """Sleeps, in any thread. Calls `raise_if_alone` often, so that a signal ends the sleep."""
         until = time.monotonic() + seconds
         while True:
             self.raise_if_alone()
@@ -169,7 +169,7 @@ class TerminationWatch:
             time.sleep(min(left, _SLICE_S))
 
     def on_signal(self, number: int) -> bool:
-        """Takes a signal; returns whether the run can end at once."""
+        """Records a signal. Returns whether the run can end at once."""
         if self._propose_end is not None and self.signal_number is None:
             self.signal_number = number
             self._propose_end(number)
@@ -186,9 +186,8 @@ def exit_for(number: int) -> BaseException:
 class StopFile:
     """A file by which a person or a scheduler asks a run to end, with its last state saved.
 
-    A thread looks for it once a second: on a network disk a look may be slow, or never return. The
-    file is not removed, so that all programs of a queue end while it exists. Without a path nothing
-    happens.
+    A thread looks for the file once a second, because a network disk may be slow or hang. The file
+    is not removed, so that it ends all programs of a queue. Without a path the class does nothing.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
@@ -200,7 +199,7 @@ class StopFile:
 
     @property
     def why(self) -> str:
-        """What asks the run to end, for a sentence."""
+        """Name of the file, as a clause."""
         return f"the stop file {self.path}"
 
     def there(self) -> bool:
@@ -236,7 +235,7 @@ class _Handler:
 
     def add(self, run: TerminationWatch) -> None:
         if self._pid != os.getpid():
-            self._runs.clear()  # of the parent of this fork, whose handlers are inherited
+            self._runs.clear()  # runs of the parent process, whose handlers a fork inherits
             self._pid = os.getpid()
         self._runs.append(run)
         if self._previous:
@@ -250,7 +249,7 @@ class _Handler:
         with suppress(ValueError):
             self._runs.remove(run)
         if not self._runs and threading.current_thread() is threading.main_thread():
-            # In another thread (the garbage collector's) the next signal finds no run.
+            # Other threads cannot restore handlers: the next signal does it.
             self._restore()
             if self._children is not None:
                 signal.signal(signal.SIGCHLD, self._children)
@@ -295,7 +294,7 @@ class _Handler:
         """A second Ctrl-C. Checkpoints on disk are complete, as after a kill."""
         previous, self._interrupts = self._interrupts, None
         if os.getpid() != self._pid or not self._runs or hasattr(sys, "ps1"):
-            # A forked child, no run any more, or an interactive session, which must survive.
+            # A forked child, a process without runs, or an interactive session, which must survive.
             signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return

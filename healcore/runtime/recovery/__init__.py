@@ -1,1 +1,1 @@
-"""From the records of a step to a rollback: orders, evidence, budgets, the journal, restoring."""
+"""Rollbacks: orders, evidence, the choice of a checkpoint, the journal and the restoring."""

@@ -1,8 +1,7 @@
-"""Which checkpoint to restore: pure functions of the checkpoints and of earlier rollbacks.
+"""Chooses the checkpoint to restore: pure functions of the checkpoints and of earlier rollbacks.
 
-A checkpoint of step n holds the state after n optimizer steps. Steps are counted from 0, so this is
-the state that step n starts from. A checkpoint whose step is the onset is the last one from before
-the trouble; later ones were saved during it.
+A checkpoint of step n holds the state after n optimizer steps. Steps are counted from 0, so step n
+starts from this state. A checkpoint of the onset's step holds the last state before the trouble.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class CheckpointChoice(NamedTuple):
     """The checkpoint to restore."""
 
     order: tuple[int, ...]
-    """Steps to try: the chosen one, then older ones in case it is damaged."""
+    """Steps of the checkpoints to try: the choice, then older ones in case it is damaged."""
     initial: bool
-    """No known-good checkpoint is left: the chosen one is the initial snapshot."""
+    """Whether the choice is an initial snapshot, because no known-good checkpoint is left."""
     repeated: bool
-    """An earlier rollback for this trouble restored the same checkpoint, and none is older."""
+    """Whether an earlier rollback for this trouble restored the same, oldest checkpoint."""
 
 
 def choose(
@@ -36,19 +35,19 @@ def choose(
     tried: Sequence[int] = (),
     initial: Sequence[int] = (),
 ) -> CheckpointChoice:
-    """Chooses the checkpoint to restore.
+    """Chooses a known-good checkpoint, or as a last resort an initial one.
 
     Args:
         saves: the checkpoints; with several ranks the result of `common_to_ranks`.
         onset: step of the incident's first alarm.
         depth: 1 for the newest known-good checkpoint before the onset, 2 for the next older one.
         tried: steps of the checkpoints that were restored for the same trouble. The choice is
-            older, even if others have become known-good since: they lead into the same trouble.
-        initial: the last resort, in this order: step of the snapshot that the run began with, and
-            of the checkpoint that this process resumed from, which is not known-good.
+            older, because newer known-good checkpoints lead into the same trouble.
+        initial: steps of the snapshot that the run began with, and of the checkpoint that this
+            process resumed from, which need not be known-good.
 
     Raises:
-        NoGoodCheckpoint: there is none.
+        NoGoodCheckpoint: there is no such checkpoint.
     """
     usable = [save for save in saves if save.finite and save.step <= onset]
     good = sorted((save.step for save in usable if save.status == "good"), reverse=True)
@@ -71,10 +70,10 @@ def choose(
 
 
 def newest_until(saves: Sequence[Saved], step: int) -> CheckpointChoice:
-    """Chooses the checkpoint of a step, or the newest before it; then older ones.
+    """Chooses the checkpoint of a step, or else the newest before this step.
 
-    For weights that are better than the current ones. A checkpoint need not be known-good, because
-    its weights have been compared. Raises NoGoodCheckpoint if there is none.
+    Used if the weights of this step are better than the current weights. The checkpoint need not be
+    known-good: its weights have been compared. Raises NoGoodCheckpoint if no checkpoint is usable.
     """
     usable = [save for save in saves if save.finite and save.status != "quarantined"]
     order = sorted((save.step for save in usable if save.step <= step), reverse=True)
@@ -93,7 +92,7 @@ def why_older(
     onset: int,
     tried: Sequence[int],
 ) -> str:
-    """Reason why the choice is not the newest before the onset, or an empty string."""
+    """Reason why the choice is not the newest checkpoint before the onset, or an empty string."""
     target = chosen.order[0]
     newer = [
         save
@@ -112,12 +111,12 @@ def why_older(
 
 
 def saved_after(saves: Sequence[Saved], *, onset: int) -> list[int]:
-    """Steps of the checkpoints saved after an onset and not quarantined yet."""
+    """Steps of the checkpoints that were saved after an onset and are not quarantined."""
     return [save.step for save in saves if save.step > onset and save.status != "quarantined"]
 
 
 def common_to_ranks(ranks: Sequence[Sequence[Saved]]) -> list[Saved]:
-    """The checkpoints that every rank has, each with its worst status on any rank."""
+    """The checkpoints that all ranks have, each with its worst status on any rank."""
     by_step = [{save.step: save for save in saves} for saves in ranks]
     steps = set.intersection(*(set(saves) for saves in by_step)) if by_step else set()
     return [_worst([saves[step] for saves in by_step]) for step in sorted(steps)]

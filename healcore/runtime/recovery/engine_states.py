@@ -1,8 +1,8 @@
-"""The engine state to continue with after a rollback. Framework-neutral: dicts in, dicts out.
+"""Computes the engine states after a rollback. Framework-neutral: dicts in, dicts out.
 
-Detectors come from the checkpoint, so that they judge the run by the history before it. Budgets and
-the learning-rate multiplier come from the live run: restoring them too would refund the attempt
-that a rollback has used and undo its learning-rate cut (OPT-175B's logbook has both).
+Detector states come from the checkpoint, so that they match the restored history. Budgets and the
+learning-rate multiplier come from the live run: restored ones would refund the attempt and undo the
+cut of the learning rate (OPT-175B's logbook shows both).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Engines = Mapping[str, Mapping[str, Any]]
 def after_rollback(
     engine: Engine, live: Engines, saved: Engines | None, *, counted: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Engine states after a rollback; an engine without a saved state starts its warm-up again.
+    """Engine states after a rollback. An engine without a saved state restarts its warm-up.
 
-    `counted`: `live` has the rollback in its budget already, and goes to an older checkpoint.
+    `counted` says that the budgets in `live` already include this rollback.
     """
     then = saved or {}
     return {name: _merged(engine, now, then.get(name), counted) for name, now in live.items()}
@@ -34,15 +34,15 @@ def limited(
 ) -> dict[str, dict[str, Any]]:
     """Engine states with a limit on the learning rate, if the policy has a cut left.
 
-    The limit is the last healthy rate. If this rate is unknown, or not lower than the rate at which
-    the run broke, the limit is the policy's share of the broken rate.
+    The limit is the last healthy rate. If this rate is unknown, or not lower than the rate at the
+    fault, the limit is the policy's factor times the rate at the fault.
 
     Args:
-        engine: of the policy.
-        engines: the states after the rollback, with the multipliers of the live run.
-        broken: learning rate in force at which the run broke; the multiplier if it is unknown.
-        rate: the schedule's rate at the restored step, or None if it is unknown.
-        healthy: steps before the restored one have been trained at that rate.
+        engine: engine of the policy.
+        engines: states after the rollback, with the multipliers of the live run.
+        broken: learning rate in force at the fault, or the multiplier alone if it is unknown.
+        rate: the schedule's rate at the restored step, or None if unknown.
+        healthy: whether steps before the restored step were trained at `rate`.
     """
     rate = rate if engine.limits_lr else None
     states = {}
@@ -56,7 +56,7 @@ def limited(
 
 
 def without_limit(engine: Engine, engines: Engines) -> dict[str, dict[str, Any]]:
-    """Engine states with the full learning rate."""
+    """Engine states without a limit on the learning rate."""
     return {
         name: engine.to_dict(engine.lift_limit(engine.from_dict(each), xp=np))
         for name, each in engines.items()
@@ -66,11 +66,14 @@ def without_limit(engine: Engine, engines: Engines) -> dict[str, dict[str, Any]]
 def at_rate(
     engine: Engine, engines: Engines, rate: float | None
 ) -> tuple[dict[str, dict[str, Any]], float | None, float]:
-    """Engine states for the restored rate of the schedule, the limit, and the multiplier.
+    """Adapts engine states to the schedule's restored rate.
 
-    The multipliers stay as they are if the rate is unknown (None), or the policy's cuts do not
-    depend on it. The limit is None then, and without a limit. The multiplier is the smallest of all
-    engines.
+    The multipliers stay as they are if `rate` is None, for an unknown rate, or if the policy's cuts
+    do not depend on the rate.
+
+    Returns:
+        The states; the learning-rate limit, or None if it is unknown or not set; and the smallest
+        multiplier of all engines.
     """
     rate = rate if engine.limits_lr else None
     states = {name: engine.from_dict(each) for name, each in engines.items()}
@@ -88,10 +91,10 @@ def at_rate(
 
 
 def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:
-    """Engine states for a re-run with nothing changed: all as in the checkpoint.
+    """Engine states for a re-run with nothing changed: as in the checkpoint, except for budgets.
 
-    That includes learning rate and incidents. The cut that the order has used is refunded: if the
-    trouble recurs, the engine gives the same order and uses its budget then.
+    The cut that the order has used is refunded: if the trouble recurs, the engine gives the same
+    order and uses its budget again.
     """
     states = {}
     for name, then in saved.items():
@@ -113,9 +116,9 @@ def _merged(
 
 
 def compatible(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping[str, Any]], str]:
-    """The saved states that fit this policy, and what is wrong with the others.
+    """The saved states that fit this policy, and the problem of the others or an empty string.
 
-    A checkpoint stays usable when the policy is edited; the detectors start their warm-up again.
+    A checkpoint stays usable after a change of the policy: the detectors restart their warm-up.
     """
     fit: dict[str, Mapping[str, Any]] = {}
     problem = ""
@@ -123,7 +126,7 @@ def compatible(engine: Engine, saved: Engines | None) -> tuple[dict[str, Mapping
         try:
             engine.from_dict(state)
         except StateError as error:
-            problem = f"the detectors of {name} start their warm-up again: {error}"
+            problem = f"the detectors of {name} restart their warm-up: {error}"
         else:
             fit[name] = state
     return fit, problem

@@ -1,4 +1,4 @@
-"""What a rollback needs and what it changes: evidence of damage, a budget, the rate or the data."""
+"""Decides whether an order is carried out, and what a rollback changes: the rate or the data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from healcore.runtime.store.ranks import Ranks
 
 
 class Evidence:
-    """Whether an order is carried out.
+    """Decides whether an order is carried out.
 
     Under a policy with `[rollback] confirm` an order needs evidence that the model is worse.
-    Weights that are not finite are evidence. Without a `loss_fn` a long incident of steps that are
-    not finite is evidence, too. All other evidence comes from `dominance`, which needs a `loss_fn`.
-
-    `compares` says whether current and earlier weights are compared.
+    Non-finite weights are evidence. Without a `loss_fn` a long incident of non-finite steps is
+    evidence, too. All other evidence comes from `dominance`, which needs a `loss_fn`: `compares`
+    says whether it compares weights.
     """
 
     def __init__(
@@ -45,15 +44,15 @@ class Evidence:
         self._log = log
         self._compares = compares
         self._declined: Counter[str] = Counter()
-        """Reason -> orders declined; trouble that lasts brings an order every few steps."""
+        """Reason -> declined orders, to log lasting trouble only now and then."""
 
     @property
     def declined(self) -> int:
-        """Orders declined in this process."""
+        """Number of declined orders in this process."""
         return self._declined.total()
 
     def needed(self, order: Rollback) -> bool:
-        """Whether an order needs evidence. Exceptions: `forced`, and a rule that stops."""
+        """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
         if not self._policy.confirm or order.forced:
             return False
         stops = any(
@@ -67,15 +66,15 @@ class Evidence:
         return all(self._ranks.gather(self._driver.finite()))
 
     def found(self, order: Rollback, step: int) -> bool:
-        """Whether the model is known to be worse without a comparison; declines the order if not.
+        """Whether evidence without a comparison shows that the model is worse.
 
-        `step` is the step that the run is at.
+        Declines the order without such evidence. `step` is the current step of the run.
         """
         if not self.finite():
             self._assess(order, step, "damage", "weights")
             return True
         if self._compares:
-            self.decline(order, step, "nothing", "the current weights are not shown to be worse")
+            self.decline(order, step, "nothing", "no comparison shows that the weights are worse")
             return False
         if order.cause & NONFINITE and self._nonfinite_lasts(order):
             self._assess(order, step, "damage", "repetition")
@@ -87,7 +86,7 @@ class Evidence:
         return False
 
     def _nonfinite_lasts(self, order: Rollback) -> bool:
-        """Whether the incident has lasted for `probation` steps; finite weights may overflow too.
+        """Whether the incident has lasted `probation` steps, although the weights are finite.
 
         After this time a checkpoint from within the incident could become known-good.
         """
@@ -114,8 +113,8 @@ class Evidence:
     def exhausted(self, order: Rollback) -> str:
         """Reason why no further rollback is granted, or an empty string.
 
-        The engine's budget is refunded by healthy steps, and repeated steps are healthy too; a
-        hook's rollbacks use no budget. So this counts the rollbacks for the same trouble.
+        This limit counts rollbacks for the same trouble. The engine's budget does not suffice:
+        healthy repeated steps refund it, and rollbacks by a hook do not use it.
         """
         reach = max(self._policy.refund_after, 1)
         near = len(self._ledger.same_trouble(order.onset, reach))
@@ -125,12 +124,12 @@ class Evidence:
 
 
 class Change(NamedTuple):
-    """What is changed; at most one of the two."""
+    """Change when a run repeats steps: of the learning rate, of the data, or neither."""
 
     lr_at_fault: float | None = None
-    """Learning rate that has caused the trouble, NaN if it is unknown, or None if no rate has."""
+    """Learning rate that caused the trouble, NaN if this rate is unknown, or None for no limit."""
     skip: tuple[int, int] | None = None
-    """First and last step whose batches are skipped, or None if no batch is."""
+    """First and last step whose batches are skipped, or None to skip no batch."""
 
 
 def change(
@@ -142,23 +141,23 @@ def change(
     may_limit: bool,
     can_rewind: bool,
 ) -> Change:
-    """What a run changes when it repeats the steps of a damage: the first that applies.
+    """Chooses what a run changes when it repeats damaged steps, by the first rule that applies.
 
-    * The earlier weights find the batches of the trouble unusual: the run skips these batches.
+    * The earlier weights have unusual losses on the batches of the trouble: skip these batches.
     * The earlier weights are the first of the run, or the learning rate is far above the rate at
-      the earlier weights: the rate is at fault.
-    * The trouble is new: nothing, because damage may have no cause in the run.
-    * Nothing has been changed for it yet: the rate, if it is unknown or above the rate at the
-      earlier weights, otherwise the data. The run skips all batches since the earlier weights, and
-      at the end of the data all that are left.
-    * One of the two has been changed: the other one.
+      the earlier weights: limit the rate.
+    * The trouble is new: change nothing, because damage may have no cause in the run.
+    * Earlier rollbacks have changed nothing: limit the rate if it is unknown or above the rate at
+      the earlier weights. Otherwise skip all batches since the earlier weights, at the end of the
+      data including the remaining batches.
+    * The last rollback has changed the rate or the data: change the other one.
 
     Args:
-        verdict: of the comparison.
+        verdict: verdict of the comparison.
         past: earlier rollbacks for the same trouble, the newest last.
         factor: a rate above 1/factor of the healthy rate is at fault.
         first_step: step of the run's first weights.
-        may_limit: whether the learning rate may be limited; otherwise it is never at fault.
+        may_limit: whether the learning rate may be limited.
         can_rewind: whether batches can be skipped.
     """
     if not verdict.data_ordinary:

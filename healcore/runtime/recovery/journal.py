@@ -1,10 +1,10 @@
-"""The journal: what has to survive the process and no checkpoint can hold.
+"""`Journal`: the file with the state of a run that no checkpoint can hold.
 
-A rollback takes several steps on disk: quarantine newer checkpoints, restore, continue with the
-live budgets. The plan is written to the journal before the first of them and removed after the
-last, so a start after a crash at any point finishes the rollback with the same result. Until the
-first save after a rollback only the journal knows the budgets and the learning-rate multiplier: a
-restart from the checkpoint alone would refund the attempt and restore the old learning rate.
+A rollback quarantines newer checkpoints, restores one, and continues with the live budgets. The
+journal holds the plan before the first of these changes, so that a start after a crash finishes the
+rollback with the same result. Until the first save after a rollback only the journal has the
+budgets and the learning-rate multiplier: a restart from the checkpoint alone would refund the
+attempt and restore the old learning rate.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from healcore.runtime.store import (
 from healcore.runtime.store.manifest import STATUS, stated
 
 NAME = "healcore.json"
-"""Its file name in the directory of a store."""
+"""File name of the journal in the directory of a store."""
 
 SCHEMA = 4
 _SHOWN = 3
 
 
 class JournalError(HealcoreError, RuntimeError):
-    """A journal that cannot be used; the message says what to do."""
+    """The journal cannot be used; the message says what to do."""
 
 
 def _read_by(reader: Callable[[dict[str, Any]], Any]) -> AfterValidator:
-    """Keeps a value that `reader` takes; it raises ValueError for what healcore does not write."""
+    """A validator that raises the ValueError of `reader`, and returns the value unchanged."""
 
     def check(value: dict[str, Any]) -> dict[str, Any]:
         reader(value)
@@ -56,7 +56,7 @@ def _read_by(reader: Callable[[dict[str, Any]], Any]) -> AfterValidator:
 
 @dataclass
 class _Settings:
-    """What `run_settings` records."""
+    """Settings of a start, see `run_settings`."""
 
     saved: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
@@ -82,33 +82,33 @@ class JournalState:
     """The content of the journal."""
 
     ending: str | None = None
-    """How the last process ended, or None if it is running or was killed."""
+    """`Ending` of the last process, or None if the process is running or was killed."""
     rollbacks: int = 0
     rollback: Annotated[Rollback, AfterValidator(_began)] | None = None
-    """The last rollback: a plan, or what a restart needs until the next save."""
+    """The last rollback: a plan, or an applied rollback, which a restart needs until a save."""
     nonfinite_ok: list[str] | None = None
-    """Arrays that were not finite in the first snapshot."""
+    """Names of arrays that were not finite in the first snapshot."""
     ledger: _Ledger | None = None
-    """The ledger after the last rollback; with a plan, from before it."""
+    """The ledger after the last rollback; with a plan, the ledger before the rollback."""
     lineage: str | None = None
-    """Id of the run that the checkpoints belong to, from its first process. They hold it too."""
+    """Id of the run, from its first process. The checkpoints of the run hold the same id."""
     first_step: int | None = None
-    """Step of the snapshot that this run began with."""
+    """Step of the run's first snapshot."""
     newest_on_disk: int | None = None
-    """Step of the newest checkpoint on disk when the journal was written; a quarantined one only if
-    there is no other."""
+    """Step of the newest checkpoint on disk when the journal was written. A quarantined checkpoint
+    counts only if there is no other."""
     microbatches: _Sizes | None = None
-    """`MicrobatchSizes.to_dict`, or None if every batch has fitted into memory."""
+    """`MicrobatchSizes.to_dict`, or None while all batches have fitted into memory."""
     quarantined: list[str] = field(default_factory=list)
-    """Directories of quarantined checkpoints, in case their status files get damaged."""
+    """Directory names of quarantined checkpoints, in case their status files get damaged."""
     settings: _OfStart | None = None
-    """Learning rate, batch size, policy and the like at the start; see `run_settings`."""
+    """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
     settings_at_end: _OfStart | None = None
-    """The hyperparameters that the last process ended with."""
+    """Hyperparameters at the end of the last process."""
 
     @property
     def plan(self) -> Rollback | None:
-        """A rollback that has begun and not ended, or None."""
+        """The unfinished rollback, or None."""
         found = self.rollback
         return found if found is not None and found.status is Status.PLANNED else None
 
@@ -117,9 +117,9 @@ _STATE = TypeAdapter(JournalState)
 
 
 class Journal:
-    """One file, replaced as a whole at every change. Rank 0 writes; every rank reads at the start.
+    """One file, replaced as a whole at every change. Rank 0 writes; all ranks read at the start.
 
-    Without a path it is kept in memory, for a run without a directory.
+    Without a path, for a run without a directory, the journal is in memory only.
     """
 
     def __init__(self, path: Path | None, *, writes: bool = True) -> None:
@@ -130,7 +130,7 @@ class Journal:
         self.state = JournalState()
 
     def read(self) -> JournalState:
-        """Reads the file of an earlier process, if any; JournalError if it cannot be used."""
+        """Reads the file of an earlier process, if any. Raises JournalError if it is unusable."""
         if self.path is None or not self.path.exists():
             return self.state
         try:
@@ -151,7 +151,7 @@ class Journal:
         return self.state
 
     def malformed(self) -> JournalError:
-        """The error for values in the file that healcore does not write."""
+        """The error for malformed values in the file."""
         return self._unusable("has fields that healcore does not write")
 
     def _unusable(self, why: str) -> JournalError:
@@ -159,15 +159,15 @@ class Journal:
         return JournalError(
             f"{self.path} {why}: it holds the budgets after the last rollback, which checkpoints "
             "are quarantined, and whether a rollback is unfinished. Restore an intact copy of this "
-            f"one file{without}"
+            f"file{without}"
         )
 
     def write(self) -> None:
-        """Writes the journal to disk, durably; an OSError leaves the old file there."""
+        """Writes the journal durably to disk. After an OSError the old file is unchanged."""
         self.prepared_write()()
 
     def prepared_write(self) -> Callable[[], None]:
-        """`write` of the present state, for another thread; a later one makes it do nothing."""
+        """Returns a function that writes the present content, unless a later one was prepared."""
         path = self.path
         if path is None or not self._writes:
             return lambda: None
@@ -184,18 +184,18 @@ class Journal:
 
 
 def _moved_away(path: Path) -> str:
-    """The command that takes the journal out of the way and keeps it."""
+    """A shell command that renames the journal."""
     return f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.old')}"
 
 
 # -- which run the journal and the checkpoints of a directory belong to --------------------------
-# The journal of one run must not be applied to another: it would bring a foreign learning-rate cut
-# and skip the wrong batches. And a directory whose checkpoints are all damaged lists none, like an
-# empty one: only the journal and the damaged directories show that there was a run.
+# The journal of another run would bring a foreign learning-rate cut and skip the wrong batches. A
+# directory whose checkpoints are all damaged lists no checkpoint, like an empty directory: only the
+# journal and the damaged directories show that it holds a run.
 
 
 def check_lineage(journal: Journal, result: RestoreResult) -> None:
-    """Raises JournalError if journal and checkpoint are not of one run; called before loading."""
+    """Raises JournalError if journal and checkpoint are of different runs."""
     of_journal = journal.state.lineage
     of_checkpoint = (result.restored.healing or {}).get("lineage") or of_journal
     if of_journal is None:  # the journal was deleted
@@ -210,21 +210,21 @@ def check_lineage(journal: Journal, result: RestoreResult) -> None:
 
 
 def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> None:
-    """Where no checkpoint is listed: NoGoodCheckpoint if there had been one, to report its loss."""
+    """Raises NoGoodCheckpoint if a directory without checkpoints has held some before."""
     if damaged:
         raise no_usable_checkpoint(journal, [], damaged)
     if journal.state.newest_on_disk is not None:
         raise NoGoodCheckpoint(
-            f"{journal.path} is of a run that had saved step {journal.state.newest_on_disk}, or "
-            "later ones too, and none of its checkpoints exists: restore them; to begin a new run "
-            "in this directory, delete it"
+            f"{journal.path} is of a run that had saved step {journal.state.newest_on_disk} or "
+            "later steps, and its checkpoints are missing: restore them; to begin a new run in "
+            "this directory, delete that file"
         )
 
 
 def no_usable_checkpoint(
     journal: Journal, saves: Sequence[Saved], damaged: Sequence[CheckpointDamaged]
 ) -> NoGoodCheckpoint:
-    """The error that names what is wrong with every checkpoint, newest first, and what to do."""
+    """The error that names the problem of each checkpoint, newest first, and what to do."""
     where = "the store" if journal.path is None else journal.path.parent
     wrong = {s.step: s.status if s.finite else "not finite" for s in saves}
     wrong |= {e.step: f"damaged: {e.file} {e.difference}" for e in damaged}
@@ -248,12 +248,12 @@ def no_usable_checkpoint(
 
 
 def directories(saves: Sequence[Saved], steps: Collection[int]) -> list[str]:
-    """Directory names of the checkpoints of these steps that are on disk."""
+    """Directory names of the checkpoints on disk with one of these steps."""
     return [Path(s.path).name for s in saves if s.path is not None and s.step in steps]
 
 
 def update_from_disk(journal: Journal, saves: Sequence[Saved]) -> None:
-    """Updates what the journal holds about the checkpoints on disk, before it is written."""
+    """Updates the journal's facts about checkpoints on disk; the caller writes the journal."""
     if journal.path is None:
         return
     state, folder = journal.state, journal.path.parent
@@ -274,13 +274,13 @@ class LostStatus(NamedTuple):
     """Steps of checkpoints whose status file is damaged or missing."""
 
     quarantined: list[int]
-    """Quarantined by the journal. An intact status file overrides it: a person may have set it."""
+    """Quarantined according to the journal."""
     unknown: list[int]
-    """Known-good, or quarantined by another program."""
+    """Not in the journal: known-good, or quarantined by another program."""
 
 
 def lost_status(saves: Sequence[Saved], journal: Journal) -> LostStatus:
-    """Finds listed checkpoints whose status differs from the status that the journal names."""
+    """Finds checkpoints without an intact status file, which would override the journal."""
     without = {s.step: Path(s.path) for s in saves if s.path and stated(Path(s.path)) is None}
     known = set(journal.state.quarantined)
     damaged = [step for step, folder in without.items() if (folder / STATUS).exists()]

@@ -1,4 +1,4 @@
-"""Turns the records of one step into events, and into an order to the host."""
+"""`IncidentMonitor`: turns the records of a step into events and an order to the host."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from healcore.runtime.store.ranks import Ranks
 
 _ON_HOST = (Action.STOP, Action.ROLLBACK, Action.SAVE)
 _NO_ORDER = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
-"""Actions that the engine has carried out, or that only need an event."""
+"""Actions that the engine carries out itself, or that only need an event."""
 REMEMBERED = 1000
-"""Steps whose batch ids are kept at least; more if the policy's region is longer."""
+"""Min number of steps whose batch ids are kept; more if the policy's region is longer."""
 INTERVALS = 5
-"""Checkpoint intervals whose batch ids are kept at least. Trouble begins up to two intervals after
-the checkpoint that the run rolls back to, lasts as long, and takes comparisons to find."""
+"""Min number of checkpoint intervals whose batch ids are kept. Trouble begins up to two intervals
+after the restored checkpoint, lasts as long, and is found by comparisons."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,29 +43,29 @@ class IncidentMonitor:
     log: RunLog
     facts: Callable[[], RunFacts]
     learning_rate: Callable[[], float | None]
-    """The user's own rate now, without the multiplier; see `Driver.learning_rate`."""
+    """See `Driver.learning_rate`."""
     interval: int = 0
     """Steps between two checkpoints."""
 
     def __post_init__(self) -> None:
         self.unreported_alarms = 0
-        """Alarms without an event of their own."""
+        """Number of alarms without an event of their own."""
         self._first_alarm: tuple[StepRecord, tuple[BatchId, ...]] | None = None
-        """The first alarm of the last incident, and its batches, for the diagnosis."""
+        """First alarm of the last incident, and the batches of its step, for the diagnosis."""
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
         self._lines = StepLines(self.policy, self.log, self.learning_rate)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._loader_from = 0
-        """First step of the current loader. The ids of an earlier loader mean nothing in it."""
+        """First step of the current loader, in which ids of earlier loaders have no meaning."""
         self._lr_scale: dict[str, float] = {}
         self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = 0
         self._last_incident = 0
         self._alerts: Counter[tuple[int, Cause]] = Counter()
-        """(Number of an incident or 0, causes) -> steps with an alert."""
+        """(Number of an incident or 0, causes) -> number of steps with an alert."""
 
     def process(self, step: StepResult) -> Rollback | None:
-        """Takes one step. Returns an order if the host has to act, or None."""
+        """Processes one step. Returns an order if the host has to act, or None."""
         self._batches[step.index] = step.batches
         kept = max(self.policy.region, REMEMBERED, INTERVALS * self.interval)
         self._batches.pop(step.index - kept, None)
@@ -86,7 +86,7 @@ class IncidentMonitor:
         return order
 
     def end_facts(self) -> dict[str, Any]:
-        """Fields of `RunEnd` about incidents and about what was done in the steps."""
+        """Fields of `RunEnd` about incidents and interventions."""
         ledger = self.ledger
         record, batches = self._first_alarm or (None, ())
         last = ledger.incidents[-1] if ledger.incidents else None
@@ -118,7 +118,7 @@ class IncidentMonitor:
         return [each for step in later[: last + 1] for each in step.batches]
 
     def batches_of(self, steps: Iterable[int]) -> list[BatchId]:
-        """Batches of some steps, as far as they are remembered."""
+        """Batches of some steps, as far as their ids are kept."""
         return [each for step in steps for each in self._batches.get(step, ())]
 
     def batches_between(self, first: int, last: int) -> list[BatchId]:
@@ -127,16 +127,16 @@ class IncidentMonitor:
         return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
 
     def begin_loader(self, step: int) -> None:
-        """From this step on, the batches are of another loader."""
+        """Notes that the batches come from another loader from this step on."""
         self._loader_from = step
 
     def on_rollback(self, target: int) -> None:
-        """Forgets the steps from `target` on, which are repeated."""
+        """Forgets the batches of the steps from `target` on, which are repeated."""
         self._batches = {index: ids for index, ids in self._batches.items() if index < target}
         self._loader_from = min(self._loader_from, target)
 
     def set_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes multipliers and counts of engine states (`Driver.healing`), without an event."""
+        """Sets multipliers and counts from engine states (`Driver.healing`), without an event."""
         self._lr_scale = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
         self._lr_scale_before = dict(self._lr_scale)
         self.metrics.set(engines)
@@ -148,7 +148,7 @@ class IncidentMonitor:
 
     @property
     def lr_scale_before(self) -> float:
-        """`lr_scale` before the last step that was processed."""
+        """`lr_scale` before the last processed step."""
         return min(self._lr_scale_before.values(), default=1.0)
 
     # -- within ---------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class IncidentMonitor:
         ordered, depth = record.action, record.rollback_depth
         onset = incident.onset if incident else step.index
         if incident and incident.only_skips:
-            # A finite step in between shows that the weights were finite then.
+            # A finite step within the incident shows that the weights were finite at this step.
             onset = self.ledger.row_onset(step.index)
         number = incident.number if incident else 0
         action = self._ask_hooks(step, record, number, onset) if len(self.hooks) else ordered
@@ -222,7 +222,7 @@ class IncidentMonitor:
         )
 
     def _ask_hooks(self, step: StepResult, record: StepRecord, number: int, onset: int) -> Action:
-        """The actions after the user's hooks, which are logged."""
+        """Calls the hooks and logs their results. Returns the actions to take."""
         result = self.hooks.run(
             IncidentContext(
                 number=number,
@@ -251,7 +251,7 @@ class IncidentMonitor:
         return result.action
 
     def _alert(self, step: StepResult, record: StepRecord, incident: int, action: Action) -> None:
-        """Writes the event of an alert: once for a cause in an incident, else at powers of ten."""
+        """Writes the event of an alert: once per incident and cause, else at powers of ten."""
         before = self._alerts[incident, record.cause]
         self._alerts[incident, record.cause] += 1
         if before if incident else not passes_power_of_ten(before, before + 1):
@@ -294,13 +294,13 @@ class IncidentMonitor:
         )
 
     def _log_lr_change(self, step: StepResult, record: StepRecord) -> None:
-        """One event for each cut, and when the multiplier leaves 1 or returns to 1.
+        """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
 
-        In between the multiplier may change at every step: in the ramp, and while the schedule is
-        above a limit.
+        Other changes have no event: the multiplier may change at every step of a ramp, and while
+        the schedule is above a limit.
         """
         if record.action & Action.SOFT_STEP:
-            return  # `lr_scale` is of this step alone, and its alarm has it
+            return  # `lr_scale` applies to this step only, and the alarm's event has it
         now = record.lr_scale
         before = self._lr_scale.get(record.engine, 1.0)
         self._lr_scale[record.engine] = now
@@ -309,11 +309,11 @@ class IncidentMonitor:
         if cut and now < before:
             why = "the policy cuts it"
         elif now < before == 1.0:
-            why = "the schedule has risen above the rate that the last cut allows"
+            why = "the schedule has risen above the limit of the last cut"
         elif before < now == 1.0:
             limited = self.policy.engine.config.lr.ceiling > 0
             why = (
-                "the schedule is not above the rate that the last cut allows"
+                "the schedule is not above the limit of the last cut"
                 if limited
                 else "the cut is over"
             )

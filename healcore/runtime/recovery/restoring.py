@@ -1,7 +1,6 @@
-"""Rolling back, and resuming after a crash: what is done, in which order, with a journal.
+"""`Restorer`: rolls back, and resumes from a checkpoint after a start, with a journal.
 
-Nothing live is changed before every check has passed. Every step on disk can be repeated, so that a
-start after a crash carries out the same plan again.
+All checks pass before live state changes. A start after a crash carries out the same plan again.
 """
 
 from __future__ import annotations
@@ -61,23 +60,23 @@ from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_each
 
 T = TypeVar("T")
 HEALING_SCHEMA = 2
-"""Of what healcore keeps in a checkpoint, see `Restorer.contents`."""
+"""Version of healcore's part of a checkpoint, see `Restorer.contents`."""
 
 
 class _Content(NamedTuple):
-    """What healcore has kept in a checkpoint, checked; nothing is set."""
+    """Healcore's part of a checkpoint, after its checks and before any use."""
 
     engines: dict[str, Any]
-    """The states that fit this policy."""
+    """Engine states that fit this policy."""
     problem: str
-    """What is wrong with the other states, or an empty string."""
+    """Problem of the other engine states, or an empty string."""
     ledger: Ledger | None
     host: HostParts | None
 
 
 @dataclass(eq=False, kw_only=True)
 class Restorer:
-    """Rolls back, and resumes from a checkpoint after a start."""
+    """Restores checkpoints, for rollbacks and after a start."""
 
     policy: HostPolicy
     driver: Driver
@@ -89,19 +88,17 @@ class Restorer:
     ranks: Ranks
     log: RunLog
     started_from: int | None = field(default=None, init=False)
-    """Step of the snapshot or checkpoint that this process started from."""
+    """Step of the snapshot or checkpoint that this process started from, or None before."""
     damage: list[CheckpointDamaged] = field(default_factory=list, init=False)
-    """Errors of the checkpoints that this process has found damaged."""
+    """Errors of damaged checkpoints, as this process has found them."""
     unfit: list[StateMismatch] = field(default_factory=list, init=False)
-    """Errors of the checkpoints that do not fit the state, newest first; `resume` used an older."""
+    """Errors of checkpoints that do not fit the state and that `resume` passed over."""
     journal_outdated: bool = field(default=False, init=False)
-    """The journal could not be written; the next save tries again."""
+    """Whether the last write of the journal failed; the next save tries again."""
     _behind: Background = field(default_factory=lambda: Background("healcore-journal"), init=False)
 
-    # -- the content of a checkpoint --------------------------------------------------------------
-
     def contents(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state to save after `step` steps, and what healcore keeps with it."""
+        """The state to save after `step` steps, and healcore's part of the checkpoint."""
         healing = {
             "schema": HEALING_SCHEMA,
             "lineage": self.journal.state.lineage,
@@ -113,21 +110,15 @@ class Restorer:
         return self._items(), healing
 
     def _items(self) -> dict[str, Any]:
-        """The live state, as a checkpoint holds it."""
         return {**self.driver.items(), ITEM: self.host}
 
     # -- rollback -------------------------------------------------------------------------------
 
     def apply(self, rollback: Rollback, step: int) -> RewindResult:
-        """Carries out an order after `step` steps, from the choice of the checkpoint on.
+        """Carries out an order after `step` steps. A StoreError declines the order.
 
-        Args:
-            rollback: the order; it is applied on return, and as it was after an exception.
-            step: steps done.
-
-        Raises:
-            NoGoodCheckpoint: there is no checkpoint to restore.
-            StateMismatch: the checkpoints are of another state; live state is as it was.
+        Raises NoGoodCheckpoint without a usable checkpoint, and StateMismatch if the checkpoints
+        are of another state; the live state is then unchanged.
         """
         self.checkpoints.wait()
         self.checkpoints.verify_due(self.ledger, before=rollback.onset)
@@ -138,7 +129,7 @@ class Restorer:
             host = self._apply_plan(rollback, now=step)
         except StoreError:
             rollback.status, self.journal.state.rollback = Status.DECLINED, last
-            self.write_journal(step)  # so that the next start does not try it
+            self.write_journal(step)  # so that the next start does not carry out the plan
             raise
         moved = self.loaders.rewind(_position(host), rollback.batches, self._more(rollback))
         if host is not None:  # after the loaders, which draw random numbers
@@ -147,7 +138,7 @@ class Restorer:
         return moved
 
     def _plan(self, rollback: Rollback, step: int) -> None:
-        """Completes an order to a plan, and writes it to the journal."""
+        """Completes an order to a plan, and writes the plan to the journal."""
         saves = self.saves()
         tried = [
             each.target for each in self.ledger.same_trouble(rollback.onset, self.policy.region)
@@ -180,7 +171,7 @@ class Restorer:
         )
 
     def _more(self, rollback: Rollback) -> int:
-        """Number of batches to skip in addition to the batches of the trouble."""
+        """Number of batches to skip after the bad batches."""
         return self.policy.skip_batches if rollback.batches else 0
 
     def _choice(
@@ -212,7 +203,7 @@ class Restorer:
             merge = for_rerun if plan.rerun else after_rollback
             engines = merge(engine, plan.engines, saved.engines)
             host = self._load_state(result, saved, engines, reset=self._resets(plan))
-            # The schedule is at the restored step now. A re-run has everything as it was then.
+            # The schedule is at the restored step. A re-run changes no rate.
             rate = None if plan.rerun else self.driver.learning_rate()
             if plan.lr_at_fault is not None:
                 # No step has been trained at the rate of the very first state.
@@ -243,7 +234,7 @@ class Restorer:
     # -- after a start --------------------------------------------------------------------------
 
     def finish(self, plan: Rollback) -> HostParts | None:
-        """Carries out a plan during which a process was killed; JournalError if it is malformed."""
+        """Finishes the plan of a killed process. Raises JournalError if the plan is malformed."""
         try:
             self.loaders.check(plan.forward)
             check_engines(plan.engines, self.driver.healing())
@@ -260,11 +251,11 @@ class Restorer:
         return host
 
     def resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
-        """Resumes from the newest intact checkpoint of `order`, steps with the newest first.
+        """Resumes from the first intact checkpoint of `order`, steps in descending order.
 
-        Returns its step, and what to pass to `HostState.put_back` once the loop has named its
-        loader. Raises NoGoodCheckpoint if none is intact, and StateMismatch if they are of another
-        state. One process skips checkpoints of another state if an older one fits: see `unfit`.
+        Returns the step, and the argument of `HostState.put_back` for when the loop has a loader.
+        Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state.
+        A single process first tries older checkpoints, see `unfit`.
         """
         try:
             return self._resume(order)
@@ -296,7 +287,7 @@ class Restorer:
         def load(result: RestoreResult, saved: _Content) -> tuple[int, HostParts | None]:
             engines, reset = saved.engines, False
             if last is not None and result.step <= last.target:
-                # Killed between the rollback and the first save after it, or that one is damaged.
+                # No checkpoint after the last rollback: killed before its save, or it is damaged.
                 older = result.step < last.target
                 engine = self.policy.engine
                 engines = after_rollback(engine, live, engines, counted=True) if older else live
@@ -315,15 +306,13 @@ class Restorer:
         self.loaders.resume(_with(host_state, forward), {} if last is None else last.left_out)
         return step, host_state
 
-    # -- within ---------------------------------------------------------------------------------
-
     def saves(self) -> list[Saved]:
         """The checkpoints that every rank has."""
         listed = self.checkpoints.listed()
         return listed if self.ranks.world == 1 else common_to_ranks(self.ranks.gather(listed))
 
     def find_damage(self) -> None:
-        """Reports checkpoints that are too damaged to be listed."""
+        """Reports checkpoints that are too damaged for a listing."""
         found = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
             found = self.checkpoints.store.damaged()
@@ -339,11 +328,10 @@ class Restorer:
     def _load_first_intact(
         self, order: Sequence[int], load: Callable[[RestoreResult, _Content], T], now: int = -1
     ) -> tuple[T, _Content]:
-        """What `load` returns for the first checkpoint of `order` that every rank can load.
+        """Returns the result of `load` for the first checkpoint that all ranks can load.
 
-        A checkpoint whose digests hold may still have values that no healcore has written, and
-        these may raise anything: such a checkpoint is a damaged one, and the next older is tried.
-        Only if no other can be loaded either, live state may be changed in part.
+        A checkpoint with intact digests counts as damaged if loading its values raises. The live
+        state may be changed in part only if no checkpoint can be loaded.
         """
         left, problem = list(order), "there is none"
         while left:
@@ -373,12 +361,10 @@ class Restorer:
                 CheckpointDamaged(result.step, path, "its content", text, malformed=True)
             )
             left = left[left.index(result.step) + 1 :]
-        raise NoGoodCheckpoint(
-            f"none of the checkpoints of steps {list(order)} can be loaded: {problem}"
-        )
+        raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} can be loaded: {problem}")
 
     def _restore(self, order: Sequence[int]) -> RestoreResult:
-        """The first checkpoint that is intact on every rank: each has its own copy in memory."""
+        """Reads the first checkpoint that is intact on every rank; copies in memory may differ."""
         store, like = self.checkpoints.store, self._items()
         if self.ranks.world == 1:
             return restore_first_intact(store, order, like, self._log_damage)
@@ -389,18 +375,16 @@ class Restorer:
             if all(self.ranks.gather(result is not None)):
                 assert result is not None
                 return result
-        raise NoGoodCheckpoint(
-            f"none of the checkpoints of steps {list(order)} is intact on every rank"
-        )
+        raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} is intact on every rank")
 
     def _content(self, result: RestoreResult) -> _Content:
-        """Raises anything if healcore has not written it, JournalError if it is of another run."""
+        """Checks healcore's part. Malformed values raise any exception."""
         healing, own = result.restored.healing or {}, result.restored.state.get(ITEM)
         check_lineage(self.journal, result)
         engines, problem = compatible(self.policy.engine, healing.get("engines"))
         host, ledger = self.host.read(own), None
         if healing.get("schema") == HEALING_SCHEMA:
-            if healing.get("ledger"):  # of a schema that this version reads
+            if healing.get("ledger"):
                 ledger = Ledger.from_dict(healing["ledger"])
             if host is None and healing.get("world") == self.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
@@ -408,13 +392,12 @@ class Restorer:
         return _Content(dict(engines), problem, ledger, host)
 
     def _resets(self, plan: Rollback) -> bool:
-        """Whether a rollback resets the moments; a re-run changes nothing."""
         return self.policy.reset_moments and not plan.rerun
 
     def _load_state(
         self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool
     ) -> HostParts | None:
-        """Loads state and engines; returns the part for `HostState`."""
+        """Loads state and engines. Returns the part for `HostState`."""
         host_state = self._of_this_world(result, saved.host)
         state = result.restored.state
         self.driver.replace({name: each for name, each in state.items() if name != ITEM})
@@ -424,11 +407,9 @@ class Restorer:
         return host_state
 
     def _of_this_world(self, result: RestoreResult, own: HostParts | None) -> HostParts | None:
-        """What was saved per rank, for as many ranks as there are now.
+        """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
 
-        With another number of ranks, all of them continue from the position of rank 0, by its
-        index. Random generators stay as the program has set them: an added rank has no saved
-        state, and ranks may have to draw the same numbers or different ones.
+        Random generators stay as the program has set them: added ranks have no saved state.
         """
         saved_by = (result.restored.healing or {}).get("world", self.ranks.world)
         if saved_by == self.ranks.world:
@@ -446,9 +427,8 @@ class Restorer:
             raise StateMismatch(result.step, wrong)
         self.log.problem(
             result.step,
-            f"checkpoint {result.step} was saved by {saved_by} ranks, and there are "
-            f"{self.ranks.world} now: random generators are as the program has set them, and "
-            "loaders begin their epoch again and drop the batches before",
+            f"checkpoint {result.step} was saved by {saved_by} ranks, not {self.ranks.world}: "
+            "random generators are as the program set them, loaders restart and drop past batches",
         )
         if first is None:
             return None
@@ -464,7 +444,6 @@ class Restorer:
             update_from_disk(self.journal, self.checkpoints.store.steps())
             self.journal.write()
         except (OSError, StoreError) as error:
-            # Training continues; only a crash before the next try would miss what it holds.
             problem = f"the journal could not be written: {error}"
             self.log.event("problem", step=now, problem=problem)
             if not self.journal_outdated:
@@ -474,9 +453,9 @@ class Restorer:
             self.journal_outdated = False
 
     def record_first_checkpoint(self, now: int) -> None:
-        """Writes into the journal, in the background, that something is on disk, once it is.
+        """Notes the first checkpoint on disk in the journal, in the background.
 
-        Without that, a start that finds no checkpoint would take their loss for a new run.
+        Without this note, a start after a loss of all checkpoints would begin a new run.
         """
         journal = self.journal
         if journal.path is None or journal.state.newest_on_disk is not None:
@@ -497,12 +476,11 @@ class Restorer:
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:
-    """Positions of the loaders, or None if the checkpoint has none."""
     return None if own is None else own.data
 
 
 def _with(own: HostParts | None, forward: Mapping[str, Any]) -> dict[str, Any]:
-    """Positions of the loaders; loaders that a rollback did not rewind are at `forward`."""
+    """Positions of the loaders: `forward` for loaders that a rollback did not rewind."""
     data = _position(own) or {}
     ranks = [
         each["ranks"] for each in data.values() if isinstance(each, Mapping) and "ranks" in each
@@ -513,7 +491,6 @@ def _with(own: HostParts | None, forward: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batches(data: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The next batch of each loader in a checkpoint."""
     places = {n: each for n, each in (data or {}).items() if isinstance(each, Mapping)}
     return {n: (each["kind"], each["epoch"], each["index"]) for n, each in places.items()}
 

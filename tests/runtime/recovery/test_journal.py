@@ -78,7 +78,7 @@ def test_a_journal_without_its_checkpoints_is_no_new_run_s(tmp_path):
     killed(after_rollback, tmp_path, 13)
     for each in tmp_path.glob("step-*"):
         shutil.rmtree(each)
-    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*delete it"):
+    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*delete that file"):
         first_look(tmp_path)
 
 

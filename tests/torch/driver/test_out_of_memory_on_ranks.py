@@ -187,7 +187,7 @@ def test_a_rank_that_others_wait_for_in_their_parts_ends_the_run(of: Of):
     """Their collectives fail when its process ends, not at the group's time-out."""
     zero, one, two = (each["raised"] for each in of("waiting"))
     assert one["type"] == "OutOfMemoryError"
-    assert "did not come out of their parts" in one["said"]
+    assert "have not left their parts" in one["said"]
     assert zero["type"] == two["type"] == "RuntimeError"
 
 

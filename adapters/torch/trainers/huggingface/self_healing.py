@@ -23,7 +23,7 @@ from healcore.runtime.run_options import (
     NO_HOOKS,
     Checkpoints,
     Logging,
-    check_no_field,
+    reject_grouped_options,
 )
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import unwrapped
@@ -106,7 +106,7 @@ def heal_trainer(
         AttachError: it is no Trainer, or it is set up in a way that cannot be healed.
         healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
     """
-    check_no_field(overrides)
+    reject_grouped_options(overrides)
     options: dict[str, Any] = {
         "checkpoints": checkpoints,
         "logging": logging,

@@ -19,7 +19,7 @@ from healcore.policy.trainer_limit import with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.incidents.hooks import Hooks
 from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.runtime.run_options import LOGGING, Checkpoints, Logging, check_no_field
+from healcore.runtime.run_options import LOGGING, Checkpoints, Logging, reject_grouped_options
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch.errors import AttachError
@@ -98,7 +98,7 @@ class LightningHealingCallback(Callback):
         **options: Unpack[FitOptions],
     ) -> None:
         given: dict[str, Any] = dict(options)
-        check_no_field(given)
+        reject_grouped_options(given)
         overrides = {name: given.pop(name) for name in _OVERRIDES & given.keys()}
         self._policy = resolve(policy, overrides)
         self._in_step_only = in_step_only
