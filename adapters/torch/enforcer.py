@@ -342,7 +342,7 @@ class CutsOnDevice:
         self._pending: AsyncCopy | None = None
 
     def add(self, cut: Tensor) -> bool:
-        """Adds a step's flag (0-d float32). Returns whether the flags read by this call have a cut."""
+        """Adds a step's flag (0-d float32). Returns whether the flags read now have a cut."""
         if cut.is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # the replays of a CUDA graph run no hooks
         self._flags.append(cut)

@@ -319,7 +319,7 @@ def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[Any]:
 class AsyncCopy:
     """An asynchronous copy of a CUDA tensor to the host; the tensor may be overwritten at once.
 
-    On other devices the copy is made by `read`.
+    On other devices `read` reads the tensor itself.
     """
 
     def __init__(self, tensor: Tensor) -> None:
