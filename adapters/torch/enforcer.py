@@ -223,7 +223,6 @@ class FirstStepMomentum:
         self._new, self._found_inf = [], None
 
     def _without_buffer(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Parameters that get their momentum buffer in this step."""
         if all(group["momentum"] == 0 for group in self._optimizer.param_groups):
             return []
         state = self._optimizer.state

@@ -27,8 +27,7 @@ class Measurement(NamedTuple):
     """The signals of one step, as tensors next to the parameters, not read on the host."""
 
     grad_norm: Tensor | None
-    """0-d float32: norm of this rank's gradients, or the global norm after
-    `SignalAllReduce.reduce`. None without gradients."""
+    """0-d float32: norm of this rank's gradients, global after the all_reduce; None without any."""
     loss: Tensor | None = None
     """0-d float32: mean over the micro-batches of this step."""
     group_norms: Tensor | None = None
@@ -212,9 +211,8 @@ class Measurer:
     def measure_dropped(self, groups: int, *, alone: bool) -> Measurement | None:
         """Measures a step that a GradScaler skipped without calling the optimizer.
 
-        Returns None if there is no such step, or if it need not be judged. Drops its losses. Uses
-        its loss only if the rank decides `alone`, because other ranks do not know the loss. A sync
-        on an accelerator, like the GradScaler's own decision.
+        None if there is no such step, or no need to judge it. Drops its losses. Uses its loss only
+        if the rank decides `alone`. A sync on an accelerator, like the GradScaler's own decision.
         """
         if not self.dropped.found():
             return None

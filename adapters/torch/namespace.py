@@ -88,8 +88,7 @@ def on(device: torch.device | str) -> Any:
 class TorchRowRunner(NumpyRowRunner):
     """Implements `RowRunner` of `healcore replay`, eagerly on the CPU.
 
-    This backend only checks the others; JAX is the fast one. Rejected: `torch.compile`, which needs
-    a C++ compiler and half a minute.
+    It checks other backends. Rejected: `torch.compile`, which needs a compiler and half a minute.
     """
 
     def start(self) -> EngineState:

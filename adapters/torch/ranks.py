@@ -80,8 +80,7 @@ class StepRanks:
     def squares(self, norms: Tensor, params: Sequence[Tensor]) -> Tensor:
         """This rank's terms of the squared norms of `params`, (n,) float64, to sum over the ranks.
 
-        `norms` are the norms of this rank's parts, (n,) float32. A part that several ranks hold
-        counts once in the sum.
+        `norms` are norms of this rank's parts, (n,) float32. A part on several ranks counts once.
         """
         ids = [*map(id, params)]
         if ids != self._weighed[0]:

@@ -123,9 +123,8 @@ class ClosureUndo:
     torch's optimizers change nothing before the first evaluation, and evaluate once. The exception
     is L-BFGS, which moves the parameters and evaluates again, up to twenty times. Third-party
     optimizers may move the parameters before the first evaluation (SAM, schedule-free methods), or
-    count in `param_groups` or attributes. Undoing a move needs a copy of the parameters, which is
-    made for L-BFGS, and for a third-party optimizer that requires a closure or has moved the
-    parameters before an evaluation in an earlier step.
+    count in `param_groups` or attributes. Parameters are copied for L-BFGS, and for a third-party
+    optimizer that requires a closure or has moved the parameters too early in an earlier step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

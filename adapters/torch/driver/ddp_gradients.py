@@ -5,11 +5,9 @@ broadcasts buffers in the forward pass, and reduces gradients in the backward pa
 bucket. After a failure on one rank the other ranks would wait there. Therefore
 
 - buffers are broadcast before a batch's first part;
-- only the last part of a batch reduces gradients. `reduce` does so instead in the first two
-  windows, or if a part is not one forward and one backward pass of DDP: after the ranks have voted
-  that no rank has failed;
-- a failed rank completes the reduction without gradients (`complete`), and all ranks drop the
-  result.
+- only the last part of a batch reduces gradients. In the first two windows, or if a part is not one
+  forward and one backward pass of DDP, `reduce` does so after a vote that no rank has failed;
+- a failed rank completes the reduction without gradients (`complete`), and all drop the result.
 
 `reduce` and `complete` use DDP's own reducer, with its buckets, communication hooks and unused
 parameters: a backward pass through `_Nothing` signals that all gradients have arrived.
@@ -86,8 +84,7 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
 def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules with their submodules, and the DDP modules that train any of `params`.
 
-    A state often has the module inside DDP, which does not refer to DDP. So this function searches
-    all Python objects of the process.
+    A state often has the module inside DDP, which does not refer to DDP. Visits all Python objects.
     """
     trained = {*map(id, params)}
     found = {id(m): m for root in roots for m in root.modules()}

@@ -110,10 +110,9 @@ class Accumulation:
 class GradientWindow:
     """Implements `healcore.runtime.microbatches.window.Gradients`.
 
-    A window is the work since the last step. It starts without gradients, with batch statistics
-    that `BatchStatistics` has already saved, and with the saved states of torch's random
-    generators. So no arrays are copied. A repeated window gives bit for bit the result of a window
-    that started with the smaller parts.
+    A window is all parts since the last step. It starts without gradients, and `BatchStatistics`
+    has already saved the statistics, so only the states of random generators are saved here. A
+    repeated window gives bit for bit the result of a window that started with the smaller parts.
     """
 
     def __init__(
