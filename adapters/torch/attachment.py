@@ -62,9 +62,9 @@ def attach(
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
             make the same decisions.
-        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto": torch's own fused
-            optimizers do; True: a subclass that only wraps `super().step()` does too; False: these
-            flags are not used.
+        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto": only in torch's own
+            fused optimizers; True: also in this subclass, which only wraps `super().step()`; False:
+            never.
         compile: whether torch.compile compiles the device engine; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
             and the global norm, which costs one all_reduce of 64 bytes per step. "auto": the ranks

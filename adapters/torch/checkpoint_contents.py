@@ -1,8 +1,8 @@
 """Opens torch checkpoints: files of `torch.save`, directories of `torch.distributed.checkpoint`.
 
 `torch.load(weights_only=True)` runs no code of a file. But it allocates any size that a file names,
-so `healcore.tools.probe` calls this module in a process with resource limits. DCP's own reader
-unpickles its index and all values that are not tensors. Rejected: limits do not stop code.
+so `healcore.tools.probe` calls this module in a process with resource limits. Rejected: DCP's own
+reader, which unpickles its index and all values that are not tensors. Limits do not stop code.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class IncidentLog:
         if new and cause and is_logged(record.incident):
             self._write(self._incident_line(record, cause))
         observes = self._engine.mode == "observe"
-        # Only at a cut: after it the multiplier also changes with a rising schedule.
+        # Only at a cut, because a rising schedule also changes the multiplier afterwards.
         if action & Action.CUT_LR and not observes and is_logged(record.incident):
             reset = ", moments reset" if self.resets_moments else ""
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")

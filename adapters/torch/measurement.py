@@ -27,7 +27,7 @@ class Measurement(NamedTuple):
     """The signals of one step, as tensors next to the parameters, not read on the host."""
 
     grad_norm: Tensor | None
-    """0-d float32: norm of this rank's gradients, global after the all_reduce; None without any."""
+    """0-d float32: norm of this rank's gradients, global once reduced; None without gradients."""
     loss: Tensor | None = None
     """0-d float32: mean over the micro-batches of this step."""
     group_norms: Tensor | None = None

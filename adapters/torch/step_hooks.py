@@ -41,8 +41,8 @@ class StepHooks:
         handles: handles of the hooks; empty after `detach`.
         last_norms: gradient norms of the last judged step.
         on_judged: called at every judged step, before the optimizer's update.
-        on_ended: called after each judged step with the skip of the policy or a GradScaler: a bool,
-            or a 0-d float32 of exactly 0 or 1. In observe mode always False.
+        on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
+            float32 of exactly 0 or 1. In observe mode always False.
         on_problem: called with a line about a likely mistake of the loop.
         grows: whether per-tensor clipping starts a history for added parameters, instead of raising
             `ParametersChangedError`.

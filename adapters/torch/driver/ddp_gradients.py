@@ -6,7 +6,7 @@ bucket. After a failure on one rank the other ranks would wait there. Therefore
 
 - buffers are broadcast before a batch's first part;
 - only the last part of a batch reduces gradients. In the first two windows, or if a part is not one
-  forward and one backward pass of DDP, `reduce` does so after a vote that no rank has failed;
+  forward and one backward pass of DDP, `reduce` does. It runs after a vote that no rank has failed;
 - a failed rank completes the reduction without gradients (`complete`), and all drop the result.
 
 `reduce` and `complete` use DDP's own reducer, with its buckets, communication hooks and unused

@@ -43,9 +43,9 @@ class Leaf(NamedTuple):
 def flatten(state: Mapping[str, Any], rank: int = 0, *, trust: bool = False) -> Flat:
     """Splits a state into JSON and arrays, without copies. UnsavableState for an unsavable value.
 
-    Arrays of an object with ``per_rank = True`` (a random generator's state, a data loader's
-    position) have the rank in their names, because writers assume that arrays of one name are equal
-    on every rank. `trust` pickles values that JSON and arrays cannot represent.
+    Writers assume that arrays of one name are equal on every rank. So arrays of an object with
+    ``per_rank = True`` (a random generator, a data loader) have the rank in their names. `trust`
+    pickles values that JSON and arrays cannot represent.
     """
     flattener = _Flattener(rank, trust)
     entries = {
