@@ -5,8 +5,8 @@
     loss.backward()
     optimizer.step()
 
-Clip and skip happen in the same step. Fused Adam, AdamW, SGD and Adagrad take both without the
-host; every other optimizer takes an exact no-op, at one declared sync on an accelerator.
+Clips and skips apply to the step that was judged, and a skip is an exact no-op. On an accelerator
+fused Adam, AdamW, SGD and Adagrad need no host sync, other optimizers one sync per step.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ _ON_FIRST_USE = {
     ),
     "LightningHealingCallback": "healcore.torch.trainers.lightning.callback",
 }
-"""Name -> module that has it: stores load torch's distributed checkpoints, trainers a library."""
+"""Public name -> its module: stores load torch's distributed checkpoints, trainers a library."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is expensive on first use (PEP 562)."""
+    """Imports names in `_ON_FIRST_USE` on first access (PEP 562)."""
     if name in _ON_FIRST_USE:
         return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
     raise AttributeError(f"module 'healcore.torch' has no attribute {name!r}; it has {__all__}")

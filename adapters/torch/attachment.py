@@ -54,29 +54,28 @@ def attach(
         optimizer: any torch.optim optimizer, or accelerate's or Fabric's wrapper of an optimizer.
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
             an EngineConfig.
-        scaler: the GradScaler of the loop. Only needed for an optimizer that is not fused and may
-            overflow before its first step, because the GradScaler does not call it at an overflow.
-            The losses of such a step are dropped. The step is judged if its loss is not finite, or
-            if overflows do not end. Without this argument the scaler is found at the first step
-            that it takes.
+        scaler: the GradScaler of the loop. By default it is found at the first step that it takes.
+            Needed only if the optimizer is not fused and may overflow at its first step: after an
+            overflow a GradScaler does not call `step()`. The losses of such a step are dropped. The
+            step is judged if its loss is not finite, or if overflows do not end.
         engine: where decisions are made. "device": in torch, next to the parameters, without a
             sync if the optimizer is fused. "host": in NumPy, one sync per step on an accelerator,
             none on a CPU. "auto": device for fused optimizers on accelerators, else host. Both
             make the same decisions.
-        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto" trusts torch's own
-            optimizers; True asserts it for a subclass that only wraps `super().step()`; False never
-            uses these flags.
-        compile: whether the device engine runs through torch.compile; "auto": on accelerators.
+        fused: whether `step()` honours `found_inf` and `grad_scale`. "auto": only in torch's own
+            fused optimizers; True: also in this subclass, which only wraps `super().step()`; False:
+            never.
+        compile: whether torch.compile compiles the device engine; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
             and the global norm, which costs one all_reduce of 64 bytes per step. "auto": the ranks
             of the parameters' meshes (FSDP2, tensor parallel), or for plain parameters the default
-            group, if torch.distributed is initialized. With None the ranks exchange nothing, which
-            is right only if every rank has the same loss and gradients, or trains its own model.
+            group, if torch.distributed is initialized. None: the ranks exchange nothing. Use it
+            only if every rank has the same loss and gradients, or trains its own model.
         pp_mesh: the stages of a pipeline, `mesh["pp"]`, whose squared norms are summed. By default
-            the dimension "pp" of the mesh that the parameters' meshes are parts of.
-        console: whether lines are printed to standard error. "auto": only if the program has set
-            up no logging for the logger `healcore`; False: never; True: unless the program's
-            logging prints them to the terminal already.
+            the dimension "pp" of the root mesh of the parameters' meshes.
+        console: whether lines are printed to standard error. "auto": unless the program has set up
+            logging for the logger `healcore`; False: never; True: unless the program's logging
+            already prints them to the terminal.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`; see
             `healcore.policy.Overrides`.
 
@@ -85,7 +84,7 @@ def attach(
 
     Raises:
         AttachError: not an optimizer, already attached, no parameters, an unknown value of an
-            option, or meshes that do not show which ranks step together. Nothing has changed then.
+            option, or meshes that do not show which ranks step together. Nothing was changed.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
     from healcore.policy import engine_of  # here: `import healcore.torch` loads no pydantic
@@ -122,7 +121,7 @@ def heal_optimizer(
     measurer: Callable[..., Measurer] = Measurer,
     hooks: Callable[..., StepHooks] = StepHooks,
 ) -> Healing:
-    """`attach` for an optimizer without a wrapper. `core_of` is called after all other checks.
+    """Attaches to an optimizer without a wrapper. Calls `core_of` after all other checks.
 
     A trainer that steps the optimizer in its own way passes subclasses as `measurer` and `hooks`.
     """
@@ -137,8 +136,8 @@ def heal_optimizer(
         )
     if healing_of(optimizer) is not None:
         raise AttachError(
-            f"this {type(optimizer).__name__} is healed already: two policies on one optimizer "
-            "would each judge what the other changed; call detach() on the first handle"
+            f"this {type(optimizer).__name__} is healed already: each of two policies would judge "
+            "the changes of the other policy; call detach() on the first handle"
         )
     params = gradients.parameters(optimizer)
     if not params:
@@ -184,8 +183,8 @@ def heal_optimizer(
 def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str | None:
     """Reason why an optimizer cannot clip and skip inside its fused kernel, or None.
 
-    Fused Adam, AdamW, SGD and Adagrad divide the gradients by `optimizer.grad_scale`, and change
-    nothing where `optimizer.found_inf` is 1, as for a GradScaler. torch's flag for this is
+    For GradScaler, fused Adam, AdamW, SGD and Adagrad divide the gradients by
+    `optimizer.grad_scale`, and change nothing if `optimizer.found_inf` is 1. torch marks them by
     `_step_supports_amp_scaling`. `wanted` is the option `fused` of `attach`.
     """
     if wanted not in (True, False, "auto"):
@@ -204,7 +203,7 @@ def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str
             "build the optimizer with fused=True, or leave it to 'auto'"
         )
     if reason is None and wanted == "auto" and is_third_party(optimizer):
-        # It may compute the update itself, or change the update of super().step().
+        # Its step() may compute the update itself, or change the update of super().step().
         reason = (
             f"{name} has a step() of its own, which may not honour found_inf "
             "(if it only wraps super().step(), attach with fused=True)"
@@ -215,7 +214,7 @@ def _fused_obstacle(optimizer: Optimizer, wanted: bool | Literal["auto"]) -> str
 def _choose_engine(
     wanted: str, obstacle: str | None, home: torch.device, name: str
 ) -> tuple[str, str]:
-    """`host` or `device`, and the reason."""
+    """Returns "host" or "device", and the reason."""
     if wanted != "auto":
         return wanted, f"set by engine={wanted!r}"
     if home.type == "cpu":
@@ -226,7 +225,7 @@ def _choose_engine(
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside accelerate's and Fabric's wrappers, Optimizers without hooks."""
+    """The optimizer inside accelerate's or Fabric's wrapper (an Optimizer without hooks)."""
     inner = optimizer
     while isinstance(inner, Optimizer) and "_optimizer_step_pre_hooks" not in vars(inner):
         inner = vars(inner).get("optimizer") or vars(inner).get("_optimizer")
@@ -250,13 +249,13 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def scaler_of(optimizer: Any) -> torch.amp.GradScaler | None:
-    """The GradScaler by which accelerate's wrapper steps the optimizer inside it, if it does."""
+    """The GradScaler of accelerate's optimizer wrapper, or None."""
     found = vars(optimizer).get("scaler") if isinstance(optimizer, Optimizer) else None
     return found if isinstance(found, torch.amp.GradScaler) else None
 
 
 def healing_of(optimizer: Optimizer) -> Healing | None:
-    """The `Healing` of an optimizer, if it is attached."""
+    """The `Healing` of an optimizer, or None if it is not attached."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         found = getattr(hook, "__healing__", None)
         if found is not None:

@@ -1,8 +1,8 @@
 """Opens torch checkpoints: files of `torch.save`, directories of `torch.distributed.checkpoint`.
 
 `torch.load(weights_only=True)` runs no code of a file. But it allocates any size that a file names,
-so `healcore.tools.probe` calls this module in a process with limits. DCP's own reader is not used:
-it unpickles its index and all values that are not tensors, and a limit does not stop code.
+so `healcore.tools.probe` calls this module in a process with resource limits. Rejected: DCP's own
+reader, which unpickles its index and all values that are not tensors. Limits do not stop code.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def open_file(path: Path) -> Contents:
-    """Opens a file of `torch.save`, mapped. Files of torch before 1.6 (no zip) are read as a whole.
+    """Opens a file of `torch.save`, memory-mapped, or read as a whole before torch 1.6 (no zip).
 
     Raises:
         Damaged: a record is shorter than its tensor.
-        ProbeError: not a file of `torch.save`, damaged, or with more than tensors and plain values.
+        ProbeError: not a file of `torch.save`, damaged, or with objects that are not plain values.
     """
     try:
         with open(path, "rb", opener=regular_file.opener) as file:
@@ -53,7 +53,7 @@ def open_file(path: Path) -> Contents:
                 _check_records(file, str(path))
         loaded = _load(path, mmap=mapped)
     except Exception as error:
-        what = "is no torch checkpoint, or is damaged" + " or cut short" * (not mapped)
+        what = "is not a torch checkpoint, or is damaged" + " or cut short" * (not mapped)
         raise _probe_error(path, error, f"{path} {what}") from None
     try:
         return _contents("torch file", loaded, PathBudget(path.stat().st_size))
@@ -84,7 +84,7 @@ def open_directory(folder: Path) -> Contents:
 
 
 def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
-    """The named arrays that a checkpoint of `DCPStore` has. ProbeError if it is damaged.
+    """The named arrays of a `DCPStore` checkpoint, if present. ProbeError if it is damaged.
 
     `data` is the checkpoint's directory `data`, and `names` are names in its `state.json`.
     """
@@ -97,7 +97,7 @@ def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
 
 
 def _load(source: Any, *, mmap: bool = False) -> Any:
-    """Loads tensors, plain values and NumPy's numbers (a best metric) of `torch.save`.
+    """Loads tensors, plain values and NumPy scalars (a best metric) of `torch.save`.
 
     Raises `UnpicklingError` for other objects.
     """
@@ -108,12 +108,12 @@ def _load(source: Any, *, mmap: bool = False) -> Any:
 
 
 def _check_records(file: Any, name: str) -> None:
-    """Checks that each record has all bytes of its tensor, which torch does not if it maps a file.
+    """Checks that each record has all bytes of its tensor. torch does not check a mapped file.
 
     Raises:
         Damaged: a record is too short, or two records have one name.
-        ProbeError: torch.save does not write such an archive.
-        Exception: any, if the archive or pickle is damaged.
+        ProbeError: the archive is not of torch.save.
+        Exception: any type, if the archive or pickle is damaged.
     """
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
@@ -134,7 +134,7 @@ def _check_records(file: Any, name: str) -> None:
 
 
 def stored_bytes(pickled: bytes) -> dict[str, int]:
-    """Bytes of each storage that a pickle of `torch.save` names, by key. BadPickle if damaged."""
+    """Storage key -> bytes, for storages that a pickle of `torch.save` names. Raises BadPickle."""
     found: dict[str, int] = {}
 
     def persistent(pid: Any) -> None:
@@ -147,18 +147,18 @@ def stored_bytes(pickled: bytes) -> dict[str, int]:
 
 
 def _probe_error(path: Path, error: Exception, otherwise: str) -> Exception:
-    """The error to raise for an error of reading a file, which may have any type."""
+    """Converts any exception from reading a file to the exception to raise."""
     if isinstance(error, (ProbeError, MemoryError)):
         return error
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and found:
         return ProbeError(
-            f"{path} holds more than tensors and plain values (a {found[1]}), and making that "
-            "could execute code: save the state dictionaries alone and probe that file"
+            f"{path} holds more than tensors and plain values (a {found[1]}), and loading it could "
+            "execute code: save only the state dictionaries, and probe that file"
         )
     if isinstance(error, OSError):
         return ProbeError(f"{path} cannot be read: {error.strerror or error}")
-    # torch explains `weights_only` at length before it says what went wrong.
+    # torch explains `weights_only` at length before it reports the error.
     why = re.search(r"WeightsUnpickler error:\s*(\S.{,199})", str(error))
     return ProbeError(f"{otherwise}: {why[1] if why else first_line(error)}")
 
@@ -201,7 +201,7 @@ def _leaves(
 
 def _array(path: tuple[str, ...], tensor: Tensor) -> Array:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    # The same part of a storage is one tensor under two names, unless it is empty.
+    # Tensors with the same part of a storage are one tensor. Empty tensors share nothing.
     storage = None
     if tensor.numel():
         start = tensor.untyped_storage().data_ptr()
@@ -210,7 +210,7 @@ def _array(path: tuple[str, ...], tensor: Tensor) -> Array:
 
 
 def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
-    """A tensor's elements as NumPy arrays, copied at most one piece at a time."""
+    """Yields a tensor's elements as NumPy arrays, and copies at most one piece at a time."""
     flat = _distinct(tensor.detach())
     flat = flat.view(-1) if flat.is_contiguous() else flat.reshape(-1)
     for at in range(0, flat.numel(), PIECE):
@@ -231,7 +231,7 @@ def _distinct(tensor: Tensor) -> Tensor:
 
 
 def _index(folder: Path) -> dict[str, tuple[tuple[str, ...], IndexEntry]]:
-    """The entries of `.metadata`, by name, each with its path in the tree."""
+    """Name -> path in the tree and entry, for the entries of `.metadata`."""
     at = folder / INDEX
     try:
         entries = dcp_index.read(at)
@@ -262,12 +262,12 @@ def _split(name: str, planned: Any) -> tuple[str, ...]:
 def _sharded(folder: Path, path: tuple[str, ...], name: str, entry: IndexEntry) -> Array:
     def read() -> Iterator[np.ndarray]:
         if len(entry.places) != len(entry.chunks):
-            there = f"{len(entry.places)} of {len(entry.chunks)} parts of {name} are there"
+            there = f"{len(entry.places)} of {len(entry.chunks)} parts of {name} are present"
             raise ProbeError(f"{folder}: {there}")
         for place in entry.places.values():
             tensor = _part(folder, place)
             if not isinstance(tensor, Tensor):
-                raise ProbeError(f"{folder / place.file}: {name} is no tensor there")
+                raise ProbeError(f"{folder / place.file}: {name} is not a tensor in this file")
             yield from _pieces(tensor)
 
     return Array(path, entry.dtype, entry.shape, read, name)
@@ -277,13 +277,13 @@ def _part(folder: Path, place: Place) -> Any:
     """The tensor or value in one place of one file."""
     at = folder / place.file
     if not place.plain:
-        raise ProbeError(f"{at} is compressed or transformed, which healcore does not undo")
+        raise ProbeError(f"{at} is compressed or transformed, which healcore cannot read")
     try:
         if not at.is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         with open(at, "rb", opener=regular_file.opener) as file:
             if place.offset + place.length > os.fstat(file.fileno()).st_size:
-                raise ProbeError(f"{at} is damaged: it ends before what should lie in it")
+                raise ProbeError(f"{at} is damaged: it is shorter than the index says")
             file.seek(place.offset)
             part = io.BytesIO(file.read(place.length))
         _check_records(part, str(at))

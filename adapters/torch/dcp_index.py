@@ -1,7 +1,7 @@
 """Reads the index (`.metadata`) of a directory of `torch.distributed.checkpoint` as data.
 
 The index is a pickle, and DCP would execute it. `inert_pickle` imports and calls nothing. Memory
-and time are proportional to the size of the file.
+and time are proportional to the file's size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     offset: int
     length: int
     plain: bool
-    """Whether the bytes are neither compressed nor transformed otherwise."""
+    """Whether the bytes are stored as they are, without compression or another transformation."""
 
 
 class IndexEntry(NamedTuple):
@@ -55,16 +55,16 @@ class IndexEntry(NamedTuple):
     chunks: list[tuple[Shape, Shape]]
     """Offsets and sizes of a tensor's parts."""
     places: dict[Shape | None, Place]
-    """Offsets of a part, or None for a value -> where it is stored."""
+    """Offsets of a tensor's part, or None for a value -> its place."""
     planned: Any
-    """The planner's path in the tree; unchecked content of the file."""
+    """The planner's path in the tree, which is not checked."""
 
 
 def read(path: Path, *, only_dcp: bool = False) -> dict[str, IndexEntry]:
     """The entries of an index by name. ValueError if the content is not what DCP writes.
 
-    With `only_dcp` an index with objects of other projects is an error too, even in parts that this
-    does not read. Savers of other projects may add their own objects.
+    Savers of other projects may add objects of their own. With `only_dcp` such objects are an error
+    too, even in parts that this function does not read.
     """
     content = regular_file.read(path)
     try:
@@ -74,7 +74,7 @@ def read(path: Path, *, only_dcp: bool = False) -> dict[str, IndexEntry]:
         if other:
             raise ValueError(f"it names {other[0]!s:.200}")
         return _entries(metadata)
-    except Exception as error:  # crafted bytes make anything raise anything
+    except Exception as error:  # crafted bytes may raise any exception
         lines = str(error).splitlines() or [""]
         raise ValueError(f"{type(error).__name__}: {lines[0][:200]}") from None
 
@@ -110,7 +110,7 @@ def _place(info: Any) -> Place:
 
 
 def _check_overlaps(parts: list[tuple[str, int, int]]) -> None:
-    """Raises ValueError if places of a file overlap: its bytes could be read many times."""
+    """Raises ValueError if places overlap, because bytes could then be read many times."""
     for (file, offset, length), (following, begin, _) in itertools.pairwise(sorted(parts)):
         if file == following and offset + length > begin:
             raise ValueError(f"two parts overlap in {file[:200]}")
@@ -125,7 +125,7 @@ def _entry(kind: Any, places: dict[Shape | None, Place], planned: Any) -> IndexE
     state = tensor["properties"].state
     dtype = state[0] if type(state) is tuple else _dictionary(state)["dtype"]
     if type(dtype) is not Global or dtype.module != "torch":
-        raise ValueError("the dtype of a tensor is not one of torch")
+        raise ValueError("the dtype of a tensor is not a dtype of torch")
     if type(tensor["chunks"]) is not list:
         raise ValueError("the parts of a tensor are not a list")
     chunks = [_attributes(each, "ChunkStorageMetadata") for each in tensor["chunks"]]
@@ -141,7 +141,7 @@ def _shape(value: Any) -> Shape:
         raise ValueError("a shape is not a list of sizes")
     possible = all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
     if not possible or math.prod(shape) >= 1 << 62:
-        raise ValueError("no tensor has such a shape")
+        raise ValueError("a shape has impossible sizes")
     return tuple(shape)
 
 

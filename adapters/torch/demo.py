@@ -1,6 +1,6 @@
 """The demo in torch: the model, and the training loop as a user would write it.
 
-Everything of healcore in the loop is marked.
+The lines of the loop that use healcore are marked.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from healcore.demo.scenario import Scenario
 def train(
     scenario: Scenario, arm: str, policy: Any, folder: Path
 ) -> Generator[Step, None, torch.Tensor]:
-    """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
+    """Trains one model. Yields each step, so that runs can alternate; returns the held-out loss.
 
-    `policy` and `folder` are for the healed run. A rollback decreases the step's number.
+    Only the healed run uses `policy` and `folder`. A rollback decreases the step's number.
     """
     torch.set_num_threads(1)  # for such small matrices more threads are slower
     model = ByteTransformer(scenario)

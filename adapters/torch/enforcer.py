@@ -19,7 +19,7 @@ from healcore.torch.measurement import AsyncCopy
 from healcore.torch.signal_allreduce import SignalAllReduce
 from healcore.torch.skipped_step import StepSkipper, is_third_party
 
-# Private, but every foreach optimizer uses them.
+# Private in torch, but every foreach optimizer uses these functions.
 _copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _subtract = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
 _add = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
@@ -31,8 +31,8 @@ class Enforcer:
     """Enforces orders on one optimizer.
 
     Args:
-        optimizer: to be healed.
-        by_kernel: whether its fused kernels read `grad_scale` and `found_inf`.
+        optimizer: the optimizer to heal.
+        by_kernel: whether the optimizer's fused kernels read `grad_scale` and `found_inf`.
         scales_lr: whether the policy may scale the learning rate.
     """
 
@@ -62,9 +62,9 @@ class Enforcer:
     def enforce(
         self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None
     ) -> None:
-        """Enforces an order that the host knows. A neutral part of it changes nothing.
+        """Enforces an order that is on the host. Neutral factors change nothing.
 
-        `divisor` (0-d float32) is a scale that the gradients still have.
+        `divisor` (0-d float32) is the GradScaler's scale that the gradients still have, or None.
         """
         if order.skip:
             self.skip(everything)
@@ -78,8 +78,8 @@ class Enforcer:
     ) -> None:
         """Enforces an order that stays on the device, where the fused kernel reads it.
 
-        A neutral order changes no bit: the kernel divides by exactly 1 and subtracts a flag of
-        exactly 0.
+        A neutral order changes no bit: the kernel divides by exactly 1, and subtracts a `found_inf`
+        of exactly 0 from its step counter.
         """
         if order.group_scale is not None:
             gradients.scale_each_(everything, order.group_scale.unbind())
@@ -92,8 +92,8 @@ class Enforcer:
     def skip(self, params: Sequence[Tensor]) -> None:
         """Makes the step an exact no-op: hides the gradients, or does not run `step()` at all.
 
-        Zeroed gradients would not do: Adam, momentum SGD and Muon move on them. The same tensors
-        are restored afterwards: DDP's `gradient_as_bucket_view` makes them views into its buckets.
+        Rejected: zeroed gradients, because Adam, momentum SGD and Muon would still move. The same
+        tensors are restored, because `gradient_as_bucket_view` makes them views of DDP's buckets.
         """
         for p in params:
             if p.grad is not None:
@@ -113,9 +113,9 @@ class Enforcer:
     def scale_lr(self, factor: float | Tensor) -> None:
         """Multiplies the learning rate of every group that has one.
 
-        `restore` puts the user's own object back, so that a scheduler reads what it wrote. With a
-        0-d float32 tensor as the factor, the rate becomes a tensor that fused kernels read on the
-        device. On an accelerator that rounds a Python rate to float32; on a CPU it is exact.
+        `restore` restores the user's object, so that a scheduler reads its own value. If `factor`
+        is a 0-d float32 tensor, the rate becomes a tensor that fused kernels read on the device. On
+        an accelerator this rounds a Python rate to float32; on a CPU the rate is exact.
         """
         for group in self._optimizer.param_groups:
             original = group.get("lr")
@@ -131,7 +131,7 @@ class Enforcer:
     def clip(
         self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None = None
     ) -> None:
-        """Clips in the fused kernel where there is one, else in a pass over the gradients."""
+        """Clips in the fused kernel if the optimizer has one, else in a pass over the gradients."""
         if order.group_scale is not None:
             gradients.scale_each_(everything, order.group_scale.tolist())
         if order.grad_scale == 1.0:
@@ -168,8 +168,8 @@ class Enforcer:
     def _set_amp_flag(self, name: str, value: Tensor) -> None:
         """Sets `grad_scale` or `found_inf`, which GradScaler and fused kernels use, for one step.
 
-        They must not stay: `GradScaler.step` multiplies its scale by a `grad_scale` that it finds,
-        passes it on after `unscale_`, and deletes both attributes after the step.
+        `restore` removes both, because `GradScaler.step` multiplies its scale by an existing
+        `grad_scale`, or after `unscale_` keeps that value, and deletes both after the step.
         """
         self._replace(vars(self._optimizer), name, value)
 
@@ -186,10 +186,10 @@ def all_fused(optimizer: Optimizer) -> bool:
 class FirstStepMomentum:
     """Fills fused SGD's momentum buffers that a skipped first step leaves uninitialised.
 
-    torch creates a buffer with `empty_like`, and the kernel does not fill it on a skip. -0.0 is
-    right, because the first step stores g, and `momentum * -0.0 + g` is g for every g, zeros of
-    either sign included. Later steps with dampening add `(1 - dampening) * g`, so the host has to
-    decide the first step of an optimizer with dampening.
+    torch creates a buffer with `empty_like`, and the kernel does not fill it on a skip. A first
+    step stores g. After a fill with -0.0 the next step stores g too: `momentum * -0.0 + g` is g for
+    every g, including zeros of either sign. Later steps with dampening add `(1 - dampening) * g`,
+    so with dampening the host has to decide the first step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -205,7 +205,7 @@ class FirstStepMomentum:
         )
 
     def before_step(self, params: Sequence[Tensor], found_inf: Tensor) -> None:
-        """Records which of `params` (with gradients) get their buffer in this step."""
+        """Records which of `params`, which have gradients, get their buffer in this step."""
         if isinstance(self._optimizer, SGD):
             self._new, self._found_inf = self._without_buffer(params), found_inf
 
@@ -223,7 +223,6 @@ class FirstStepMomentum:
         self._new, self._found_inf = [], None
 
     def _without_buffer(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Parameters that get their momentum buffer in this step."""
         if all(group["momentum"] == 0 for group in self._optimizer.param_groups):
             return []
         state = self._optimizer.state
@@ -231,18 +230,17 @@ class FirstStepMomentum:
 
 
 class UpdateClip:
-    """Judges and shortens the updates of one optimizer, for policies with `[update_clip]`.
+    """Judges and clips the updates of one optimizer, for policies with `[update_clip]`.
 
-    `optimizer.step()` writes the new parameters over the old ones, so that its update is known only
-    as their difference. This keeps one copy of the parameters that have gradients, made before each
-    step.
+    An update is the difference of the parameters after and before `optimizer.step()`, which
+    overwrites them. So the parameters with gradients are copied before each step.
     """
 
     def __init__(self, live_engine: LiveEngine, all_reduce: SignalAllReduce) -> None:
         self._engine = live_engine
         self._all_reduce = all_reduce
         self._copies: dict[Tensor, Tensor] = {}
-        """Parameter -> copy; of a DTensor, of this rank's part."""
+        """Parameter -> copy of the parameter, or of this rank's part of a DTensor."""
         self._params: list[Tensor] | None = None
         self._skipped: bool | Tensor = False
         self._lr_scale: float | Tensor = 1.0
@@ -255,16 +253,16 @@ class UpdateClip:
     def before(
         self, params: Sequence[Tensor], skipped: bool | Tensor, lr_scale: float | Tensor
     ) -> None:
-        """Copies the parameters of a step that was judged, before the optimizer moves them.
+        """Copies the parameters of a judged step before the optimizer changes them.
 
         Args:
-            params: with gradients.
+            params: the parameters with gradients.
             skipped: whether the step is skipped: a bool, or a 0-d tensor of 0 or 1.
             lr_scale: multiplier of the learning rate in this step: a number or a 0-d tensor.
         """
         self._params, self._skipped, self._lr_scale = [*params], skipped, lr_scale
         with torch.no_grad():
-            parts = [*map(gradients.local, self._params)]  # foreach takes no mix of DTensors
+            parts = [*map(gradients.local, self._params)]  # foreach rejects mixed tensor classes
             for p, part in zip(self._params, parts, strict=True):
                 copy = self._copies.get(p)
                 if copy is None or copy.shape != part.shape or copy.dtype != part.dtype:
@@ -274,10 +272,10 @@ class UpdateClip:
 
     @torch.no_grad()
     def after(self, *, undone: bool) -> Tensor | None:
-        """Shortens the update if its norm stands out. `undone`: the step was undone.
+        """Scales down an update that the policy finds too large.
 
-        Returns the norm of the update as the optimizer made it, 0-d float32, or None if no step
-        was prepared by `before`.
+        `undone` is whether the step was undone. Returns the norm of the optimizer's update (0-d
+        float32), or None if `before` was not called for this step.
         """
         params, self._params = self._params, None
         if params is None:
@@ -292,14 +290,14 @@ class UpdateClip:
         if isinstance(scale, Tensor):
             for p, difference in zip(parts, differences, strict=True):
                 factor = scale.to(p.device, non_blocking=True)
-                # Selected, not added: an addition of zeros would make +0.0 of -0.0.
+                # `where`, because adding zeros would turn -0.0 into +0.0.
                 p.copy_(torch.where(factor < 1, p + (1 - factor).to(p.dtype) * difference, p))
         elif scale < 1 and params:
             _add(parts, differences, alpha=1 - scale)
         return norm
 
     def clear(self) -> None:
-        """Forgets a step that has raised."""
+        """Drops a step that raised."""
         self._params = None
 
 
@@ -309,7 +307,7 @@ def moments_obstacle(optimizer: Optimizer) -> str:
         return ""
     return (
         f"{type(optimizer).__name__} has a step() of its own, and only the optimizers of "
-        "torch.optim are known to begin with an empty state"
+        "torch.optim are known to start with an empty state"
     )
 
 
@@ -318,8 +316,8 @@ def reset_moments(optimizer: Optimizer) -> None:
     """Resets moments and step counters, as if the optimizer had not taken a step.
 
     torch's optimizers create `state` (moments, and the step counter of the bias correction) at a
-    parameter's first step, so that an empty `state` is the start. Only Adagrad creates its `state`
-    when it is built. Learning rates and schedulers are not in `state`.
+    parameter's first step, so an empty `state` is the start. Only Adagrad creates its `state` in
+    its constructor. Learning rates and schedulers are not in `state`.
     """
     if not isinstance(optimizer, Adagrad):
         optimizer.state.clear()
@@ -334,8 +332,8 @@ def reset_moments(optimizer: Optimizer) -> None:
 class CutsOnDevice:
     """Reads whether the device has cut the learning rate, 10 to 19 steps after the cut.
 
-    By then the copy has arrived, and the host does not wait. The delay depends on the number of
-    steps alone, because every rank has to reset its moments at the same step.
+    After this delay the copy has arrived, so the host does not wait. The delay depends only on the
+    number of steps, because every rank has to reset its moments at the same step.
     """
 
     def __init__(self) -> None:
@@ -343,7 +341,7 @@ class CutsOnDevice:
         self._pending: AsyncCopy | None = None
 
     def add(self, cut: Tensor) -> bool:
-        """Takes a step's flag (0-d float32). Returns whether the flags that are due have a cut."""
+        """Adds a step's flag (0-d float32). Returns whether the flags read now have a cut."""
         if cut.is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # the replays of a CUDA graph run no hooks
         self._flags.append(cut)

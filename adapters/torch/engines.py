@@ -4,8 +4,8 @@
 an accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
 
 `DeviceEngine` needs no sync. The addresses of its state never change, so that a captured CUDA graph
-can update it. An eager step of the preset `default` is some 1,700 launches of a few microseconds
-each. On an accelerator the step is therefore compiled into a few kernels.
+can update it. An eager step of the preset `default` makes about 1,700 launches of a few
+microseconds each. On an accelerator the step is therefore compiled into a few kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": T
 
 
 class HostOrder(NamedTuple):
-    """What to enforce, as Python numbers."""
+    """The decision to enforce at one step, as Python numbers."""
 
     skip: bool
     """Whether to skip the step, by order of the policy or of a GradScaler."""
@@ -45,22 +45,22 @@ class HostOrder(NamedTuple):
     group_scale: np.ndarray | None
     """(n,) float32 factors, or None."""
     cut: bool = False
-    """Whether this step has cut the learning rate, and is not skipped."""
+    """Whether the policy cuts the learning rate at this step, and does not skip the step."""
 
 
 class DeviceOrder(NamedTuple):
-    """What to enforce, as 0-d float32 tensors, for fused kernels that read it on the device."""
+    """The decision to enforce at one step, as 0-d float32 tensors for fused kernels."""
 
     found_inf: Tensor
-    """1 skips the step, else exactly 0."""
+    """1 to skip the step, else exactly 0."""
     grad_divisor: Tensor
-    """The fused kernel divides the gradients by it."""
+    """The number by which the fused kernel divides the gradients."""
     lr_scale: Tensor
     grad_scale: Tensor
     group_scale: Tensor | None
     """(n,) float32, or None."""
     cut: Tensor
-    """1 if this step has cut the learning rate and is not skipped, else 0."""
+    """1 if the policy cuts the learning rate at this step and does not skip it, else 0."""
 
     def on_host(self) -> HostOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
@@ -71,14 +71,14 @@ class DeviceOrder(NamedTuple):
 
 
 READ_EVERY = 10
-"""Steps between two reads of a device engine's flags, which the host does not wait for."""
+"""Steps between two reads of a device engine's flags. The host does not wait for the flags."""
 
 PendingRecord = Callable[[], StepRecord]
-"""Reads the record of a judged step; waits for its copy to the host if it has not finished."""
+"""Reads the record of a judged step. Waits until the record is on the host."""
 
 
 class _StatefulEngine:
-    """What both engines share. `groups` is the number of parameters."""
+    """Base of both engines. `groups` is the number of parameters."""
 
     _xp: Any
 
@@ -89,7 +89,7 @@ class _StatefulEngine:
         self.decision: Decision | None = None
 
     def _placed(self, leaf: Any) -> Any:
-        """A NumPy leaf of a state as this engine holds it."""
+        """Converts a NumPy leaf of a state to this engine's kind of array."""
         raise NotImplementedError
 
     def _replace_state(self, new: EngineState) -> None:
@@ -100,7 +100,7 @@ class _StatefulEngine:
         self._replace_state(self.engine.expect_change(self.state, xp=self._xp))
 
     def grow(self, groups: int) -> None:
-        """Begins a history for added parameters. Leaves of fixed size stay in place."""
+        """Starts a clipping history for added parameters. Leaves of fixed size stay in place."""
         self.groups = groups
         new = map_leaves(self._placed, self.engine.init(groups=groups))
         self.state = map_leaves(_extended, self.state, new)
@@ -113,19 +113,19 @@ class _StatefulEngine:
         """A state saved by `Engine.to_dict` of any framework, in NumPy.
 
         Raises:
-            StateError: it is damaged, or of another policy or number of parameters.
+            StateError: the state is damaged, or from another policy or number of parameters.
         """
         saved = self.engine.from_dict(data)
         if self.engine.per_tensor and data["groups"] != self.groups:
             raise StateError(
-                f"the saved state is of {data['groups']} parameters, this optimizer has "
-                f"{self.groups}: per-tensor clipping keeps a level for each; attach to the same "
-                "model, or start fresh"
+                f"the saved state has {data['groups']} parameters, this optimizer has "
+                f"{self.groups}: per-tensor clipping has a history for each; attach to the same "
+                "model, or start without the saved state"
             )
         return saved
 
     def load(self, data: Mapping[str, Any], *, rollback: bool) -> None:
-        """Loads a saved state. With `rollback`, budgets and LR multiplier stay."""
+        """Loads a saved state. With `rollback`, keeps the current budgets and LR multiplier."""
         saved = map_leaves(self._placed, self.parsed(data))
         if rollback:
             saved = self.engine.on_rollback(self.state, saved, xp=self._xp)
@@ -143,7 +143,7 @@ class HostEngine(_StatefulEngine):
     def __init__(self, engine: Engine, groups: int) -> None:
         super().__init__(engine, groups)
         self._programs: dict[tuple[bool, ...], Callable[..., Any]] = {}
-        """The signals that are present -> the recorded step."""
+        """Whether each signal is present -> the recorded step."""
         self._clip_program: Callable[..., Any] | None = None
 
     def _placed(self, leaf: Any) -> Any:
@@ -157,7 +157,7 @@ class HostEngine(_StatefulEngine):
         values = Measurement._make([*read(measured[:-1]), measured.state_init])
         if values.externally_skipped is not None:
             values = values._replace(externally_skipped=values.externally_skipped > 0)
-        with np.errstate(all="ignore"):  # float32 scalars warn, and the core selects afterwards
+        with np.errstate(all="ignore"):  # the core discards invalid values afterwards
             signals = signals_of(values)
             if signals.externally_skipped is not None:
                 skipped = np.True_ if signals.externally_skipped else None
@@ -175,7 +175,7 @@ class HostEngine(_StatefulEngine):
         )
 
     def clip_update(self, norm: Tensor, skipped: bool | Tensor) -> float:
-        """The factor on the update, of this norm (0-d float32). A sync on an accelerator.
+        """The factor for an update with this norm (0-d float32). A sync on an accelerator.
 
         See `Engine.clip_update`. `skipped` is a bool, or a 0-d float32 of exactly 0 or 1.
         """
@@ -195,9 +195,9 @@ class HostEngine(_StatefulEngine):
         return self._programs[present]
 
     def pending_record(self) -> PendingRecord:
-        """The last step's record, from a reference to the state, which is immutable."""
+        """The last step's record, read from the immutable state."""
         state = self.state
-        # Cached, because the next step asks for this step's number.
+        # Cached, because the next step's record also reads this step's number.
         return functools.cache(lambda: step_record.on_host(step_record.numbers(state)))
 
     def grow(self, groups: int) -> None:
@@ -215,9 +215,9 @@ class HostEngine(_StatefulEngine):
 
 
 class DeviceEngine(_StatefulEngine):
-    """An engine in torch tensors on `device`, the first parameter's, written in place.
+    """An engine in torch tensors on `device`, whose state is written in place.
 
-    Without a compiler `compile` falls back to eager, with a warning.
+    If compilation fails, the step runs eagerly after a warning.
     """
 
     name = "device"
@@ -238,13 +238,13 @@ class DeviceEngine(_StatefulEngine):
         return torch.tensor(leaf, device=self.device)
 
     def _replace_state(self, new: EngineState) -> None:
-        """Copies every changed leaf of `new` over the state's, in place.
+        """Copies every changed leaf of `new` into the state's leaf, in place.
 
-        A leaf that has moved in the tree is cloned first, or it could be overwritten before.
+        A leaf that has moved in the tree is cloned first, because another copy may overwrite it.
         """
         before, after = leaves(self.state), leaves(new)
         compiling = torch.compiler.is_compiling()
-        if compiling:  # at trace time only, and Dynamo knows `is`, not id()
+        if compiling:  # runs at trace time only; Dynamo supports `is`, but not id()
             moved = [any(n is o for o in before) for n in after]
         else:
             known = {id(o) for o in before}
@@ -258,7 +258,7 @@ class DeviceEngine(_StatefulEngine):
             for o, n in changed:
                 o.copy_(n)
             return
-        for dtype in {o.dtype for o, _ in changed}:  # one launch for each, not for every leaf
+        for dtype in {o.dtype for o, _ in changed}:  # one launch per dtype, not per leaf
             pairs = [(o, n) for o, n in changed if o.dtype is dtype]
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 [o for o, _ in pairs], [n for _, n in pairs]
@@ -280,7 +280,7 @@ class DeviceEngine(_StatefulEngine):
         return scale
 
     def _step(self, measured: Measurement) -> tuple[DeviceOrder, Decision]:
-        """The part that is compiled: from the signals to the arguments of the fused kernel."""
+        """The compiled part: computes the fused kernel's arguments from the signals."""
         new, decision = self.engine.step(self.state, signals_of(measured), xp=self._xp)
         self._replace_state(new)
         skip = decision.skip
@@ -299,7 +299,7 @@ class DeviceEngine(_StatefulEngine):
         ), decision
 
     def pending_record(self) -> PendingRecord:
-        """The last step's record; its copy to the host begins now, as one tensor."""
+        """The last step's record. Starts its copy to the host, as one tensor."""
         values = step_record.numbers(self.state)
         ints, floats = values[: step_record.INTS], values[step_record.INTS :]
         packed = [n.to(torch.int32) for n in ints] + [x.view(torch.int32) for x in floats]
@@ -331,7 +331,7 @@ def _bits(leaf: Tensor) -> Tensor:
 
 
 def _extended(old: Any, new: Any) -> Any:
-    """A leaf for more parameters: `new` that begins with `old`; `old` itself if its size stays."""
+    """Writes `old` into the start of a longer leaf `new`. Returns `old` if the sizes are equal."""
     if old.shape == new.shape:
         return old
     new[: old.shape[0]] = old

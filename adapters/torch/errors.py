@@ -22,4 +22,4 @@ class RanksDisagreeError(HealcoreError, RuntimeError):
 
 
 class ParametersChangedError(HealcoreError, RuntimeError):
-    """The optimizer has other parameters than at `attach`. The current step was not taken."""
+    """The optimizer's parameters have changed since `attach`. The current step was not taken."""

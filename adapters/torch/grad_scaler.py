@@ -11,8 +11,8 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 SEARCH = 40
-"""Overflows in a row that a GradScaler may need to find its scale, from its default 2^16 to below
-2^-23. At that scale only non-finite gradients overflow."""
+"""Consecutive overflows that a GradScaler may need to find its scale, from its default 2^16 to
+below 2^-23. At that scale only non-finite gradients overflow."""
 
 _SEARCHED_STEPS, _SEARCHED_FRAMES = 100, 8
 _CALLERS = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
@@ -21,17 +21,17 @@ _CALLERS = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
 class DroppedSteps:
     """Detects, without a sync, that a GradScaler skipped a step without calling the optimizer.
 
-    After an overflow it does not call `step()` of an optimizer that is not fused, so no hook runs.
-    But `update()` replaces the scaler's per-optimizer records. The old records show whether the
-    loop asked the scaler to step this optimizer.
+    After an overflow a GradScaler does not call `step()` of an optimizer that is not fused, so no
+    hook runs. But `update()` replaces the scaler's per-optimizer records. The old records show
+    whether the loop asked the scaler to step this optimizer.
 
     Attributes:
-        scaler: the GradScaler of `attach`, or the GradScaler that `find_scaler` has found, or None.
+        scaler: the GradScaler passed to `attach` or found by `find_scaler`, or None.
         stepped: whether the optimizer's own hook ran since the last `update()`; the caller sets it.
     """
 
     searches = _SEARCHED_STEPS
-    """Steps in which a scaler may still be searched."""
+    """Remaining steps in which `find_scaler` searches."""
     is_found = False
     """Whether `find_scaler` has found the scaler."""
 
@@ -42,7 +42,7 @@ class DroppedSteps:
         self._records = self._current()
 
     def find_scaler(self, step: FrameType | None) -> None:
-        """Looks for a GradScaler among the callers of a frame within `step()`."""
+        """Searches for a GradScaler among the callers of a frame within `step()`."""
         if self.scaler is not None or not self.searches:
             return
         self.searches -= 1
@@ -54,7 +54,7 @@ class DroppedSteps:
                 return
 
     def found(self) -> bool:
-        """Whether a step was skipped since the last call. Call it at least once for every step."""
+        """Whether a step was skipped since the last call. Call it at least once per step."""
         records = self._current()
         if records is self._records:
             return False
@@ -68,10 +68,10 @@ class DroppedSteps:
 
 
 class Overflows:
-    """Tells a GradScaler's search for its scale from gradients that overflow at any scale.
+    """Distinguishes a GradScaler's search for its scale from gradients that overflow at any scale.
 
-    A skip after an overflow, at which the scaler halves its scale, is normal and not counted. After
-    `search` overflows in a row the gradients are bad at any scale: the steps count as non-finite.
+    After an overflow a scaler skips the step and halves its scale, which is normal. After `search`
+    consecutive overflows the gradients overflow at any scale, and the steps count as non-finite.
     """
 
     def __init__(self, home: torch.device, search: int = SEARCH) -> None:
@@ -89,10 +89,10 @@ class Overflows:
         return overflowed & (self._in_row <= self._search)
 
     def count_dropped(self) -> bool:
-        """Counts a step without a call of the optimizer. True if the engine has to judge it."""
+        """Counts a step without a call of the optimizer. Returns whether to judge the step."""
         self._dropped += 1
         return self._dropped > self._search
 
     def reset(self) -> None:
-        """Ends the row: a step has reached the optimizer."""
+        """Restarts the count, because a step has reached the optimizer."""
         self._dropped = 0

@@ -1,9 +1,9 @@
-"""An optimizer's gradients: their L2 norms in float32, and scaling them.
+"""Computes L2 norms (float32) of an optimizer's gradients, and scales the gradients.
 
 `torch.nn.utils.get_total_norm` returns the gradients' dtype: a float16 norm above 65,504 is
 infinite, a bfloat16 norm has three digits. On an accelerator the kernel gets a float32 result
-dtype. A CPU kernel would then not be vectorised (192 bfloat16 tensors of 131,072 elements: 208 ms
-against 12), so half-precision gradients are copied to a small float32 buffer.
+dtype. CPU kernels are not vectorised for it: 192 bfloat16 tensors of 131,072 elements take 208 ms
+instead of 12 ms. So half-precision gradients on a CPU are copied to a small float32 buffer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def complete_(params: Sequence[Tensor]) -> None:
-    """Reduces gradients that are partial sums on each rank, as a LayerNorm's in sequence parallel.
+    """Reduces gradients that are partial sums on each rank, as in sequence-parallel LayerNorms.
 
     The optimizer's step would reduce them anyway, with at least the same communication.
     """
@@ -42,7 +42,7 @@ def complete_(params: Sequence[Tensor]) -> None:
 
 
 def norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """L2 norm of each gradient, 0-d float32 on its device. A DTensor counts with this rank's part.
+    """L2 norm of each gradient, 0-d float32 on its device; of a DTensor, this rank's part.
 
     Gradients may be dense or sparse, on any device and of any dtype.
     """
@@ -72,9 +72,9 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Norms of whole DTensors from the norms of this rank's parts. Plain tensors' norms stay.
+    """Norms of whole DTensors from the norms of this rank's parts. Keeps norms of plain tensors.
 
-    One small all_reduce for each dimension of each mesh, which every rank of the mesh has to call.
+    One small all_reduce for each dimension of each mesh. Every rank of the mesh has to call it.
     """
     whole = [*norms]
     by_mesh: dict[Any, list[int]] = {}
@@ -131,17 +131,17 @@ def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> 
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether this is a DTensor; without an import of torch.distributed.tensor."""
+    """Whether `tensor` is a DTensor. Does not import torch.distributed.tensor."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in its memory; a plain tensor itself."""
+    """This rank's part of a DTensor, without a copy; a plain tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The stored values of a gradient, in its memory. Not for norms: duplicates may remain."""
+    """The stored values of a gradient, without a copy. Not for norms: sparse values may repeat."""
     grad = local(grad)
     if grad.layout is torch.strided:
         return grad

@@ -22,7 +22,7 @@ _METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How one optimizer is healed. `str()` gives it as lines to print."""
+    """How one optimizer is healed. `str()` formats the report as lines for printing."""
 
     mode: str
     """heal or observe."""
@@ -30,20 +30,20 @@ class Report:
     """Where the engine runs: host (NumPy) or device (torch)."""
     engine_reason: str
     skip: str
-    """How a step is skipped: found_inf (in the fused kernel), grads (hidden), or not run."""
+    """How a step is skipped: found_inf (in the fused kernel), grads (hidden) or not run."""
     clip: str
     """How gradients are scaled: grad_scale (in the fused kernel), or in place."""
     update_clip: str
     """Cost of clipping the update, or an empty string for a policy without it."""
     skip_reason: str
     syncs_per_step: int
-    """Times per step that the host waits for the device because of healcore."""
+    """Host syncs that healcore adds to each step."""
     ranks: int
     """Number of ranks that decide together, by one all_reduce per step."""
     compiled: bool
     """Whether the engine's step runs through torch.compile."""
     waiting_for: tuple[str, ...]
-    """Signals that the policy reads and no step has had so far. Their detectors are inactive."""
+    """Signals that the policy reads and no step has provided yet. Their detectors are inactive."""
 
     def __str__(self) -> str:
         lines = [
@@ -62,13 +62,13 @@ class Report:
 
 
 class Healing:
-    """One optimizer healed by one policy. Created by `attach`, not directly.
+    """Handle of an optimizer that a policy heals. Created by `attach`, not directly.
 
     Attributes:
         live_engine: the engine with its state.
         hooks: the optimizer's step hooks.
-        own_loss: whether observed losses belong to this optimizer alone, so that their backward
-            passes show a late `observe`.
+        own_loss: whether observed losses belong to this optimizer alone. Only then the handle
+            checks that `observe` is called before the step.
     """
 
     def __init__(self, hooks: StepHooks, *, engine_reason: str, obstacle: str | None) -> None:
@@ -87,7 +87,7 @@ class Healing:
     def observe(self, loss: Tensor | float, *, weight: float = 1.0) -> None:
         """Reports the loss of one (micro-)batch. A step is judged by the mean since the last step.
 
-        Nothing is read on the host. With several ranks a step is judged by the mean over the ranks.
+        No host sync. With several ranks a step is judged by the mean over the ranks.
         A rank may pass its own loss or a reduced loss.
 
         Args:
@@ -95,7 +95,7 @@ class Healing:
             weight: weight of this loss in the mean, above 0, for parts of different size.
 
         Raises:
-            SignalError: None, not a number, or more than one number. Nothing has changed then.
+            SignalError: `loss` is not a single real number. Nothing was changed.
         """
         value = checked("loss", loss)
         self.judge_dropped()
@@ -106,7 +106,7 @@ class Healing:
             self.hooks.incident_log.observed()
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
-        """Reports an evaluation's loss, by which the next step is judged.
+        """Reports the loss of an evaluation, which the policy reads at the next step.
 
         Raises:
             SignalError: as for `observe`.
@@ -116,7 +116,7 @@ class Healing:
     def observe_update_norm(self, update_norm: Tensor | float) -> None:
         """Reports the L2 norm of the last update, for policies that read it.
 
-        healcore does not measure it, because that would take a copy of the parameters.
+        healcore measures this norm only for `[update_clip]`, which copies the parameters.
 
         Raises:
             SignalError: as for `observe`.
@@ -131,22 +131,22 @@ class Healing:
         self.live_engine.expect_change()
 
     def decline(self) -> None:
-        """Reports that the last ordered rollback is not carried out. It costs no budget."""
+        """Reports that the loop declines the last ordered rollback, which then costs no budget."""
         self.hooks.incident_log.answered()
 
     def discard(self) -> None:
-        """Drops the losses since the last step, for loops that discard a step themselves."""
+        """Drops the signals since the last step, for loops that discard a step themselves."""
         self._measurer.clear()
 
     def drop_losses(self) -> None:
-        """Drops the losses since the last step, and keeps the loss of an evaluation."""
+        """Drops the losses since the last step, but keeps the loss of an evaluation."""
         self._measurer.drop_losses()
 
     def judge_dropped(self) -> None:
         """Judges a step that the GradScaler skipped without calling the optimizer, if any.
 
-        So the policy can act if such steps do not end. `observe` calls it. A loop without losses
-        may call it once after each `scaler.update()`.
+        The policy can then act on overflows that do not end. `observe` calls this method. A loop
+        without losses may call it once after each `scaler.update()`.
         """
         self.hooks.judge_dropped()
 
@@ -169,14 +169,14 @@ class Healing:
 
     @property
     def in_step(self) -> bool:
-        """Whether `optimizer.step()` is running; also True after a step that has raised."""
+        """Whether `optimizer.step()` is running; stays True after a step that raised."""
         return self.hooks.open_step.is_open
 
     @property
     def in_update(self) -> bool:
-        """Whether `optimizer.step()` may have made a change and has not ended, or has raised.
+        """Whether a running `optimizer.step()` may have made a change; stays True after it raised.
 
-        False while it waits for the other ranks' signals.
+        False while the step waits for the other ranks' signals.
         """
         return self.hooks.in_update
 
@@ -219,7 +219,7 @@ class Healing:
         """
         found = self.live_engine.metrics()
         if not self.has_seen_loss:
-            loss = found["heal/loss"]  # not 0 if it was loaded with the state
+            loss = found["heal/loss"]  # 0 at the start, unlike in a loaded state
             found["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
         return found
 
@@ -243,7 +243,7 @@ class Healing:
         return {name: values[id(each)] for name, each in named if id(each) in values}
 
     def report(self) -> Report:
-        """The engine and the way of skipping that are in use, the reasons, and the cost."""
+        """Returns how this optimizer is healed: engine, skips and clips, their reasons and cost."""
         live_engine, measurer, policy = self.live_engine, self._measurer, self.engine
         on_host = live_engine.name == "host"
         by_flag = self._obstacle is None and not on_host
@@ -282,7 +282,7 @@ class Healing:
     def state_dict(self) -> dict[str, Any]:
         """The engine's state, JSON-safe and framework-neutral (`Engine.to_dict`). A sync.
 
-        A state saved under JAX or NumPy can be loaded here, and the other way round.
+        A state saved under JAX or NumPy can be loaded here, and vice versa.
         """
         return self.live_engine.to_dict()
 
@@ -290,12 +290,12 @@ class Healing:
         """Loads a saved state, so that decisions continue as if the run had never stopped.
 
         Raises:
-            StateError: the state is damaged, or of another policy or model. Nothing is loaded.
+            StateError: the state is damaged, or from another policy or model. Nothing is loaded.
         """
         self._load(state, rollback=False)
 
     def on_rollback(self, state: dict[str, Any]) -> None:
-        """Loads a checkpoint's state after a rollback. Current budgets and LR multiplier stay.
+        """Loads a checkpoint's state after a rollback. Keeps current budgets and LR multiplier.
 
         Raises:
             StateError: as for `load_state_dict`.

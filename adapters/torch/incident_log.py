@@ -1,6 +1,6 @@
 """`IncidentLog`: logs incidents and likely mistakes, for `attach` without a Healer.
 
-On an accelerator flags are collected, copied every `READ_EVERY` steps, and read once they arrive.
+On an accelerator flags are collected, copied every `READ_EVERY` steps, and read after they arrive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
 
 WITHOUT_STEP = 100
-"""Losses without a step after which a warning is logged. Fewer may be an accumulation."""
+"""Losses without a step after which a warning is logged. Fewer may be accumulated gradients."""
 
 _named: weakref.WeakValueDictionary[str, IncidentLog] = weakref.WeakValueDictionary()
 
@@ -34,13 +34,13 @@ _ANSWERS = {
     Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback(), or heal.decline(),",
     Action.STOP: "end the run",
 }
-"""What a loop without a Healer can do about an order."""
+"""Order -> what a loop without a Healer has to do."""
 
 
 class IncidentLog:
-    """Logs one line per incident, and one line for each call that the loop has forgotten.
+    """Logs one line per incident, and one line for each call that the loop lacks.
 
-    The second optimizer of a class is named `Adam 2`, because two networks may have one each.
+    Each line names the optimizer's class. The second optimizer of a class is named `Adam 2`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class IncidentLog:
         self._learning_rate = learning_rate
         self._engine = engine
         self.enabled = True
-        """Whether this rank logs. Of the ranks that decide together only the first rank logs."""
+        """Whether this rank logs. Only the first of the ranks that decide together logs."""
         self.console: console.Console = "auto"
         self.resets_moments = False
         """Whether a cut of the learning rate resets the moments too."""
@@ -77,7 +77,7 @@ class IncidentLog:
             self._once(
                 "no step",
                 f"{WITHOUT_STEP} losses were observed since this optimizer's last step: if it was "
-                "replaced or copied, attach to the one that steps; if a GradScaler drops its "
+                "replaced or copied, attach to the optimizer that steps; if a GradScaler drops its "
                 "steps, pass attach(..., scaler=scaler)",
             )
 
@@ -107,7 +107,7 @@ class IncidentLog:
         self._once(line, line)
 
     def answered(self) -> None:
-        """Call it after the loop carries out or declines an order."""
+        """Call it after the loop has carried out or declined an order."""
         self._open_orders = Action(0)
         self._is_answered = self._pending is not None
         if self._flags is not None:
@@ -139,7 +139,7 @@ class IncidentLog:
         if new and cause and is_logged(record.incident):
             self._write(self._incident_line(record, cause))
         observes = self._engine.mode == "observe"
-        # Not at every change: under the limit of a cut the multiplier follows a rising schedule.
+        # Only at a cut, because a rising schedule also changes the multiplier afterwards.
         if action & Action.CUT_LR and not observes and is_logged(record.incident):
             reset = ", moments reset" if self.resets_moments else ""
             self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")
@@ -158,9 +158,9 @@ class IncidentLog:
             if number & (number - 1) == 0:
                 again = f" ({number} times so far)" if number > 1 else ""
                 self._write(
-                    f"step {self._ordered_at}: the policy orders {names(order)[0]}, and the loop "
-                    f"trains on{again}: attach() alone cannot roll back or stop; use "
-                    f"healcore.Healer, or {answer} where heal.last_decision().action has it"
+                    f"step {self._ordered_at}: the policy orders {names(order)[0]}, but the loop "
+                    f"continues to train{again}: attach() alone cannot roll back or stop; use "
+                    f"healcore.Healer, or {answer} if heal.last_decision().action contains it"
                 )
 
     def _incident_line(self, record: StepRecord, cause: int) -> str:

@@ -1,11 +1,11 @@
 """Reads a pickle as data: nothing in the pickle is imported, called or changed.
 
 The index of a `torch.distributed.checkpoint` is a pickle, and a run that resumes reads it in the
-process that trains. A limit of the operating system does not stop code, so the index is not
-unpickled there. This is Python's own `pickle._Unpickler`, with only the opcodes that data need.
+process that trains. Limits of the operating system do not stop code, so this module does not
+unpickle. It uses Python's own `pickle._Unpickler` with only the opcodes that data need.
 
-A `Global` stands for a class or function that the pickle names, an `Unpickled` for an object that
-the pickle makes. The caller decides what they mean, by comparing names.
+A `Global` is the name of a class or function in the pickle. An `Unpickled` describes an object that
+the pickle would create. The caller interprets both by comparing names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class BadPickle(ValueError):
-    """The bytes are not a pickle, or the pickle has parts that data do not need."""
+    """The bytes are not a pickle, or the pickle has content that data do not need."""
 
 
 class Global(NamedTuple):
@@ -31,10 +31,10 @@ class Global(NamedTuple):
 
 
 class Unpickled:
-    """Stands for an object that a pickle makes, or for a dictionary.
+    """Describes an object that a pickle would create, or a dictionary.
 
     Attributes:
-        kind: Its class, the function that returns it, or `DICT`.
+        kind: The object's class, the function that returns it, or `DICT`.
         args: Arguments of the call.
         state: State that is set, or None.
         items: Elements that are appended or added, or pairs of key and value.
@@ -56,9 +56,9 @@ _DICTIONARIES = (
     Global("collections", "defaultdict"),
 )
 _KEYS = (str, int, bool, type(None), Global, Unpickled)
-"""Types of keys. A tuple could be nested so deeply that its hash takes forever."""
+"""Allowed types of keys. A deeply nested tuple could take forever to hash."""
 _LONGEST = 1 << 16
-"""Most characters or bits of a key or a name."""
+"""Maximum number of characters or bits of a key or a name."""
 
 
 def read(
@@ -69,8 +69,8 @@ def read(
     """Reads a pickle of protocol 2 to 5.
 
     The value has lists, tuples, numbers, strings, bytes, None, `Global` and `Unpickled`. An object
-    may occur in it many times, so a walk through it has to count its steps. Time and memory are
-    proportional to the length of the pickle.
+    may occur in it many times, so a caller that visits all parts has to limit its visits. Time and
+    memory are proportional to the length of the pickle.
 
     Args:
         data: The pickle; bytes after it are ignored.
@@ -78,13 +78,13 @@ def read(
         objects: List to which every `Unpickled` except dictionaries is appended.
 
     Raises:
-        BadPickle: The pickle is damaged, or has a part that data do not need.
+        BadPickle: The pickle is damaged, or has content that data do not need.
     """
     try:
         return _Reader(io.BytesIO(data), persistent, objects).load()
     except BadPickle:
         raise
-    except Exception as error:  # damaged bytes make the machine raise anything
+    except Exception as error:  # damaged bytes may raise any exception
         raise BadPickle(f"the pickle is damaged ({type(error).__name__})") from None
 
 
@@ -124,7 +124,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined]
 
     def _call_with_names(self) -> None:
         if self.stack.pop().items:
-            raise BadPickle("the pickle makes an object from named arguments")
+            raise BadPickle("the pickle creates an object from named arguments")
         self._call()
 
     def _build(self) -> None:

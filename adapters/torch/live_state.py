@@ -1,7 +1,7 @@
-"""The live state of a run: checks of what the user passes, names of its parts, random states.
+"""The live state of a run: checks of the user's state, names of its parts, random states.
 
-Without the checks a missing part would show at the first rollback, which would combine old moments
-with new weights.
+Without the checks a missing part would stay unnoticed until the first rollback, which would combine
+old moments with new weights.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _NO_HYPERPARAMETERS = {
     *("params", "param_names", "initial_lr"),
     *("foreach", "fused", "capturable", "differentiable"),
 }
-"""Entries of a parameter group that do not change what is learnt."""
+"""Entries of a parameter group that do not affect training."""
 _COUNTED = {"last_epoch", "base_lrs"}
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
-"""What torch.compile, activation checkpointing and FSDP1 add to the path of a parameter."""
+"""Parts that torch.compile, activation checkpointing and FSDP1 add to a parameter's path."""
 
 _EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": scheduler}'
 
 
 def checked(state: Any) -> dict[str, Any]:
-    """A copy of the mapping; AttachError unless it can be healed and restored in place."""
+    """Copies the mapping. AttachError unless the state can be healed and restored in place."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise AttachError(
             f"the state maps names to what is saved, got {type(state).__name__}: {_EXAMPLE}"
@@ -62,7 +62,7 @@ def checked(state: Any) -> dict[str, Any]:
 
 
 def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
-    """The only GradScaler in the state and accelerate's wrappers, or None for none or several."""
+    """The only GradScaler in the state or in accelerate's wrappers, or None if not exactly one."""
     found = [v for v in state.values() if isinstance(v, torch.amp.GradScaler)]
     found += [s for v in state.values() if isinstance(v, Optimizer) and (s := scaler_of(v))]
     return found[0] if len({*map(id, found)}) == 1 else None
@@ -71,8 +71,8 @@ def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
 def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
     """The classes of optimizers and schedulers, then their hyperparameters as JSON values.
 
-    For example `optimizer` -> "AdamW" and `optimizer.lr` -> 0.001. `lr` is the rate that a
-    scheduler starts from. Groups that differ have a list of values.
+    For example `optimizer` -> "AdamW" and `optimizer.lr` -> 0.001. `lr` is the rate from which a
+    scheduler starts. If groups differ, the value is a list.
     """
     found: dict[str, Any] = dict(classes(state))
     for name, optimizer in optimizers(state).items():
@@ -88,7 +88,7 @@ def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in state.items():
         if is_scheduler(value):
             for key, each in getattr(value, "scheduler", value).state_dict().items():
-                # The rest are counters, and the rates that the optimizer has too.
+                # Excludes counters, and rates that the optimizer also has.
                 setting = None if key[0] == "_" or key in _COUNTED else json_setting(each)
                 if setting is not None:
                     found[f"{name}.{key}"] = setting
@@ -101,10 +101,10 @@ def _setting(value: Any) -> Any:
 
 
 def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """What has to be the same when the state is restored: name -> part -> class or place.
+    """Name -> part -> class or position, which must be equal when the state is restored.
 
-    An optimizer's `load_state_dict` assigns moments by the number of the parameter, without a check
-    of the parameter or the class. A scheduler's `load_state_dict` takes over every attribute.
+    An optimizer's `load_state_dict` assigns moments by the parameter's number, and checks neither
+    the parameter nor the class. A scheduler's `load_state_dict` overwrites every attribute.
     """
     found = {name: {name: kind} for name, kind in classes(state).items()}
     for name, optimizer in optimizers(state).items():
@@ -140,11 +140,11 @@ def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[
         prefix = f"{name}." if len(modules) > 1 else ""
         for path, p in module.named_parameters():
             known[id(p)] = prefix + _WRAPPERS.sub("", path)
-    return [known.get(id(p), "(not in the state any more)") for p in params]
+    return [known.get(id(p), "(no longer in the state)") for p in params]
 
 
 def is_scheduler(value: Any) -> bool:
-    """Whether it is a learning-rate scheduler, or accelerate's wrapper of a scheduler."""
+    """Whether `value` is a learning-rate scheduler, or accelerate's wrapper of a scheduler."""
     return isinstance(value, LRScheduler) or isinstance(
         getattr(value, "scheduler", None), LRScheduler
     )
@@ -173,10 +173,10 @@ class RngState:
 
 
 class TensorHyperparameters:
-    """Keeps the tensors of hyperparameters (`lr`, `betas`) through `load_state_dict`.
+    """Keeps the tensors of hyperparameters (`lr`, `betas`) across `load_state_dict`.
 
-    torch replaces them by new tensors, perhaps on the host. A captured graph does not read these,
-    and a capturable optimizer rejects them.
+    torch replaces them by new tensors, perhaps on the host. A captured graph does not read the new
+    tensors, and a capturable optimizer rejects them.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -218,14 +218,14 @@ def _check_restorable(name: str, value: Any) -> None:
         hint = "make it a list"
     raise AttachError(
         f'state["{name}"] is of type {kind}, which a rollback cannot restore in place: {hint}; '
-        "the state holds tensors, dictionaries and lists of them, and objects with state_dict() "
-        "and load_state_dict()"
+        "the state may hold tensors, dictionaries, lists, and objects with state_dict() and "
+        "load_state_dict()"
     )
 
 
 def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     if any(_is_opaque(value) for value in state.values()):
-        return  # it may hold them
+        return  # the value may hold the parameters
     present = {id(p) for value in state.values() for p in _tensors(value)}
     params = gradients.parameters(optimizer)
     missing = sum(id(p) not in present for p in params)
@@ -238,8 +238,8 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
     scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
     if scheduled and not any(is_scheduler(value) for value in state.values()):
         warnings.warn(
-            f'a learning-rate scheduler drives "{name}" and none is in the state: a rollback would '
-            f"not restore it; add it, as in {_EXAMPLE}",
+            f'a learning-rate scheduler drives "{name}" but is not in the state: a rollback would '
+            f"not restore the scheduler; add it, as in {_EXAMPLE}",
             UserWarning,
             stacklevel=4,
         )
@@ -254,7 +254,7 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether a value may hold parameters that are not known: a trainer, an EMA."""
+    """Whether a value may hold parameters that healcore cannot see: a trainer, an EMA."""
     known = (nn.Module, Optimizer, torch.amp.GradScaler)
     return hasattr(value, "state_dict") and not (isinstance(value, known) or is_scheduler(value))
 

@@ -1,4 +1,4 @@
-"""Detects mistakes of a training loop, each without a host sync in a correct loop."""
+"""Detects mistakes of a training loop, without a host sync in a correct loop."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from healcore.torch.healing import Healing
 
 HITS = 20
-"""Steps at the same highest norm after which the norm counts as a limit of other code."""
+"""Steps at one maximum norm after which this norm counts as another code's limit."""
 _SAME = 2e-4
-"""Relative difference: clipping rounds each gradient, and divides by the norm + 1e-6."""
+"""Relative tolerance of equal norms: clipping rounds gradients and divides by the norm + 1e-6."""
 _VALUES = 3
-"""Different norms needed among them: a constant gradient repeats one norm exactly."""
+"""Distinct norms required within the tolerance: a constant gradient repeats one norm exactly."""
 
 
 class NormCeiling:
     """Detects that other code clips the gradients before the policy sees them.
 
     `clip_grad_norm_(..., 1.0)`, or a trainer's own clipping, turns every larger norm into 1.0. The
-    policy would then see no spike, and no warning sign before a spike.
+    policy would then see neither a spike nor the growth before a spike.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class NormCeiling:
         self._said = False
 
     def add(self, norm: float) -> str | None:
-        """Takes one step's norm. Returns a warning at the step that makes it certain, else None."""
+        """Adds one step's norm. Returns a warning at the step that proves the limit, else None."""
         if self._said or not 0.0 < norm < math.inf:
             return None
         if norm > self._highest * (1 + _SAME):
@@ -55,8 +55,8 @@ class NormCeiling:
             return None
         self._said = True
         return (
-            f"the gradient norm was {self._highest:.4g} at {HITS} steps and never above: something "
-            "clips before the policy sees it, which hides spikes; remove clip_grad_norm_ from the "
+            f"the gradient norm was {self._highest:.4g} at {HITS} steps and never above: other "
+            "code clips before the policy, which hides spikes; remove clip_grad_norm_ from the "
             "loop, or the trainer's own clipping (max_grad_norm, gradient_clip_val, "
             "gradient_clipping), and set the limit in the policy: clip={'max_norm': ...}"
         )
@@ -78,22 +78,22 @@ class LateLoss:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing more to check."""
+        """Whether the check has ended."""
         return self._steps > 1 and self._hook is None
 
     def before_step(self, params: Sequence[Tensor], has_loss: bool) -> None:
         """Call it before a step is judged, with the parameters that have a gradient.
 
         Raises:
-            ObservedTooLateError: the loss of this step belongs to the step before.
+            ObservedTooLateError: the loss of this step belongs to the previous step.
         """
         if self._hook is not None:
             self.cancel()
             if not self._reached:
                 raise ObservedTooLateError(
-                    "the loss was observed after the step that it belongs to: its backward pass "
-                    "was over before, and every step would be judged by the loss of the step "
-                    "before; call observe(loss) before optimizer.step()"
+                    "the loss was observed after its own step: its backward pass had already run, "
+                    "and every step would be judged by the loss of the previous step; call "
+                    "observe(loss) before optimizer.step()"
                 )
         self._steps = math.inf if has_loss else self._steps + 1
         self._grad = None
@@ -112,7 +112,7 @@ class LateLoss:
             return
         p, grad, version = first
         if (p.grad is not None and p.grad is not grad) or grad._version != version:
-            return  # another backward pass has run since
+            return  # another backward pass has run since the first step
         if isinstance(loss, Tensor) and loss.requires_grad:
             self._hook = loss.register_hook(self._backward)
         else:
@@ -122,7 +122,7 @@ class LateLoss:
             )
 
     def cancel(self) -> None:
-        """Ends the check: the backward pass of the first loss was abandoned and comes again."""
+        """Ends the check, because the first loss's backward pass was abandoned and is repeated."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -132,9 +132,9 @@ class LateLoss:
 
 
 _UNCLEARED = 5
-"""Steps in a row that use the gradients of earlier steps too, before the mistake is reported."""
+"""Consecutive steps without cleared gradients after which the mistake is reported."""
 NOT_CLEARED = (
-    f"{_UNCLEARED} steps have used the gradients of all steps before them too: call "
+    f"{_UNCLEARED} steps have also used the gradients of all earlier steps: call "
     "optimizer.zero_grad() once for each step, after optimizer.step() or before the backward pass"
 )
 
@@ -142,9 +142,9 @@ NOT_CLEARED = (
 class ClearedGradients:
     """Detects a loop that never clears its gradients, by watching one parameter.
 
-    Every write to a tensor raises its version. If a backward pass finds the gradient of the last
-    step at the version that the last step left, nothing has cleared it. The first cleared gradient
-    ends the watch, so that a correct loop pays nothing from its second step on.
+    Every write to a tensor increments its version. If the gradient has one version after a step and
+    at the next backward pass, nothing has cleared it. The first cleared gradient ends the watch, so
+    a correct loop pays nothing from its second step on.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class ClearedGradients:
         self._steps = 0
 
     def before_step(self, optimizer: Optimizer) -> bool:
-        """Call it before each step. Returns True once, at the step that makes it certain."""
+        """Call it before each step. Returns True once, at the step that proves the mistake."""
         if self._is_closed:
             return False
         self._steps += self._reached
@@ -189,26 +189,26 @@ class ClearedGradients:
             self._param, self._hook = found, found.register_hook(hook)
 
     def _before_accumulation(self, _: Tensor) -> None:
-        """Runs when a backward pass is about to add to the gradient, which raises its version."""
+        """Runs before a backward pass adds to the gradient, which increments the version."""
         grad = None if self._param is None else self._param.grad
         if grad is None or grad is not self._grad or grad._version != self._version:
             self.close()
         elif self._steps == _UNCLEARED - 1 and not bool(grad.any().cpu().numpy()):
-            self.close()  # `grad.data.zero_()` raises no version; a sync, in a wrong loop only
+            self.close()  # `grad.data.zero_()` keeps the version; a sync in wrong loops only
         else:
             self._version += 1
             self._reached = True
 
 
 class UntrackedOptimizers:
-    """Warns of an optimizer that steps healed parameters and is not in the Healer's state.
+    """Warns about an optimizer that steps healed parameters but is not in the Healer's state.
 
-    After `optimizer = AdamW(...)` in the middle of a run nothing is judged or rolled back. No hook
-    on the old optimizer runs, only torch's global step hook, for every optimizer of the process.
+    After `optimizer = AdamW(...)` in the middle of a run no step is judged or rolled back. The old
+    optimizer's hooks no longer run, but torch's global step hook runs for every optimizer.
     """
 
     _MOST = 10
-    """Most warnings: a loop may make a new optimizer for every epoch."""
+    """Maximum number of warnings: a loop may create a new optimizer for every epoch."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class UntrackedOptimizers:
         if optimizer in self._checked:
             return
         if any(healing.in_step for healing in self._healings.values()):
-            return  # an optimizer of the state wraps it, or shards it
+            return  # an optimizer of the state wraps or shards this optimizer
         self._checked.add(optimizer)
         owners = self._owners(optimizer)
         if not owners or self._warnings == self._MOST:
@@ -247,7 +247,7 @@ class UntrackedOptimizers:
         self._warn(
             f"an optimizer ({type(optimizer).__name__}) that is not in the state trains parameters "
             f"of {owners}: its steps are neither judged nor healed, nor is it saved; put it in the "
-            "state, or change the param_groups of the one that is there instead of making a new one"
+            "state, or change the param_groups of the optimizer there instead of creating another"
         )
 
     def _owners(self, optimizer: Optimizer) -> str:

@@ -14,12 +14,12 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def checked(name: str, value: Any) -> Tensor | float:
-    """One number as a float, or a tensor's as a detached 0-d tensor of its device and dtype.
+    """Checks one number. Returns a float, or a detached 0-d tensor of its own device and dtype.
 
-    Reads nothing on the host. NaN is accepted.
+    No host sync. NaN is accepted.
 
     Raises:
-        SignalError: None, not a real number, or not one element.
+        SignalError: `value` is not a single real number.
     """
     if isinstance(value, Tensor):
         value = value.detach()
@@ -49,8 +49,8 @@ def checked(name: str, value: Any) -> Tensor | float:
 class LossMean:
     """Weighted mean of the losses since the last step, on the parameters' device, without a sync.
 
-    The sum has a fixed address, for CUDA graphs. It is no alias of a loss, because a loop may
-    change the loss in place after `observe` (``loss /= steps``).
+    The sum has a fixed address, for CUDA graphs. The sum never shares memory with a loss, because a
+    loop may change the loss in place after `observe` (``loss /= steps``).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,15 +62,15 @@ class LossMean:
         return self._count
 
     def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
-        """Adds one micro-batch's loss, already `checked`."""
+        """Adds one micro-batch's loss, which `checked` has returned."""
         if isinstance(loss, Tensor) and loss.is_cpu:
-            # As a number, because copying pageable host memory to an accelerator is a sync.
+            # Added as a number, because copying pageable memory to an accelerator is a sync.
             # NumPy lacks some dtypes of torch, and a conversion of the usual dtype costs time.
             loss = float((loss if loss.dtype is torch.float32 else loss.double()).numpy())
         if not isinstance(loss, Tensor):
             number = loss * weight
             if abs(number) > _LARGEST:
-                number *= math.inf  # `fill_` raises where every other cast gives infinity
+                number *= math.inf  # `fill_` would raise, but any other cast gives infinity
             if self._count:
                 self._total.add_(number)
             else:

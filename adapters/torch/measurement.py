@@ -20,27 +20,27 @@ from healcore.torch.losses import LossMean, checked
 from healcore.torch.ranks import StepRanks
 
 _SIDE_SIGNALS = {"eval_loss": math.nan, "update_norm": None}
-"""Signals that not every step has, with their value at such a step; None for an absent signal."""
+"""Optional signals -> default value, or None if the signal is absent by default."""
 
 
 class Measurement(NamedTuple):
     """The signals of one step, as tensors next to the parameters, not read on the host."""
 
     grad_norm: Tensor | None
-    """0-d float32: norm of this rank's gradients, global once reduced; None without a gradient."""
+    """0-d float32: norm of this rank's gradients, global once reduced; None without gradients."""
     loss: Tensor | None = None
     """0-d float32: mean over the micro-batches of this step."""
     group_norms: Tensor | None = None
-    """(n,) float32: norm of each parameter's gradient, or 0; this rank's, as above."""
+    """(n,) float32: norm of each parameter's gradient, or 0. Local or global like `grad_norm`."""
     squares: Tensor | None = None
-    """(1,) or with `group_norms` (1 + n,) float64: this rank's summands of the squared norms. None
-    if every rank has all gradients, and once reduced."""
+    """(1,) float64, or (1 + n,) with `group_norms`: this rank's terms of the squared norms. None
+    after the reduction, or if every rank has all gradients."""
     eval_loss: Tensor | None = None
     """0-d float32, NaN at a step without an evaluation."""
     update_norm: Tensor | None = None
     """0-d float32: norm of the previous update."""
     grad_divisor: Tensor | None = None
-    """0-d float32: a factor that the gradients still have (a GradScaler's scale)."""
+    """0-d float32: a GradScaler's scale, which the gradients still contain."""
     found_inf: Tensor | None = None
     """0-d float32: above 0 if a GradScaler has found an overflow and skips this step."""
     externally_skipped: Tensor | None = None
@@ -52,7 +52,7 @@ class Measurement(NamedTuple):
 
 
 def signals_of(measured: Measurement) -> Signals:
-    """The engine's input. Values may be tensors or NumPy's."""
+    """The engine's signals of a measurement, whose values are torch tensors or NumPy scalars."""
     norm, groups, skipped = measured.grad_norm, measured.group_norms, measured.externally_skipped
     assert norm is not None
     if measured.grad_divisor is not None:
@@ -77,7 +77,7 @@ class StepNorms(NamedTuple):
     params: Sequence[Tensor]
     """Parameters with a gradient."""
     norms: Sequence[Tensor]
-    """0-d float32 each: norm of this rank's part of the gradient, times `grad_divisor`."""
+    """0-d float32 each: norm of this rank's part of the gradient, not divided by `grad_divisor`."""
     grad_divisor: Tensor | None
     loss: Tensor | None = None
     """0-d float32: the loss that this rank has observed."""
@@ -104,9 +104,9 @@ class StepNorms(NamedTuple):
 
 
 class Measurer:
-    """Collects what the loop reports, and measures the gradients of one optimizer.
+    """Collects the signals that the loop reports, and measures the gradients of one optimizer.
 
-    All signals end up on `home`, the first parameter's device.
+    All measured signals are on `home`, the device of the first parameter.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Measurer:
         self.overflows = Overflows(home)
         self._side_signals: dict[str, Tensor | float] = {}
         self._known_rate: tuple[float | None, Tensor | None] = (None, None)
-        """The last learning rate that was a number, and a tensor with its value."""
+        """The last learning rate that was a Python number, and a tensor of this rate."""
 
     def add_loss(self, loss: Tensor | float, name: str = "loss", *, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss. SignalError, and no change, if it is not a number."""
@@ -195,7 +195,7 @@ class Measurer:
     def mark_overflow(self, measured: Measurement) -> Measurement:
         """Marks an overflow: externally skipped, or non-finite after too many in a row.
 
-        A step whose loss is not finite is non-finite too, because no scale makes it finite.
+        A step with a non-finite loss is non-finite too, because no scale makes the loss finite.
         """
         if measured.found_inf is None or measured.grad_norm is None:
             return measured
@@ -209,10 +209,10 @@ class Measurer:
         )
 
     def measure_dropped(self, groups: int, *, alone: bool) -> Measurement | None:
-        """A step that a GradScaler skipped without calling the optimizer, if it has to be judged.
+        """Measures a step that a GradScaler skipped without calling the optimizer.
 
-        Drops its losses. The step is judged by its loss only if this rank is `alone`, because other
-        ranks do not know the loss. A sync on an accelerator, as the GradScaler's own decision was.
+        None if there is no such step, or no need to judge it. Drops its losses. Uses its loss only
+        if the rank decides `alone`. A sync on an accelerator, like the GradScaler's own decision.
         """
         if not self.dropped.found():
             return None
@@ -245,7 +245,7 @@ class Measurer:
         self.seen.update(self._side_signals, ["loss"] if self.has_loss else [])
 
     def _side_signal(self, name: str) -> Tensor | None:
-        """A side signal as a tensor, if the policy reads it."""
+        """A side signal as a tensor, or None if it is absent or the policy does not read it."""
         value = self._side_signals.get(name, _SIDE_SIGNALS[name])
         if value is None or name not in self.engine.needs:
             return None
@@ -254,7 +254,7 @@ class Measurer:
         return torch.full((), value, dtype=torch.float32, device=self.home)
 
     def _learning_rate(self) -> Tensor | None:
-        """The largest rate of any group, if the policy may limit it; 0-d float32."""
+        """The largest rate of any group, 0-d float32, or None if the policy cannot limit it."""
         if not self.engine.limits_lr:
             return None
         groups = self._optimizer.param_groups
@@ -279,7 +279,7 @@ class Measurer:
 def _may_be_state_init(optimizer: Optimizer) -> bool:
     """Whether this may be the step by which torch.distributed.checkpoint creates optimizer state.
 
-    It steps a fresh optimizer at learning rate 0 with zero gradients, which `signals_of` checks.
+    DCP steps a fresh optimizer at learning rate 0 with zero gradients, which `signals_of` checks.
     """
     if optimizer.state:
         return False
@@ -298,7 +298,7 @@ def _may_be_state_init(optimizer: Optimizer) -> bool:
 
 
 def read(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """0-d and 1-d float32 tensors as scalars and arrays of NumPy. One sync, on a CPU no sync."""
+    """Converts 0-d and 1-d float32 tensors to NumPy. One sync on an accelerator, none on a CPU."""
     if all(t is None or t.is_cpu for t in tensors):
         # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
         return [None if t is None else t.numpy()[()].copy() for t in tensors]
@@ -315,9 +315,9 @@ def read_in_one_copy(tensors: Sequence[Tensor | None]) -> list[Any]:
 
 
 class AsyncCopy:
-    """A tensor whose copy to the host is under way on CUDA, so that it may be overwritten.
+    """An asynchronous copy of a CUDA tensor to the host; the tensor may be overwritten at once.
 
-    On other devices the tensor is copied when it is read.
+    On other devices `read` reads the tensor itself.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -340,7 +340,7 @@ class AsyncCopy:
 
 
 def _copied_to_pinned(tensor: Tensor) -> Tensor:
-    """Pinned host memory with a CUDA tensor's values, once its copy has arrived."""
+    """Starts a copy of a CUDA tensor to pinned host memory. Returns the host tensor."""
     if torch.cuda.is_current_stream_capturing():
         raise AttachError(
             "optimizer.step() is being captured in a CUDA graph, whose replays run no hooks: the "

@@ -1,11 +1,11 @@
-"""The array namespace that the core runs on under torch, and the torch backend of the replay.
+"""The array namespace of the core in torch, and the torch backend of the replay.
 
     xp = namespace.on(device)
     state, decision = engine.step(state, signals, xp=xp)
 
-Every function is one or two torch calls (an eager step has hundreds, so a microsecond counts) and
-traces under ``torch.compile(fullgraph=True)``. Rejected: array-api-compat, which breaks the graph
-in Dynamo (measured) and keeps torch's inexact `sqrt`.
+Every function makes one or two torch calls, because an eager step calls hundreds of functions. All
+trace under ``torch.compile(fullgraph=True)``. Rejected: array-api-compat, which breaks the graph in
+Dynamo (measured) and keeps torch's inexact `sqrt`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from healcore.plugins.rows import DecisionColumns, NumpyRowRunner, judge_row, ro
 def _sqrt(x: Tensor) -> Tensor:
     """Square root, correctly rounded in float32 as in NumPy and XLA.
 
-    Through float64: with 53 bits, more than 2 * 24 + 2, rounding twice is rounding once. On a CPU
-    `torch.sqrt` in float32 (MKL's VML) is one ulp off in 17 % of cases.
+    Computed in float64: its 53 bits exceed 2 * 24 + 2, so rounding twice equals rounding once. On a
+    CPU `torch.sqrt` in float32 (MKL's VML) differs by one ulp in 17 % of cases.
     """
     if x.dtype == torch.float32 and x.device.type != "mps":  # MPS has no float64
         return torch.sqrt(x.to(torch.float64)).to(torch.float32)
@@ -37,9 +37,9 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 class Namespace:
-    """Array functions whose new arrays are made on one device.
+    """Array functions that create arrays on one device.
 
-    `where` takes Python numbers: torch fills them in on the condition's device. The core's only
+    `where` accepts Python numbers, which torch fills in on the condition's device. The core's only
     table is copied to the device once, because a CUDA graph cannot capture a copy from the host.
     """
 
@@ -53,12 +53,12 @@ class Namespace:
 
     @staticmethod
     def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x` in another dtype."""
+        """`x` converted to `dtype`."""
         return x.to(dtype)
 
     @staticmethod
     def sum(x: Tensor, axis: int = -1) -> Tensor:
-        """Sum along one axis. Integers and booleans add up in int64, as in NumPy."""
+        """Sum along one axis. Integers and booleans are summed in int64, as in NumPy."""
         return torch.sum(x, dim=axis)
 
     @staticmethod
@@ -86,9 +86,9 @@ def on(device: torch.device | str) -> Any:
 
 
 class TorchRowRunner(NumpyRowRunner):
-    """Implements `RowRunner` of `healcore replay`, eagerly on the CPU, to compare backends.
+    """Implements `RowRunner` of `healcore replay`, eagerly on the CPU.
 
-    For speed there is JAX. Rejected: `torch.compile`, which needs a C++ compiler and half a minute.
+    It checks other backends. Rejected: `torch.compile`, which needs a compiler and half a minute.
     """
 
     def start(self) -> EngineState:

@@ -1,4 +1,4 @@
-"""torch's own values as JSON, for `healcore.runtime.json_codec` and for checkpoints.
+"""Encodes torch's own values as JSON, for `healcore.runtime.json_codec` and for checkpoints.
 
 Names from a file are looked up in tables, never with `getattr`.
 """
@@ -20,7 +20,7 @@ DTYPES = {
 
 
 def node_of(value: Any) -> dict[str, Any] | None:
-    """A value as JSON, or None if it has no such form. Tensors are restored on the CPU."""
+    """Encodes a dtype, device, size or dense tensor; None for other values. Ignores the device."""
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -43,7 +43,7 @@ def node_of(value: Any) -> dict[str, Any] | None:
 
 
 def value_of(content: dict[str, Any]) -> Any:
-    """The value that `node_of` has written. Any exception means other content."""
+    """Decodes a value of `node_of`, on the CPU. Malformed content may raise any exception."""
     if "device" in content:
         return torch.device(content["device"])
     if "size" in content:

@@ -1,4 +1,4 @@
-"""What torch provides to healcore (`healcore.adapter_registry`); each part is imported on use."""
+"""Registers the torch adapter in `healcore.adapter_registry`; each part is imported on use."""
 
 from __future__ import annotations
 

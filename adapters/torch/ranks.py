@@ -1,8 +1,8 @@
-"""`StepRanks`: the ranks that take each step together, and which of them hold the same parameters.
+"""`StepRanks`: the ranks that take each step together, and how many of them hold each parameter.
 
-Both follow from the parameters: a DTensor names its device mesh and its placements, and a plain
-tensor counts as a copy, as under DistributedDataParallel. The user passes what the parameters
-cannot show: the group of a run that shares its program with another run, and pipeline stages.
+Both follow from the parameters: a DTensor has a device mesh and placements, and a plain tensor
+counts as a replica, as under DistributedDataParallel. The user passes what the parameters cannot
+show: the group of a run that shares its program with another run, and pipeline stages.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class StepRanks:
             "auto", for the ranks of the meshes of `params`, or for plain parameters the default
             group once it is initialized.
         pp_mesh: 1-D mesh of pipeline stages, which have different parameters. By default the
-            dimension "pp" of the mesh that the parameters' meshes are parts of.
+            dimension "pp" of the root mesh of the parameters' meshes.
 
     Raises:
-        AttachError: the parameters do not show the group, or do not fit the given group.
+        AttachError: the group does not follow from the parameters, or does not fit them.
     """
 
     def __init__(self, params: Sequence[Tensor], group: Any = "auto", pp_mesh: Any = None) -> None:
@@ -43,7 +43,7 @@ class StepRanks:
             raise AttachError(
                 "process_group is a torch.distributed process group, a DeviceMesh, 'auto' or None, "
                 f"got {type(group).__name__}: leave it out for the ranks of the parameters, or "
-                "pass None where every rank has the same loss and the same gradients anyway"
+                "pass None if every rank has the same loss and the same gradients"
             )
         self._params: Sequence[Tensor] = params
         self._pp_mesh = pp_mesh
@@ -78,9 +78,9 @@ class StepRanks:
         return self.world == 1 or dist.get_rank(self.group) == 0
 
     def squares(self, norms: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """This rank's summands of the squared norm of each of `params`, (n,) float64.
+        """This rank's terms of the squared norms of `params`, (n,) float64, to sum over the ranks.
 
-        `norms` are the norms of its parts, (n,) float32. Parts that several ranks hold count once.
+        `norms` are norms of this rank's parts, (n,) float32. A part on several ranks counts once.
         """
         ids = [*map(id, params)]
         if ids != self._weighed[0]:
@@ -89,9 +89,9 @@ class StepRanks:
         return norms.to(torch.float64).square() * self._weighed[1]
 
     def fingerprint(self) -> int:
-        """16 bits of the parameters' number and shapes, equal on ranks that hold copies.
+        """A 16-bit checksum of the parameters' number and shapes, equal on ranks with replicas.
 
-        0 where the shapes may differ between ranks: pipeline stages, and the shards of FSDP1.
+        0 if the shapes may differ between ranks: pipeline stages, and the shards of FSDP1.
         """
         if self.stages > 1 or any(getattr(p, "_fsdp_flattened", False) for p in self._params):
             return 0
@@ -113,7 +113,7 @@ class StepRanks:
         stages = self._pipeline()
         if stages is not None and not set(_ranks_of(stages)) <= set(self.members):
             raise AttachError(
-                f"pp_mesh has ranks {_ranks_of(stages)}, and the ranks that step together are "
+                f"pp_mesh has ranks {_ranks_of(stages)}, but the ranks that step together are "
                 f"{self.members}: pass the group of all stages as process_group, or leave it out"
             )
         self.stages = 1 if stages is None else stages.size()
@@ -137,7 +137,7 @@ class StepRanks:
         return None
 
     def _copies(self, param: Tensor) -> int:
-        """How many of the ranks hold the same part of a parameter."""
+        """Number of ranks that hold the same part of a parameter."""
         mesh = _mesh(param)
         if mesh is None:
             return max(1, len(self.members) // self.stages)
@@ -148,18 +148,18 @@ class StepRanks:
             if same == len(ranks):
                 return 1
             raise AttachError(
-                f"process_group=None, and a parameter is spread over ranks {ranks}: each has only "
-                "a part of the gradients, whose norm needs the others; leave process_group out"
+                f"process_group=None, but a parameter is spread over ranks {ranks}: each rank has "
+                "a part of the gradients, and the norm needs all parts; leave process_group out"
             )
         if not set(ranks) <= set(self.members):
             raise AttachError(
-                f"a parameter is spread over ranks {ranks}, and the ranks that step together are "
-                f"{self.members}: pass a process_group that has all of them, or leave it out"
+                f"a parameter is spread over ranks {ranks}, but the ranks that step together are "
+                f"{self.members}: pass a process_group of all these ranks, or leave it out"
             )
         if len(self.members) % (self.stages * len(ranks)):
             raise AttachError(
-                f"a parameter is spread over the {len(ranks)} ranks {ranks}, which is no even part "
-                f"of the {len(self.members)} that step together in {self.stages} stage(s): pass "
+                f"a parameter is spread over the {len(ranks)} ranks {ranks}, which do not divide "
+                f"the {len(self.members)} ranks of a step in {self.stages} stage(s) evenly: pass "
                 "the process_group that trains this parameter"
             )
         return same * (len(self.members) // self.stages // len(ranks))
@@ -176,14 +176,14 @@ def _group_of(params: Sequence[Tensor]) -> Any:
         if not set(ranks) <= set(largest):
             raise AttachError(
                 f"parameters are on unrelated meshes, of ranks {[*largest]} and of {[*ranks]}, "
-                "which do not show who steps together: pass process_group=, a group or a mesh of "
-                "all ranks that do, or build both meshes as parts of one"
+                "which do not show the ranks that step together: pass process_group=, a group or a "
+                "mesh of these ranks, or build both meshes from one root mesh"
             )
     return dist.group.WORLD if len(largest) == everyone else _group_of_mesh(found[largest])
 
 
 def _group_of_mesh(mesh: Any) -> Any:
-    """The process group of all ranks of a mesh, perhaps a new group. All of its ranks call it."""
+    """The process group of a mesh's ranks, perhaps a new group. All of these ranks must call it."""
     ranks = sorted(_ranks_of(mesh))
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -193,7 +193,7 @@ def _group_of_mesh(mesh: Any) -> Any:
 
 
 def _meshes(params: Iterable[Tensor]) -> list[Any]:
-    """The different meshes of these parameters, in order."""
+    """The distinct meshes of these parameters, in order."""
     return [*dict.fromkeys(mesh for mesh in map(_mesh, params) if mesh is not None)]
 
 
@@ -202,7 +202,7 @@ def _mesh(param: Tensor) -> Any:
 
 
 def _root(mesh: Any) -> Any:
-    """The mesh that this mesh is a part of, or the mesh itself."""
+    """The root mesh of a mesh, which may be the mesh itself."""
     of_mesh = getattr(mesh, "_get_root_mesh", None)
     if of_mesh is not None:
         return of_mesh()

@@ -1,12 +1,12 @@
 """`SignalAllReduce`: the ranks of one run judge the same signals.
 
-DistributedDataParallel reduces gradients and leaves the loss local: after a loss spike on one rank
-only that rank would skip. Sharded gradients differ between ranks. So all signals of a step go
-through one `all_reduce` first, of eight float64:
+DistributedDataParallel reduces gradients but not losses: after a loss spike on one rank only that
+rank would skip. Sharded gradients differ between ranks. So before a step is judged, one
+`all_reduce` of eight float64 reduces its signals:
 
     loss, update norm, eval loss    sums over the ranks that have them
     overflows, eval losses, votes   counts, packed in one number
-    decision, its square            16 bits of the last step's decision, to find ranks that differ
+    decision, its square            16 bits of the last step's decision, to detect differing ranks
     squared gradient norm           the sum is the squared global norm, or ranks times it
     losses, update norms, gradients counts, packed in one number
 
@@ -37,7 +37,7 @@ _MOST = 1 << 17
 class SignalAllReduce:
     """Reduces the signals of a step over `ranks`, on the device `home`.
 
-    In float64, so that a value that is the same on all ranks stays the same float32.
+    In float64, so that the mean of equal float32 values is exactly that value.
     """
 
     def __init__(self, ranks: StepRanks, home: torch.device) -> None:
@@ -45,13 +45,13 @@ class SignalAllReduce:
         self._home = home
         self._zero = torch.zeros((), dtype=torch.float32, device=home)
         self._counts: dict[int, Tensor] = {}
-        """The packed count of losses, update norms and gradients -> the same on the device."""
+        """Packed counts of losses, update norms and gradients -> the number as a tensor."""
         self._scales = torch.tensor([1, _MOST, _MOST**2], dtype=torch.float64).to(home)
         self._differs: tuple[AsyncCopy, str] | None = None
         self.requests_vote = False
-        """Whether this rank asks all ranks for a vote, at every step until it is False again."""
+        """Whether this rank asks all ranks for a vote, at each step while it is True."""
         self.last_marks: AsyncCopy | None = None
-        """(3,) float64 of the last step: the number with the votes, and what `differs` reads."""
+        """(3,) float64 of the last step: packed votes, bits of the decision, and their square."""
 
     @property
     def world(self) -> int:
@@ -66,7 +66,7 @@ class SignalAllReduce:
 
         Raises:
             RanksDisagreeError: the ranks' decisions of the last step differ, or at the first step
-                their parameters. On an accelerator it is raised some steps later, once the marks
+                their parameters. On an accelerator it is raised some steps later, when the marks
                 can be read without waiting.
         """
         if self._differs is not None and self._differs[0].has_arrived():
@@ -107,7 +107,7 @@ class SignalAllReduce:
         )
 
     def norm_of(self, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
-        """The global norm of one tensor for each of `params`; all ranks call it, or no rank."""
+        """The global norm of `tensors`, one for each of `params`. Every rank has to call it."""
         each = gradients.norm_vector(gradients.norms(tensors), self._home)
         norm = torch.linalg.vector_norm(each)
         if self.world == 1:
@@ -119,14 +119,14 @@ class SignalAllReduce:
         return (total / count.clamp(min=1)).sqrt().to(torch.float32)
 
     def _packed(self, measured: Measurement, last: Decision | None) -> Tensor:
-        """This rank's summands: (8,) float64, with `group_norms` (8 + n,)."""
+        """This rank's terms of the sums: (8,) float64, or (8 + n,) with `group_norms`."""
         zero = self._zero
         loss, update = (zero if x is None else x for x in (measured.loss, measured.update_norm))
         flags = zero if measured.found_inf is None else (measured.found_inf > 0).to(torch.float32)
         evals = measured.eval_loss
         if evals is None:
             evals = zero
-        else:  # NaN stands for a step without an evaluation
+        else:  # NaN means that the step has no evaluation
             has_one = ~torch.isnan(evals)
             flags = flags + _MOST * has_one
             evals = torch.where(has_one, evals, zero)
@@ -150,7 +150,7 @@ class SignalAllReduce:
         return torch.cat([head, mark, squares[:1], self._counts[counts], squares[1:]])
 
     def _mark(self, last: Decision | None) -> Tensor:
-        """(2,) float64: 16 bits of a decision, or at first of the parameters, and their square."""
+        """(2,) float64: 16 bits of the last decision, or first of the parameters; their square."""
         if last is None:
             bits = torch.full_like(self._zero, self.ranks.fingerprint(), dtype=torch.float64)
         else:
@@ -179,17 +179,17 @@ def _why(last: Decision | None) -> str:
         return (
             "at the first step the ranks have parameters of different shapes, or only some of them "
             "have loaded a state: pass pp_mesh=mesh['pp'] for the stages of a pipeline, and "
-            "process_group= for ranks that train another model; load_state_dict() is for every rank"
+            "process_group= for ranks that train another model; call load_state_dict() on all ranks"
         )
     return (
-        "the ranks decided differently at the step before, so that their parameters differ: "
-        "attach with one policy, and call expect_change(), load_state_dict() and on_rollback() on "
-        "every rank before the same step; roll back to a checkpoint"
+        "the ranks decided differently at the previous step, so their parameters differ: roll back "
+        "to a checkpoint, attach with one policy, and call expect_change(), load_state_dict() and "
+        "on_rollback() on every rank before the same step"
     )
 
 
 def requests_vote(marks: AsyncCopy | None) -> bool:
-    """Whether any rank asked for a vote, by the `last_marks` of a step; waits for the copy."""
+    """Whether any rank asked for a vote at the step with these `last_marks`. Waits for the copy."""
     return marks is not None and bool(marks.read()[0] >= _MOST**2)
 
 

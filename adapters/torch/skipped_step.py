@@ -1,11 +1,11 @@
-"""Skips a step exactly where it is not enough to hide the gradients.
+"""Skips a step exactly in the two cases in which it is not enough to hide the gradients.
 
-Without gradients the step of a torch optimizer is an exact no-op. Two cases need more:
+Without gradients the step of one of torch's own optimizers is an exact no-op. The two cases are:
 
 - A third-party optimizer may count its steps, average the weights, draw random numbers, or raise
   without gradients. None of this can be undone, so its `step()` is not run (`StepSkipper`).
-- A step with a closure is judged after the first evaluation, when some optimizers have made changes
-  already. `ClosureUndo` undoes the changes.
+- A step with a closure is judged after the first evaluation. Some optimizers have already made
+  changes by this point. `ClosureUndo` undoes the changes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.optim import LBFGS, Optimizer
 from healcore.torch import gradients
 
 _NAME = "_healcore_step"
-"""Attribute of an optimizer with its `StepSkipper`, only during a step that may be skipped."""
+"""Attribute that holds an optimizer's `StepSkipper` during a step that may be skipped."""
 
 
 class StepSkipped(BaseException):
-    """Ends a `step()` from its closure. No Exception, because optimizers may catch Exceptions."""
+    """Ends a `step()` from its closure. A BaseException: optimizers may catch Exceptions."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
@@ -36,9 +36,9 @@ class StepSkipper:
     """Controls whether the `step()` of one third-party optimizer runs.
 
     A hook cannot prevent `step()`. But torch wraps the `step` of each class once, and keeps the
-    wrapped function in a closure cell. The cell gets a function that checks for a skip first.
-    Rejected: a `step` attribute on the instance, as LR schedulers set. Code that has stored
-    `optimizer.step` before `attach` bypasses it: a scheduler, accelerate's wrapper.
+    wrapped function in a closure cell. `_checks_for_skips` puts a function into the cell that
+    checks for a skip first. Rejected: a `step` attribute on the instance, as LR schedulers set. A
+    scheduler or accelerate's wrapper that stored `optimizer.step` before `attach` bypasses it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -63,13 +63,13 @@ class StepSkipper:
         return self._skipped and self._running
 
     def reset(self) -> None:
-        """Call it after the step; does nothing without one."""
+        """Call it after the step. Does nothing if there was no step."""
         if self.can_skip:
             self._skipped = False
             vars(self._optimizer).pop(_NAME, None)
 
     def run(self, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs `step()` unless it is skipped. The optimizer's class calls this instead."""
+        """Runs `body`, the class's original `step`, unless the step is skipped."""
         if self._skipped:
             return None
         self._running = True
@@ -82,7 +82,7 @@ class StepSkipper:
 
 
 def is_third_party(optimizer: Optimizer) -> bool:
-    """Whether `step()` is not torch's: it may act without gradients too."""
+    """Whether `step()` is defined outside of torch.optim, so that it may act without gradients."""
     return not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
 
 
@@ -99,7 +99,7 @@ def _checks_for_skips(kind: type[Optimizer]) -> bool:
     @functools.wraps(body)
     def step(*args: Any, **kwargs: Any) -> Any:
         skipper = getattr(args[0], _NAME, None)
-        # A subclass that calls super().step() runs this twice: the outer call decides.
+        # If a subclass calls super().step(), this runs twice: the outer call decides.
         if skipper is None or type(args[0]).step is not wrapper:
             return body(*args, **kwargs)
         return skipper.run(body, args, kwargs)
@@ -120,17 +120,17 @@ def _cell(wrapper: Any) -> CellType | None:
 class ClosureUndo:
     """Restores one optimizer after a skipped step with a closure.
 
-    torch's optimizers do nothing before the first evaluation, and evaluate once. The exception is
-    L-BFGS, which moves and evaluates again, up to twenty times. Third-party optimizers may move
-    before the first evaluation (SAM, schedule-free methods), or count in `param_groups` or
-    attributes. Moved parameters need a copy. It is made for L-BFGS, and for a third-party optimizer
-    that always needs a closure or has moved before an evaluation in an earlier step.
+    torch's optimizers change nothing before the first evaluation, and evaluate once. The exception
+    is L-BFGS, which moves the parameters and evaluates again, up to twenty times. Third-party
+    optimizers may move the parameters before the first evaluation (SAM, schedule-free methods), or
+    count in `param_groups` or attributes. Parameters are copied for L-BFGS, and for a third-party
+    optimizer that requires a closure or has moved the parameters too early in an earlier step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.reevaluates = isinstance(optimizer, LBFGS)
-        """Whether this optimizer evaluates its closure again after it has moved."""
+        """Whether this optimizer moves the parameters and evaluates its closure again."""
         self._third_party = is_third_party(optimizer)
         self._copies = self.reevaluates or (self._third_party and _needs_closure(optimizer))
         self._first = True
@@ -151,22 +151,22 @@ class ClosureUndo:
         self._moved = False
         if self._third_party:
             self._versions = self._sum_of_versions()
-            # Both may hold counters.
+            # Attributes and groups may hold counters.
             dicts = [vars(self._optimizer), *self._optimizer.param_groups]
             self._before = [(each, dict(each)) for each in dicts]
-        # Whether an optimizer moves first is not known before its first step. A fresh optimizer
-        # has not allocated its moments yet, so there is memory for a copy. A restored one has.
+        # At the first step it is unknown whether the optimizer moves before it evaluates. A fresh
+        # optimizer has not allocated its moments yet, which leaves memory for a copy.
         if self._copies or (self._third_party and self._first and not self._optimizer.state):
             params = gradients.parameters(self._optimizer)
             self._params = [(p, p.detach().clone()) for p in params]
-            # L-BFGS keeps a hundred old directions in lists, and never writes into them.
+            # L-BFGS keeps a hundred old directions in lists, and never overwrites a direction.
             self._state = {
                 p: _copied(s, deep=self._third_party) for p, s in self._optimizer.state.items()
             }
         self._first = False
 
     def before_evaluation(self) -> None:
-        """Call it before each evaluation. Records what the step changed before the first one."""
+        """Call it before each evaluation. Records changes that precede the first evaluation."""
         if not self._third_party:
             return
         if self._sum_of_versions() != self._versions:
@@ -178,7 +178,7 @@ class ClosureUndo:
         self._before = []
 
     def restore(self) -> None:
-        """Restores what was recorded. Does nothing for a step without a closure."""
+        """Restores the recorded values. Does nothing for a step without a closure."""
         for values, name, existed, value in self._changed:
             if existed:
                 values[name] = value
@@ -206,7 +206,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _copied(value: Any, *, deep: bool) -> Any:
-    """A copy of dictionaries, tensors and lists; with `deep` also of the elements of lists."""
+    """Copies dictionaries, tensors and lists; with `deep` also the elements of lists."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

@@ -34,17 +34,17 @@ _OPTIMIZER_FILE = os.path.join("torch", "optim", "optimizer.py")
 class StepHooks:
     """The two step hooks of one optimizer.
 
-    Between two steps nothing else of healcore is on the optimizer: learning rates, gradients,
-    `grad_scale` and `found_inf` are restored after each step.
+    They change learning rates, gradients, `grad_scale` and `found_inf` for one step, and restore
+    them after it.
 
     Attributes:
         handles: handles of the hooks; empty after `detach`.
         last_norms: gradient norms of the last judged step.
-        on_judged: called at every judged step, before the optimizer updates.
-        on_ended: called after each judged step with whether the policy or a GradScaler skipped the
-            step: a bool, or a 0-d float32 of exactly 0 or 1. In observe mode always False.
+        on_judged: called at every judged step, before the optimizer's update.
+        on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
+            float32 of exactly 0 or 1. In observe mode always False.
         on_problem: called with a line about a likely mistake of the loop.
-        grows: whether per-tensor clipping begins a history for added parameters, instead of raising
+        grows: whether per-tensor clipping starts a history for added parameters, instead of raising
             `ParametersChangedError`.
     """
 
@@ -72,7 +72,7 @@ class StepHooks:
         self._changes = False
         self._order: HostOrder | None = None
         self._skipped: bool | Tensor | None = None
-        # L-BFGS keeps what it has read of its state before the closure.
+        # L-BFGS reads its state before the closure, so a reset would not take effect.
         self._resets_moments = (
             self._engine.resets_moments
             and not moments_obstacle(optimizer)
@@ -80,8 +80,8 @@ class StepHooks:
         )
         self._cuts = CutsOnDevice()
         self._resets_next = False
-        """Whether the next step that is not skipped begins with new moments. Not the step of the
-        cut: its gradient is damaged."""
+        """Whether the next step that is not skipped resets the moments. The step that cuts the
+        learning rate does not reset them, because its gradient is damaged."""
         self.incident_log = IncidentLog(
             type(optimizer).__name__, self._engine, enforcer.learning_rate
         )
@@ -94,8 +94,8 @@ class StepHooks:
         self.on_problem: Callable[[str], object] = self.incident_log.problem
         self.grows = False
 
-        # Dynamo drops what an ordinary hook writes to the optimizer. With a disabled hook it breaks
-        # the graph, and guards on the attributes as they are then.
+        # Dynamo drops an ordinary hook's writes to the optimizer. At a disabled hook it breaks the
+        # graph, and then guards on the attributes that the hook has written.
         self.before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(self._after)
         self.handles = [
@@ -114,12 +114,12 @@ class StepHooks:
         self._report(StepNorms([], [], None))
 
     def on_state_loaded(self) -> None:
-        """Call it when the engine's state was replaced."""
+        """Call it after the engine's state is replaced."""
         self.measurer.clear()
         self.incident_log.answered()
         self._cuts, self._resets_next = CutsOnDevice(), False
         if self._undo.reevaluates and self._engine.mode != "observe":
-            # L-BFGS uses the multiplier of the step before, see `_before`.
+            # L-BFGS uses the multiplier of the previous step, see `_before`.
             scale = float(self.live_engine.state.lr.scale)
             self._order = HostOrder(skip=False, grad_scale=1.0, lr_scale=scale, group_scale=None)
 
@@ -160,7 +160,7 @@ class StepHooks:
         self.enforcer.step_skipper.watch()
         self._undo.record()
         if self._undo.reevaluates and last is not None and last.lr_scale != 1.0:
-            # L-BFGS reads its learning rate before its closure, so it gets the last multiplier.
+            # L-BFGS reads its rate before its closure, so it gets the previous multiplier.
             self.enforcer.scale_lr(last.lr_scale)
         wrapped = torch.compiler.disable(self._wrapped(closure))
         if len(args) > 1:
@@ -209,7 +209,7 @@ class StepHooks:
 
     @torch.no_grad()
     def _check_again(self) -> None:
-        """Clips a later evaluation of a step by the same factor, or skips it if not finite."""
+        """Clips a step's later evaluation by the same factor; skips the step if not finite."""
         order = self._order
         if order is None:
             return
@@ -239,9 +239,9 @@ class StepHooks:
         if self._engine.per_tensor and len(everything) != self._groups:
             raise ParametersChangedError(
                 f"the optimizer had {self._groups} parameters at attach, now {len(everything)}, "
-                "and this policy clips each by its own history: detach() and attach again"
+                "and this policy has a clipping history for each: detach() and attach again"
             )
-        if self._update_norm is not None:  # the last step's, as in JAX
+        if self._update_norm is not None:  # of the previous update, as in JAX
             if "update_norm" in self._engine.needs:
                 self.measurer.add_side_signal("update_norm", self._update_norm)
             self._update_norm = None
@@ -255,15 +255,15 @@ class StepHooks:
             self.late_loss.before_step(params, measured.loss is not None)
         own_loss = None
         if has_ranks:
-            if state_init:  # perhaps on one rank only: an all_reduce would never return
+            if state_init:  # perhaps on this rank only: an all_reduce would never return
                 return
             if measured.loss is not None:
-                own_loss = measured.loss.clone()  # the next loss is written in place
+                own_loss = measured.loss.clone()  # the next loss overwrites it
             measured = self.all_reduce.reduce(measured, self.live_engine.decision)
         if measured.grad_norm is None:
             return
         measured = self.measurer.mark_overflow(measured)
-        self._changes = True  # until here a collective may have raised, with nothing changed
+        self._changes = True  # a collective that raised before this line changed nothing
         order = self.live_engine.step(measured)
         self._skipped = False
         if self._resets_next and not (isinstance(order, HostOrder) and order.skip):
@@ -291,11 +291,11 @@ class StepHooks:
         self._report(self.last_norms)
 
     def limited(self, order: HostOrder, measured: Measurement) -> HostOrder:
-        """The order, with a trainer's own limit enforced too where a subclass knows one."""
+        """Returns the order. Subclasses for trainers also apply the trainer's own limit."""
         return order
 
     def _report(self, norms: StepNorms) -> None:
-        """Reports a judged step to the Healer, or without one to the log."""
+        """Reports a judged step to the Healer, or to the log if there is no Healer."""
         if self.on_judged is not None:
             self.on_judged(norms)
         else:
@@ -304,9 +304,9 @@ class StepHooks:
 
 
 def _are_zero(norms: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Whether all gradients are 0, of DTensors on all ranks: one rank may have no elements.
+    """Whether all gradients are 0, for DTensors on all ranks: this rank may have no elements.
 
-    A sync, only for a fresh optimizer with learning rate 0.
+    A sync, but called only for a fresh optimizer with learning rate 0.
     """
     return all(not norm.cpu().numpy() for norm in gradients.whole_norms(norms, params))
 
@@ -315,7 +315,7 @@ class OpenStep:
     """Distinguishes a nested step from the next step, by the frame of the running `step()`.
 
     `super().step()` in a subclass fires the hooks twice; a step that raises fires no post-hook. A
-    depth counter would take every step after an exception for a nested step, and healing would end
+    depth counter would count every step after an exception as nested, and healing would end
     silently.
     """
 
@@ -330,7 +330,7 @@ class OpenStep:
         return self.frame is not None
 
     def enter(self) -> bool:
-        """Call it from the pre-hook. False for a step nested in the running one."""
+        """Call it from the pre-hook. Returns False for a nested step."""
         if self.frame is not None and self._on_stack(self.frame):
             self._nested += 1
             return False
@@ -339,7 +339,7 @@ class OpenStep:
         return True
 
     def leave(self) -> bool:
-        """Call it from the post-hook. False for a nested step."""
+        """Call it from the post-hook. Returns False for a nested step."""
         if self._nested:
             self._nested -= 1
             return False
@@ -347,11 +347,11 @@ class OpenStep:
         return True
 
     def unwind(self) -> None:
-        """Call it before an exception that ends nested steps inside the outermost step."""
+        """Call it before an exception that ends the nested steps without their post-hooks."""
         self._nested = 0
 
     def clear(self) -> None:
-        """Drops the frame, whose locals it keeps alive."""
+        """Drops the frame, which keeps its locals alive."""
         self.frame, self._nested = None, 0
 
     @staticmethod

@@ -86,7 +86,7 @@ def enter(rank: int, exchange: int) -> None:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "setns")
     os.environ["GLOO_SOCKET_IFNAME"] = f"link{rank}"
-    gloo.SHORTEST = timedelta(seconds=exchange)
+    gloo.MIN_TIMEOUT = timedelta(seconds=exchange)
 
 
 def cut() -> None:

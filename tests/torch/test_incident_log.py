@@ -119,7 +119,7 @@ def test_an_order_is_answered_and_not_only_read(where: Where, lines: Lines, answ
             loop.heal.load_state_dict(loop.heal.state_dict())
         elif answer == "decision":
             assert loop.heal.decision is not None
-    stops = logged(lines, "STOP", "the loop trains on")
+    stops = logged(lines, "STOP", "the loop continues to train")
     assert bool(stops) == (answer not in ("decline", "load"))
     assert len(stops) <= 6
 

@@ -143,7 +143,7 @@ def test_a_state_of_another_policy_loads_nothing(where: Where):
 def test_per_tensor_levels_belong_to_one_model(where: Where):
     small = attach(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), policies.ADAGC)
     heal = attach(CASE.build(), policies.ADAGC, engine=where)
-    with pytest.raises(StateError, match="of 1 parameters, this optimizer has 3"):
+    with pytest.raises(StateError, match="has 1 parameters, this optimizer has 3"):
         heal.load_state_dict(small.state_dict())
 
 

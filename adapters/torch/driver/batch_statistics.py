@@ -1,7 +1,7 @@
 """Restores batch statistics (`running_mean`, ...) after a skipped step.
 
-A forward pass in train mode writes them before the step is judged, and a NaN would stay. After each
-step they are copied into one flat tensor for each dtype and device, which takes few kernels.
+A forward pass in train mode updates them before the step is judged, and a NaN would stay. After
+each step they are copied into one flat tensor for each dtype and device, which takes few kernels.
 Rejected: a hook in the forward pass, which would be traced into a compiled model.
 """
 
@@ -26,19 +26,19 @@ NAMES = ("running_mean", "running_var", "num_batches_tracked")
 class BatchStatistics:
     """The batch statistics of a whole state. Does nothing in observe mode, or without such layers.
 
-    A skipped step of an optimizer restores the layers that the optimizer trains, to their values
-    after its last step.
+    A skipped step of an optimizer restores the layers that it trains to their values after the
+    optimizer's previous step.
     """
 
     def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
         self._state = state
         self._healings = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
         self._layers: dict[str | None, LayerStatistics] = {}
-        """By the name of the optimizer that trains the layers, or None for untrained layers."""
+        """Name of the optimizer that trains the layers, or None for untrained layers -> layers."""
         self.find_layers()
 
     def find_layers(self) -> None:
-        """Finds layers that the model has now. Visits all modules."""
+        """Finds the current layers of the modules. Visits all modules."""
         found = layers_of(self._state, self._healings) if self._healings else {}
         known, self._layers = self._layers, {}
         for owner, layers in found.items():
@@ -50,19 +50,19 @@ class BatchStatistics:
             healing.hooks.on_ended = partial(self._end, name, first) if wanted else None
 
     def save(self) -> None:
-        """Saves the current values, including values that are not finite."""
+        """Saves the current values, including non-finite values."""
         for each in self._layers.values():
             each.save()
 
     def save_finite(self) -> None:
-        """Restores values that are not finite, then saves the current values."""
+        """Restores non-finite values, then saves the current values."""
         for each in self._layers.values():
             each.end(False)
 
     def restore(self) -> None:
         """Restores trained layers to their values after their optimizer's last step."""
         for owner, each in self._layers.items():
-            if owner is not None:  # averages of the weights are written between two steps
+            if owner is not None:  # other code writes weight averages between two steps
                 each.end(True)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class BatchStatistics:
         if name in self._layers:
             self._layers[name].end(skipped)
         if first:
-            # For example averages of the weights, which other code writes between two steps.
+            # Untrained layers, such as weight averages, are written between two steps.
             self._layers[None].end(False)
 
 
@@ -98,8 +98,8 @@ class LayerStatistics:
         self._buffers = statistics(self._layers)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for each in self._buffers:
-            # .data is written without autograd's version counter, as by the layers' own kernels: a
-            # backward pass would raise for the change, although it reads no buffer in train mode.
+            # Like the layers' own kernels, writes to .data bypass autograd's version counter. A
+            # backward pass would raise otherwise, although it reads no buffer in train mode.
             local = each.to_local() if hasattr(each, "to_local") else each  # type: ignore[operator]
             kinds.setdefault((each.device, each.dtype), []).append(local.data.view(-1))
         self._blocks = [_BufferBlock(buffers) for buffers in kinds.values()]
@@ -108,8 +108,8 @@ class LayerStatistics:
     def end(self, skipped: bool | Tensor) -> None:
         """Ends a step: restores after a skip (a bool, or a 0-d float32 of 0 or 1), else saves.
 
-        Values that are not finite are always restored, because a GradScaler or the loop may have
-        dropped the step before without a call.
+        Non-finite values are always restored, because a GradScaler or the loop may have dropped the
+        previous step without a call.
         """
         if not self._is_current():
             self.save()  # for example moved to another device: there is nothing to restore
@@ -154,7 +154,7 @@ class _BufferBlock:
         torch._foreach_copy_(self._buffers, saved)  # pyright: ignore[reportPrivateImportUsage]
 
     def save(self, skipped: Tensor | None) -> None:
-        """Restores after a skip, and values that are not finite; saves all other values."""
+        """Restores all values after a skip, else non-finite values; saves the other values."""
         torch.cat(self._buffers, out=self._now)
         if skipped is None and (not self._now.is_floating_point() or self._is_finite()):
             self._saved, self._now = self._now, self._saved
@@ -166,7 +166,7 @@ class _BufferBlock:
         self.restore()
 
     def _is_finite(self) -> bool:
-        """Whether all values are finite; False on an accelerator, where reading them is a sync."""
+        """Whether all values are finite; always False on an accelerator, to avoid a sync."""
         if self._now.device.type != "cpu":
             return False
         return math.isfinite(self._now.sum(dtype=torch.float32).numpy())
@@ -177,8 +177,8 @@ def layers_of(
 ) -> dict[str | None, list[nn.Module]]:
     """Layers with batch statistics, by the name of the optimizer that trains them.
 
-    A layer without trained parameters belongs to the optimizer of the nearest module around it that
-    has trained parameters, or to None (for example in an averaged copy).
+    A layer without trained parameters belongs to the optimizer of the nearest enclosing module with
+    trained parameters, or to None (for example in an averaged copy).
     """
     owners = {
         id(p): name for name, heal in healings.items() for p in gradients.parameters(heal.optimizer)
@@ -198,7 +198,7 @@ def layers_of(
 
 
 def _trainers(root: nn.Module, path: str, owners: Mapping[int, str]) -> Iterator[str | None]:
-    """The optimizer of the module at this path, then of each module around it."""
+    """Yields the optimizer of the module at this path, then of each enclosing module, or None."""
     while True:
         params = root.get_submodule(path).parameters()
         yield next((owners[id(p)] for p in params if id(p) in owners), None)

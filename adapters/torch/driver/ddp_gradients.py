@@ -1,17 +1,16 @@
-"""`DDPGradients`: DistributedDataParallel in a loop whose parts may run out of memory on one rank.
+"""`DDPGradients`: DistributedDataParallel (DDP) when a part of a batch may run out of memory.
 
-DDP exchanges within a part: it broadcasts buffers in the forward pass, and reduces gradients in the
-backward pass, bucket by bucket. A rank that fails there would leave the other ranks waiting. So
+A part is a micro-batch, a window all parts since the last step. DDP communicates within a part: it
+broadcasts buffers in the forward pass, and reduces gradients in the backward pass, bucket by
+bucket. After a failure on one rank the other ranks would wait there. Therefore
 
 - buffers are broadcast before a batch's first part;
-- only the last part of a batch reduces gradients. No part reduces in the first two windows, and
-  where a part is not one forward and one backward pass of DDP: then gradients are reduced after the
-  ranks have voted that no rank has failed (`reduce`);
-- a rank that fails completes the reduction without gradients (`complete`), and all ranks drop the
-  result.
+- only the last part of a batch reduces gradients. In the first two windows, or if a part is not one
+  forward and one backward pass of DDP, `reduce` does. It runs after a vote that no rank has failed;
+- a failed rank completes the reduction without gradients (`complete`), and all drop the result.
 
-DDP itself does both, with its buckets, communication hooks and unused parameters: a backward pass
-through `_Nothing` signals its reducer that all gradients have arrived.
+`reduce` and `complete` use DDP's own reducer, with its buckets, communication hooks and unused
+parameters: a backward pass through `_Nothing` signals that all gradients have arrived.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from healcore.torch.ranks import StepRanks
 from healcore.torch.store.gloo import GlooRanks
 
 _WINDOWS = 2
-"""Windows that are observed before gradients are reduced within backward passes. DDP itself
-changes its buckets after the first window."""
+"""Number of first windows without a reduction in backward passes. DDP changes its buckets after the
+first window."""
 SECONDS = 120.0
-"""Seconds that a failed rank waits for the other ranks, which are in their parts."""
-_ELSEWHERE = "the other ranks wait in a collective that this one has left: "
+"""Seconds that a failed rank waits for the other ranks to finish their parts."""
+_ELSEWHERE = "the other ranks wait in a collective that this rank has left: "
 
 
 def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: list[int]) -> str:
@@ -52,15 +51,15 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
     """
     if any(each.has_parts for each in ranks):
         return (
-            _ELSEWHERE + "the parameters are spread over them (FSDP2, tensor parallel, pipeline), "
-            "and their forward and backward passes exchange them"
+            _ELSEWHERE + "the parameters are spread over the ranks (FSDP2, tensor parallel, "
+            "pipeline), which exchange them in the forward and backward passes"
         )
     for each in modules:
         kind = type(each).__name__
         if isinstance(each, nn.SyncBatchNorm):
             return _ELSEWHERE + "SyncBatchNorm exchanges batch statistics in the forward pass"
         if kind in ("FullyShardedDataParallel", "DeepSpeedEngine"):
-            return _ELSEWHERE + f"{kind} exchanges in forward and backward passes"
+            return _ELSEWHERE + f"{kind} communicates in forward and backward passes"
         if not isinstance(each, DistributedDataParallel):
             continue
         unlike = {
@@ -73,7 +72,7 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
         }
         for name, used in unlike.items():
             if used:
-                return _ELSEWHERE + f"DistributedDataParallel with {name} cannot be held back"
+                return _ELSEWHERE + f"DistributedDataParallel with {name} cannot be delayed"
         if not set(dist.get_process_group_ranks(each.process_group)) <= set(members):
             return (
                 _ELSEWHERE + "DistributedDataParallel has ranks that this Healer does not have: "
@@ -85,7 +84,7 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
 def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules with their submodules, and the DDP modules that train any of `params`.
 
-    A state often has the module inside DDP, which has no reference to DDP. Visits all objects.
+    A state often has the module inside DDP, which does not refer to DDP. Visits all Python objects.
     """
     trained = {*map(id, params)}
     found = {id(m): m for root in roots for m in root.modules()}
@@ -119,7 +118,7 @@ class DDPGradients:
         self._overlaps = self._in_part = self._last = False
         self._completed = self._wanted = False
         self._helper: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Made now, because a thread takes memory for its stack.
+        # Started now, because after an out-of-memory error a thread may get no stack.
         threading.Thread(target=_run_all, args=[self._helper], daemon=True).start()
         self._handles: list[Any] = []
         for each in self._replicas:
@@ -133,26 +132,26 @@ class DDPGradients:
         self._handles += [each.register_step_pre_hook(check) for each in optimizers]
 
     def begin_window(self) -> None:
-        """Decides whether backward passes reduce, the same on every rank."""
+        """Decides whether backward passes reduce gradients, equally on every rank."""
         self._windows += 1
         self._overlaps = self._windows > _WINDOWS and not self._unusual
         for each in self._replicas:
             each.syncs_at_begin = each.ddp.require_forward_param_sync
 
     def begin_batch(self) -> None:
-        """Exchanges what the first forward pass of DDP would exchange."""
+        """Does the communication of DDP's first forward pass."""
         self._wanted = self._completed = False
         for each in self._replicas:
             each.before_batch()
 
     def begin_part(self, *, last: bool) -> None:
-        """Prepares forward passes of a part; `last` is the last part of a batch."""
+        """Prepares the forward passes of a part. `last` marks the last part of a batch."""
         self._in_part, self._last = True, last
         for each in self._replicas:
             each.forwards, each.marked = 0, each.marks()
 
     def end_part(self) -> None:
-        """Leaves forward passes to the loop again."""
+        """Ends a part. Forward passes outside of parts are unchanged."""
         self._in_part = False
 
     def complete(self) -> bool:
@@ -170,7 +169,7 @@ class DDPGradients:
                 done = True
             outcome.put(done)
 
-        self._helper.put(run)  # it waits for as long as the group does
+        self._helper.put(run)  # may wait until the group's time-out
         with suppress(Empty):
             return outcome.get(timeout=SECONDS)
         return False
@@ -190,13 +189,13 @@ class DDPGradients:
         return bool(found[0]), bool(found[1])
 
     def reduce(self) -> None:
-        """Reduces gradients that no part has reduced, unless the loop has said `no_sync`."""
+        """Reduces gradients that no part has reduced, unless the loop uses `no_sync`."""
         if self._wanted and not self._overlaps:
             for each in self._replicas:
                 each.reduce_all()
 
     def restart(self) -> None:
-        """Begins a repeated window, whose parts do not reduce."""
+        """Starts a repeated window, whose parts do not reduce gradients."""
         self._overlaps = False
         for each in self._replicas:
             each.restart()
@@ -233,7 +232,7 @@ class DDPGradients:
             )
 
     def _look(self) -> None:
-        """Notes whether the last part has used DDP in an unusual way."""
+        """Records whether the last part has used DDP in an unusual way."""
         for each in self._replicas:
             reduced = not self._overlaps or each.marks() != each.marked
             self._unusual |= each.forwards != 1 or not reduced
@@ -280,13 +279,13 @@ class _Replica:
         self.ddp.require_backward_grad_sync &= reduces
 
     def let_go(self) -> None:
-        """Ends it. The next batch begins with a broadcast if this batch's gradients are reduced."""
+        """Ends `hold_back`. The next batch broadcasts if this batch's gradients are reduced."""
         if self._held is not None:
             self.ddp.require_backward_grad_sync, self._held = self._held, None
             self.ddp.require_forward_param_sync = self.wants
 
     def restart(self) -> None:
-        """Forgets an interrupted reduction."""
+        """Discards an interrupted reduction."""
         self._forget()
         self.ddp.require_forward_param_sync = self.syncs_at_begin
 
@@ -304,10 +303,10 @@ class _Replica:
             self._reduce(missing, begins=not any(done))
 
     def _forget(self) -> None:
-        """Forgets the order in which gradients have arrived, on every rank.
+        """Discards the order in which gradients have arrived, on every rank.
 
-        DDP builds its buckets in that order. They overlap with a backward pass only if the order is
-        the order of a real backward pass.
+        DDP builds its buckets in this order. Their reductions overlap with a backward pass only if
+        the order comes from a real backward pass.
         """
         if self.may_complete:
             self._reducer._reset_state()
@@ -326,7 +325,7 @@ class _Replica:
 
 
 class _Nothing(torch.autograd.Function):
-    """Sends no gradient to its arguments, which the reducer counts as an arrival."""
+    """Sends None as the gradient of each argument, which the reducer counts as an arrival."""
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:

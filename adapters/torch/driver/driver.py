@@ -1,4 +1,4 @@
-"""`TorchDriver`: what the Healer needs from a run in torch."""
+"""`TorchDriver`: gives the Healer access to a training run in torch."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class TorchDriver:
 
     Args:
         state: name -> module, optimizer, scheduler, scaler, tree of tensors, or any object with
-            `state_dict` and `load_state_dict`. Every optimizer among the values is healed; one that
-            is attached already, with the same policy, keeps its handle.
+            `state_dict` and `load_state_dict`. Every optimizer among the values is healed. An
+            optimizer that is already attached with the same policy keeps its handle.
         policy: as for `attach`; one engine for each optimizer.
-        attach: further options for `attach`, the same for all. A single GradScaler in the state is
-            used as the scaler.
+        attach: further options for `attach`, the same for all optimizers. If the state has exactly
+            one GradScaler, it is used as the scaler.
 
     Raises:
-        AttachError: the state cannot be healed, or `attach` raises it. Nothing has changed then.
+        AttachError: the state cannot be healed, or `attach` raises it. Nothing was changed.
     """
 
     framework = "torch"
@@ -97,27 +97,27 @@ class TorchDriver:
     def observe_eval(
         self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
     ) -> None:
-        """Reports an evaluation's loss. See `Healing.observe_eval`."""
+        """Reports the loss of an evaluation. See `Healing.observe_eval`."""
         for healing in self._healings_of(optimizer):
             healing.observe_eval(eval_loss)
 
     # -- the protocol ---------------------------------------------------------------------------
 
     def items(self) -> dict[str, Any]:
-        """The state as the user passed it. Restores it first after a step that raised."""
+        """The state as the user passed it. Restores the optimizers first if a step has raised."""
         self._settle()
         self._statistics.find_layers()
         return dict(self._state)
 
     def replace(self, restored: Mapping[str, Any]) -> None:
-        """Loads a restored state. Drops gradients, and losses of a step that was not taken."""
+        """Loads a restored state. Drops gradients and losses since the last step."""
         self._settle()
         hyperparameters = [
             live_state.TensorHyperparameters(h.optimizer) for h in self.healings.values()
         ]
         try:
             apply(self._state, restored)
-        finally:  # an older checkpoint may be loaded next
+        finally:  # after an error an older checkpoint may be loaded
             for each in hyperparameters:
                 each.restore()
         for accumulation in self._accumulations:
@@ -137,11 +137,11 @@ class TorchDriver:
         return next(filter(None, obstacles), "")
 
     def healing(self) -> dict[str, dict[str, Any]]:
-        """The engines' states by optimizer name, JSON-safe. A sync on an accelerator."""
+        """Optimizer name -> state of its engine, JSON-safe. A sync on an accelerator."""
         return {name: healing.state_dict() for name, healing in self.healings.items()}
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces engine states. Drops steps that were not polled yet."""
+        """Replaces engine states. Drops steps that `poll_step` has not returned."""
         check_engines(engines, self.healings)
         for name, data in engines.items():
             self.healings[name].live_engine.parsed(data)
@@ -152,11 +152,11 @@ class TorchDriver:
         self._pending.clear()
 
     def poll_step(self) -> PendingStep | None:
-        """What was judged since the last call; reads nothing on the host."""
+        """The steps judged since the last call, or None. No host sync."""
         for healing in self.healings.values():
             healing.judge_dropped()
-        # If several optimizers have all stepped, the gradients and losses that are left are
-        # by-products: a GAN's generator leaves some in its discriminator.
+        # Once each of several optimizers has stepped, remaining gradients and losses are
+        # by-products: a GAN's generator loss also has gradients in the discriminator.
         several = len(self._accumulations) > 1
         all_stepped = several and all(each.stepped for each in self._accumulations)
         for each in self._accumulations:
@@ -174,12 +174,12 @@ class TorchDriver:
         return step
 
     def on_step(self, call: Callable[[], None]) -> None:
-        """Calls `call` from the hook after each `optimizer.step()`, of any optimizer."""
+        """Calls `call` from the hook after each `optimizer.step()` of any optimizer."""
         for accumulation in self._accumulations:
             accumulation.on_step = call
 
     def request_vote(self, wanted: bool) -> bool:
-        """Sets a bit in the all_reduce of each optimizer that all ranks step together."""
+        """Requests a vote in the all_reduce of each optimizer that all ranks step together."""
         self._wants_vote, everyone = wanted, len(self._members)
         for healing in self.healings.values():
             all_reduce = healing.hooks.all_reduce
@@ -187,13 +187,13 @@ class TorchDriver:
         return True
 
     def may_save(self) -> bool:
-        """Whether no optimizer has gradients that it has not stepped with."""
+        """False while any optimizer has gradients that no step has used."""
         if any(getattr(item, "mid_accumulation", False) for item in self._state.values()):
             return False
         return not any(accumulation.in_progress for accumulation in self._accumulations)
 
     def gradient_window(self) -> GradientWindow:
-        """The gradients since the last step, of all optimizers."""
+        """The gradients of all optimizers since the last step."""
         window = GradientWindow(
             self._accumulations,
             self._statistics,
@@ -204,17 +204,17 @@ class TorchDriver:
         return window
 
     def interrupted(self) -> bool:
-        """Whether an update has begun and not ended."""
+        """Whether an update has started and has not ended, or raised."""
         return any(healing.in_update for healing in self.healings.values())
 
     def undo_window(self) -> str:
-        """Restores batch statistics, and parameters that FSDP2 has gathered."""
+        """Restores batch statistics, and reshards parameters that FSDP2 has gathered."""
         self._statistics.restore()
         self._evaluation.reshard()
         return ""
 
     def optimizer_reports(self) -> dict[str, object]:
-        """How each optimizer is healed: name -> `Report`."""
+        """Optimizer name -> `Report`."""
         return {name: healing.report() for name, healing in self.healings.items()}
 
     def hyperparameters(self) -> dict[str, Any]:
@@ -233,10 +233,10 @@ class TorchDriver:
         """Opens every engine's grace window at its next step."""
         for healing in self.healings.values():
             healing.expect_change()
-        self._statistics.save_finite()  # loaded weights come with loaded statistics
+        self._statistics.save_finite()  # loaded weights have statistics of their own
 
     def finite(self) -> bool:
-        """Whether all parameters are finite, of DTensors on all ranks. One sync per device."""
+        """Whether all parameters are finite, for DTensors on all ranks. One sync per device."""
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
         each = gradients.whole_norms(gradients.norms(params), params)
         norm = gradients.total_norm(each, params[0].device)
@@ -260,7 +260,7 @@ class TorchDriver:
         return self._evaluation.try_loss_fn(loss_fn, batch)
 
     def state_bytes(self) -> int:
-        """Size of the arrays in the state. An optimizer without moments yet counts as Adam."""
+        """Bytes of the arrays in the state. Assumes two moments for an optimizer without state."""
         leaves = flatten(self.items(), trust=True).leaves.values()
         trained = sum(
             parameter.nbytes
@@ -274,7 +274,7 @@ class TorchDriver:
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """See `Driver.store`; with `where` also a `DCPStore`. Call it on every rank."""
+        """A `MemoryStore`, and with `where` also a `DCPStore`. Every rank has to call it."""
         memory = MemoryStore(nonfinite_ok=nonfinite_ok, trust=trust)
         if where is None:
             return memory
@@ -284,9 +284,9 @@ class TorchDriver:
         return TieredStore(memory, disk)
 
     def ranks(self) -> Ranks:
-        """Exchanges between the ranks that step together, or between all ranks.
+        """The ranks that step together, or all ranks if the engines decide alone.
 
-        The first call makes a gloo group, so all of these ranks have to call it.
+        The first call creates a gloo group, so all of these ranks have to call it.
         """
         if self._ranks is None:
             self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
@@ -299,7 +299,7 @@ class TorchDriver:
         return live_state.RngState()
 
     def close(self) -> None:
-        """Removes hooks and handles, except the handles of an earlier `attach`."""
+        """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
         self._untracked.close()
         self._statistics.close()
         for window in self._windows:
@@ -319,7 +319,7 @@ class TorchDriver:
         for name, optimizer in optimizers(self._state).items():
             healing = healing_of(optimizer)
             if healing is None:
-                attach_with = getattr(self._state[name], "attach_with", None)  # of a trainer
+                attach_with = getattr(self._state[name], "attach_with", None)  # from a trainer
                 made = attach_with or partial(attach_to, optimizer)
                 healing = made(engine, **options)
                 self._own.append(healing)
@@ -330,8 +330,8 @@ class TorchDriver:
                 )
             elif repr(healing.engine.config) != repr(engine.config):  # == fails on array configs
                 raise AttachError(
-                    f'"{name}" is healed already, under another policy: detach() that handle, or '
-                    "attach with the policy given here"
+                    f'"{name}" is healed already under another policy: detach() its handle, or '
+                    "attach with the policy of the Healer"
                 )
             self.healings[name] = healing
         for healing in self.healings.values():
@@ -339,9 +339,9 @@ class TorchDriver:
 
     @property
     def _members(self) -> list[int]:
-        """The ranks that step together, in the default group; empty for engines that decide alone.
+        """Default-group numbers of the ranks that step together; empty if the engines decide alone.
 
-        The longest list of any optimizer: another optimizer's list may be a part of it.
+        The longest list of any optimizer, because other optimizers may have fewer of the ranks.
         """
         return max(
             (each.hooks.all_reduce.ranks.members for each in self.healings.values()), key=len
@@ -349,7 +349,7 @@ class TorchDriver:
 
     @property
     def _ranks_to_compare(self) -> Ranks | None:
-        """The ranks, if there are several and an engine decides without the others."""
+        """The ranks, if there are several and an engine decides alone; else None."""
         if self._ranks is None or self._ranks.world == 1:
             return None
         alone = any(healing.ranks == 1 for healing in self.healings.values())

@@ -1,4 +1,4 @@
-"""The gradients since the last optimizer step: whether there are any, and how to drop them."""
+"""Tracks the gradients since the last optimizer step, and drops them to repeat the step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from healcore.torch.live_state import RngState
 from healcore.torch.store.gloo import GlooRanks
 
 _MOST, _DEPTH = 1000, 4
-"""Longest container that is searched for tensors, and how deep."""
+"""Maximum length and nesting of containers that are searched for tensors."""
 
 
 class Accumulation:
@@ -43,7 +43,7 @@ class Accumulation:
         self._reached = self.stepped = False
         self.steps = 0
         self.on_step: Callable[[], None] | None = None
-        # They must not be traced into a compiled step.
+        # The hooks must not be traced into a compiled step.
         on_step: Any = torch.compiler.disable(self._on_step)
         self._backward_hook: Any = torch.compiler.disable(self._on_backward)
         self._step_handle = healing.optimizer.register_step_post_hook(on_step)
@@ -63,7 +63,7 @@ class Accumulation:
         """Ignores gradients and losses that a step of another optimizer has left.
 
         `zero_grad` drops the gradients. The losses are dropped here, because a checkpoint has no
-        losses: a run that is restored judges the next step without them.
+        losses: a restored run judges its next step without them.
         """
         self._reached = False
         self.healing.drop_losses()
@@ -90,7 +90,7 @@ class Accumulation:
             return
         found = next((p for p in self._params if p.requires_grad and p.is_leaf), None)
         if found is None:
-            return  # all are frozen while another network trains
+            return  # all parameters are frozen while another network trains
         if self._backward_handle is not None:
             self._backward_handle.remove()
         self._watched = found
@@ -110,9 +110,9 @@ class Accumulation:
 class GradientWindow:
     """Implements `healcore.runtime.microbatches.window.Gradients`.
 
-    A window begins without gradients, with the batch statistics that `BatchStatistics` has saved in
-    any case, and with the states of torch's random generators. So no arrays are copied, and a
-    repeated window gives bit for bit the result of a window that began with the smaller parts.
+    A window is all parts since the last step. It starts without gradients, and `BatchStatistics`
+    has already saved the statistics, so only the states of random generators are saved here. A
+    repeated window gives bit for bit the result of a window that started with the smaller parts.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class GradientWindow:
 
     def has_stepped(self) -> bool:
         """Whether an optimizer has stepped, or a GradScaler has dropped its step."""
-        # Its update() replaces the records, also where it has called no optimizer.
+        # A GradScaler's update() replaces the records, even if it has called no optimizer.
         return self._count() != self._steps or self._scaler_records() is not self._updates
 
     def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
@@ -160,7 +160,7 @@ class GradientWindow:
             torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
     def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
-        """What lets the ranks' replicas repeat a window together, or the reason why they cannot."""
+        """How the ranks' replicas repeat a window together, or the reason why they cannot."""
         assert isinstance(ranks, GlooRanks)
         healings = [each.healing for each in self._accumulations]
         optimizers = [each.optimizer for each in healings]
@@ -187,14 +187,14 @@ class GradientWindow:
 
 
 def free_graphs(values: Iterable[Any], *, since: int) -> None:
-    """Frees what the graphs of these tensors have saved for a backward pass that does not come.
+    """Frees the activations in the graphs of these tensors, whose backward pass does not run.
 
-    A variable of the loop (`loss`) keeps its graph, and so the activations, until it is assigned
-    again, after the next forward pass.
+    A variable of the loop (`loss`) keeps its graph, and so the activations, until the loop assigns
+    it again after the next forward pass.
 
     Args:
         values: tensors, containers of tensors, or other objects, which are ignored.
-        since: lowest sequence number of the nodes that are freed.
+        since: lowest sequence number of the graph nodes to free.
     """
     pending = [each.grad_fn for each in _tensors(values, _DEPTH)]
     seen = set[Any]()
@@ -210,11 +210,11 @@ def free_graphs(values: Iterable[Any], *, since: int) -> None:
 
 
 def _free(node: Any, name: str) -> None:
-    """Frees saved tensors, because a hook on a saved tensor replaces it immediately."""
-    with suppress(RuntimeError):  # freed by a backward pass
+    """Frees a node's saved tensors: registering a hook replaces the saved tensor immediately."""
+    with suppress(RuntimeError):  # a backward pass has freed them
         saved = getattr(node, name)
         for each in saved if isinstance(saved, (tuple, list)) else (saved,):
-            with suppress(RuntimeError):  # nothing is saved
+            with suppress(RuntimeError):  # no tensor is saved
                 each.register_hooks(lambda _: None, _was_freed)
 
 

@@ -1,4 +1,4 @@
-"""Evaluates losses without gradients, with other weights, and leaves the run as it was."""
+"""Evaluates losses without gradients, also with other weights. The run is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from healcore.torch.live_state import RngState
 class LossEvaluation:
     """Copies, replaces and evaluates the weights of a state.
 
-    Modules stay in training mode, as the loop has set it. A wrapper that is not in the state is not
-    known, so its buffers and flags are not restored.
+    Modules stay in the mode that the loop has set. Buffers and flags of a wrapper outside of the
+    state are not restored.
     """
 
     def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
@@ -26,9 +26,9 @@ class LossEvaluation:
         self._healings = healings
 
     def copy_weights(self) -> list[Tensor]:
-        """The trainable parameters of all modules and optimizers, of DTensors the shards.
+        """Host copies of the trainable parameters; for DTensors, of the local shards.
 
-        On the host, so that an accelerator's memory holds one set of weights.
+        On the host, so that an accelerator's memory holds only one set of weights.
         """
         return [part.detach().to("cpu", copy=True) for part in self._trainable()]
 
@@ -64,18 +64,18 @@ class LossEvaluation:
         return found[0]
 
     def reshard(self) -> None:
-        """Frees parameters that a forward pass of FSDP2 has gathered: they hide the shards."""
+        """Frees parameters that a forward pass of FSDP2 has gathered. They hide the shards."""
         for module in self._modules():
             if hasattr(module, "set_reshard_after_forward"):  # an FSDPModule
                 module.reshard()  # type: ignore[operator]
 
     def _modules(self) -> list[nn.Module]:
-        """All modules of the state, once each."""
+        """All modules of the state, without duplicates."""
         named = (item for item in self._state.values() if isinstance(item, nn.Module))
         return list({id(module): module for item in named for module in item.modules()}.values())
 
     def _trainable(self) -> list[Tensor]:
-        """The trainable parameters, of DTensors the local shards."""
+        """The trainable parameters; for DTensors, the local shards."""
         self.reshard()
         params = [p for module in self._modules() for p in module.parameters(recurse=False)]
         params += [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
@@ -121,5 +121,5 @@ class LossEvaluation:
 
 
 def _whole(loss: Any) -> Any:
-    """The loss; of a DTensor, the value on all ranks together."""
+    """The loss; for a DTensor, the value over all ranks."""
     return loss.full_tensor() if hasattr(loss, "full_tensor") else loss

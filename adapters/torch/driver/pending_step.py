@@ -1,4 +1,4 @@
-"""Steps that the loop has taken: records of the engines that the host has not read yet."""
+"""Judged steps whose records the host has not read yet."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from healcore.torch.measurement import AsyncCopy, StepNorms
 from healcore.torch.signal_allreduce import requests_vote
 
 MOST = 64
-"""Entries that are kept. A loop may take several steps between two batches, as in RL."""
+"""Number of newest entries to keep. A loop may take several steps per batch, as in RL."""
 
 _NEVER_POLLED, _POLLED_BEFORE = 100, 1000
-"""Steps after which a loop that does not poll gets a warning: before its first poll, and later."""
+"""Steps without a poll after which a warning is logged: before the first poll, and later."""
 
 
 class PendingEntry(NamedTuple):
@@ -31,14 +31,14 @@ class PendingEntry(NamedTuple):
     recorder: Recorder
     record: PendingRecord
     before: PendingRecord | int
-    """Record of the step before this step, or the number of steps before."""
+    """Record of the previous step, or the number of steps before this step."""
     norms: StepNorms
     marks: AsyncCopy | None
     """See `SignalAllReduce.last_marks`."""
 
 
 class PendingEntries:
-    """Entries since the last `take`: the newest `MOST`, and the newest `MOST` older alarms."""
+    """Entries since the last `take`: the newest `MOST`, and up to `MOST` older alarms."""
 
     def __init__(self) -> None:
         self._entries: list[PendingEntry] = []
@@ -46,7 +46,7 @@ class PendingEntries:
         self._polled = self._warned = False
 
     def add(self, entry: PendingEntry) -> None:
-        """Adds an entry, and drops old entries."""
+        """Adds an entry. If there are too many, drops old entries."""
         self._entries.append(entry)
         self._count += 1
         if len(self._entries) >= 3 * MOST:
@@ -56,9 +56,9 @@ class PendingEntries:
         if not self._warned and self._count >= (_POLLED_BEFORE if self._polled else _NEVER_POLLED):
             self._warned = True
             console.warning(
-                f"{self._count} steps, and neither healer.batches(loader) nor healer.after_step() "
-                "was called: without one of them nothing is saved and no order of the policy is "
-                "carried out; take the batches from `for batch in healer.batches(loader)`, or call "
+                f"{self._count} steps, but neither healer.batches(loader) nor healer.after_step() "
+                "was called: without them the Healer cannot save, roll back or stop the run; "
+                "take the batches from `for batch in healer.batches(loader)`, or call "
                 "healer.after_step() after each optimizer.step()"
             )
 
@@ -108,11 +108,11 @@ class Recorder:
         self._before = record
 
     def read(self, entry: PendingEntry) -> StepRecord:
-        """The record of an entry. With a cause it has evidence, which takes a sync."""
+        """The record of an entry. A record with a cause has evidence, which takes a sync."""
         record = entry.record()._replace(engine=self.name)
         before = entry.before if isinstance(entry.before, int) else entry.before().step
         if record.step == before:
-            # A GradScaler has skipped this step: the state has the record of the step before.
+            # A GradScaler has skipped this step: the state has the previous step's record.
             return record.unjudged()
         if clipped := self._ceiling.add(record.grad_norm):
             self._warn(clipped)
@@ -128,7 +128,7 @@ class Recorder:
         Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
         """
         if not norms.params:
-            return ()  # only other ranks had gradients
+            return ()  # only other ranks have gradients
         found, usual = norms.on_host(), None
         if self._usual is not None:
             known = dict(zip(map(id, self._usual.params), self._usual.on_host(), strict=True))
@@ -142,9 +142,9 @@ class PendingStep:
     An optimizer that has stepped twice has two entries.
 
     Args:
-        entries: to be read.
-        ranks: to compare decisions with, where the engines exchange nothing; else None.
-        asks: whether this rank wants a vote, if `ranks` are given.
+        entries: the judged steps to read.
+        ranks: the ranks whose decisions to compare, or None if the engines exchange signals.
+        asks: returns whether this rank asks for a vote. Called only with `ranks`.
     """
 
     count = 1
@@ -162,11 +162,11 @@ class PendingStep:
         self.vote_requested = False
 
     def steps(self) -> list[list[StepRecord]]:
-        """The records of the one step. Waits only for records that have not arrived yet.
+        """The records, as one step. Waits only for records that have not arrived yet.
 
         Raises:
-            RanksDisagreeError: on all ranks, if one rank decided differently. A rank that rolled
-                back alone would wait for ever.
+            RanksDisagreeError: on all ranks, if one rank decided differently. A rank that rolls
+                back alone would wait forever.
         """
         if self._ranks is not None:
             self.vote_requested = _compare(self._entries, self._ranks, self._asks())
@@ -179,7 +179,7 @@ class PendingStep:
 
 
 def _compare(entries: list[PendingEntry], ranks: Ranks, asks: bool) -> bool:
-    """Whether any rank asks for a vote. RanksDisagreeError if a rank decided differently."""
+    """Whether any rank asks for a vote. RanksDisagreeError if the decisions differ."""
     mine = [(each.recorder.name, each.record()) for each in entries]
     decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
     of_ranks = ranks.gather((decided, asks))

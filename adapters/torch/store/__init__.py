@@ -27,9 +27,9 @@ class MemoryStore(memory.SnapshotStore):
     """Copies of a torch state in host memory, pinned where the state is on CUDA.
 
     Args:
-        keep: how many copies of each kind stay; during a save there is one more.
+        keep: how many copies of each kind are kept; a save adds one more while it runs.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
-        trust: save objects without a plain form too. In a `TieredStore` the disk's `trust` counts.
+        trust: also save objects that need pickle. A `TieredStore` uses its disk store's `trust`.
     """
 
     def __init__(

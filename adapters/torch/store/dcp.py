@@ -1,4 +1,4 @@
-"""Checkpoints on disk with torch.distributed.checkpoint."""
+"""`DCPStore`: checkpoints on disk with torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -31,30 +31,28 @@ from healcore.torch.store import dcp_files
 from healcore.torch.store.dcp_files import CheckedReader, DigestingWriter
 from healcore.torch.store.gloo import GlooRanks, initialized
 from healcore.torch.store.host_copy import TorchCopier
-from healcore.torch.store.state import HOW
+from healcore.torch.store.state import TRUST_RECEIVER
 
-# DCP warns at every save and load of a run of one process. The filter is set here and not around
-# the calls: those run in the background, and filters are the whole program's.
+# DCP warns at every save and load of a program with one process. The filter is not set around the
+# calls, because they run in the background and warning filters are global.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 class DCPStore(DirectoryStore):
     """Checkpoints on disk, whose arrays torch.distributed.checkpoint writes and reads.
 
-    Every rank saves and restores its own part of a DTensor. Other tensors must be the same on all
-    ranks; one rank saves them. Moments that a fresh optimizer does not have yet are sharded as its
-    parameters are. Another number of ranks can restore all values except per-rank values.
-
-    Between two saves it keeps the host memory of one copy of the state.
+    Every rank saves and restores its own part of a DTensor. Other tensors must be equal on all
+    ranks; one rank saves them. Moments that a fresh optimizer lacks are sharded like its
+    parameters. Another number of ranks can restore all values except per-rank values. Between two
+    saves the store keeps the host memory of one copy of the state.
 
     Args:
-        root: directory of this run's checkpoints and of nothing else, the same for all ranks;
-            created if necessary.
+        root: directory for this run's checkpoints only, the same for all ranks; created if needed.
         nonfinite_ok: patterns of array names (`model.*.mask`) where NaN and Inf are allowed.
         process_group: a gloo group for the store alone; by default a new group, if the program has
-            several ranks. Every rank makes the store.
-        trust: pickle objects that have no plain form, and read pickles, including DCP's own index.
-            Reading runs any code that the writer of the directory put there: only for a directory
+            several ranks. Every rank has to create the store.
+        trust: pickle objects that JSON and arrays cannot represent, and read pickles, including
+            DCP's own index. Reading runs any code in the pickles, so use it only for a directory
             that nobody else can write to.
 
     Raises:
@@ -72,9 +70,9 @@ class DCPStore(DirectoryStore):
         trust: bool = False,
     ) -> None:
         several = process_group is not None or initialized()
-        together = GlooRanks(process_group) if several else None
-        copier = TorchCopier(together.rank if together else 0, trust=trust)
-        super().__init__(root, copier, nonfinite_ok=nonfinite_ok, ranks=together)
+        processes = GlooRanks(process_group) if several else None
+        copier = TorchCopier(processes.rank if processes else 0, trust=trust)
+        super().__init__(root, copier, nonfinite_ok=nonfinite_ok, ranks=processes)
         self.trust = trust
 
     @property
@@ -83,7 +81,7 @@ class DCPStore(DirectoryStore):
         return self.processes.group if isinstance(self.processes, GlooRanks) else None
 
     def _write_arrays(self, arrays: dict[str, Tensor], folder: Path) -> dict[str, Digest]:
-        # All ranks have the same names, so all ranks return here or none.
+        # All ranks have the same names, so either every rank returns here or no rank does.
         if not arrays:
             return {}
         writer = DigestingWriter(folder)
@@ -95,7 +93,7 @@ class DCPStore(DirectoryStore):
                 no_dist=self._group is None,
             )
         except CheckpointException as error:
-            # Every rank gets the errors of all ranks in one error, which has no error number.
+            # DCP's exception holds the errors of all ranks and has no error number.
             raise next(iter(error.failures.values()))[0] from error
         return writer.digests
 
@@ -115,7 +113,7 @@ class DCPStore(DirectoryStore):
         for leaf in live.leaves.values():
             if leaf.spec is not None:
                 sharded[leaf.name] = (leaf.tensor, leaf.spec)
-        targets = {name: _target(node, sharded) for name, node in nodes.items()}
+        targets = {name: _empty_array(node, sharded) for name, node in nodes.items()}
         if any(self.processes.gather(bool(targets))):
             try:
                 load(
@@ -124,7 +122,7 @@ class DCPStore(DirectoryStore):
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
-            except CheckpointException as error:  # on every rank; it is no Exception
+            except CheckpointException as error:  # a BaseException, on every rank
                 failure = next(iter(error.failures.values()))[0]
                 lines = str(failure).splitlines() or [""]
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
@@ -134,9 +132,9 @@ class DCPStore(DirectoryStore):
     def _reader(
         self, found: Found, entries: Mapping[str, Any], nodes: Mapping[str, Any]
     ) -> FileSystemReader:
-        """DCP's own reader, with an index that was parsed without pickle.
+        """DCP's own reader; without `trust`, with an index that is parsed without pickle.
 
-        If one rank refuses the index, all ranks raise.
+        If one rank rejects the index, all ranks raise.
         """
         data = found.folder / manifest.DATA
         if self.trust:
@@ -145,11 +143,11 @@ class DCPStore(DirectoryStore):
         def check() -> FileSystemReader:
             for name, entry in entries.items():
                 for at in structure.pickles_in(entry["tree"], (name,)):
-                    raise pickled(at, HOW)
-            wanted = {name: _stored(node) for name, node in nodes.items()}
+                    raise pickled(at, TRUST_RECEIVER)
+            wanted = {name: _stored_type(node) for name, node in nodes.items()}
             if not wanted:
-                return FileSystemReader(data)  # reads nothing
-            return CheckedReader(data, dcp_files.checked(data, found.manifest.files, wanted))
+                return FileSystemReader(data)  # there is no array to read
+            return CheckedReader(data, dcp_files.check_index(data, found.manifest.files, wanted))
 
         return ranks.on_each(self.processes, check)
 
@@ -159,31 +157,31 @@ def _moments_of_dtensors(
 ) -> dict[str, Tensor]:
     """Array name of a saved moment -> the DTensor parameter that gives its sharding.
 
-    A fresh optimizer has no moments to restore into. Read as plain tensors, the moments of DTensors
-    (FSDP2, tensor parallel) would be whole on every rank, and the first step would fail.
+    A fresh optimizer has no moments to restore into. As plain tensors, moments of DTensors (FSDP2,
+    tensor parallel) would be whole on every rank, and the first step would raise.
     """
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for name, live in like.items():
         if not isinstance(live, Optimizer):
             continue
         params = [p for group in live.param_groups for p in group["params"]]
-        for index, node in _items(dict(_items(entries[name]["tree"])).get("state")):
+        for index, node in _pairs(dict(_pairs(entries[name]["tree"])).get("state")):
             if not isinstance(index, int) or index >= len(params):
                 continue
             p = params[index]
             if hasattr(p, "to_local"):
                 arrays = structure.arrays_of(node)
-                found |= {a["name"]: p for a in arrays if a["shape"] == list(p.shape)}
-    return found
+                parameters |= {a["name"]: p for a in arrays if a["shape"] == list(p.shape)}
+    return parameters
 
 
-def _items(node: Any) -> list[Any]:
-    """Pairs of an encoded key and a node of a dictionary's node."""
+def _pairs(node: Any) -> list[Any]:
+    """The (encoded key, node) pairs of a dictionary's node."""
     return node.get("dict", []) if isinstance(node, dict) else []
 
 
-def _stored(node: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape in DCP's files. NumPy arrays are stored as bytes."""
+def _stored_type(node: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Name of the dtype, and shape, in DCP's files. NumPy arrays are stored as bytes."""
     shape = tuple(node["shape"])
     return (node["dtype"], shape) if node["kind"] == "tensor" else ("uint8", (_nbytes(node),))
 
@@ -194,8 +192,8 @@ def _nbytes(node: Mapping[str, Any]) -> int:
     return dtype.itemsize * math.prod(node["shape"])
 
 
-def _target(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
-    """Fresh memory to read an array into; a DTensor if `sharded` has its local part and spec."""
+def _empty_array(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, Any]]) -> Tensor:
+    """New memory to read an array into; a DTensor if `sharded` has its local part and spec."""
     shape = node["shape"]
     if node["kind"] != "tensor":
         return torch.from_numpy(aligned(_nbytes(node)))
@@ -204,7 +202,7 @@ def _target(node: Mapping[str, Any], sharded: Mapping[str, tuple[Tensor, Any]]) 
     if part is not None and spec is not None and list(spec.shape) == shape:
         from torch.distributed.tensor import DTensor
 
-        if dtype != part.dtype:  # a moment in float32 of a parameter in bfloat16
+        if dtype != part.dtype:  # a float32 moment of a bfloat16 parameter
             spec = copy.copy(spec)
             spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
         return DTensor(torch.empty_like(part, dtype=dtype), spec, requires_grad=False)

@@ -1,6 +1,6 @@
-"""DCP's own writer with digests, and its reader with a checked index.
+"""The writer of torch.distributed.checkpoint (DCP) with digests, its reader with a checked index.
 
-DCP pickles its index. Here the index is parsed without pickle and checked before DCP gets it.
+DCP pickles its index. This module parses the index without pickle, and checks it for DCP.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from healcore.torch.dcp_index import INDEX, Place, Shape
 from healcore.torch.plain_values import DTYPES
 
 _BUFFER = 1 << 18
-"""Bytes. torch.save writes some forty small pieces around every tensor."""
-_LARGE = 1 << 20
-"""Bytes from which on a second thread digests a piece while the first one writes it."""
+"""Bytes of the write buffer. torch.save writes about forty small pieces around every tensor."""
+_MIN_CONCURRENT = 1 << 20
+"""Minimum bytes of a piece that a second thread digests while the first thread writes it."""
 
 
 class DigestingWriter(FileSystemWriter):
     """A FileSystemWriter that computes digests while it writes.
 
-    No byte is read again for a digest. The next `verify` notices what the disk has changed.
+    So no byte is read again for a digest. The next `verify` detects bytes that the disk changed.
     """
 
     def __init__(self, path: Path, threads: int = 1) -> None:
-        # Not sync_files: it syncs before Python's buffer is flushed. _DigestingFiles syncs.
+        # `sync_files` would sync before Python's buffer is flushed, so _DigestingFiles syncs.
         super().__init__(path, sync_files=False, thread_count=threads)
         self.fs = self._files = _DigestingFiles()
 
     @property
     def digests(self) -> dict[str, Digest]:
         """File name -> digest, for the files of this rank."""
-        return {Path(path).name: found for path, found in self._files.digests.items()}
+        return {Path(path).name: digest for path, digest in self._files.digests.items()}
 
 
 class _DigestingFiles(FileSystem):
-    """Local files, with the digests of the files that were written."""
+    """Local files. Records the digests of files that it writes."""
 
     def __init__(self) -> None:
         self.digests: dict[str, Digest] = {}
@@ -83,7 +83,7 @@ class _DigestingFiles(FileSystem):
             try:
                 yield stream
             except Exception as error:
-                # torch hides the system's error behind its own ("unexpected pos").
+                # torch replaces the system's error by its own ("unexpected pos").
                 raise stream.error or error from error
             file.flush()
             os.fsync(file.fileno())
@@ -96,7 +96,7 @@ class _DigestingFiles(FileSystem):
 
 
 class _DigestingStream(io.RawIOBase):
-    """Counts and digests bytes on their way to a file."""
+    """Counts and digests the bytes that it writes to a file."""
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _DigestingStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         digested = None
-        if len(view) < _LARGE:
+        if len(view) < _MIN_CONCURRENT:
             self.digest.update(view)
         else:
             digested = self._pool.submit(self.digest.update, view)
@@ -140,59 +140,59 @@ class _DigestingStream(io.RawIOBase):
 
 
 class CheckedReader(FileSystemReader):
-    """DCP's reader with an index that is already read and checked."""
+    """DCP's reader with an index that `check_index` has returned."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, without opening its file."""
+        """Returns the index without opening its file."""
         del args, kwargs
         return self._metadata
 
 
-def checked(
+def check_index(
     data: Path, listed: Mapping[str, Digest], wanted: Mapping[str, tuple[str, Shape]]
 ) -> Metadata:
-    """The part of an index that DCP needs for some tensors, made of DCP's own classes.
+    """Reads the index of DCP without pickle. Returns the part for some tensors, in DCP's classes.
 
     Args:
         data: directory of DCP's files.
-        listed: the verified files of the manifest.
-        wanted: name -> dtype and shape that a tensor must have.
+        listed: path -> digest of the verified files in the manifest.
+        wanted: name -> required dtype and shape of a tensor.
 
     Raises:
-        Untrusted: the index has other tensors, or is not as DCP writes it.
+        Untrusted: a tensor is missing or differs, or the index is not as DCP writes it.
     """
     try:
         entries = dcp_index.read(data / INDEX, only_dcp=True)
     except OSError as error:
-        raise _refused(data, f"it cannot be read ({error.strerror})") from None
+        raise _untrusted(data, f"it cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise _refused(data, str(error)) from None
+        raise _untrusted(data, str(error)) from None
     metadata: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, (dtype, shape) in wanted.items():
         entry = entries.get(name)
         if entry is None or not entry.dtype:
-            raise _refused(data, f"{name:.200} is no tensor in it")
+            raise _untrusted(data, f"it has no tensor {name:.200}")
         if (entry.dtype, entry.shape) != (dtype, shape):
-            is_in_it = f"{entry.dtype}{list(entry.shape)}"
-            raise _refused(data, f"{name:.200} is {is_in_it:.200} in it, not {dtype}{list(shape)}")
+            actual = f"{entry.dtype}{list(entry.shape)}"
+            raise _untrusted(data, f"{name:.200} is {actual:.200}, not {dtype}{list(shape)}")
         if sum(math.prod(sizes) for _, sizes in entry.chunks) != math.prod(shape):
-            raise _refused(data, f"the parts of {name:.200} are not the whole")
+            raise _untrusted(data, f"the parts of {name:.200} do not add up to its shape")
         kind = DTYPES[dtype]
         chunks = []
         for number, (offsets, sizes) in enumerate(entry.chunks):
             place = entry.places.get(offsets)
             if place is None or not _fits(offsets, sizes, shape):
-                raise _refused(data, f"a part of {name:.200} is outside of it or not there")
+                raise _untrusted(data, f"a part of {name:.200} is missing or outside of its shape")
             nbytes = kind.itemsize * math.prod(sizes)
             _check_place(data, listed, name, place, nbytes)
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            at = MetadataIndex(name, torch.Size(offsets), number)
-            storage[at] = _StorageInfo(place.file, place.offset, place.length)
+            index = MetadataIndex(name, torch.Size(offsets), number)
+            storage[index] = _StorageInfo(place.file, place.offset, place.length)
         metadata[name] = TensorStorageMetadata(TensorProperties(kind), torch.Size(shape), chunks)
     return Metadata(metadata, storage_data=storage, storage_meta=StorageMeta())
 
@@ -206,17 +206,17 @@ def _fits(offsets: Shape, sizes: Shape, shape: Shape) -> bool:
 def _check_place(
     data: Path, listed: Mapping[str, Digest], name: str, place: Place, nbytes: int
 ) -> None:
-    """Raises Untrusted unless a part is in a listed file next to the index, and fits into it."""
+    """Raises Untrusted unless a part is within a listed file next to the index."""
     known = listed.get(f"{manifest.DATA}/{place.file}")
     if known is None or Path(place.file).name != place.file:
-        raise _refused(data, f"{name:.200} would be read from {place.file!r:.200}")
+        raise _untrusted(data, f"{name:.200} is in the unlisted file {place.file!r:.200}")
     if not place.plain or place.offset + place.length > known.bytes or nbytes > place.length:
-        raise _refused(data, f"{name:.200} is not in {place.file} as DCP writes it")
+        raise _untrusted(data, f"{name:.200} is not in {place.file} as DCP writes it")
 
 
-def _refused(data: Path, why: str) -> Untrusted:
+def _untrusted(data: Path, why: str) -> Untrusted:
     return Untrusted(
         f"{data / INDEX} is not what DCP writes: {why}. Nothing was restored: use an older "
         "checkpoint; or, if nobody but you could write to this directory, pass trust=True to the "
-        "store, and DCP reads the file itself, running whatever is in it"
+        "store, and DCP unpickles the file, which runs any code in it"
     )

@@ -85,7 +85,7 @@ def test_a_scheduler_that_is_not_in_the_state_has_a_warning():
         warnings.simplefilter("error")
         TorchDriver(state, ROLLS_BACK).close()
         del state["scheduler"]
-        with pytest.raises(UserWarning, match='drives "optimizer" and none is in the state'):
+        with pytest.raises(UserWarning, match='drives "optimizer" but is not in the state'):
             TorchDriver(state, ROLLS_BACK)
 
 

@@ -180,7 +180,7 @@ def test_parts_cost_one_all_reduce_of_four_bytes(of: Of):
 
 def test_what_is_refused_says_why(of: Of):
     for each in of("static graph"):
-        assert "with static_graph=True cannot be held back" in each["raised"]["said"]
+        assert "with static_graph=True cannot be delayed" in each["raised"]["said"]
 
 
 def test_a_rank_that_others_wait_for_in_their_parts_ends_the_run(of: Of):
@@ -194,5 +194,5 @@ def test_a_rank_that_others_wait_for_in_their_parts_ends_the_run(of: Of):
 def test_sharded_parameters_end_the_run(worlds: Worlds):
     waits, failed = (each["sharded"]["raised"] for each in worlds.of(2, ["0"], "0"))
     assert failed["type"] == "OutOfMemoryError"
-    assert "the parameters are spread over them" in failed["said"]
+    assert "the parameters are spread over the ranks" in failed["said"]
     assert waits["type"] == "RuntimeError"

@@ -36,4 +36,4 @@ def test_its_own_group_waits_as_long_as_the_default_one_and_at_least_ten_minutes
         finally:
             dist.destroy_process_group()
         assert own == timedelta(minutes=expected)
-        assert timedelta(minutes=10) == gloo.SHORTEST
+        assert timedelta(minutes=10) == gloo.MIN_TIMEOUT
