@@ -20,8 +20,8 @@ from healcore.runtime.store.errors import (
     StoreError,
     UnsavableState,
     Untrusted,
-    no_plain_form,
-    pickled,
+    pickle_error,
+    unsavable_error,
 )
 
 _FRAMEWORKS = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
@@ -43,7 +43,7 @@ def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
             return node
         if trust:
             return {"pickle": pickled_text(path, value)}
-        raise no_plain_form(structure.place(path), value, HOW)
+        raise unsavable_error(structure.place(path), value, HOW)
 
     return structure.dumps(structure.encode(value, path, special)).decode()
 
@@ -54,7 +54,7 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
     def fetch(tag: str, content: Any) -> Any:
         if tag == "pickle":
             if not trust:
-                raise pickled(structure.place(path), HOW)
+                raise pickle_error(structure.place(path), HOW)
             return pickle.loads(base64.b64decode(content))
         if tag in ("numpy", "number"):
             return _array(content, number=tag == "number")

@@ -18,8 +18,8 @@ from healcore.runtime.store.errors import (
     StateMismatch,
     StoreError,
     UnsavableState,
-    no_plain_form,
-    pickled,
+    pickle_error,
+    unsavable_error,
 )
 from healcore.runtime.store.structure import Flat
 from healcore.torch.live_state import identities
@@ -95,7 +95,7 @@ class _Flattening:
             return {"torch": node}
         # Schedulers and loaders may keep any object in their state: a partial, a path.
         if not self._trust:
-            raise no_plain_form(structure.place(path), value, HOW)
+            raise unsavable_error(structure.place(path), value, HOW)
         return {"pickle": pickled_text(path, value)}
 
     def _subclass(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _by_name(dtype: np.dtype) -> bool:
 def unpickled(name: str, content: str, trust: bool) -> Any:
     """A pickled object; Untrusted without `trust`."""
     if not trust:
-        raise pickled(f"something in {structure.place((name,))}", HOW)
+        raise pickle_error(f"something in {structure.place((name,))}", HOW)
     return pickle.loads(base64.b64decode(content))
 
 

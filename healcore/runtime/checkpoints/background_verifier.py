@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from healcore.events import fork_safety
-from healcore.runtime.store import CheckpointDamaged, CheckpointStore, NotFinite, NotThere
+from healcore.runtime.store import CheckpointDamaged, CheckpointNotFound, CheckpointStore, NotFinite
 from healcore.runtime.store.background import Background
 
 
@@ -66,7 +66,7 @@ class BackgroundVerifier:
                 except NotFinite as error:
                     self._results.append(VerifyResult(step, error))
                 then(tier)
-            except NotThere:
+            except CheckpointNotFound:
                 return
             except Exception as error:
                 self._results.append(VerifyResult(step, error))

@@ -15,11 +15,11 @@ from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
+    CheckpointNotFound,
     CheckpointStore,
     Keep,
     LastGoodKept,
     NotFinite,
-    NotThere,
     Saved,
     SaveFailed,
     StoreError,
@@ -276,7 +276,7 @@ class CheckpointManager:
             stay = sorted(good.intersection(surplus), reverse=True)[: len(new - good)]
             there = [s.step for s in saves if s.step in surplus and s.step not in stay]
             for step in agreed(tier.processes, there):
-                with suppress(NotThere, LastGoodKept):
+                with suppress(CheckpointNotFound, LastGoodKept):
                     tier.delete(step)
             if tier is self.store.tiers[-1]:
                 self._deleted.append({*surplus} - {saved.step for saved in tier.steps()})

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
-from healcore.runtime.store import CheckpointStore, LastGoodKept, NotThere
+from healcore.runtime.store import CheckpointNotFound, CheckpointStore, LastGoodKept
 from healcore.runtime.store.ranks import Ranks, agreed
 
 _LEAST = 10
@@ -128,7 +128,7 @@ class RestartPoints:
                 if each.step in steps and each.step < max(usable, default=0)
             ]
             for each in agreed(tier.processes, old):
-                with suppress(NotThere, LastGoodKept):
+                with suppress(CheckpointNotFound, LastGoodKept):
                     tier.delete(each)
                 self._steps.discard(each)
 
