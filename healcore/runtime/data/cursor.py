@@ -63,8 +63,8 @@ class Cursor:
         self._skipped: list[BatchId] = []
         self._rewind_error: str | None = None
         self._recent_positions: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_MAX_POSITIONS)
-        """The last positions, oldest first, with the ids of their next batches. After a first call of
-        `position` each epoch adds one. Empty for loaders that are read by index."""
+        """The last positions, oldest first, with the ids of their next batches. After a first call
+        of `position` each epoch adds one. Empty for loaders that are read by index."""
         self.unreadable: BatchId | None = None
         """The batch whose reading made the last `next` raise, or None."""
         self._until: int | None = 0

@@ -149,7 +149,7 @@ class _AccelerateLoader(LoaderAdapter):
 
     def resume(self, state: Any) -> Iterator[Any]:
         self._loader.iteration = state["iteration"] + state["ended"]
-        # Drops the epoch that Accelerate began to take its state. Otherwise it would become the next
+        # Drops the epoch that Accelerate began to take its state. Otherwise it would be the next
         # epoch without drawing random numbers.
         self._loader.load_state_dict({})
         if state["loader"] is not None and not state["ended"]:

@@ -115,7 +115,7 @@ def state_from_text(text: str, *, trust: bool = False) -> Any:
 
 
 def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:
-    """Decodes a position and its skipped batches; DataError if it cannot be decoded."""
+    """Decodes a position and its skipped batches; DataError if it cannot be read."""
     if not isinstance(value, Mapping) or value.get("version") != _VERSION:
         raise DataError(
             f"a position is a result of Cursor.position() of version {_VERSION}, not {value!r:.80}"
@@ -135,9 +135,7 @@ def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[Batc
     except DataError:
         raise
     except Exception as error:  # the value may be crafted or damaged
-        raise DataError(
-            f"the position cannot be decoded: {type(error).__name__}: {error}"
-        ) from error
+        raise DataError(f"the position cannot be read: {type(error).__name__}: {error}") from error
 
 
 def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
