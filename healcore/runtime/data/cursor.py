@@ -231,7 +231,7 @@ class Cursor:
             False if the cursor could not move; `why_not` has the reason.
 
         Raises:
-            DataError: the loader failed on the position and could not return to its old one.
+            DataError: the loader failed on the position and could not return to the old position.
         """
         if not self.can_rewind:
             return False

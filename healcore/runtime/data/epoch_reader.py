@@ -61,7 +61,7 @@ class EpochReader:
         self.ended: BatchId | None = None
         """Id after the last batch of the last complete epoch, or None."""
         self.requested_epoch = 0
-        """The epoch that the user's loop asked for last."""
+        """The epoch that the user's loop requested last."""
         self._loader = loader
         self._sampler_epochs = _SamplerEpochs(loader)
         self._batches: Iterator[Any] | None = None

@@ -116,8 +116,8 @@ class LoaderRegistry:
 
     def all_unreadable(self) -> dict[int, BatchId]:
         """The unreadable batches of all loaders, by number of the loader."""
-        found = {number: entry.cursor.unreadable for number, entry in self._entries.items()}
-        return {number: batch for number, batch in found.items() if batch is not None}
+        batches = {number: entry.cursor.unreadable for number, entry in self._entries.items()}
+        return {number: batch for number, batch in batches.items() if batch is not None}
 
     def reread(self, number: int) -> bool:
         """See `Cursor.reread`."""

@@ -57,7 +57,7 @@ FAILURES: dict[Cause, Failure] = {
         "nan_loss",
         Severity.ERROR,
         "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
-        "masked row, float16 overflow. The tensors named above are where it showed.",
+        "masked row, float16 overflow. The tensors named above were affected.",
         ("skip", "alert", "rollback"),
         (_PALM, _TABLE),
     ),
@@ -115,7 +115,7 @@ FAILURES: dict[Cause, Failure] = {
     Cause.GRAD_VANISHING: Failure(
         "gradient_vanishing",
         Severity.WARNING,
-        "Gradients were next to nothing: a detached graph, frozen parameters, dead activations, a "
+        "Gradients were almost 0: a detached graph, frozen parameters, dead activations, a "
         "learning rate or a loss scale of 0.",
         ("alert",),
         (_TABLE,),
@@ -167,7 +167,7 @@ FAILURES: dict[Cause, Failure] = {
     Cause.NETWORK: Failure(
         "api_error",
         Severity.ERROR,
-        "A network call failed for good: the service, its quota, the credentials.",
+        "A network call failed permanently: the service, its quota, the credentials.",
         ("retry", "save"),
         (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
     ),

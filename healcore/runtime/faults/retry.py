@@ -47,8 +47,8 @@ class Attempt(NamedTuple):
             return f"{self.call} has succeeded at attempt {self.number}"
         sign = "" if self.fault is None else f"{self.fault.sign}, "
         then = "gives up" if self.wait_s is None else f"again in {self.wait_s:.1f} s"
-        what = f"{type(self.error).__name__}: {self.error}"
-        return f"{self.call} failed ({sign}attempt {self.number}), {then}: {what:.300}"
+        error = f"{type(self.error).__name__}: {self.error}"
+        return f"{self.call} failed ({sign}attempt {self.number}), {then}: {error:.300}"
 
 
 def retrying(
@@ -69,7 +69,7 @@ def retrying(
     already have run.
 
     Args:
-        call: what to call; not a coroutine function and not a generator.
+        call: function to call; no coroutine function and no generator function.
         policy: its rule for `network` and its `[retry]` apply. Without such a rule, or if the
             policy only observes, no call is repeated.
         sleep: waits a number of seconds.

@@ -186,19 +186,19 @@ def _is_array(node: Any) -> bool:
 
 
 def _arrays(node: Any) -> list[Any]:
-    found: list[Any] = []
+    arrays: list[Any] = []
 
     def collect(leaf: _Leaf) -> Any:
         if _is_array(leaf.value):
-            found.append(leaf.value)
+            arrays.append(leaf.value)
         else:
             for entry in leaf.value:
-                found.extend(_arrays(entry))
+                arrays.extend(_arrays(entry))
         return leaf.value
 
     if not isinstance(node, str):
         _mapped(node, "", collect)
-    return found
+    return arrays
 
 
 def _holds_array(node: Any) -> bool:

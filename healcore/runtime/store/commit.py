@@ -18,7 +18,7 @@ from healcore.runtime.store.errors import SaveFailed
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, united
 
-_UNTOUCHED = "what was saved before is untouched"
+_UNTOUCHED = "earlier checkpoints are unchanged"
 _READ_ONLY = "point the store at a directory that can be written"
 _HINTS = {
     errno.ENOSPC: f"free some space, or keep fewer checkpoints; {_UNTOUCHED}",
@@ -26,7 +26,7 @@ _HINTS = {
     errno.EFBIG: "the limit on file sizes is too small for this checkpoint",
     errno.EROFS: _READ_ONLY,
     errno.EACCES: _READ_ONLY,
-    errno.ENOENT: "the store's directory does not exist any more: has somebody deleted it?",
+    errno.ENOENT: "the store's directory does not exist: has it been deleted?",
 }
 
 _SAFE_AGE_S = 3600.0

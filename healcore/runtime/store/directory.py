@@ -247,7 +247,7 @@ class DirectoryStore(Tier):
     def _write(self, copy: StateCopy, folder: Path) -> RankPart:
         """Writes `data/` and `state.json`. Runs in the background, on every rank."""
         arrays = self.copier.arrays(copy.snapshot)
-        # The check runs during the write: one waits for memory, the other for the disk.
+        # The check runs during the write: the check waits for memory, the write for the disk.
         with ThreadPoolExecutor(1) as pool:
             checking = pool.submit(copy.nonfinite)
             written = self._write_arrays(arrays, folder / manifest.DATA)
@@ -293,7 +293,7 @@ class DirectoryStore(Tier):
 
     def _set_status(self, checkpoint: StoredCheckpoint, status: Status) -> None:
         def action() -> None:
-            # Cleared before it too, because a crash may have left two saves of this step.
+            # Cleared before the write too: a crash may have left two saves of this step.
             commit.clear_superseded(self.root)
             manifest.write_status(checkpoint.folder, status)
             commit.clear_superseded(self.root)
@@ -332,12 +332,12 @@ class DirectoryStore(Tier):
         ranks.on_each(self.processes, check)
         return checkpoint
 
-    def _change(self, what: str, action: Callable[[], None]) -> None:
+    def _change(self, failure: str, action: Callable[[], None]) -> None:
         """Changes something on disk, from rank 0; StoreError if that fails."""
         try:
             ranks.on_first(self.processes, action)
         except OSError as error:
-            raise StoreError(f"{what} in {self.root}: {error.strerror or error}") from error
+            raise StoreError(f"{failure} in {self.root}: {error.strerror or error}") from error
 
 
 @contextmanager

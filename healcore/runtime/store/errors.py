@@ -90,9 +90,9 @@ class SaveFailed(StoreError):
     hint: str = ""
 
     def _message(self) -> str:
-        what = f"{type(self.error).__name__}: {self.error}"
+        error = f"{type(self.error).__name__}: {self.error}"
         hint = f"; {self.hint}" if self.hint else ""
-        return f"step {self.step} was not saved, {self.doing}: {what}{hint}"
+        return f"step {self.step} was not saved, {self.doing}: {error}{hint}"
 
 
 @dataclass(eq=False, repr=False)

@@ -131,7 +131,7 @@ def missing_or_resized(folder: Path, manifest: Manifest) -> CheckpointDamaged | 
         try:
             status = (folder / name).lstat()
         except OSError as error:
-            return _damaged(folder, f"cannot be found ({error.strerror})", name)
+            return _damaged(folder, f"is missing ({error.strerror})", name)
         if not stat.S_ISREG(status.st_mode):
             return _damaged(folder, "is no regular file", name)
         if status.st_size != digest.bytes:
@@ -222,7 +222,7 @@ def complete(root: Path) -> dict[int, list[StoredCheckpoint]]:
 def incomplete(root: Path) -> list[CheckpointDamaged]:
     """The errors of directories with the name of a checkpoint that are no complete checkpoint."""
     opened = [_open(folder) for folder in _checkpoint_folders(root)]
-    # A directory that does not exist any more was being deleted.
+    # A directory that has disappeared since was being deleted.
     return [
         error
         for error in opened

@@ -46,10 +46,10 @@ class Restored(NamedTuple):
     """The result of `restore`, in fresh memory."""
 
     state: dict[str, Any]
-    """Name -> a tree, or the argument of `load_state_dict` for an object with `state_dict`. The
-    names are those in `like`."""
+    """Name in `like` -> a tree, or the argument of `load_state_dict` for an object with
+    `state_dict`."""
     healing: dict[str, Any] | None
-    """The healing state, or None in a checkpoint without one."""
+    """The healing state, or None if the checkpoint has none."""
 
 
 class CheckpointStore(ABC):
@@ -201,7 +201,7 @@ class CheckpointStore(ABC):
         """Location and memory use of the checkpoints, as text for logs."""
         return f"checkpoints in {type(self).__name__}"
 
-    # -- findings, each reported once -----------------------------------------------------------
+    # -- problems, each reported once -----------------------------------------------------------
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints that are too damaged for `steps` to list. Their content is not read."""

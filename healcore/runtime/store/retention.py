@@ -124,7 +124,7 @@ def restore_first_intact(
             if not error.malformed:
                 with suppress(StoreError):  # too damaged to be listed, or a read-only disk
                     store.mark(step, "quarantined")
-    reasons = "; ".join(str(error) for error in damaged) or "none of them exists any more"
+    reasons = "; ".join(str(error) for error in damaged) or "none of them exists"
     raise NoGoodCheckpoint(
         f"none of the checkpoints of steps {list(order)} can be restored: {reasons}"
     )

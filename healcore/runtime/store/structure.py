@@ -160,7 +160,7 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         raise UnsavableState(
             f"{place(path)} is a {class_name(kind)}, which a "
             "checkpoint cannot hold: keep arrays, numbers, strings, lists, tuples and dictionaries "
-            "in the state, or give the object a state_dict() that returns such"
+            "in the state, or give it a state_dict() that returns such values"
         )
     return node
 
@@ -172,10 +172,10 @@ def class_name(kind: type) -> str:
 
 def subclasses(kind: type) -> Iterator[Any]:
     """Every subclass that this program has defined, in order of definition. Imports nothing."""
-    found = kind.__subclasses__()
-    for subclass in found:
+    queue = kind.__subclasses__()
+    for subclass in queue:
         yield subclass
-        found += [new for new in subclass.__subclasses__() if new not in found]
+        queue += [new for new in subclass.__subclasses__() if new not in queue]
 
 
 def _mapping_of(value: Any) -> str | None:
@@ -255,17 +255,17 @@ def _decode_dict(node: dict[str, Any], fetch: Fetch) -> dict[Any, Any]:
 
 def _named_tuple(name: str, fields: list[str]) -> Any:
     """The newest named tuple class of this name in this program. Imports nothing."""
-    found = [
+    candidates = [
         kind
         for kind in subclasses(tuple)
         if class_name(kind) == name and list(getattr(kind, "_fields", ())) == fields
     ]
-    if not found:
+    if not candidates:
         raise StoreError(
             f"the checkpoint holds a named tuple {name:.200} with the fields {fields!s:.200}, but "
             "this program has no such class: import the module that defines it, then restore"
         )
-    return found[-1]
+    return candidates[-1]
 
 
 def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
