@@ -29,10 +29,10 @@ from healcore.runtime.microbatches.window import MicrobatchError
 from healcore.runtime.recovery.journal import JournalError
 from healcore.runtime.store import (
     CheckpointDamaged,
+    CheckpointNotFound,
     LastGoodKept,
     NoGoodCheckpoint,
     NotFinite,
-    NotThere,
     SaveFailed,
     StateMismatch,
     StoreError,
@@ -45,6 +45,7 @@ from healcore.runtime.store.ranks import RankFailed
 __all__ = [
     "AlreadyCompleted",
     "CheckpointDamaged",
+    "CheckpointNotFound",
     "DataError",
     "EmptyLoader",
     "EndRequested",
@@ -59,7 +60,6 @@ __all__ = [
     "MissingExtraError",
     "NoGoodCheckpoint",
     "NotFinite",
-    "NotThere",
     "PolicyError",
     "RankFailed",
     "RunStopped",

@@ -20,8 +20,8 @@ from healcore.runtime.store.errors import (
     StoreError,
     UnsavableState,
     Untrusted,
-    no_plain_form,
-    pickled,
+    pickle_error,
+    unsavable_error,
 )
 
 _FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
@@ -44,7 +44,7 @@ def dumps(value: Any, path: tuple[Any, ...], *, trust: bool = False) -> str:
             return node
         if trust:
             return {"pickle": pickled_text(path, value)}
-        raise no_plain_form(structure.place(path), value, _TAKES_TRUST)
+        raise unsavable_error(structure.place(path), value, _TAKES_TRUST)
 
     return structure.dumps(structure.encode(value, path, encode_other)).decode()
 
@@ -60,7 +60,7 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
     def decode_other(tag: str, content: Any) -> Any:
         if tag == "pickle":
             if not trust:
-                raise pickled(structure.place(path), _TAKES_TRUST)
+                raise pickle_error(structure.place(path), _TAKES_TRUST)
             return pickle.loads(base64.b64decode(content))
         if tag in ("numpy", "number"):
             return _array(content, number=tag == "number")

@@ -71,7 +71,7 @@ def checkpoints(root: Path) -> list[Path]:
 def sealed_again(folder: Path) -> None:
     """The manifest of a checkpoint as its files are now: the digests are no secret."""
     content = checksummed_json.read(folder / manifest.MANIFEST)
-    known = {*files.below(folder)} - {manifest.MANIFEST, manifest.STATUS}
+    known = {*files.list_below(folder)} - {manifest.MANIFEST, manifest.STATUS}
     content["files"] = {name: inspection.file_digest(folder / name)._asdict() for name in known}
     (folder / manifest.MANIFEST).write_bytes(checksummed_json.dumps(content))
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from healcore.runtime.recovery.journal import NAME, JournalError
-from healcore.runtime.store import NotThere, StoreError, files
+from healcore.runtime.store import CheckpointNotFound, StoreError, files
 from healcore.runtime.store.claim import LOCK
 from healcore.tools.cli import app
 from healcore.tools.output_files import replacing
@@ -148,7 +148,7 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
     )
     assert "['candidate']" in out if name == "status.json" else "no complete checkpoint" in out
     if name == "manifest.json":
-        with pytest.raises((NotThere, StoreError)):
+        with pytest.raises((CheckpointNotFound, StoreError)):
             store.verify(1)
 
 

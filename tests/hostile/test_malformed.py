@@ -203,7 +203,7 @@ def test_a_sparse_manifest_is_not_read(tmp_path):
 def test_each_file_is_parsed_from_the_bytes_that_are_digested(tmp_path, monkeypatch):
     """A bit that flips after the files were verified is noticed."""
     store, newest, state = two_checkpoints(tmp_path)
-    checked = store._checked
+    checked = store._find_verified
 
     def flip_after(step: int) -> Any:
         found = checked(step)
@@ -211,7 +211,7 @@ def test_each_file_is_parsed_from_the_bytes_that_are_digested(tmp_path, monkeypa
         (newest / STATE).write_bytes(data.replace(b"2.5", b"2.4"))
         return found
 
-    monkeypatch.setattr(store, "_checked", flip_after)
+    monkeypatch.setattr(store, "_find_verified", flip_after)
     with pytest.raises(CheckpointDamaged, match="digest differs"):
         store.restore(2, state)
 

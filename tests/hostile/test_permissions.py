@@ -20,7 +20,7 @@ needs_root = pytest.mark.skipif(
 
 def reported(root: Path) -> list[str]:
     problems = [event["problem"] for event in events(root, "problem")]
-    return [problem for problem in problems if "can change what this run resumes" in problem]
+    return [problem for problem in problems if "can change the state" in problem]
 
 
 @needs_users
@@ -41,7 +41,7 @@ def test_a_directory_that_others_can_write_to_is_reported_once(mode, who, tmp_pa
     (problem,) = reported(tmp_path)
     assert who in problem
     assert "chmod go-w" in problem
-    assert sum("can change what this run resumes" in record.getMessage() for record in caplog.records) == 1
+    assert sum("can change the state" in record.getMessage() for record in caplog.records) == 1
 
 
 @needs_users

@@ -90,5 +90,5 @@ def test_the_base_changes_nothing_of_the_builtin_one():
     error = healcore.errors.RankFailed(28, "No space left on device")
     assert (error.errno, error.strerror) == (28, "No space left on device")
     assert healcore.errors.AlreadyCompleted("done").code == 0
-    again = pickle.loads(pickle.dumps(healcore.errors.NotThere(3, (1, 2), "memory")))
-    assert str(again) == str(healcore.errors.NotThere(3, (1, 2), "memory"))
+    again = pickle.loads(pickle.dumps(healcore.errors.CheckpointNotFound(3, (1, 2), "memory")))
+    assert str(again) == str(healcore.errors.CheckpointNotFound(3, (1, 2), "memory"))

@@ -13,7 +13,7 @@ from healcore.runtime.store import structure
 from healcore.runtime.store.copies import Copier, Snapshot
 from healcore.runtime.store.errors import UnsavableState
 from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks, rounded
-from healcore.runtime.store.inspection import mapped
+from healcore.runtime.store.inspection import map_in_threads
 from healcore.runtime.store.structure import Flat
 
 _PINNED = "pinned_host"
@@ -116,7 +116,7 @@ class JaxCopier(Copier):
             sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
             shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
             leaves[name] = HostArray(name, shape, dtype, sharding, copies, sent.get(name))
-        mapped(lambda pair: np.copyto(*pair), work, need)
+        map_in_threads(lambda pair: np.copyto(*pair), work, need)
         return JaxSnapshot(flat._replace(leaves=leaves), arena)
 
     def arrays(self, snapshot: JaxSnapshot) -> dict[str, Any]:

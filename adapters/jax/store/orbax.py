@@ -25,7 +25,7 @@ from healcore.runtime.store import manifest, structure
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import StoreError
 from healcore.runtime.store.inspection import Digest
-from healcore.runtime.store.manifest import Found
+from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.structure import Flat
 
 _ITEM = "state"
@@ -105,7 +105,7 @@ class OrbaxStore(DirectoryStore):
 
     def _read_arrays(
         self,
-        found: Found,
+        checkpoint: StoredCheckpoint,
         entries: Mapping[str, Mapping[str, Any]],
         like: Mapping[str, Any],
         live: Flat,
@@ -116,7 +116,7 @@ class OrbaxStore(DirectoryStore):
             for name, node in nodes.items()
             if _size(node)
         }
-        read = _read(found.folder / manifest.DATA, wanted) if wanted else {}
+        read = _read(checkpoint.folder / manifest.DATA, wanted) if wanted else {}
         return {
             name: read[_escaped(name)] if _size(node) else _empty(node, live)
             for name, node in nodes.items()

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest, ranks, structure
 from healcore.runtime.store.directory import DirectoryStore
-from healcore.runtime.store.errors import pickled
+from healcore.runtime.store.errors import pickle_error
 from healcore.runtime.store.host_memory import aligned
 from healcore.runtime.store.inspection import Digest
-from healcore.runtime.store.manifest import Found
+from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import DTYPES
 from healcore.torch.store import dcp_files
@@ -99,13 +99,13 @@ class DCPStore(DirectoryStore):
 
     def _read_arrays(
         self,
-        found: Found,
+        checkpoint: StoredCheckpoint,
         entries: Mapping[str, Mapping[str, Any]],
         like: Mapping[str, Any],
         live: Flat,
     ) -> dict[str, Tensor]:
         nodes = structure.nodes_of(entries)
-        reader = self._reader(found, entries, nodes)
+        reader = self._reader(checkpoint, entries, nodes)
         sharded = {
             name: (p.to_local(), p._spec)  # type: ignore[attr-defined,operator]
             for name, p in _moments_of_dtensors(entries, like).items()
@@ -126,28 +126,30 @@ class DCPStore(DirectoryStore):
                 failure = next(iter(error.failures.values()))[0]
                 lines = str(failure).splitlines() or [""]
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
-                raise found.damaged(manifest.DATA, why, malformed=True) from error
+                raise checkpoint.damaged(manifest.DATA, why, malformed=True) from error
         return targets
 
     def _reader(
-        self, found: Found, entries: Mapping[str, Any], nodes: Mapping[str, Any]
+        self, checkpoint: StoredCheckpoint, entries: Mapping[str, Any], nodes: Mapping[str, Any]
     ) -> FileSystemReader:
         """DCP's own reader; without `trust`, with an index that is parsed without pickle.
 
         If one rank rejects the index, all ranks raise.
         """
-        data = found.folder / manifest.DATA
+        data = checkpoint.folder / manifest.DATA
         if self.trust:
             return FileSystemReader(data)
 
         def check() -> FileSystemReader:
             for name, entry in entries.items():
                 for at in structure.pickles_in(entry["tree"], (name,)):
-                    raise pickled(at, TRUST_RECEIVER)
+                    raise pickle_error(at, TRUST_RECEIVER)
             wanted = {name: _stored_type(node) for name, node in nodes.items()}
             if not wanted:
                 return FileSystemReader(data)  # there is no array to read
-            return CheckedReader(data, dcp_files.check_index(data, found.manifest.files, wanted))
+            return CheckedReader(
+                data, dcp_files.check_index(data, checkpoint.manifest.files, wanted)
+            )
 
         return ranks.on_each(self.processes, check)
 

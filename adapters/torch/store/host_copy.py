@@ -13,7 +13,7 @@ from torch import Tensor
 
 from healcore.runtime.store.copies import Copier, Snapshot
 from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks, rounded
-from healcore.runtime.store.inspection import mapped
+from healcore.runtime.store.inspection import map_in_threads
 from healcore.runtime.store.structure import Flat
 from healcore.torch.plain_values import value_of
 from healcore.torch.store.state import Leaf, flatten, unpickle, with_class, wrapper_tensor
@@ -71,7 +71,9 @@ class TorchCopier(Copier):
                 on_host.append((leaf.tensor, copy))
             else:
                 _copy_into(leaf.tensor, copy)
-        mapped(lambda pair: _copy_into(*pair), on_host, sum(tensor.nbytes for tensor, _ in on_host))
+        map_in_threads(
+            lambda pair: _copy_into(*pair), on_host, sum(tensor.nbytes for tensor, _ in on_host)
+        )
         flat = flat._replace(leaves={copy.name: copy for copy in copies})
         snapshot = TorchSnapshot(flat, arena, pinned)
         for device in {leaf.tensor.device for leaf in leaves if leaf.tensor.is_cuda}:

@@ -18,8 +18,8 @@ from healcore.runtime.store.errors import (
     StateMismatch,
     StoreError,
     UnsavableState,
-    no_plain_form,
-    pickled,
+    pickle_error,
+    unsavable_error,
 )
 from healcore.runtime.store.structure import Flat
 from healcore.torch.live_state import identities
@@ -94,7 +94,7 @@ class _Flattener:
             return {"torch": node}
         # Schedulers and loaders may have any object in their state, such as a partial or a path.
         if not self._trust:
-            raise no_plain_form(structure.place(path), value, TRUST_RECEIVER)
+            raise unsavable_error(structure.place(path), value, TRUST_RECEIVER)
         return {"pickle": pickled_text(path, value)}
 
     def _encode_wrapper(self, path: tuple[Any, ...], value: Any) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _is_portable(dtype: np.dtype) -> bool:
 def unpickle(name: str, content: str, trust: bool) -> Any:
     """Unpickles an object. Untrusted without `trust`."""
     if not trust:
-        raise pickled(f"a value in {structure.place((name,))}", TRUST_RECEIVER)
+        raise pickle_error(f"a value in {structure.place((name,))}", TRUST_RECEIVER)
     return pickle.loads(base64.b64decode(content))
 
 

@@ -1,7 +1,7 @@
 """Verifies checkpoints in the background and marks them as known-good.
 
 The training loop submits jobs by its steps, and jobs run in that order. So the contents of a store
-depend on the steps and not on the speed of a disk.
+depend on the steps, not on the speed of a disk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from healcore.events import fork_safety
-from healcore.runtime.store import CheckpointDamaged, CheckpointStore, NotFinite, NotThere
+from healcore.runtime.store import CheckpointDamaged, CheckpointNotFound, CheckpointStore, NotFinite
 from healcore.runtime.store.background import Background
 
 
@@ -47,9 +47,9 @@ class BackgroundVerifier:
         """Queues a checkpoint to be verified and marked as known-good, in every tier.
 
         Args:
-            store: which has the tiers.
-            step: of the checkpoint.
-            then: called with each tier that has the checkpoint, even a damaged one.
+            store: store of the checkpoint.
+            step: step of the checkpoint.
+            then: called with each tier that has the checkpoint, even if it is damaged.
             nearest_only: whether only the first tier has the checkpoint.
         """
         tiers = store.tiers
@@ -66,7 +66,7 @@ class BackgroundVerifier:
                 except NotFinite as error:
                     self._results.append(VerifyResult(step, error))
                 then(tier)
-            except NotThere:
+            except CheckpointNotFound:
                 return
             except Exception as error:
                 self._results.append(VerifyResult(step, error))
@@ -77,7 +77,7 @@ class BackgroundVerifier:
     def submit(
         self, store: CheckpointStore, step: int, action: Callable[[CheckpointStore], None]
     ) -> None:
-        """Queues an action on the last tier; `step` is for errors."""
+        """Queues an action on the last tier; `step` appears in errors."""
         self._submit(store.tiers[-1], step, action)
 
     def results(self) -> list[VerifyResult]:
@@ -95,7 +95,7 @@ class BackgroundVerifier:
         self._results.clear()
 
     def forked(self) -> None:
-        """In a forked child: the jobs and their results belong to the parent."""
+        """Drops the results in a forked child: they belong to the parent."""
         self._results.clear()
 
     def _submit(

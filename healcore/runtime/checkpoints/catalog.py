@@ -1,7 +1,7 @@
 """The run's own list of its checkpoints.
 
-A store's listing depends on the speed of its disk. Verification, deletion and quarantine must
-depend on the steps alone, so they use this list.
+A store's listing depends on the speed of its disk. Verification, deletion and quarantine use this
+list instead, because they must depend on the steps alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from healcore.runtime.store.ranks import Ranks, agreed
 
 
 class Catalog:
-    """One entry per checkpoint that the training loop has submitted."""
+    """A list of the checkpoints that the training loop has submitted."""
 
     def __init__(self, keep: Keep, *, probation: int, region: int) -> None:
         self._keep = keep
@@ -26,7 +26,7 @@ class Catalog:
         self._saves: dict[int, Saved] = {}
         self._surplus: set[int] = set()
         self.protected: frozenset[int] = frozenset()
-        """Steps of checkpoints that are not deleted."""
+        """Steps whose checkpoints are not deleted."""
 
     def reset(self, saves: Sequence[Saved]) -> None:
         """Replaces all entries by a store's listing."""
@@ -48,12 +48,12 @@ class Catalog:
             self._saves[step] = self._saves[step]._replace(status="candidate", finite=False)
 
     def quarantine(self, step: int) -> None:
-        """Marks a checkpoint that has no intact copy."""
+        """Marks a checkpoint without an intact copy."""
         if step in self._saves:
             self._saves[step] = self._saves[step]._replace(status="quarantined")
 
     def mark_deleted(self, steps: set[int]) -> None:
-        """Drops deleted checkpoints from the surplus."""
+        """Removes deleted checkpoints from the surplus."""
         self._surplus -= steps
 
     def __contains__(self, step: int) -> bool:
@@ -73,7 +73,7 @@ class Catalog:
         return max(finite, default=0)
 
     def probation_passed(self, ledger: Ledger, before: int | None = None) -> list[int]:
-        """Steps of checkpoints whose probation is over now, or was over before a step."""
+        """Steps of checkpoints whose probation is over now, or at step `before`."""
         now = ledger.next_step if before is None else min(before, ledger.next_step)
         saves = [self._saves[step] for step in self.on_probation]
         return probation_passed(
@@ -81,7 +81,7 @@ class Catalog:
         )
 
     def mark_good(self, steps: Sequence[int], ledger: Ledger) -> list[int]:
-        """Marks checkpoints known-good; returns the steps to delete once they are verified."""
+        """Marks checkpoints known-good; returns the steps to delete after their verification."""
         for step in steps:
             self._saves[step] = self._saves[step]._replace(status="good")
         for step in self._superfluous(ledger):
@@ -90,7 +90,7 @@ class Catalog:
         return sorted(self._surplus)
 
     def _superfluous(self, ledger: Ledger) -> list[int]:
-        """Steps of checkpoints that need not be kept.
+        """Steps of the checkpoints to delete.
 
         Within the region of the last rollback, its target and the next older known-good checkpoint
         stay: a second rollback there must not use a checkpoint that became known-good later.
@@ -99,15 +99,15 @@ class Catalog:
         last = ledger.same_trouble(ledger.next_step, self._region)[-1:]
         if last:
             target = last[0].target
-            good = sorted(s.step for s in saves if s.status == "good" and s.step < target)
-            stay |= {target, *good[-1:]}
+            older = sorted(s.step for s in saves if s.status == "good" and s.step < target)
+            stay |= {target, *older[-1:]}
         return [step for step in superfluous(saves, self._keep) if step not in stay]
 
 
 def probation_passed(
     saves: Sequence[Saved], *, unhealthy: Iterable[int], now: int, probation: int
 ) -> list[int]:
-    """Steps of candidates that at least `probation` healthy steps have followed by step `now`.
+    """Steps of candidates with at least `probation` healthy steps between them and step `now`.
 
     Unhealthy steps are not counted, but do not restart the count: otherwise no checkpoint would
     become known-good in a run that skips a bad batch now and then.
@@ -128,14 +128,14 @@ class _AbandonedBranch(NamedTuple):
     target: int
     """Step of the checkpoint that the run rolled back to."""
     before: float
-    """Wall-clock seconds. Checkpoints saved later belong to the current branch."""
+    """Unix time. Checkpoints saved later belong to the current branch."""
 
 
 class PendingQuarantine:
     """Checkpoints to quarantine as soon as the disk can be written again.
 
     A rollback quarantines the checkpoints after the onset. If the disk cannot be written at that
-    moment, they would count as usable later.
+    time, they would later count as usable.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -150,14 +150,14 @@ class PendingQuarantine:
         self._branches.append(_AbandonedBranch(target, agreed(self._ranks, time.time())))
 
     def applied(self, saves: Sequence[Saved]) -> list[Saved]:
-        """A listing in which the pending checkpoints are quarantined."""
+        """The listing with the pending checkpoints marked as quarantined."""
         return [
             saved._replace(status="quarantined") if self._includes(saved) else saved
             for saved in saves
         ]
 
     def write(self, tier: CheckpointStore) -> list[int]:
-        """Quarantines on disk and returns the steps, or an empty list while the disk fails."""
+        """Quarantines on disk; returns the steps, or an empty list while the disk fails."""
         branches = list(self._branches)
         try:
             saves = tier.steps()
@@ -172,8 +172,8 @@ class PendingQuarantine:
                 tier.mark(step, "quarantined")
         except (StoreError, OSError):
             return []
-        self._branches = [each for each in self._branches if each not in branches]
+        self._branches = [branch for branch in self._branches if branch not in branches]
         return todo
 
     def _includes(self, saved: Saved) -> bool:
-        return any(saved.step > at.target and saved.created < at.before for at in self._branches)
+        return any(saved.step > b.target and saved.created < b.before for b in self._branches)

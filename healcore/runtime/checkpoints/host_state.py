@@ -23,11 +23,11 @@ ITEM = "healcore"
 _GENERATORS = ("python", "numpy", "framework")
 _DATA = "data"
 _WATCHED = 3
-"""Number of first steps after which all generators are compared; later only saves do that."""
+"""Number of first steps after which all generators are compared. Later only saves compare them."""
 
 
 class HostParts(NamedTuple):
-    """The content of a saved `HostState`. A random state is None if it is not to be set."""
+    """The content of a saved `HostState`. A random state of None is not restored."""
 
     python: Any
     numpy: Any
@@ -39,9 +39,9 @@ class HostParts(NamedTuple):
 class HostState:
     """Random states and loader positions, saved like any object with `state_dict`.
 
-    An exception within a step comes after batches were read and random numbers were drawn. To save
-    the state as it was after the previous step, `after_step` keeps the random states, and
-    `before_batches` makes `state_dict` return them.
+    A step can raise after it has read batches and drawn random numbers. To save the state after the
+    previous step, `after_step` keeps the random states, and `before_batches` makes `state_dict`
+    return them.
     """
 
     per_rank = True
@@ -59,8 +59,8 @@ class HostState:
         self._last_compared: dict[str, str] = {}
         """All random states at the last comparison, as text."""
         self._drawn = {"framework"}
-        """Generators that the loop draws from, which are copied after each step. Copying the others
-        takes 100 µs, and most loops never draw from them."""
+        """Generators that the loop draws from, which are copied after each step. A copy of the
+        others takes 100 µs, and most loops never draw from them."""
         self._after_step: dict[str, Any] = {}
         self._earlier: dict[str, Any] | None = None
 
@@ -68,12 +68,12 @@ class HostState:
         """Generators of Python, NumPy and the framework, and positions of the loaders."""
         if self._earlier is not None:
             return self._earlier
-        # Positions first: asking a loader for its own may draw random numbers.
+        # Positions first, because a loader may draw random numbers to give its position.
         data = self._position()
         return {**self._compared(), _DATA: data}
 
     def after_step(self) -> None:
-        """Keeps the random states between two steps."""
+        """Keeps the random states after a step."""
         self._steps += 1
         if self._steps == 1:
             self._last_compared.clear()  # numbers drawn before the loop do not count
@@ -82,8 +82,8 @@ class HostState:
         self._after_step = self.drawn()
 
     def drawn(self) -> dict[str, Any]:
-        """Present states of the generators that the loop draws from, for `set_generators`."""
-        return {name: self._now(name) for name in self._drawn}
+        """Current states of the generators that the loop draws from, for `set_generators`."""
+        return {name: self._current(name) for name in self._drawn}
 
     @contextmanager
     def before_batches(self, data: dict[str, Any]) -> Iterator[None]:
@@ -95,13 +95,13 @@ class HostState:
         Raises:
             StoreError: a random state after that step is not known.
         """
-        states = {name: self._coded(name, state) for name, state in self._after_step.items()}
+        states = {name: self._to_text(name, state) for name, state in self._after_step.items()}
         for name in set(_GENERATORS) - set(states):
-            states[name] = self._coded(name, self._now(name))
+            states[name] = self._to_text(name, self._current(name))
             if states[name] != self._last_compared.get(name):
                 raise StoreError(
-                    f"the random state of {name} after the last step is not known: numbers were "
-                    "drawn from it for the first time"
+                    f"the random state of {name} after the last step is not known: this step drew "
+                    "from it for the first time"
                 )
         self._earlier = {**states, _DATA: data}
         try:
@@ -110,25 +110,25 @@ class HostState:
             self._earlier = None
 
     def _compared(self) -> dict[str, str]:
-        """All random states now, as text; finds out which generators the loop draws from."""
-        now = {name: self._coded(name, self._now(name)) for name in _GENERATORS}
+        """All current random states as text; updates the generators that the loop draws from."""
+        now = {name: self._to_text(name, self._current(name)) for name in _GENERATORS}
         before, self._last_compared = self._last_compared, now
         changed = {name for name, state in now.items() if before.get(name, state) != state}
         self._drawn = {"framework"} | changed
         return dict(now)
 
-    def _now(self, name: str) -> Any:
+    def _current(self, name: str) -> Any:
         if name == "python":
             return random.getstate()
         if name == "numpy":
-            return np.random.get_state()  # noqa: NPY002 (the global one)
+            return np.random.get_state()  # noqa: NPY002 (the global generator)
         return None if self._generators is None else self._generators.state_dict()
 
-    def _coded(self, name: str, state: Any) -> str:
+    def _to_text(self, name: str, state: Any) -> str:
         return json_codec.dumps(state, (ITEM, name))
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
-        """The content of a checkpoint's item, checked, or None without an item. Sets nothing.
+        """Decodes and checks a checkpoint's item; None without an item. Sets nothing.
 
         Raises StoreError if healcore cannot have written the content.
         """
@@ -137,7 +137,7 @@ class HostState:
         try:
             generators = {name: json_codec.loads(state[name], (ITEM, name)) for name in _GENERATORS}
             parts = HostParts(**generators, data=dict(state[_DATA]))
-            _try_out(parts)
+            _check_generators(parts)
         except StoreError:
             raise
         except Exception as error:  # crafted or damaged values may raise anything
@@ -146,7 +146,7 @@ class HostState:
         return parts
 
     def put_back(self, parts: HostParts) -> None:
-        """Sets the generators. Call it after moving the loaders, which draws random numbers."""
+        """Sets the generators. Call it after moving the loaders, because that draws numbers."""
         self._steps = 0
         self.set_generators({name: getattr(parts, name) for name in _GENERATORS})
 
@@ -163,15 +163,15 @@ class HostState:
                 self._generators.load_state_dict(state)
 
 
-def _try_out(parts: HostParts) -> None:
-    """Sets unused generators, so that an invalid state fails before any generator is set.
+def _check_generators(parts: HostParts) -> None:
+    """Sets temporary generators, so that an invalid state fails before any generator is set.
 
-    NumPy checks everything except the position in the Mersenne Twister's numbers, where it reads.
+    NumPy does not check the position in the Mersenne Twister's array, which could be out of range.
     """
     random.Random().setstate(parts.python)
     numpy = parts.numpy
     inner = numpy.get("state", {}) if isinstance(numpy, dict) else {"pos": numpy[2]}
     if not 0 <= int(inner.get("pos", 0)) <= 624:
-        raise ValueError("NumPy's generator has no such position")
+        raise ValueError("the position of NumPy's generator is out of range")
     if not isinstance(numpy, dict):
         np.random.RandomState().set_state(numpy)

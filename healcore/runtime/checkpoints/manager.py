@@ -10,16 +10,16 @@ from typing import Any
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
 from healcore.runtime.checkpoints.catalog import Catalog, PendingQuarantine
-from healcore.runtime.checkpoints.restart_points import RestartPoints, WaitLimit
+from healcore.runtime.checkpoints.restart_points import RestartPoints, TimeBudget
 from healcore.runtime.incidents.ledger import Ledger
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
+    CheckpointNotFound,
     CheckpointStore,
     Keep,
     LastGoodKept,
     NotFinite,
-    NotThere,
     Saved,
     SaveFailed,
     StoreError,
@@ -29,9 +29,9 @@ from healcore.runtime.store.memory import WHERE
 from healcore.runtime.store.ranks import Ranks, agreed
 
 MAX_WAIT = 2.0
-"""Seconds that all saves of a run may wait for a slow disk."""
+"""Seconds that all saves of a run together may wait for a slow disk."""
 _WAIT_SHARE = 0.01
-"""Share of the run time that saves may wait in addition."""
+"""Share of the run's time that saves may wait in addition."""
 
 _OPTIONAL_SAVES = frozenset({"regular", "ordered"})
 """Reasons of the saves that are skipped while the disk is busy."""
@@ -41,14 +41,14 @@ class CheckpointManager:
     """Saves, verifies, quarantines and deletes the checkpoints of one run.
 
     Args:
-        store: where the checkpoints are.
+        store: store of the checkpoints.
         every: steps between two saves.
-        keep: how many checkpoints stay.
+        keep: numbers of checkpoints to keep.
         probation: healthy steps until a checkpoint is known-good.
         region: onsets fewer steps apart belong to the same trouble.
-        verifier: of the background.
+        verifier: verifies and deletes in the background.
         ranks: the processes of the run.
-        log: of the run.
+        log: log of the run.
         restart_every: `every` of `RestartPoints`.
         restart_spread: `spread` of `RestartPoints`.
     """
@@ -76,11 +76,11 @@ class CheckpointManager:
         self.restart_points = RestartPoints(
             store, every=restart_every, spread=restart_spread, verifier=verifier, ranks=ranks
         )
-        self._wait_limit = WaitLimit(MAX_WAIT, _WAIT_SHARE)
+        self._wait_budget = TimeBudget(MAX_WAIT, _WAIT_SHARE)
         self._saved_once = False
         self._deleted: deque[set[int]] = deque()
         self._in_memory_only: set[int] = set()
-        """Steps of checkpoints that were not written because the disk was busy or failed."""
+        """Steps of checkpoints that are not on disk because the disk was busy or failed."""
         self._logged_good: set[int] = set()
         self._nonfinite: dict[int, tuple[str, ...]] = {}
         self._pending_quarantine = PendingQuarantine(ranks)
@@ -89,15 +89,15 @@ class CheckpointManager:
         self.good: int | None = None
         """Step of the newest known-good checkpoint."""
         self.damaged: list[int] = []
-        """Steps of checkpoints that were found damaged on disk."""
+        """Steps of checkpoints found damaged on disk."""
         self.damaged_in_memory: list[int] = []
-        """Steps of checkpoints that were found damaged in host memory."""
+        """Steps of checkpoints found damaged in host memory."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
-        """Step and array names of every checkpoint with NaN or Inf that is not allowed."""
+        """Step and array names of each checkpoint with disallowed NaN or Inf."""
         self._damaged_paths: set[str] = set()
         self.failures = 0
         self.unsaved: set[int] = set()
-        """Steps whose save failed and that were not saved later."""
+        """Steps whose save failed and was not repeated."""
         self.last_failure = ""
         """Problem of the last failed save."""
 
@@ -126,27 +126,27 @@ class CheckpointManager:
     # -- saving ---------------------------------------------------------------------------------
 
     def due(self, step: int, taken: int = 1) -> bool:
-        """Whether to save after `step` steps, of which one dispatch did the last `taken`."""
+        """Whether a save is due after `step` steps, the last `taken` of them in one dispatch."""
         return step // self.every != (step - taken) // self.every
 
     def save(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any], why: str
     ) -> None:
-        """Saves. If the save fails, reports it; training continues.
+        """Saves a checkpoint. Reports a failed save, and training continues.
 
-        While a slow disk is still writing the previous checkpoint, a regular save goes to memory
-        only, or is skipped without a memory tier. `poll` reports errors of the background.
+        While a slow disk still writes the previous checkpoint, a regular save goes to memory only,
+        or is skipped if the store has no memory tier. `poll` reports later errors.
 
         Raises:
             UnsavableState: the first save found a value that cannot be saved.
         """
         late = why in _OPTIONAL_SAVES and any(
-            self._ranks.gather(self._wait_limit.wait_until_deadline(self.store))
+            self._ranks.gather(self._wait_budget.wait_until_deadline(self.store))
         )
         store = self.store.memory if late else self.store
         if late:
-            instead = "left out" if store is None else "only in memory"
-            problem = f"the disk is still writing the previous one: checkpoint {step} is {instead}"
+            outcome = "is skipped" if store is None else "is only in memory"
+            problem = f"the disk still writes the previous checkpoint: checkpoint {step} {outcome}"
             self._report_failure(step, problem, problem)
         if store is None:
             return
@@ -173,7 +173,7 @@ class CheckpointManager:
             )
 
     def protect(self, steps: Iterable[int]) -> None:
-        """Keeps the checkpoints of these steps, and of no others, from being deleted."""
+        """Protects the checkpoints of these steps from deletion, and no others."""
         self.catalog.protected = frozenset(steps)
         for tier in self.store.tiers:
             tier.protected = self.catalog.protected
@@ -181,7 +181,7 @@ class CheckpointManager:
     def save_for_restart(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any]
     ) -> None:
-        """Saves a restart point, or leaves it out where that would cost too much time."""
+        """Saves a restart point, unless it would cost too much time."""
         began = time.monotonic()
         try:
             saved = self.restart_points.save(step, state, healing)
@@ -193,7 +193,7 @@ class CheckpointManager:
             self._log.event("save", step=step, why="restart", seconds=seconds)
 
     def in_memory_only(self, step: int) -> bool:
-        """Whether a checkpoint is missing on a disk that was too slow. Waits for the disk."""
+        """Whether a checkpoint is in memory but not on disk. Waits for the disk."""
         if self.store.disk is None or self.store.memory is None:
             return False
         self.wait()  # a write in progress may still succeed
@@ -202,7 +202,7 @@ class CheckpointManager:
     # -- known-good -----------------------------------------------------------------------------
 
     def poll(self, ledger: Ledger) -> None:
-        """Reports results of the background and queues the next checkpoints to be verified.
+        """Reports results of the background and queues the next verifications.
 
         Called once per step. The queue depends on the steps alone. Does not wait for the disk.
         """
@@ -216,7 +216,7 @@ class CheckpointManager:
         ledger.forget(min([self.good or 0, *self.catalog.on_probation]))
 
     def verify_due(self, ledger: Ledger, *, before: int) -> None:
-        """Verifies all checkpoints whose probation was over before a step, and waits. Collective.
+        """Verifies all checkpoints whose probation was over at step `before`. Waits. Collective.
 
         The target of a rollback must depend on the steps, not on the speed of a disk.
         """
@@ -253,8 +253,8 @@ class CheckpointManager:
         if not steps:
             return
         surplus = agreed(self._ranks, self.catalog.mark_good(steps, ledger))
-        for at, step in enumerate(steps, 1):
-            to_delete = [each for each in surplus if each not in steps[at:]]
+        for index, step in enumerate(steps, 1):
+            to_delete = [old for old in surplus if old not in steps[index:]]
             self._verifier.verify(
                 self.store,
                 step,
@@ -266,17 +266,17 @@ class CheckpointManager:
     def _deletion(self, surplus: Sequence[int], new: set[int]) -> Callable[[CheckpointStore], None]:
         """Makes the job that deletes the `surplus` checkpoints of a tier.
 
-        The tier keeps one known-good checkpoint of `surplus` for each checkpoint of `new` that is
-        not known-good (damaged, not finite, or not verified yet).
+        For each checkpoint of `new` that is not known-good (damaged, not finite, or not verified
+        yet), the tier keeps one known-good checkpoint of `surplus`.
         """
 
         def delete(tier: CheckpointStore) -> None:
             saves = tier.steps()
             good = {saved.step for saved in saves if saved.status == "good"}
             stay = sorted(good.intersection(surplus), reverse=True)[: len(new - good)]
-            there = [s.step for s in saves if s.step in surplus and s.step not in stay]
-            for step in agreed(tier.processes, there):
-                with suppress(NotThere, LastGoodKept):
+            to_delete = [s.step for s in saves if s.step in surplus and s.step not in stay]
+            for step in agreed(tier.processes, to_delete):
+                with suppress(CheckpointNotFound, LastGoodKept):
                     tier.delete(step)
             if tier is self.store.tiers[-1]:
                 self._deleted.append({*surplus} - {saved.step for saved in tier.steps()})
@@ -308,20 +308,20 @@ class CheckpointManager:
     # -- NaN and Inf ----------------------------------------------------------------------------
 
     def nonfinite_checkpoints(self) -> dict[int, tuple[str, ...]]:
-        """Step -> names of arrays with unexpected NaN or Inf, since the last rollback or start.
+        """Step -> names of arrays with disallowed NaN or Inf, since the last rollback or start.
 
         Collective. Copies in memory are checked at once, other checkpoints when they are written.
         """
         for step, names in self.store.nonfinite_found():
             self._log_nonfinite(step, names)
         united: dict[int, tuple[str, ...]] = {}
-        for each in self._ranks.gather(self._nonfinite):
-            for step, names in each.items():
+        for found_on_rank in self._ranks.gather(self._nonfinite):
+            for step, names in found_on_rank.items():
                 united[step] = tuple(dict.fromkeys((*united.get(step, ()), *names)))
         return united
 
     def _log_nonfinite(self, step: int, names: Sequence[str]) -> None:
-        """Reports a checkpoint with NaN or Inf."""
+        """Reports a checkpoint with disallowed NaN or Inf, once."""
         self.catalog.mark_nonfinite(step)
         if step in self._nonfinite:
             return
@@ -329,8 +329,8 @@ class CheckpointManager:
         self._log.event("problem", step=step, problem=problem)
         if not self.nonfinite:
             self._log.warning(
-                f"{problem}: it can never be known-good. A skipped step does not undo what the "
-                "forward pass has written. If NaN or Inf is expected in these arrays, name them in "
+                f"{problem}: it can never be known-good. A skipped step does not undo changes by "
+                "the forward pass. If NaN or Inf is expected in these arrays, name them in "
                 "nonfinite_ok"
             )
         self._nonfinite[step] = tuple(names)
@@ -338,8 +338,7 @@ class CheckpointManager:
 
     def allow_nonfinite_in(self, state: Mapping[str, Any]) -> list[str]:
         """Allows NaN and Inf in the arrays of a first state that hold them; returns the names."""
-        found = self._ranks.gather(self.store.nonfinite_in(state))
-        names = sorted({name for of_rank in found for name in of_rank})
+        names = sorted(set().union(*self._ranks.gather(self.store.nonfinite_in(state))))
         self.allow_nonfinite(names)
         return names
 
@@ -350,7 +349,7 @@ class CheckpointManager:
     # -- quarantine and errors ------------------------------------------------------------------
 
     def quarantine(self, steps: list[int], *, now: int) -> None:
-        """Quarantines the checkpoints of `steps`; `retry_quarantine` handles disk errors."""
+        """Quarantines the checkpoints of `steps`. After an error call `retry_quarantine`."""
         self._verifier.wait()
         saves = self.listed()
         todo = [s.step for s in saves if s.step in steps and s.status != "quarantined"]
@@ -365,30 +364,30 @@ class CheckpointManager:
         self._report_store_errors(now)
 
     def retry_quarantine(self, target: int) -> None:
-        """Retries later to quarantine on disk, if that failed in a rollback to `target`."""
+        """Schedules the quarantine on disk again if it failed in a rollback to `target`."""
         self._report_store_errors(target)
         failed, self._disk_failed = any(self._ranks.gather(self._disk_failed)), False
         if failed:
             self._pending_quarantine.add(target)
 
     def _report_store_errors(self, now: int) -> None:
-        """Reports errors of one tier where another tier was used instead."""
+        """Reports errors of one tier for which another tier was used instead."""
         reported = set()
         for error in self.store.trouble():
             if isinstance(error, CheckpointDamaged):
                 self.log_damage(error)
-                self._log.warning(f"{error}; another copy of it was used")
+                self._log.warning(f"{error}; another copy was used")
                 continue
             self._disk_failed = True
             if str(error) not in reported:
                 reported.add(str(error))
-                self._log.problem(now, f"{error}; the run continues with what is in memory")
+                self._log.problem(now, f"{error}; the run continues with the checkpoints in memory")
 
     def log_damage(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint, once."""
         if error.path in self._damaged_paths:
             return
-        if error.path != WHERE:  # a directory's name is never used again
+        if error.path != WHERE:  # names of directories are unique
             self._damaged_paths.add(error.path)
         (self.damaged_in_memory if error.path == WHERE else self.damaged).append(error.step)
         self._log.event("damaged", step=error.step, problem=str(error))
@@ -422,5 +421,5 @@ class CheckpointManager:
         self.failures += 1
         self.last_failure = problem
         self._log.event("save_failed", step=step, problem=problem)
-        if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ...: a full disk stays so
+        if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
             self._log.warning(line)

@@ -2,8 +2,8 @@
 
 Regular checkpoints are as far apart as the policy's probation, because a rollback needs distance
 from the trouble. Without restart points a killed process would lose all steps since the last
-checkpoint. No rollback uses a restart point, so they change no decision. Each is deleted once a
-newer checkpoint is on disk.
+checkpoint. No rollback uses a restart point, so they change no decision. A restart point is deleted
+once a newer checkpoint is on disk.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from contextlib import suppress
 from typing import Any
 
 from healcore.runtime.checkpoints.background_verifier import BackgroundVerifier
-from healcore.runtime.store import CheckpointStore, LastGoodKept, NotThere
+from healcore.runtime.store import CheckpointNotFound, CheckpointStore, LastGoodKept
 from healcore.runtime.store.ranks import Ranks, agreed
 
-_LEAST = 10
+_MIN_DISTANCE = 10
 """Least number of steps between two restart points."""
 _SHARE = 4
 """The distance is also at least 1 / `_SHARE` of the steps done: a kill costs a quarter of them."""
 _SECONDS, _TIME_SHARE = 1.0, 0.02
-"""Time that restart points may cost: seconds, and a share of the run's time."""
+"""Time that restart points may cost: seconds, plus a share of the run's time."""
 
 
-class WaitLimit:
-    """Time that all saves together may cost: `seconds`, and a share of the run's time.
+class TimeBudget:
+    """Time that all saves together may cost: `seconds`, plus a share of the run's time.
 
-    The time is not refunded when the disk keeps up: otherwise every other save would wait as long
-    as the first.
+    Time is not refunded when the disk keeps up: otherwise every second save would wait as long as
+    the first.
     """
 
     def __init__(self, seconds: float, share: float) -> None:
@@ -39,32 +39,32 @@ class WaitLimit:
         self._used = 0.0
 
     def wait_until_deadline(self, store: CheckpointStore) -> bool:
-        """Waits for the previous save. Returns True if it is not written when the time is up."""
+        """Waits for the previous save. Returns True if the time is up before it is written."""
         began = time.monotonic()
-        left = self._seconds + self._share * (began - self._began) - self._used
-        while (busy := store.busy) and time.monotonic() < began + left:
+        remaining = self._seconds + self._share * (began - self._began) - self._used
+        while (busy := store.busy) and time.monotonic() < began + remaining:
             time.sleep(0.001)
         self._used += time.monotonic() - began
         return busy
 
     def spend(self, seconds: float) -> None:
-        """Adds the time that a save itself has taken."""
+        """Subtracts the time of a save."""
         self._used += seconds
 
     @property
-    def used_up(self) -> bool:
-        """Whether no time is left."""
+    def exhausted(self) -> bool:
+        """Whether all time is used."""
         return self._used > self._seconds + self._share * (time.monotonic() - self._began)
 
 
 class RestartPoints:
-    """The restart points of one run. A store in memory only has none.
+    """The restart points of one run. A store without a disk has none.
 
     Args:
-        store: of the run.
+        store: store of the run.
         every: steps between two restart points, or None.
-        spread: whether the distance follows from the steps done.
-        verifier: deletes in the background.
+        spread: whether the distance grows with the number of steps done.
+        verifier: deletes restart points in the background.
         ranks: the processes of the run.
     """
 
@@ -82,7 +82,7 @@ class RestartPoints:
         self._spread = spread
         self._verifier = verifier
         self._ranks = ranks
-        self._limit = WaitLimit(_SECONDS, _TIME_SHARE)
+        self._budget = TimeBudget(_SECONDS, _TIME_SHARE)
         self._steps: set[int] = set()
 
     def due(self, step: int, newest: int) -> bool:
@@ -91,26 +91,29 @@ class RestartPoints:
             return False
         if self._every is not None and step // self._every > newest // self._every:
             return True
-        return self._spread and step - newest >= max(_LEAST, step // _SHARE)
+        return self._spread and step - newest >= max(_MIN_DISTANCE, step // _SHARE)
 
     def save(self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any]) -> bool:
-        """Saves; returns False if that would cost too much time. Collective."""
-        late = self._limit.used_up or self._limit.wait_until_deadline(self._store)
+        """Saves a restart point unless it would cost too much time. Returns whether it saved.
+
+        Collective.
+        """
+        late = self._budget.exhausted or self._budget.wait_until_deadline(self._store)
         if any(self._ranks.gather(late)):
             return False
         began = time.monotonic()
         self._store.save_on_disk(step, state, healing=healing)
-        self._limit.spend(time.monotonic() - began)
+        self._budget.spend(time.monotonic() - began)
         self.delete_older(step)
         self._steps.add(step)
         return True
 
     def keep(self, step: int) -> None:
-        """Records that the save of this step is a regular checkpoint."""
+        """Records that the save of a step is a regular checkpoint, which is not deleted here."""
         self._steps.discard(step)
 
     def clear(self) -> None:
-        """Forgets all restart points, at a start and after a rollback."""
+        """Forgets all restart points, after a start or a rollback."""
         self._steps.clear()
 
     def delete_older(self, step: int) -> None:
@@ -121,15 +124,12 @@ class RestartPoints:
 
         def delete(tier: CheckpointStore) -> None:
             saves = tier.steps()
-            usable = [each.step for each in saves if each.finite and each.status != "quarantined"]
-            old = [
-                each.step
-                for each in saves
-                if each.step in steps and each.step < max(usable, default=0)
-            ]
-            for each in agreed(tier.processes, old):
-                with suppress(NotThere, LastGoodKept):
-                    tier.delete(each)
-                self._steps.discard(each)
+            usable = [s.step for s in saves if s.finite and s.status != "quarantined"]
+            newest = max(usable, default=0)
+            old = [s.step for s in saves if s.step in steps and s.step < newest]
+            for old_step in agreed(tier.processes, old):
+                with suppress(CheckpointNotFound, LastGoodKept):
+                    tier.delete(old_step)
+                self._steps.discard(old_step)
 
         self._verifier.submit(self._store, step, delete)

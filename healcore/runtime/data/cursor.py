@@ -1,4 +1,4 @@
-"""The data cursor, which yields batches with lasting ids and rewinds if the loader can."""
+"""The data cursor, which yields batches with permanent ids and rewinds if the loader can."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from healcore.runtime.data.position import BatchId, DataError
 Batch = TypeVar("Batch", covariant=True)
 
 
-_KEPT = 4
-"""Number of positions that `position_before` can start from."""
+_MAX_POSITIONS = 4
+"""Number of recent positions that `position_before` can start from."""
 
 
 class UnusableLoader(DataError, TypeError):
-    """The object is no loader, or the loader cannot do what is asked."""
+    """The object is no loader, or has fewer epochs than requested."""
 
 
 class Indexed(Protocol[Batch]):
@@ -41,13 +41,13 @@ class Cursor:
     that order.
 
     Args:
-        loader: anything that can be iterated over.
+        loader: any object that can be iterated over.
         epochs: number of epochs, or None for no end. An iterator has one epoch.
-        trust: also pickle the state of a loader that has no plain form, and read pickles back.
-            Reading a pickle runs any code that its writer put there.
+        trust: pickle a loader's state that has no plain form, and read such pickles. Reading a
+            pickle runs any code that its writer put there.
 
     Raises:
-        UnusableLoader: the loader cannot be iterated over, or not that often.
+        UnusableLoader: the loader cannot be iterated over, or has fewer epochs.
         DataError: `epochs` is not a whole number >= 1.
     """
 
@@ -59,12 +59,12 @@ class Cursor:
             )
         self._trust = trust
         self._reader = EpochReader(loader, trust=trust)
-        self._left_out: frozenset[BatchId] = frozenset()
+        self._ids_to_skip: frozenset[BatchId] = frozenset()
         self._skipped: list[BatchId] = []
-        self._refused: str | None = None
-        self._kept: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_KEPT)
-        """The last positions, oldest first, each with the id of the next batch. The first call of
-        `position` adds the position of each epoch, unless a position is only an index."""
+        self._rewind_error: str | None = None
+        self._recent_positions: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_MAX_POSITIONS)
+        """The last positions, oldest first, with the ids of their next batches. After a first call
+        of `position` each epoch adds one. Empty for loaders that are read by index."""
         self.unreadable: BatchId | None = None
         """The batch whose reading made the last `next` raise, or None."""
         self._until: int | None = 0
@@ -86,8 +86,8 @@ class Cursor:
             raise DataError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
         if self._reader.single_epoch and epochs is not None and epochs > 1:
             raise UnusableLoader(
-                f"{self._reader.name} is an iterator and has one epoch, not {epochs}: pass what "
-                "it was made from, or epochs=1"
+                f"{self._reader.name} is an iterator and has one epoch, not {epochs}: pass "
+                "the loader that created it, or epochs=1"
             )
         if epochs is None or self._until is None:
             self._until = None
@@ -102,29 +102,28 @@ class Cursor:
 
     @property
     def why_not(self) -> str | None:
-        """Why it cannot be rewound, or why the last `rewind` was refused."""
-        return self._reader.adapter.why_not or self._refused
+        """Why the loader cannot be rewound, or why the last `rewind` failed, or None."""
+        return self._reader.adapter.why_not or self._rewind_error
 
     def next(self, *, after: Exception | None = None) -> tuple[Any, BatchId]:
         """The next batch that is not skipped, and its id.
 
         Exceptions of the loader propagate, with the batch's id as a note. The batch counts as read,
-        and the next call continues after it if the loader can. An exception at a batch that is left
-        out is ignored, unless the loader ends there, as a generator does: that is not the end of
-        the epoch.
+        and the next call continues after it if the loader can. An exception at a skipped batch is
+        ignored, unless it ends the loader before the end of the epoch, as in a generator.
 
         Args:
-            after: the exception of the last call; raised again if the loader has ended with it.
+            after: the exception of the last call, which is raised again if it has ended the loader.
 
         Raises:
             StopIteration: there are no more epochs.
-            EmptyLoader: an epoch without any batch.
+            EmptyLoader: an epoch has no batch.
         """
         reader, self.unreadable = self._reader, None
         while not reader.exhausted and (self._until is None or reader.epoch < self._until):
             reader.begin()  # an exception of iter() belongs to no batch
             which = reader.next_id
-            left_out = which in self._left_out
+            skipped = which in self._ids_to_skip
             try:
                 batch = reader.read()
             except StopIteration:
@@ -138,15 +137,17 @@ class Cursor:
             except DataError:
                 raise
             except Exception as error:
-                if not left_out:
+                if not skipped:
                     self.unreadable = which
                     raise
                 after = error
             else:
-                # Its order may be drawn when the first batch is read.
-                if self._kept and self._kept[-1][0] < BatchId(which.epoch, 1):
+                # The epoch's order may be drawn when its first batch is read.
+                if self._recent_positions and self._recent_positions[-1][0] < BatchId(
+                    which.epoch, 1
+                ):
                     self.position()
-                if not left_out:
+                if not skipped:
                     return batch, which
                 after = None
             self._skipped.append(which)
@@ -154,16 +155,16 @@ class Cursor:
 
     @property
     def at_end(self) -> bool:
-        """Whether all batches are read. False if the loader has no length."""
+        """Whether all batches of all epochs are read. False if the loader has no length."""
         if self._until is None or self._reader.epoch != self._until - 1:
             return False
         length = self._reader.length
         return length is not None and self.is_last(length)
 
     def left_at(self) -> str:
-        """The place before the last batch as part of a sentence.
+        """The place where a `break` left the loop, as part of a sentence.
 
-        Empty at the end, without a number of epochs, and without a length of the loader.
+        Empty at the end, without a number of epochs, or without a length of the loader.
         """
         (epoch, index), length = self._reader.next_id, self._reader.length
         if length is None or self._until is None or epoch >= self._until or self.at_end:
@@ -176,29 +177,29 @@ class Cursor:
         Skipped batches do not count. Call it between two batches.
         """
         epoch, index = self._reader.next_id
-        return all(BatchId(epoch, i) in self._left_out for i in range(index, length))
+        return all(BatchId(epoch, i) in self._ids_to_skip for i in range(index, length))
 
     def abandon(self) -> None:
-        """Drops the rest of the epoch, after a loop that was left by `break`."""
+        """Drops the rest of the epoch, after a `break`."""
         self._reader.abandon()
 
     def position(self) -> dict[str, Any]:
         """The position right after the last batch, for `rewind` and `fast_forward`.
 
         It consists of Python values that any checkpoint can hold. If the loader's state cannot be
-        taken, the cursor cannot rewind any more.
+        taken, the cursor cannot rewind from then on.
         """
         try:
-            found = self._encoded()
+            position = self._encoded()
         except Exception as error:  # the loader's code may raise anything
             self._reader.disable_rewind(error)
             return self._encoded()
         if not self._reader.adapter.by_index:
-            self._kept.append((self._reader.next_id, found))
-        return found
+            self._recent_positions.append((self._reader.next_id, position))
+        return position
 
     def position_before(self, batch: BatchId) -> dict[str, Any] | None:
-        """The position before a batch that was read already, or None if it cannot be reached.
+        """The position before a batch that was read, or None if it cannot be reached.
 
         If the loader's state before the batch is unknown, the position has an earlier state of the
         same epoch and the number of batches to read again and drop.
@@ -207,42 +208,42 @@ class Cursor:
         if batch == reader.next_id:
             return self.position()
         if reader.adapter.by_index:
-            found = reader.position_by_index(batch)
-            return positions.encode(found, self._left_out, division=reader.division)
+            position = reader.position_by_index(batch)
+            return positions.encode(position, self._ids_to_skip, division=reader.division)
         if batch.index == 0 and reader.ended is not None and reader.ended.epoch == batch.epoch - 1:
             batch = reader.ended  # the next epoch's order may be drawn when it begins
-        for known, found in reversed(self._kept):
+        for known, position in reversed(self._recent_positions):
             if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):
-                behind = found.get("behind", 0) + batch.index - known.index
-                left_out = positions.ahead(self._left_out, batch)
-                return {**found, "index": batch.index, "behind": behind, "left_out": left_out}
+                behind = position.get("behind", 0) + batch.index - known.index
+                skipped = positions.ids_from(batch, self._ids_to_skip)
+                return {**position, "index": batch.index, "behind": behind, "left_out": skipped}
         return None
 
     def rewind(self, position: Mapping[str, Any]) -> bool:
         """Moves to a position, backwards or forwards, also into another epoch.
 
-        Batches keep their ids. Batches that were skipped meanwhile stay skipped.
+        Batches keep their ids. Batches that are skipped now stay skipped.
 
         Args:
-            position: from `position`, of this process or of an earlier process.
+            position: result of `position` in this process or an earlier process.
 
         Returns:
             False if the cursor could not move; `why_not` has the reason.
 
         Raises:
-            DataError: the loader failed on the position and could not return to where it was.
+            DataError: the loader failed on the position and could not return to the old position.
         """
         if not self.can_rewind:
             return False
         try:
             self._check_division(position)
-            target, left_out = positions.decode(position, trust=self._trust)
+            target, skipped = positions.decode(position, trust=self._trust)
         except DataError as error:
-            self._refused = str(error)
+            self._rewind_error = str(error)
             return False
         name, kind = self._reader.name, self._reader.adapter.kind
         if target.kind != kind:
-            self._refused = (
+            self._rewind_error = (
                 f"the position is of kind {target.kind!r}, and {name} is of kind {kind!r}: the run "
                 "has another loader now"
             )
@@ -255,14 +256,14 @@ class Cursor:
             while self._reader.next_id < BatchId(target.epoch, target.index):
                 self._drop()
         except Exception as error:  # the loader's code may raise anything
-            self._refused = f"{name} does not take the position: {_text(error)}"
+            self._rewind_error = f"{name} does not accept the position: {_text(error)}"
             self._return_to(before, error)
             return False
-        self._kept.clear()
+        self._recent_positions.clear()
         if not self._reader.adapter.by_index:
-            self._kept.append((self._reader.next_id, dict(position)))
-        self._left_out |= left_out
-        self._refused = None
+            self._recent_positions.append((self._reader.next_id, dict(position)))
+        self._ids_to_skip |= skipped
+        self._rewind_error = None
         return True
 
     def reread(self) -> bool:
@@ -282,14 +283,14 @@ class Cursor:
             position: as in `rewind`. Earlier epochs are not read again.
 
         Returns:
-            A sentence about what was done.
+            A sentence about the batches that were dropped.
 
         Raises:
-            DataError: it is no position, or another number of ranks has other batches.
+            DataError: it is no position, or the batches differ for this number of ranks.
         """
         self._check_division(position)
-        target, left_out = positions.decode(position, trust=self._trust)
-        self._left_out |= left_out
+        target, skipped = positions.decode(position, trust=self._trust)
+        self._ids_to_skip |= skipped
         goal = BatchId(target.epoch, target.index)
         if goal <= self._reader.next_id:
             return f"batch {goal.index} of epoch {goal.epoch} is not ahead: nothing was dropped"
@@ -303,23 +304,23 @@ class Cursor:
         except StopIteration:
             batches = counted(reached, "batch", "batches")
             return (
-                f"epoch {goal.epoch} has only {batches}: goes on after it, not at batch "
+                f"epoch {goal.epoch} has only {batches}: continues after it, not at batch "
                 f"{goal.index}"
             )
         batches = counted(reached - first, "batch", "batches")
         return (
             f"read {batches} and dropped them, up to batch {goal.index} of epoch {goal.epoch}; a "
-            "DistributedSampler gives the same ones as the first time, a loader that "
-            "shuffles by itself may give others"
+            "DistributedSampler gives the same batches again, a loader that shuffles by itself may "
+            "give different batches"
         )
 
     @property
     def left_out(self) -> frozenset[BatchId]:
         """Ids of the skipped batches, before and after the current position."""
-        return self._left_out
+        return self._ids_to_skip
 
     def leave_out(self, ids: Iterable[BatchId]) -> None:
-        """Leaves batches out when the cursor reaches them; `skipped` lists them.
+        """Skips batches when the cursor reaches them; `skipped` then lists them.
 
         Args:
             ids: batch ids, or pairs. Ids after the end of an epoch have no effect on the next
@@ -328,7 +329,7 @@ class Cursor:
         Raises:
             DataError: a value is no batch id.
         """
-        self._left_out |= positions.checked_ids(ids)
+        self._ids_to_skip |= positions.checked_ids(ids)
 
     def skipped(self) -> list[BatchId]:
         """Ids of the batches skipped since the last call, in order."""
@@ -336,7 +337,7 @@ class Cursor:
         return skipped
 
     def _drop(self) -> None:
-        """Reads and discards a batch. A batch that raises was skipped before."""
+        """Reads and discards a batch. An unreadable batch also counts as read."""
         try:
             self._reader.read()
         except (StopIteration, DataError):
@@ -351,7 +352,7 @@ class Cursor:
     def _encoded(self) -> dict[str, Any]:
         reader = self._reader
         return positions.encode(
-            reader.position(), self._left_out, division=reader.division, trust=self._trust
+            reader.position(), self._ids_to_skip, division=reader.division, trust=self._trust
         )
 
     def _return_to(self, before: Any, error: Exception) -> None:
@@ -359,7 +360,7 @@ class Cursor:
             self._reader.restore(positions.decode(before, trust=self._trust)[0])
         except Exception:
             raise DataError(
-                f"{self._reader.name} can go on neither from the position nor from where it was: "
+                f"{self._reader.name} can continue neither from the new position nor from the old: "
                 f"{_text(error)}"
             ) from error
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from healcore.runtime.data.loader_adapters import (
     LoaderAdapter,
-    Unreadable,
+    UnreadableBatch,
     adapter_for,
     class_name,
     division,
@@ -55,28 +55,28 @@ class EpochReader:
         self.name = class_name(loader)
         self.single_epoch = isinstance(loader, Iterator)
         self.exhausted = False
-        """The one epoch of an iterator has ended."""
+        """Whether the only epoch of an iterator has ended."""
         self.epoch = 0
         self.index = 0
         self.ended: BatchId | None = None
-        """The id after the last batch of the last epoch that was read completely."""
+        """Id after the last batch of the last complete epoch, or None."""
         self.requested_epoch = 0
-        """The epoch that the user's loop asked for last."""
+        """The epoch that the user's loop requested last."""
         self._loader = loader
         self._sampler_epochs = _SamplerEpochs(loader)
         self._batches: Iterator[Any] | None = None
-        self._first_states: dict[int, str] = {}  # of the last epochs begun
-        self._between = False  # after an epoch, before the next
-        self._resumed = False  # this epoch came from a state
+        self._first_states: dict[int, str] = {}  # epoch -> state at its beginning
+        self._between = False  # between two epochs
+        self._resumed = False  # the epoch was restored from a state
 
     @functools.cached_property
     def adapter(self) -> LoaderAdapter:
-        """Made when needed, because that may begin an epoch."""
+        """Created on first use, because that may begin an epoch."""
         return adapter_for(self._loader)
 
     @functools.cached_property
     def division(self) -> list[Any] | None:
-        """`division` of the loader."""
+        """See `loader_adapters.division`."""
         return division(self._loader)
 
     @property
@@ -85,7 +85,7 @@ class EpochReader:
         return BatchId(self.epoch, self.index)
 
     def begin(self) -> Iterator[Any]:
-        """The batches of the epoch, which begins now at the latest."""
+        """The batches of the epoch; begins the epoch if necessary."""
         if self._batches is None:
             self._sampler_epochs.begin(self.epoch, by_user=self.epoch == self.requested_epoch)
             self._between = self._resumed = False
@@ -104,7 +104,7 @@ class EpochReader:
         which, batches = self.next_id, self.begin()
         try:
             batch = next(batches)
-            if isinstance(batch, Unreadable):
+            if isinstance(batch, UnreadableBatch):
                 raise batch.error
         except StopIteration:
             self._end()
@@ -129,7 +129,7 @@ class EpochReader:
         return self.length is None or index < self.length
 
     def position(self) -> Position:
-        """The position with the state to return to; may raise anything that the loader raises."""
+        """The current position. Exceptions of the loader propagate."""
         if self.adapter.why_not is not None:
             state = None
         elif self._between:
@@ -142,7 +142,7 @@ class EpochReader:
         return Position(self.adapter.kind, self.epoch, self.index, state, number)
 
     def position_by_index(self, batch: BatchId) -> Position:
-        """The position before any batch, of a loader that needs only its index."""
+        """The position before a batch of a loader whose adapter is `by_index`."""
         number = self._sampler_epochs.number(batch.epoch)
         return Position(self.adapter.kind, *batch, self.adapter.state_at(batch.index), number)
 
@@ -163,16 +163,16 @@ class EpochReader:
         self.epoch, self.index = target.epoch, target.index - behind
 
     def jump(self, target: Position) -> None:
-        """Moves to the beginning of the position's epoch, without a state."""
+        """Moves to the beginning of the position's epoch without restoring a state."""
         self._sampler_epochs.restore(target.epoch, target.sampler_epoch)
         self._batches, self._between = None, False
         self.epoch, self.index = target.epoch, 0
 
     def abandon(self) -> None:
-        """Drops the rest of the epoch; the next batch is of the next one."""
+        """Drops the rest of the epoch; the next batch belongs to the next epoch."""
         if self.index > 0 and not self.single_epoch:
             self.epoch, self.index = self.epoch + 1, 0
-            # Not between two epochs: a loader's own state still leads back into this one.
+            # Not between two epochs: the loader's own state still belongs to this epoch.
             self._batches, self._between = None, False
 
     def disable_rewind(self, error: Exception) -> None:
@@ -184,8 +184,8 @@ class EpochReader:
     def _save_first_state(self) -> None:
         """Keeps the state at the beginning of an epoch, for a rewind to it.
 
-        The loader may shuffle by something that is not in its iterator's state, such as a count of
-        its epochs.
+        The loader's order may depend on a value that its iterator's state lacks, such as a count of
+        epochs.
         """
         if self.adapter.complete:
             return
@@ -202,7 +202,7 @@ class EpochReader:
         if self.single_epoch:
             self.exhausted = True
             return
-        # A state from between two epochs may lead to the end of the first: then begin again, once.
+        # A state between two epochs may lead to the end of the first: then the epoch begins again.
         if self.index > 0:
             self.ended = self.next_id
             self.epoch += 1
@@ -211,17 +211,17 @@ class EpochReader:
 
 
 class _SamplerEpochs:
-    """Calls `set_epoch` on samplers and keeps the numbers: cursor epoch -> number.
+    """Calls `set_epoch` on samplers and records its arguments: epoch of the cursor -> number.
 
     DistributedSampler and others need `set_epoch` with the next number for a new order, and with
-    the earlier number after a rewind. A loop with `for epoch in ...` outside usually calls it; then
-    the number is read, not overwritten.
+    the earlier number after a rewind. A user's loop over epochs usually calls `set_epoch`; the
+    number is then read, not overwritten.
     """
 
     def __init__(self, loader: Any) -> None:
         owners = (loader, *samplers_of(loader), getattr(loader, "dataset", None))
-        settable = [each for each in owners if callable(getattr(each, "set_epoch", None))]
-        self._samplers: list[Any] = list({id(each): each for each in settable}.values())
+        settable = [owner for owner in owners if callable(getattr(owner, "set_epoch", None))]
+        self._samplers: list[Any] = list({id(sampler): sampler for sampler in settable}.values())
         self._numbers: dict[int, int] = {}
 
     def begin(self, epoch: int, *, by_user: bool) -> None:
@@ -239,7 +239,7 @@ class _SamplerEpochs:
         self._numbers[epoch] = epoch if number is None else number
 
     def number(self, epoch: int) -> int | None:
-        """The number of an epoch that has begun, or that the cursor would begin."""
+        """The number of an epoch that has begun or is next, or None if unknown."""
         before = self._numbers.get(epoch - 1)
         return self._numbers.get(epoch, None if before is None else before + 1)
 

@@ -1,4 +1,4 @@
-"""Takes and restores the state of any loader. Classes of torch are recognized by name."""
+"""Saves and restores the state of any loader. Classes of torch are recognized by name."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 _END = object()
 _STATE_DICT = ("state_dict", "load_state_dict")
 _GET_STATE = ("get_state", "set_state")
-# Each of these draws a new order in every epoch and does not record it. torchdata then counts
-# forward through another order, without a warning.
+# These samplers draw a new order in every epoch and do not record it. A restored torchdata loader
+# then skips forward through a different order, without a warning.
 _UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 # torchdata's own sampler records its order in a StatefulDataLoader, but not in its nodes (0.11).
 _UNRECORDED_IN_NODES = (*_UNRECORDED, "StatefulDistributedSampler")
 
 
 class LoaderAdapter:
-    """Takes and restores a loader's state. This base class is for loaders without a state.
+    """Saves and restores a loader's state. This base class is for loaders without a state.
 
     Attributes:
-        kind: saved in positions, because a state fits only loaders of its kind.
-        complete: whether the state determines later epochs too.
-        by_index: whether `state_at` gives the state before any batch of an epoch.
+        kind: name in positions, because a state fits only loaders of the same kind.
+        complete: whether the state also determines later epochs.
+        by_index: whether `state_at` returns the state before any batch of an epoch.
         why_not: why the loader cannot be rewound, or None.
     """
 
@@ -38,38 +38,38 @@ class LoaderAdapter:
         self._first = first
 
     def start(self) -> Iterator[Any]:
-        """Begins an epoch."""
+        """Begins an epoch; returns its batches."""
         first, self._first = self._first, None
         return iterate(self._loader) if first is None else first
 
     def state(self) -> Any:
-        """The state of the current epoch, right after its last batch."""
+        """The state after the batch that was read last."""
         return None
 
     def state_between(self) -> Any:
-        """The state between two epochs, or None if `start` is enough."""
+        """The state between two epochs, or None if `start` needs no state."""
         return None
 
     def state_at(self, index: int) -> Any:
-        """The state before a batch, if `by_index`."""
+        """The state before the batch of an index, or None unless `by_index`."""
         return None
 
     def advanced(self, state: Any, count: int) -> Any:
-        """The state `count` batches later, or None if the batches have to be read."""
+        """The state `count` batches later, or None if the batches must be read to reach it."""
         return None
 
     def resume(self, state: Any) -> Iterator[Any]:
-        """The rest of the epoch of the state, or the next epoch."""
+        """Restores a state; returns the rest of its epoch, or the next epoch."""
         raise NotImplementedError(self.why_not)
 
 
 class _StatefulLoader(LoaderAdapter):
-    """`state_dict` and `load_state_dict` on the loader: torchdata's StatefulDataLoader and Loader.
+    """A loader with `state_dict` and `load_state_dict`: torchdata's StatefulDataLoader and Loader.
 
     A loaded state applies to the next `iter`. The samplers' generators are saved too: a
     StatefulDataLoader draws the order and the workers' seeds from one generator, and its state
     records only where the shuffling began. After `load_state_dict` alone the next epoch would have
-    another order.
+    a different order.
     """
 
     kind = "loader"
@@ -77,8 +77,8 @@ class _StatefulLoader(LoaderAdapter):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        found = [getattr(sampler, "generator", None) for sampler in samplers_of(loader)]
-        self._generators: list[Any] = [each for each in found if _has_both(each, _GET_STATE)]
+        generators = [getattr(sampler, "generator", None) for sampler in samplers_of(loader)]
+        self._generators: list[Any] = [gen for gen in generators if _has_both(gen, _GET_STATE)]
 
     def state(self) -> Any:
         return self._state(ended=False)
@@ -89,9 +89,9 @@ class _StatefulLoader(LoaderAdapter):
     def resume(self, state: Any) -> Iterator[Any]:
         self._loader.load_state_dict(state["loader"])
         batches = self._start_loaded()
-        for generator, its_state in zip(self._generators, state["generators"], strict=True):
-            generator.set_state(its_state)
-        # The next epoch has begun by now, with an order drawn before the generators were set.
+        for generator, saved in zip(self._generators, state["generators"], strict=True):
+            generator.set_state(saved)
+        # `iter` has drawn the order of the next epoch before the generators were set.
         return self.start() if self._generators and state["ended"] else batches
 
     def advanced(self, state: Any, count: int) -> Any:
@@ -109,7 +109,7 @@ class _StatefulLoader(LoaderAdapter):
 
     def _start_loaded(self) -> Iterator[Any]:
         # torchdata's nodes.Loader reads ahead: after the last batch it would begin the next epoch,
-        # and its batches would get the ids of this one.
+        # and the batches of that epoch would get ids of this epoch.
         if getattr(self._loader, "restart_on_stop_iteration", None) is not True:
             return iter(self._loader)
         self._loader.restart_on_stop_iteration = False
@@ -124,8 +124,8 @@ class _AccelerateLoader(LoaderAdapter):
 
     It reads one batch ahead, so its state after the last batch of an epoch is the state of the next
     epoch. It seeds its sampler by `iteration`, the epoch, which its state lacks. It draws random
-    numbers when it reads the first batch: `resume` reads the first batch of an epoch that had
-    begun, before the random states are restored.
+    numbers when it reads the first batch. So `resume` reads a batch of an epoch that had begun,
+    before the caller restores the random states.
     """
 
     kind = "accelerate"
@@ -149,7 +149,7 @@ class _AccelerateLoader(LoaderAdapter):
 
     def resume(self, state: Any) -> Iterator[Any]:
         self._loader.iteration = state["iteration"] + state["ended"]
-        # Drops the epoch that Accelerate has begun to take its state: it would become the next
+        # Drops the epoch that Accelerate began to take its state. Otherwise it would be the next
         # epoch without drawing random numbers.
         self._loader.load_state_dict({})
         if state["loader"] is not None and not state["ended"]:
@@ -172,7 +172,7 @@ class _AccelerateLoader(LoaderAdapter):
 
 
 class _StatefulIterator(LoaderAdapter):
-    """A getter and a setter on the iterator, such as Grain's `get_state` and `set_state`."""
+    """A loader whose iterator has a state, such as Grain's `get_state` and `set_state`."""
 
     kind = "iterator"
     complete = False
@@ -191,14 +191,14 @@ class _StatefulIterator(LoaderAdapter):
         return getattr(self._current, self._get)()
 
     def resume(self, state: Any) -> Iterator[Any]:
-        # On the existing iterator: a new iterator could change how the loader shuffles.
+        # Reuses the existing iterator: a new iterator could change how the loader shuffles.
         current = self._current if self._first is None else self.start()
         getattr(current, self._set)(state)
         return current
 
 
 class _IndexedSequence(LoaderAdapter):
-    """A sequence, read by index: lists, tuples, ranges."""
+    """A sequence that is read by index, such as a list, a tuple or a range."""
 
     kind = "sequence"
     _next = 0
@@ -227,13 +227,13 @@ class _IndexedSequence(LoaderAdapter):
             return self._loader[self._next - 1]
         except Exception:  # an unreadable item counts as read
             raise
-        except BaseException:  # Ctrl-C: nobody has received the item
+        except BaseException:  # Ctrl-C: the item was not returned
             self._next -= 1
             raise
 
 
 class _ByIndex:
-    """Iterates over an object that only has `__getitem__`, also after an item that raises."""
+    """Iterates over an object that only has `__getitem__`; continues after an item that raises."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -250,8 +250,8 @@ class _ByIndex:
             raise StopIteration from None
 
 
-class Unreadable:
-    """Represents a batch whose reading raised, until the `EpochReader` raises the error.
+class UnreadableBatch:
+    """Takes the place of a batch whose reading raised, until the `EpochReader` raises the error.
 
     Trainers read in generators, and a generator that raises is finished. This object passes through
     the generator as a batch, so the next batches can still be read.
@@ -261,11 +261,11 @@ class Unreadable:
         self.error = error
 
     def __repr__(self) -> str:
-        return f"Unreadable({self.error!r})"
+        return f"UnreadableBatch({self.error!r})"
 
 
-class Marking:
-    """Iterates over batches; yields an `Unreadable` for a batch that cannot be read."""
+class TolerantIterator:
+    """Iterates over batches; yields an `UnreadableBatch` where reading raises."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -279,7 +279,7 @@ class Marking:
         except StopIteration:
             raise
         except Exception as error:
-            return Unreadable(error)
+            return UnreadableBatch(error)
 
 
 def iterate(loader: Any) -> Iterator[Any]:
@@ -294,9 +294,9 @@ def iterate(loader: Any) -> Iterator[Any]:
 def _accelerate_epoch(loader: Any) -> Iterator[Any]:
     """An epoch of Accelerate's loader, which reads another loader in a generator."""
     batches, inner = iter(loader), loader.base_dataloader
-    inner.__iter__ = lambda: Marking(type(inner).__iter__(inner))
+    inner.__iter__ = lambda: TolerantIterator(type(inner).__iter__(inner))
     try:
-        first = next(batches, _END)  # the generator begins, and calls inner.__iter__()
+        first = next(batches, _END)  # the generator calls inner.__iter__() here
     finally:
         del inner.__iter__
     if first is not _END:
@@ -307,13 +307,12 @@ def _accelerate_epoch(loader: Any) -> Iterator[Any]:
 def adapter_for(loader: Any) -> LoaderAdapter:
     """The adapter for a loader. Begins an epoch if the loader's iterator must be examined.
 
-    A wrapper of another loader can have an attribute `why_not`, the reason why it cannot be
-    rewound.
+    A wrapper of a loader can have an attribute `why_not`: the reason why it cannot be rewound.
     """
     if isinstance(why_not := getattr(loader, "why_not", None), str):
         return LoaderAdapter(loader, why_not=why_not)
     if _is(loader, "accelerate.data_loader", "DataLoaderShard", "DataLoaderDispatcher"):
-        why_not = _not_of_accelerate(loader)
+        why_not = _accelerate_problem(loader)
         return LoaderAdapter(loader, why_not=why_not) if why_not else _AccelerateLoader(loader)
     if _has_both(loader, _STATE_DICT):
         why_not = _unrecorded_order(loader)
@@ -328,32 +327,32 @@ def adapter_for(loader: Any) -> LoaderAdapter:
 
 
 def samplers_of(loader: Any) -> tuple[Any, Any, Any]:
-    """A torch loader's sampler, batch sampler and the batch sampler's sampler, or None."""
+    """A torch loader's sampler, batch sampler, and the batch sampler's sampler; None if missing."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 
 
 def division(loader: Any) -> list[Any] | None:
-    """The number that must not change with the number of ranks, so that batch i has the same rows.
+    """[unit, number] that must not change with the number of ranks, or None if unknown.
 
-    The number of batches for a list or a loader in order, where every rank reads the same batches.
-    Batch size times ranks with a DistributedSampler. None if unknown.
+    If it is equal, batch i has the same rows. It is the number of batches for a list or a loader in
+    order, where every rank reads the same batches, else the rows per global batch.
     """
     if isinstance(loader, Sequence):
         return ["batches", len(loader)]
     sampler, batch_sampler, inner = samplers_of(loader)
     rows = getattr(batch_sampler, "batch_size", None)
-    for each in (sampler, inner):
-        replicas = getattr(each, "num_replicas", None)
-        if type(rows) is int and type(replicas) is int and hasattr(each, "set_epoch"):
+    for candidate in (sampler, inner):
+        replicas = getattr(candidate, "num_replicas", None)
+        if type(rows) is int and type(replicas) is int and hasattr(candidate, "set_epoch"):
             return ["rows of a global batch", rows * replicas]
-        if _is(each, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
+        if _is(candidate, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
             return ["batches", len(loader)]
     return None
 
 
 def class_name(thing: Any) -> str:
-    """Name of an object's class with its module."""
+    """Name of an object's class, with its module except for builtins."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}".removeprefix("builtins.")
 
 
@@ -375,13 +374,13 @@ def why_no_state(loader: Any) -> str:
         )
     if _is(loader, "lightning", "_FabricDataLoader"):
         return (
-            f"{name} hides the state of the loader in it: pass a StatefulDataLoader that is not "
+            f"{name} hides the state of its loader: pass a StatefulDataLoader that is not "
             "set up by fabric.setup_dataloaders, and move its batches with fabric.to_device(batch)"
         )
     if isinstance(loader, Iterator):
         return (
             f"{name} is an iterator without get_state and set_state (or state_dict and "
-            "load_state_dict): pass the loader that it was made from"
+            "load_state_dict): pass the loader that created it"
         )
     return (
         f"neither {name} nor its iterator has state_dict and load_state_dict, or get_state and "
@@ -392,27 +391,27 @@ def why_no_state(loader: Any) -> str:
 def _unrecorded_order(loader: Any) -> str | None:
     """Why a loader's state lacks the order of its batches, or None."""
     if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
-        return (
-            f"{class_name(loader)} with in_order=False has no order to come back to: in_order=True"
-        )
+        return f"{class_name(loader)} with in_order=False has no fixed order: use in_order=True"
     sampler, _, inner = samplers_of(loader)
-    for each in (sampler, inner):
-        if _is(each, "torch.utils.data", *_UNRECORDED) and not hasattr(each, "state_dict"):
-            return _order_of(each, loader, "shuffle=True")
+    for candidate in (sampler, inner):
+        if _is(candidate, "torch.utils.data", *_UNRECORDED) and not hasattr(
+            candidate, "state_dict"
+        ):
+            return _unrecorded_order_text(candidate, loader, "shuffle=True")
     node = getattr(loader, "root", None) if _is(loader, "torchdata.nodes", "Loader") else None
     while node is not None:
         sampler = getattr(node, "sampler", None)
         if _is(sampler, "torch", *_UNRECORDED_IN_NODES):
-            return _order_of(sampler, loader, "a DistributedSampler")
+            return _unrecorded_order_text(sampler, loader, "a DistributedSampler")
         node = getattr(node, "source", None)
     return None
 
 
-def _not_of_accelerate(loader: Any) -> str | None:
+def _accelerate_problem(loader: Any) -> str | None:
     """Why a loader that Accelerate has prepared cannot be rewound, or None."""
     name, options = class_name(loader), ["use_stateful_dataloader=True"]
     if _is(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
-        return f"{name} reads for all ranks on one of them: use dispatch_batches=False"
+        return f"{name} reads for all ranks on one rank: use dispatch_batches=False"
     sampler = loader.get_sampler()
     shuffles = _is(sampler, "torch.utils.data", *_UNRECORDED)
     seeded = _is(sampler, "accelerate.data_loader", "SeedableRandomSampler")
@@ -421,15 +420,15 @@ def _not_of_accelerate(loader: Any) -> str | None:
     if shuffles:
         options.append("use_seedable_sampler=True")
     return (
-        f"{name} does not record where it is: give the Accelerator "
+        f"{name} does not record its position: give the Accelerator "
         f"dataloader_config=DataLoaderConfiguration({', '.join(options)})"
     )
 
 
-def _order_of(sampler: Any, loader: Any, instead: str) -> str:
+def _unrecorded_order_text(sampler: Any, loader: Any, instead: str) -> str:
     return (
         f"{class_name(loader)} does not record the order of {class_name(sampler)}: use {instead}, "
-        "or a sampler with state_dict and load_state_dict that holds it"
+        "or a sampler that records the order in its state_dict"
     )
 
 

@@ -1,7 +1,7 @@
-"""The cursors of all loaders of a run; their positions are saved and restored together.
+"""The cursors of all loaders of a run, whose positions are saved and restored together.
 
 A loop calls `batches` once, or once per epoch, or with one loader after another. Loaders are
-numbered in the order of their first use, so that a restarted program finds each of them again.
+numbered in the order of their first use, so that a restarted program finds each loader again.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from healcore.runtime.data.position import BatchId, DataError
 from healcore.runtime.store.errors import Untrusted
 
 _MAX_LOADERS = 8
-"""Loaders whose position is kept; a loop may make a new one for every epoch."""
+"""Number of loaders to keep; a loop may make a new loader for every epoch."""
 _COUNT = "count"
 """Key next to the positions: number of loaders so far."""
 
 
 class RewindResult(NamedTuple):
-    """The change of the data by a rollback."""
+    """The change of the data position by a rollback."""
 
     rewound: bool
     why_not: str | None
-    left_out: tuple[BatchId, ...]
-    """Ids of all batches of this loader that rollbacks have skipped so far."""
+    """Why the loader was not rewound, or None."""
 
 
 class _Entry:
@@ -34,15 +33,15 @@ class _Entry:
         self.loader = loader
         self.cursor = cursor
         self.start = cursor.position()
-        """The position for checkpoints from before the first use."""
+        """Position for checkpoints that are older than the first use."""
         self.in_loop = False
-        """Whether a loop is reading. After a `break` the rest of the epoch is dropped."""
+        """Whether a loop reads the loader. After a `break` the rest of the epoch is dropped."""
         self.exhausted = False
         """Whether all epochs were read before the restart."""
 
 
 class LoaderRegistry:
-    """All loaders of a run; `trust` as in `Cursor`.
+    """All loaders of a run; `trust` is as for `Cursor`.
 
     Attributes:
         notices: sentences for the log; the Healer clears them.
@@ -55,19 +54,19 @@ class LoaderRegistry:
         self._trust = trust
         self._entries: dict[int, _Entry] = {}
         self._count = 0
-        self._resume: dict[str, Any] = {}
-        self._resume_count = 0
+        self._saved: dict[str, Any] = {}
+        self._saved_count = 0
         self._last: BatchId | None = None
-        self._left_out: dict[int, set[BatchId]] = {}
+        self._ids_to_skip: dict[int, set[BatchId]] = {}
         self._noticed: set[str | None] = set()
 
     def has_saved(self, loader: Any) -> bool:
-        """Whether there is a position of an earlier process for this loader."""
+        """Whether an earlier process has saved a position of this loader."""
         number = self._number(loader)
-        return str(self._count if number is None else number) in self._resume
+        return str(self._count if number is None else number) in self._saved
 
     def _number(self, loader: Any) -> int | None:
-        return next((n for n, each in self._entries.items() if each.loader is loader), None)
+        return next((n for n, entry in self._entries.items() if entry.loader is loader), None)
 
     def begin(self, loader: Any, epochs: int | None) -> int:
         """Begins to iterate over a loader for `epochs` more epochs; returns the loader's number.
@@ -80,12 +79,12 @@ class LoaderRegistry:
             number, self._count = self._count, self._count + 1
             cursor = Cursor(loader, epochs=epochs, trust=self._trust)
             entry = self._entries[number] = _Entry(loader, cursor)
-            entry.exhausted = self._resume_count > number and str(number) not in self._resume
+            entry.exhausted = self._saved_count > number and str(number) not in self._saved
             if not cursor.can_rewind and cursor.why_not not in self._noticed:
                 self._noticed.add(cursor.why_not)
-                self.notices.append(f"after a rollback it continues forward: {cursor.why_not}")
+                self.notices.append(f"after rollbacks the data continues forward: {cursor.why_not}")
         else:
-            entry = self._entries[number] = self._entries.pop(number)  # the last used comes last
+            entry = self._entries[number] = self._entries.pop(number)  # moves it to the end
             entry.cursor.extend(epochs)
             if entry.in_loop:
                 entry.cursor.abandon()
@@ -93,12 +92,12 @@ class LoaderRegistry:
         entry.in_loop = True
         if self.current is None:
             self.current = number
-        saved = self._resume.pop(str(number), None)
+        saved = self._saved.pop(str(number), None)
         if saved is not None and not entry.cursor.rewind(saved):
             self.notices.append(entry.cursor.fast_forward(saved))
-        entry.cursor.leave_out(self._left_out.get(number, ()))
-        if entry.cursor.left_out:  # including the ids in the position
-            self._left_out[number] = set(entry.cursor.left_out)
+        entry.cursor.leave_out(self._ids_to_skip.get(number, ()))
+        if entry.cursor.left_out:  # includes ids from the saved position
+            self._ids_to_skip[number] = set(entry.cursor.left_out)
         while len(self._entries) > _MAX_LOADERS:
             del self._entries[next(n for n in self._entries if n not in (number, self.current))]
         return number
@@ -117,27 +116,27 @@ class LoaderRegistry:
 
     def all_unreadable(self) -> dict[int, BatchId]:
         """The unreadable batches of all loaders, by number of the loader."""
-        found = {number: each.cursor.unreadable for number, each in self._entries.items()}
-        return {number: batch for number, batch in found.items() if batch is not None}
+        batches = {number: entry.cursor.unreadable for number, entry in self._entries.items()}
+        return {number: batch for number, batch in batches.items() if batch is not None}
 
     def reread(self, number: int) -> bool:
         """See `Cursor.reread`."""
         return self._entries[number].cursor.reread()
 
     def replaced(self, number: int) -> BatchId:
-        """Returns the id of the unreadable batch, which counts as read from now on."""
+        """Returns the id of the unreadable batch, which counts as read from then on."""
         cursor = self._entries[number].cursor
         batch, cursor.unreadable = cursor.unreadable, None
         assert batch is not None
         return batch
 
     def leave_out(self, number: int, batch: BatchId) -> None:
-        """Leaves a batch out from now on, also after a rollback and a restart."""
-        self._left_out.setdefault(number, set()).add(batch)
+        """Skips a batch from now on, also after a rollback and a restart."""
+        self._ids_to_skip.setdefault(number, set()).add(batch)
         self._entries[number].cursor.leave_out([batch])
 
     def stepped(self, number: int, last: BatchId | None) -> None:
-        """Makes this loader, whose batches a step used, the loader that rollbacks rewind.
+        """Makes the loader of a step's batches the current loader, which rollbacks rewind.
 
         Other loaders, such as the loader of an evaluation inside the loop, are not rewound.
         """
@@ -155,14 +154,14 @@ class LoaderRegistry:
         return entry is not None and entry.cursor.at_end
 
     def left_at(self) -> str:
-        """The place where a `break` has left the loop, as part of a sentence, or empty."""
+        """See `Cursor.left_at`; empty if no loop was left by `break`."""
         entry = None if self.current is None else self._entries[self.current]
         return entry.cursor.left_at() if entry is not None and entry.in_loop else ""
 
     @property
     def left_out_count(self) -> int:
         """Number of skipped batches of all loaders."""
-        return sum(map(len, self._left_out.values()))
+        return sum(map(len, self._ids_to_skip.values()))
 
     def is_last(self, length: int) -> bool:
         """See `Cursor.is_last`, for the loader of the last call of `begin`."""
@@ -181,9 +180,9 @@ class LoaderRegistry:
     def position(self) -> dict[str, Any]:
         """The positions of all loaders, for a checkpoint."""
         positions = {
-            str(number): each.cursor.position()
-            for number, each in self._entries.items()
-            if not each.exhausted
+            str(number): entry.cursor.position()
+            for number, entry in self._entries.items()
+            if not entry.exhausted
         }
         return {**positions, _COUNT: self._count}
 
@@ -199,20 +198,20 @@ class LoaderRegistry:
     def forward_positions(self) -> dict[str, Any]:
         """The positions of loaders that cannot be rewound, JSON-safe. A rollback keeps them."""
         return {
-            str(number): each.cursor.position()
-            for number, each in self._entries.items()
-            if not each.cursor.can_rewind
+            str(number): entry.cursor.position()
+            for number, entry in self._entries.items()
+            if not entry.cursor.can_rewind
         }
 
     def left_out(self, bad: Iterable[BatchId] = (), more: int = 0) -> dict[str, list[list[int]]]:
-        """Ids of all batches that rollbacks have skipped, by number of the loader, JSON-safe.
+        """Ids of all skipped batches, by number of the loader, JSON-safe.
 
-        Adds the `bad` batches of the current loader and `more` batches after them.
+        Includes the `bad` batches of the current loader and `more` batches after them.
         """
-        found = {number: set(ids) for number, ids in self._left_out.items()}
+        skipped = {number: set(ids) for number, ids in self._ids_to_skip.items()}
         if self.current is not None:
-            found.setdefault(self.current, set()).update(self._window(bad, more))
-        return {str(number): [list(i) for i in sorted(ids)] for number, ids in found.items()}
+            skipped.setdefault(self.current, set()).update(self._batches_to_skip(bad, more))
+        return {str(number): [list(i) for i in sorted(ids)] for number, ids in skipped.items()}
 
     def check(self, position: Mapping[str, Any]) -> None:
         """Checks positions of an earlier process before `resume`.
@@ -224,23 +223,23 @@ class LoaderRegistry:
         count = position.get(_COUNT, 0)
         if type(count) is not int or count < 0:
             raise DataError(f"the number of loaders is a whole number >= 0, not {count!r:.80}")
-        for number, each in position.items():
+        for number, loader_position in position.items():
             if number == _COUNT:
                 continue
             try:
-                positions.decode(each, trust=self._trust)
+                positions.decode(loader_position, trust=self._trust)
             except DataError as error:
                 if isinstance(error.__cause__, Untrusted):
                     raise error.__cause__ from None
                 raise
 
     def resume(
-        self, position: Mapping[str, Any], left_out: Mapping[str, Iterable[Iterable[int]]] = {}
+        self, position: Mapping[str, Any], skipped: Mapping[str, Iterable[Iterable[int]]] = {}
     ) -> None:
-        """Takes positions of an earlier process, for later calls of `begin`."""
-        self._resume = dict(position)
-        self._resume_count = int(self._resume.pop(_COUNT, 0))
-        self._left_out = {int(n): {BatchId(*each) for each in ids} for n, ids in left_out.items()}
+        """Stores positions and skipped batches of an earlier process for later calls of `begin`."""
+        self._saved = dict(position)
+        self._saved_count = int(self._saved.pop(_COUNT, 0))
+        self._ids_to_skip = {int(n): {BatchId(*pair) for pair in ids} for n, ids in skipped.items()}
 
     def rewind(
         self, position: dict[str, Any] | None, bad: Iterable[BatchId], more: int
@@ -251,11 +250,11 @@ class LoaderRegistry:
         `position` is None if the checkpoint has no positions.
         """
         if self.current is None:
-            return RewindResult(False, "the loop takes its batches from elsewhere", ())
+            return RewindResult(False, "the loop does not read its batches through healcore")
         entry = self._entries[self.current]
-        # With earlier bad batches: a deeper rollback reads them again.
-        left_out = self._left_out.setdefault(self.current, set())
-        left_out.update(self._window(bad, more))
+        # Includes earlier bad batches, because a deeper rollback reads them again.
+        skipped = self._ids_to_skip.setdefault(self.current, set())
+        skipped.update(self._batches_to_skip(bad, more))
         why = None
         if position is None:
             why = "the checkpoint has no position of this loader"
@@ -264,11 +263,11 @@ class LoaderRegistry:
         ):
             why = entry.cursor.why_not or "it could not be rewound"
         else:
-            entry.in_loop = False  # a loop that was left by `break` was left after this position
-        entry.cursor.leave_out(left_out)
-        return RewindResult(why is None, why, tuple(sorted(left_out)))
+            entry.in_loop = False  # a `break` came after this position
+        entry.cursor.leave_out(skipped)
+        return RewindResult(why is None, why)
 
-    def _window(self, bad: Iterable[BatchId], more: int) -> list[BatchId]:
+    def _batches_to_skip(self, bad: Iterable[BatchId], more: int) -> list[BatchId]:
         ids = list(bad)
         last = max(ids, default=self._last)
         if last is not None:

@@ -1,7 +1,7 @@
 """A position in the data, as Python values that any checkpoint can hold.
 
-A JAX run may read from a torch loader, and its store knows no torch tensors. So
-`healcore.runtime.json_codec` writes the loader's own state as text.
+The loader's own state is text of `healcore.runtime.json_codec`, because a JAX run may read from a
+torch loader, and a store of JAX cannot save torch tensors.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ _STATE_PATH = ("the loader's state",)
 
 
 class DataError(HealcoreError, RuntimeError):
-    """The data cursor cannot do what is asked. Exceptions of the loader are not changed."""
+    """The data cursor cannot do what was requested. Exceptions of the loader stay unchanged."""
 
 
 class BatchId(NamedTuple):
-    """Identifies a batch in the whole run, with numbers from 0. A rewind does not change it."""
+    """Identifies a batch of the whole run by numbers from 0. A rewind does not change it."""
 
     epoch: int
     index: int
-    """Number in the epoch; skipped batches count too."""
+    """Number of the batch in its epoch; skipped batches count too."""
 
 
 class Position(NamedTuple):
     """A decoded position. `epoch` and `index` identify the next batch."""
 
     kind: str
-    """`LoaderAdapter.kind` of the adapter that the state is from."""
+    """`LoaderAdapter.kind` of the adapter that took the state."""
     epoch: int
     index: int
     state: Any
     """The adapter's state, or None if the epoch has not begun or the adapter has no state."""
     sampler_epoch: int | None
-    """The number that `set_epoch` was called with for this epoch, or None if unknown."""
+    """Argument of `set_epoch` for this epoch, or None if unknown."""
     behind: int = 0
     """Number of batches between the state and `index`; they are read again and dropped."""
 
 
 def encode(
     position: Position,
-    left_out: Iterable[BatchId],
+    skipped: Iterable[BatchId],
     *,
     division: list[Any] | None = None,
     trust: bool = False,
@@ -53,8 +53,8 @@ def encode(
     """A position as dictionaries, lists, numbers and strings, for a checkpoint.
 
     Args:
-        position: to encode.
-        left_out: ids of skipped batches; ids after this position are saved.
+        position: position to encode.
+        skipped: ids of skipped batches; ids from this position on are saved.
         division: `loader_adapters.division` of the loader.
         trust: as for `json_codec.dumps`.
     """
@@ -68,44 +68,44 @@ def encode(
         "told_epoch": position.sampler_epoch,
         "behind": position.behind,
         "division": division,
-        "left_out": ahead(left_out, BatchId(position.epoch, position.index)),
+        "left_out": ids_from(BatchId(position.epoch, position.index), skipped),
     }
 
 
 def of_other_ranks(value: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """A position of a run with `ranks` ranks, for a run with another number of ranks.
+    """Converts a position of a run with `ranks` ranks for a run with another number of ranks.
 
-    The loader's state belongs to one rank's part of the data and is not used: the epoch begins
+    The loader's state belongs to one rank's part of the data and is not used. The epoch begins
     again, and the batches before the position are read and dropped.
     """
     return {**value, "state": None, "behind": value["index"], "ranks": ranks}
 
 
 def check_division(value: Mapping[str, Any], division: list[Any] | None, loader: str) -> None:
-    """Raises DataError if a position of another number of ranks would select other data."""
+    """Raises DataError if a position of another number of ranks would select different data."""
     ranks, before = value.get("ranks"), value.get("division")
     if ranks is None or (before is not None and before == division):
         return
     if before is None:
-        problem = "it is not known how the loader divided the data among them"
+        problem = "how the loader divided the data among the ranks is unknown"
     else:
-        now = "nothing of the kind" if division is None else f"{division[1]} {division[0]}"
-        problem = f"it had {before[1]} {before[0]} then, and {loader} has {now}"
+        now = "no such number" if division is None else f"{division[1]} {division[0]}"
+        problem = f"the loader had {before[1]} {before[0]}, and {loader} has {now}"
     raise DataError(
         f"the position in the data was saved by {ranks} ranks, and batch {value['index']} is not "
         f"the same for this number of ranks: {problem}. Start the run with {ranks} ranks, or with "
-        "the same global batch: with a DistributedSampler and a batch size that gives as many rows "
-        "over all ranks as before, or with a list of batches of which every rank takes its rows"
+        "the same global batch: a DistributedSampler whose batch size gives as many rows over all "
+        "ranks, or a list of batches from which every rank takes its rows"
     )
 
 
-def ahead(left_out: Iterable[BatchId], batch: BatchId) -> list[list[int]]:
-    """The ids of `left_out` from a batch on, as a position holds them."""
-    return [list(each) for each in sorted(each for each in left_out if each >= batch)]
+def ids_from(first: BatchId, ids: Iterable[BatchId]) -> list[list[int]]:
+    """The ids from `first` on as lists, sorted."""
+    return [list(batch) for batch in sorted(batch for batch in ids if batch >= first)]
 
 
 def state_to_text(state: Any, *, trust: bool = False) -> str:
-    """A loader's state as text, which is also a copy: loaders return live objects."""
+    """A loader's state as text. The text is also a copy: loaders return live objects."""
     return json_codec.dumps(state, _STATE_PATH, trust=trust)
 
 
@@ -115,10 +115,10 @@ def state_from_text(text: str, *, trust: bool = False) -> Any:
 
 
 def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[BatchId]]:
-    """A decoded position, with a new state, and the skipped batches; DataError if unreadable."""
+    """Decodes a position and its skipped batches; DataError if it cannot be read."""
     if not isinstance(value, Mapping) or value.get("version") != _VERSION:
         raise DataError(
-            f"a position is what Cursor.position() of version {_VERSION} gave, not {value!r:.80}"
+            f"a position is a result of Cursor.position() of version {_VERSION}, not {value!r:.80}"
         )
     try:
         state = value["state"]
@@ -129,25 +129,23 @@ def decode(value: Any, *, trust: bool = False) -> tuple[Position, frozenset[Batc
         (batch,) = checked_ids([(value["epoch"], value["index"])])
         behind = int(value.get("behind", 0))
         if not 0 <= behind <= batch.index:
-            raise DataError(f"a state {behind} batches before batch {batch.index} is in no epoch")
+            raise DataError(f"batch {batch.index} has no {behind} batches before it in its epoch")
         position = Position(str(value["kind"]), *batch, state, number, behind)
         return position, checked_ids(value["left_out"])
     except DataError:
         raise
     except Exception as error:  # the value may be crafted or damaged
-        raise DataError(
-            f"a position that cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        raise DataError(f"the position cannot be read: {type(error).__name__}: {error}") from error
 
 
 def checked_ids(ids: Iterable[Any]) -> frozenset[BatchId]:
-    """Batch ids, also from pairs of JSON; DataError unless each is two whole numbers >= 0."""
+    """Batch ids from ids or pairs; DataError unless each is two whole numbers >= 0."""
     checked = set()
-    for given in ids:
-        pair = tuple(given) if isinstance(given, (tuple, list)) else ()
+    for value in ids:
+        pair = tuple(value) if isinstance(value, (tuple, list)) else ()
         if len(pair) != 2 or not all(type(part) is int and part >= 0 for part in pair):
             raise DataError(
-                f"a batch id is BatchId(epoch, index), whole numbers >= 0, not {given!r}"
+                f"a batch id is BatchId(epoch, index), whole numbers >= 0, not {value!r}"
             )
         checked.add(BatchId(*pair))
     return frozenset(checked)

@@ -1,7 +1,7 @@
-"""Classifies an exception: by its type, by the codes in it, then by what it was raised from.
+"""Classifies an exception by its type, by codes in it, then by the exception that caused it.
 
 Types are named, not imported, because healcore imports neither a framework nor an HTTP client. A
-message is read only where the type says that a code is at a fixed place. Prose is never searched.
+message is read only for types with a code at a fixed place in it. Prose is never searched.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from healcore.core.verdict import Cause
 from healcore.runtime.faults.failures import Fault
 
-_MOST = 100
-"""Exceptions of one error that are read at most; a library that retries can chain thousands."""
+_MAX_CHAIN = 100
+"""Largest number of chained exceptions to read; a library that retries can chain thousands."""
 
 _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, AssertionError)
-"""Errors of a handler: raised while another error is handled, they are not its cause."""
+"""Bugs in an error handler. The error that was being handled is not their cause."""
 
 _WORST_FIRST = (Cause.OOM, Cause.HANG, Cause.DATA, Cause.UNKNOWN, Cause.NETWORK)
 """The first of these causes decides in an ExceptionGroup."""
@@ -37,12 +37,12 @@ _TRANSIENT, _PERMANENT = _Kind(Cause.NETWORK, transient=True), _Kind(Cause.NETWO
 _CERTIFICATE = "ssl.SSLCertVerificationError"
 
 _TYPES: dict[str, _Kind] = {
-    "builtins.MemoryError": _OOM,  # NumPy's too
+    "builtins.MemoryError": _OOM,  # also base class of NumPy's error
     "torch.OutOfMemoryError": _OOM,
     "torch.cuda.OutOfMemoryError": _OOM,  # before torch 2.5
-    # A peer has ended: a repeated call of this rank alone cannot succeed.
+    # A peer has ended, so a repeated call of this rank alone cannot succeed.
     "torch.distributed.DistNetworkError": _PERMANENT,
-    # TimeoutError is also the class of sockets, asyncio and concurrent.futures.
+    # Sockets, asyncio and concurrent.futures raise this TimeoutError too.
     "builtins.ConnectionError": _TRANSIENT,
     "builtins.TimeoutError": _TRANSIENT,
     "socket.gaierror": _TRANSIENT,
@@ -111,13 +111,13 @@ _XLA: dict[str, _Kind] = {
     "UNAVAILABLE": _PERMANENT,  # another process of the run is gone
     "DATA_LOSS": _DATA,
 }
-"""absl status codes, at the beginning of the message of an XLA error."""
+"""absl status codes, with which the message of an XLA error begins."""
 
 _XLA_ON_HOST = re.compile(r"INTERNAL: (Error dispatching computation: )+Out of memory allocating")
-"""An allocation on a CPU that failed after the call had returned (JAX 0.10)."""
+"""A CPU allocation that failed after the call had returned (JAX 0.10)."""
 
 _GRPC_TRANSIENT = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED"})
-"""Every other gRPC code is permanent: wrong credentials, wrong arguments."""
+"""All other gRPC codes are permanent, such as wrong credentials or arguments."""
 
 _TORCH: tuple[tuple[re.Pattern[str], str, _Kind], ...] = tuple(
     (re.compile(pattern), sign, kind)
@@ -133,14 +133,14 @@ _TORCH: tuple[tuple[re.Pattern[str], str, _Kind], ...] = tuple(
         (r"DataLoader timed out after \d+(\.\d+)? seconds", "DataLoader timeout", _DATA),
     )
 )
-"""Beginnings of the messages of torch's RuntimeErrors, which have no type of their own."""
+"""Beginnings of messages of torch's plain RuntimeErrors."""
 
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Parts of the messages of gloo and the system."""
+"""Parts of messages of gloo and the operating system."""
 
 _HTTP_TRANSIENT = frozenset({408, 425, 429})
 _HTTP_PERMANENT = frozenset({501, 505})
-"""Statuses 5xx that a server never recovers from; all other 5xx are transient."""
+"""Permanent statuses 5xx; all other 5xx are transient."""
 
 # draft-ietf-httpapi-ratelimit-headers, as the Hugging Face Hub sends it: "api";r=0;t=55
 _RATELIMIT = re.compile(r"r=(?P<left>\d{1,9})\s*;\s*t=(?P<seconds>\d{1,9})")
@@ -150,41 +150,41 @@ def classify(error: BaseException) -> Fault:
     """Classifies an exception.
 
     The type decides first, then codes: HTTP status, errno, the status codes of XLA and gRPC, and
-    torch's fixed beginnings of a message. If nothing is known about the exception, the exception
-    that it was raised from is classified. In an ExceptionGroup the worst member decides.
+    torch's fixed beginnings of a message. If these say nothing, the exception that caused it is
+    classified. In an ExceptionGroup the worst member decides.
 
     Args:
         error: any exception.
 
     Returns:
-        The fault; `Cause.UNKNOWN`, with the type's name as the sign, if nothing is known.
+        The fault. Its cause is `Cause.UNKNOWN` for an exception that healcore does not know.
     """
     return _classify(error, set()) or _unknown(error)
 
 
 def _classify(error: BaseException, seen: set[int]) -> Fault | None:
-    """The fault, or None if unknown. `seen` has the ids of the errors that were read."""
-    found = fallback = None
+    """The fault, or None if unknown. `seen` has the ids of the exceptions that were read."""
+    fault = fallback = None
     certificate = False
     at: BaseException | None = error
-    while at is not None and id(at) not in seen and len(seen) < _MOST:
+    while at is not None and id(at) not in seen and len(seen) < _MAX_CHAIN:
         if not isinstance(at, Exception | BaseExceptionGroup):
             break  # KeyboardInterrupt, SystemExit
         seen.add(id(at))
         certificate = certificate or _is_certificate(at)
-        if found is None:
-            found = _worst(at, seen) if isinstance(at, BaseExceptionGroup) else _own_fault(at)
+        if fault is None:
+            fault = _worst(at, seen) if isinstance(at, BaseExceptionGroup) else _own_fault(at)
             fallback = fallback or _client_fault(at)
-        at = _raised_from(at)
-    found = found or fallback
-    if found is not None and found.transient and certificate:
-        # Clients report it as an ordinary failure to connect.
-        return Fault(Cause.NETWORK, "ssl.SSLCertVerificationError")
-    return found
+        at = _cause_of(at)
+    fault = fault or fallback
+    if fault is not None and fault.transient and certificate:
+        # Clients report a rejected certificate as an ordinary failure to connect.
+        return Fault(Cause.NETWORK, _CERTIFICATE)
+    return fault
 
 
 def _own_fault(error: BaseException) -> Fault | None:
-    """The fault by the error's own type and codes."""
+    """The fault by the exception's own type and codes, or None."""
     try:
         return _http_fault(error) or _known_fault(error)
     except Exception:  # attributes and text run code of the error's library
@@ -200,7 +200,7 @@ def _unknown(error: BaseException) -> Fault:
     return Fault(Cause.UNKNOWN, _name(type(error)).removeprefix("builtins."))
 
 
-def _raised_from(error: BaseException) -> BaseException | None:
+def _cause_of(error: BaseException) -> BaseException | None:
     if error.__cause__ is not None:
         return error.__cause__
     reason = getattr(error, "reason", None)  # urllib and urllib3 keep the socket's error there
@@ -214,8 +214,8 @@ def _raised_from(error: BaseException) -> BaseException | None:
 def _http_fault(error: BaseException) -> Fault | None:
     """The fault of an exception with an HTTP error status, or None.
 
-    Clients keep the status in different places: requests, httpx and huggingface_hub (and the SDKs
-    above them) in `response.status_code`, urllib in `code`, aiohttp in `status`.
+    Clients store the status in different places: requests, httpx and huggingface_hub (and SDKs
+    based on them) in `response.status_code`, urllib in `code`, aiohttp in `status`.
     """
     response = getattr(error, "response", None)
     status, headers = getattr(response, "status_code", None), getattr(response, "headers", None)
@@ -232,7 +232,7 @@ def _http_fault(error: BaseException) -> Fault | None:
 
 
 def _retry_after(headers: Any) -> float | None:
-    """Seconds by `Retry-After` (a number or a date, RFC 9110) or by an exhausted `RateLimit`."""
+    """Seconds to wait by `Retry-After` (number or date, RFC 9110) or an exhausted `RateLimit`."""
     text = str(headers.get("Retry-After") or "").strip()
     if re.fullmatch(r"\d{1,9}", text, re.ASCII):
         return float(text)
@@ -254,7 +254,7 @@ def _torch(error: BaseException) -> Fault | None:
 
 
 def _nccl(error: BaseException) -> Fault | None:
-    """The fault by NCCL's name of the error, at the beginning of a line of the message."""
+    """The fault by NCCL's name of the error, with which a line of the message begins."""
     code = re.search(r"^nccl(Remote|System)Error: ", str(error)[:2000], re.MULTILINE)
     return None if code is None else _fault(_PERMANENT, f"nccl{code[1]}Error")
 
@@ -289,19 +289,19 @@ _BY_CODE: dict[str, Callable[[Any], Fault | None]] = {
 
 
 def _known_fault(error: BaseException) -> Fault | None:
-    """The fault by the nearest base class that is known."""
+    """The fault by the nearest known base class, or None."""
     for cls in type(error).__mro__:
         name = _name(cls)
         if (kind := _TYPES.get(name)) is not None:
             return _fault(kind, name.removeprefix("builtins."))
         by_code = _BY_CODE.get(name)
-        if by_code is not None and (found := by_code(error)) is not None:
-            return found
+        if by_code is not None and (fault := by_code(error)) is not None:
+            return fault
     return None
 
 
 def _client_fault(error: BaseException) -> Fault | None:
-    """The fault of a network client's error about which nothing else is known."""
+    """The fault of a network client's error of no more specific type, or None."""
     name = next((name for name in map(_name, type(error).__mro__) if name in _CLIENTS), None)
     return None if name is None else Fault(Cause.NETWORK, name)
 
@@ -310,7 +310,7 @@ def is_broken_connection(error: BaseException | None) -> bool:
     """Whether gloo raised the error because the connection to another rank is broken."""
     if not isinstance(error, RuntimeError | ValueError):  # a ValueError in JAX
         return False
-    return any(each in str(error) for each in _BROKEN)
+    return any(text in str(error) for text in _BROKEN)
 
 
 def _is_certificate(error: BaseException) -> bool:

@@ -1,8 +1,8 @@
-"""Lists what can go wrong in a training run: a row for each cause; and defines `Fault`.
+"""The table of failures of a training run, one row per cause, and the `Fault` of an exception.
 
-The diagnosis of a run's end, the report and docs/faults.md read this table. The recipe is what the
-default policy does, in the words of a policy file; tests hold it to policies/default.toml, and
-bring about each row in a real run.
+The diagnosis of a run's end, the report and docs/faults.md use this table. The recipe is the
+response of the default policy, in the words of a policy file. Tests compare it with
+policies/default.toml and cause each failure in a real run.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from healcore.core.verdict import Cause
 
 
 class Severity(enum.StrEnum):
-    """Whether a run can go on as it is."""
+    """Whether a run can continue unchanged."""
 
     WARNING = "warning"
-    """It may recover by itself, or needs a person's decision."""
+    """The run may recover by itself, or needs a person's decision."""
     ERROR = "error"
-    """Going on unchanged loses the run, or has ended it already."""
+    """The run has ended, or is lost if it continues unchanged."""
 
 
 class Failure(NamedTuple):
-    """One row: a cause and what is known about it."""
+    """The row of one cause."""
 
     name: str
-    """The type of failure; two causes may be of one type."""
+    """Type of failure; several causes may have the same type."""
     severity: Severity
     diagnosis: str
-    """What it usually means and what a person should look at."""
+    """Usual meaning, and what a person should check."""
     recipe: tuple[str, ...]
-    """What the default policy does: words of a rule's `do`, or `clip` for the table [clip]."""
+    """Response of the default policy: words of a rule's `do`, or `clip` for the table [clip]."""
     references: tuple[str, ...] = ()
 
 
-_PALM = "arXiv:2204.02311 (PaLM: go back about 100 steps and skip batches)"
+_PALM = "arXiv:2204.02311 (PaLM: roll back about 100 steps and skip batches)"
 _OPT = "arXiv:2205.01068 (OPT: restart with a lower learning rate)"
 _ZCLIP = "arXiv:2504.02507 (ZClip)"
 _RENYI = "Renyi 1962 (records of exchangeable numbers are independent)"
@@ -43,8 +43,8 @@ _TABLE = "the self-healing training system for Hugging Face's Trainer and TRL"
 
 FAILURES: dict[Cause, Failure] = {
     # Published for NaN: rollback, half the learning rate, clipping on. Here a bad step is skipped
-    # exactly, so that the weights stay finite and there is nothing to go back from; the rollback
-    # follows when it continues. The rate is not changed: a masked batch is no fault of the rate.
+    # exactly, so the weights stay finite and need no rollback. If the NaN continues, the run rolls
+    # back. The learning rate is not changed, because it does not cause a masked batch.
     Cause.NONFINITE_LOSS: Failure(
         "nan_loss",
         Severity.ERROR,
@@ -57,12 +57,12 @@ FAILURES: dict[Cause, Failure] = {
         "nan_loss",
         Severity.ERROR,
         "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
-        "masked row, float16 overflow. The tensors named above are where it showed.",
+        "masked row, float16 overflow. The tensors named above were affected.",
         ("skip", "alert", "rollback"),
         (_PALM, _TABLE),
     ),
-    # Published: clip by ZClip and alarm at once, on an absolute norm of 100. Absolute norms ignore
-    # the run's own scale, so the spike is judged against the run's history.
+    # Published: clip by ZClip, and alarm at an absolute norm of 100. An absolute norm ignores the
+    # scale of the run, so here the spike is compared with the run's history.
     Cause.GRAD_SPIKE: Failure(
         "gradient_explosion",
         Severity.WARNING,
@@ -71,8 +71,8 @@ FAILURES: dict[Cause, Failure] = {
         ("clip", "alert"),
         (_ZCLIP, "BLOOM-176B's log: the norm grows before the loss does"),
     ),
-    # Published: an emergency checkpoint at the spike. That would be a checkpoint of the damage; the
-    # regular ones are proven first, and the run rolls back to one if the model is worse.
+    # Published: an emergency checkpoint at the spike, which would hold the damaged model. Here the
+    # run rolls back to a verified regular checkpoint if the model is worse.
     Cause.LOSS_SPIKE: Failure(
         "loss_spike",
         Severity.WARNING,
@@ -81,8 +81,8 @@ FAILURES: dict[Cause, Failure] = {
         ("clip", "alert"),
         (_PALM, _ZCLIP),
     ),
-    # Published: half the learning rate with each rollback. A loss that climbs may be other data, so
-    # the Healer rolls back only where earlier weights are better on the same batches.
+    # Published: half the learning rate with each rollback. A change of the data can also raise the
+    # loss, so the Healer rolls back only if earlier weights are better on the same batches.
     Cause.DIVERGENCE: Failure(
         "divergence",
         Severity.ERROR,
@@ -91,7 +91,7 @@ FAILURES: dict[Cause, Failure] = {
         ("alert",),
         (_OPT, _PALM),
     ),
-    # Not watched by the default policy: data that drift by design look like it.
+    # The default policy does not watch it: data that drift by design look the same.
     Cause.INSTABILITY: Failure(
         "divergence",
         Severity.ERROR,
@@ -101,7 +101,7 @@ FAILURES: dict[Cause, Failure] = {
         (),
         (_OPT,),
     ),
-    # Data that drift by design set records too: an alert, and a reason to compare weights.
+    # Data that drift by design set records too, so records only alert and start a comparison.
     Cause.RECORDS: Failure(
         "divergence",
         Severity.ERROR,
@@ -111,17 +111,17 @@ FAILURES: dict[Cause, Failure] = {
         (_RENYI, _OPT),
     ),
     # Published: increase the learning rate, check the initialisation. A higher rate makes a healthy
-    # run worse, and does nothing for a dead network: both are a person's.
+    # run worse and does not help a dead network, so both are left to a person.
     Cause.GRAD_VANISHING: Failure(
         "gradient_vanishing",
         Severity.WARNING,
-        "Gradients were next to nothing: a detached graph, frozen parameters, dead activations, a "
+        "Gradients were almost 0: a detached graph, frozen parameters, dead activations, a "
         "learning rate or a loss scale of 0.",
         ("alert",),
         (_TABLE,),
     ),
-    # Published: increase the learning rate, check the data. As above; and a flat loss is what a
-    # run that has learnt everything looks like. Not watched by the default policy.
+    # Published: increase the learning rate, check the data. As above. A run that has learnt all it
+    # can also has a flat loss, so the default policy does not watch it.
     Cause.PLATEAU: Failure(
         "slow_convergence",
         Severity.WARNING,
@@ -129,7 +129,7 @@ FAILURES: dict[Cause, Failure] = {
         (),
         (_TABLE,),
     ),
-    # Not watched by the default policy either: it needs an evaluation loss and a decision.
+    # The default policy does not watch it: it needs an evaluation loss and a person's decision.
     Cause.OVERFIT: Failure(
         "overfit",
         Severity.WARNING,
@@ -146,8 +146,8 @@ FAILURES: dict[Cause, Failure] = {
         (),
         ("Marin 32B's log: spikes of the update come before those of the loss",),
     ),
-    # Published: half the batch, with accumulation, and gradient checkpointing. The second is a
-    # change of the model's own code, which the host cannot make in any loop: advice.
+    # Published: half the batch, with accumulation, and gradient checkpointing. healcore cannot add
+    # gradient checkpointing to the model's own code, so it only advises it.
     Cause.OOM: Failure(
         "oom",
         Severity.ERROR,
@@ -167,16 +167,16 @@ FAILURES: dict[Cause, Failure] = {
     Cause.NETWORK: Failure(
         "api_error",
         Severity.ERROR,
-        "A network call failed for good: the service, its quota, the credentials.",
+        "A network call failed permanently: the service, its quota, the credentials.",
         ("retry", "save"),
         (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
     ),
     # Published: stop all ranks with their stacks, and start again. Here the stacks are written, and
-    # the time-out that a library raises ends the run, with this diagnosis (decision 26).
+    # the time-out of a library ends the run, with this diagnosis (decision 26).
     Cause.HANG: Failure(
         "hang",
         Severity.ERROR,
-        "A step never came back: the rank whose stack differs from the others', its device and its "
+        "A step never returned: the rank whose stack differs from the others', its device and its "
         "network.",
         ("alert",),
         ("arXiv:2509.16293 (ByteRobust)",),
@@ -199,18 +199,18 @@ def failures_of(causes: Cause) -> tuple[Failure, ...]:
 
 
 class Fault(NamedTuple):
-    """An exception, classified."""
+    """The classification of an exception."""
 
     cause: Cause
     """OOM, DATA, NETWORK, HANG or UNKNOWN."""
     sign: str
-    """What it was recognised by: a type, an HTTP status, an errno, a status code."""
+    """The evidence: a type, an HTTP status, an errno or a status code."""
     transient: bool = False
-    """The same call may succeed when it is made again; True only for NETWORK."""
+    """Whether the same call may succeed if it is repeated; True only for NETWORK."""
     retry_after_s: float | None = None
     """Seconds that the server asks to wait, or None if it names no time."""
 
     @property
     def failure(self) -> Failure:
-        """Diagnosis, severity and recipe."""
+        """The row of the cause in `FAILURES`."""
         return FAILURES[self.cause]

@@ -1,4 +1,4 @@
-"""Repeats a call that has failed in the network."""
+"""Repeats calls that fail in the network."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from healcore.runtime.host_policy import HostPolicy
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LONGEST_S = 3600.0
-"""Longest wait that a server may ask for."""
+_MAX_SERVER_WAIT_S = 3600.0
+"""Longest wait that a server may ask for; a call is not repeated after a longer one."""
 
 own_random = SystemRandom().random
-"""Random numbers for the waits, which do not change the run's random state."""
+"""Returns a random number from 0 to 1 without changing the run's random state."""
 
 
 class Attempt(NamedTuple):
@@ -47,8 +47,8 @@ class Attempt(NamedTuple):
             return f"{self.call} has succeeded at attempt {self.number}"
         sign = "" if self.fault is None else f"{self.fault.sign}, "
         then = "gives up" if self.wait_s is None else f"again in {self.wait_s:.1f} s"
-        what = f"{type(self.error).__name__}: {self.error}"
-        return f"{self.call} failed ({sign}attempt {self.number}), {then}: {what:.300}"
+        error = f"{type(self.error).__name__}: {self.error}"
+        return f"{self.call} failed ({sign}attempt {self.number}), {then}: {error:.300}"
 
 
 def retrying(
@@ -58,7 +58,7 @@ def retrying(
     sleep: Callable[[float], None] = time.sleep,
     random: Callable[[], float] = own_random,
 ) -> Callable[P, T]:
-    """A function that makes a call, and repeats it after a transient failure in the network.
+    """Wraps a function so that a call is repeated after a transient failure in the network.
 
         upload = healcore.retrying(api.upload_file)
         upload(path_or_fileobj="model.safetensors", ...)
@@ -69,11 +69,11 @@ def retrying(
     already have run.
 
     Args:
-        call: what to call; not a coroutine function and not a generator.
+        call: function to call; no coroutine function and no generator function.
         policy: its rule for `network` and its `[retry]` apply. Without such a rule, or if the
-            policy only observes, nothing is repeated.
-        sleep: waits the given seconds.
-        random: a number from 0 to 1, for the random part of a wait.
+            policy only observes, no call is repeated.
+        sleep: waits a number of seconds.
+        random: returns a number from 0 to 1, for the random part of a wait.
 
     Raises:
         TypeError: `call` is a coroutine or generator function, whose call cannot fail.
@@ -97,20 +97,20 @@ def repeated(
     sleep: Callable[[float], None],
     random: Callable[[], float] = own_random,
 ) -> Callable[P, T]:
-    """A function that makes a call, and repeats it after a transient failure in the network.
+    """`retrying` with the `[retry]` table of a policy, and with a report of the attempts.
 
     Args:
         call: as for `retrying`.
         retry: when to repeat the call, or None for never.
         report: receives each attempt that fails in the network, and the attempt that succeeds after
             a failure.
-        sleep: waits; its exceptions end the call.
+        sleep: waits a number of seconds; its exceptions end the call.
         random: as for `retrying`.
     """
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
         raise TypeError(
-            f"{_name(call)} is a coroutine or a generator function: its call fails only when it is "
-            "awaited or iterated over. Pass an ordinary function that does that"
+            f"{_name(call)} is a coroutine or a generator function, which fails only when it is "
+            "awaited or iterated over: pass an ordinary function that does that"
         )
     rules = Retry(attempts=1) if retry is None else retry
 
@@ -146,10 +146,10 @@ def repeated(
 
 
 def delay(retry: Retry, attempt: int, fault: Fault, random: float) -> float:
-    """Seconds to wait after an attempt, which counts from 1.
+    """Seconds to wait after an attempt; attempts count from 1.
 
-    Exponential, at most `max_delay_s`, less the random part. If the server asks for a longer wait,
-    the wait is as long, even beyond `max_delay_s`.
+    The wait grows exponentially up to `max_delay_s`, less a random part. A longer wait that the
+    server asks for has priority, even beyond `max_delay_s`.
     """
     try:
         wait = min(retry.base_delay_s * retry.factor ** (attempt - 1), retry.max_delay_s)
@@ -160,7 +160,7 @@ def delay(retry: Retry, attempt: int, fault: Fault, random: float) -> float:
 
 def is_retried(fault: Fault) -> bool:
     """Whether a call that failed with this fault is repeated."""
-    return fault.transient and (fault.retry_after_s or 0.0) <= _LONGEST_S
+    return fault.transient and (fault.retry_after_s or 0.0) <= _MAX_SERVER_WAIT_S
 
 
 def _error(state: tenacity.RetryCallState) -> Any:

@@ -1,4 +1,4 @@
-"""Names an error about shapes, and the layer that raised it."""
+"""Describes errors about the shapes of tensors, with the layer that raised them."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ _BEGINNINGS = (
     "operands could not be broadcast",
     "Incompatible shapes for broadcasting",
 )
-"""Fixed beginnings of messages; a name of a primitive may come before those of JAX."""
+"""Fixed beginnings of messages. JAX may put the name of a primitive before its message."""
 
 _TYPES = (RuntimeError, ValueError, TypeError)
 _LIBRARIES = tuple(Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib"))
 
 
 def shape_diagnosis(error: BaseException | None) -> str:
-    """The diagnosis of an error about shapes, for a person; an empty string for any other error."""
+    """Diagnosis of an error about shapes, as text; an empty string for any other error."""
     if not isinstance(error, _TYPES):
         return ""
     message = str(error)
-    got = "got incompatible shapes for broadcasting" in message.partition("\n")[0]
-    if not (got or message.startswith(_BEGINNINGS)):
+    in_jax = "got incompatible shapes for broadcasting" in message.partition("\n")[0]
+    if not (in_jax or message.startswith(_BEGINNINGS)):
         return ""
     return (
         f"Shapes of tensors do not fit{_place(error)}: {message.splitlines()[0]:.200}. Compare the "
-        "sizes of the layers with the batch: its last one may be smaller, and inputs and labels "
+        "sizes of the layers with the batch: the last batch may be smaller, and inputs and labels "
         "may be padded to different lengths."
     )
 
 
 def _place(error: BaseException) -> str:
-    """The innermost layer whose `forward` raised, and the innermost line of the user's own code."""
+    """The innermost layer whose `forward` raised, and the innermost line outside of libraries."""
     layers: list[str] = []
     lines: list[str] = []
     for frame, line in traceback.walk_tb(error.__traceback__):

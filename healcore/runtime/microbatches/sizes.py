@@ -1,8 +1,8 @@
 """Learns the size of a micro-batch that fits into memory.
 
-There is one limit for each kind of batch (names and numbers of axes of its arrays), in array
-elements of a part: a batch of short sequences is split less than a batch of long sequences. The
-number of parts is a power of two, so that a compiled step sees few shapes.
+Each kind of batch (names and numbers of axes of its arrays) has its own limit, in array elements of
+a part. So a batch of short sequences is split less than a batch of long sequences. The number of
+parts is a power of two, so that a compiled step sees few shapes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pydantic import TypeAdapter
 from healcore.core.errors import HealcoreError
 from healcore.runtime.microbatches.splitting import BatchSize
 
-_MOST_FAILED = 3
-"""Number of undone growths after which a limit stays."""
+_MAX_FAILED_GROWTHS = 3
+"""Number of failed growths after which a limit does not grow again."""
 
 
 class CannotShrink(HealcoreError, RuntimeError):
-    """A part did not fit into memory and cannot be smaller."""
+    """A part does not fit into memory and cannot be made smaller."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class _Limit:
     changed: int
     """Step of the last change."""
     growths: int = 0
-    """Number of growths that no shrink has undone."""
+    """Number of growths that were not undone by a shrink."""
     failed: int = 0
-    """Number of growths that a shrink has undone."""
+    """Number of growths that were undone by a shrink."""
 
 
 @dataclass
@@ -64,10 +64,10 @@ class MicrobatchSizes:
     """Decides into how many parts a batch is split, for any framework and trainer.
 
     Args:
-        shrinks: halvings in the whole run (`budget.shrinks` of a policy). A halving that undoes a
-            growth does not count.
+        shrinks: largest number of halvings in the run (`budget.shrinks` of a policy). A halving
+            that undoes a growth does not count.
         grow_after: steps without a change until twice the size is tried. Each failed try doubles
-            it, and three failed tries end the growth.
+            this number, and three failed tries end the growth.
     """
 
     def __init__(self, *, shrinks: int, grow_after: int) -> None:
@@ -79,11 +79,11 @@ class MicrobatchSizes:
 
     @property
     def limited(self) -> bool:
-        """Whether any batch has to be measured: something did not fit."""
+        """Whether any limit exists, so that batches must be measured."""
         return bool(self._limits)
 
     def parts(self, size: BatchSize, most: int | None = None) -> int:
-        """Number of parts of a batch: 1, 2, 4, ..., at most one for each sample.
+        """Number of parts of a batch: 1, 2, 4, ..., at most one part per sample.
 
         Args:
             size: `splitting.measure` of the batch.
@@ -100,15 +100,15 @@ class MicrobatchSizes:
         return parts
 
     def shrink(self, size: BatchSize, parts: int, step: int) -> Resize:
-        """Halves the size after a part did not fit.
+        """Halves the size of parts after a part did not fit.
 
         Args:
-            size: of the batch whose part did not fit.
-            parts: number of parts of that batch.
+            size: size of the batch.
+            parts: number of parts of the batch.
             step: optimizer steps done.
 
         Raises:
-            CannotShrink: a part was one sample, or all shrinks are used. Nothing has changed.
+            CannotShrink: a part was one sample, or all shrinks are used. Changes nothing.
         """
         largest = -(-size.samples // parts)
         limit = self._limits.get(size.kind, _Limit(0, step))
@@ -129,9 +129,9 @@ class MicrobatchSizes:
         return Resize(size.samples, largest, half)
 
     def may_grow(self, size: BatchSize, step: int) -> bool:
-        """Whether it is time to try twice the size for a batch that is split."""
+        """Whether `grow` would double the size of the parts of a batch."""
         limit = self._limits.get(size.kind)
-        if limit is None or limit.failed >= _MOST_FAILED or self.parts(size) == 1:
+        if limit is None or limit.failed >= _MAX_FAILED_GROWTHS or self.parts(size) == 1:
             return False
         return step - limit.changed >= self._grow_after * 2**limit.failed
 
@@ -151,15 +151,15 @@ class MicrobatchSizes:
     # -- saving ---------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-safe values, for `load`."""
+        """The limits as JSON-safe values, for `load`."""
         return asdict(_Sizes(self.used, self._limits))
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Restores the result of `to_dict`; ValueError for any other value."""
+        """Restores the result of `to_dict`; ValueError for an invalid value."""
         saved = _SIZES.validate_json(json.dumps(data), strict=True)
         self.used, self._limits = saved.used, saved.limits
 
 
 def _elements(size: BatchSize, samples: int) -> int:
-    """Array elements of some samples of the batch, rounded up."""
+    """Array elements of a number of samples of the batch, rounded up."""
     return -(-size.elements * samples // size.samples)

@@ -2,13 +2,13 @@
 
 A batch is an array or a structure of arrays: dictionaries, tuples, dataclasses and lists. Arrays
 are split along their first axis, by slicing: torch and NumPy give views. A list, and a tuple within
-the batch, is either a structure or holds one entry for each sample:
+the batch, is either a structure or has one entry per sample:
 
-- The entries are samples if all are dictionaries, tuples or dataclasses, or hold no array.
-- Arrays are a structure if their first axes agree (torch's default collate makes lists of tuples),
-  else samples. In a batch with other arrays the choice fits these.
+- The entries are samples if all are dictionaries, tuples or dataclasses, or contain no array.
+- Entries that are arrays are a structure if their first axes have equal length (torch's default
+  collate makes such lists), else samples. Other arrays of the batch decide if both are possible.
 
-All other values go whole into each part: numbers, texts, arrays of one row, other lists.
+Each part gets all other values whole: numbers, texts, arrays of one row, other lists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BatchSize(NamedTuple):
 
     samples: int
     elements: int
-    """Elements of the arrays that are split; a sample without arrays counts as one element."""
+    """Elements of the split arrays; a sample without arrays counts as one element."""
     kind: str
     """Names and numbers of axes of the split arrays. Batches of one kind differ only in size."""
 
@@ -59,10 +59,10 @@ def measure(batch: Any) -> BatchSize:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Splits a batch into parts of its structure, whose sizes differ by at most one sample.
+    """Splits a batch into parts of the same structure, whose sizes differ by at most one sample.
 
     Args:
-        batch: see the module.
+        batch: as described in the module.
         parts: number of parts. 1 returns the batch itself.
 
     Raises:
@@ -89,7 +89,7 @@ class _Leaf(NamedTuple):
     rows: int | None
     """Length of the first axis of the array, or of the arrays in a list."""
     entries: int | None
-    """Length of a list that may hold samples."""
+    """Length of a list that may be a list of samples."""
 
 
 def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
@@ -101,19 +101,19 @@ def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
     if _is_array(node):
         return change(_Leaf(path, node, node.shape[0], None))
     if isinstance(node, list) or (type(node) is tuple and path):
-        leaf = _of_list(path, node)
+        leaf = _list_leaf(path, node)
         if leaf is not None:
             return change(leaf)
     if isinstance(node, (list, tuple)):
-        inner = [child(i, each) for i, each in enumerate(node)]
+        inner = [child(i, value) for i, value in enumerate(node)]
         return type(node)(*inner) if hasattr(node, "_fields") else type(node)(inner)
     if isinstance(node, Mapping):
-        entries = {name: child(name, each) for name, each in node.items()}
+        entries = {name: child(name, value) for name, value in node.items()}
         if not isinstance(node, MutableMapping):
             return type(node)(entries)  # type: ignore[call-arg]
         changed = copy.copy(node)  # keeps attributes of a subclass
-        for name, each in entries.items():
-            changed[name] = each
+        for name, value in entries.items():
+            changed[name] = value
         return changed
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         changed = copy.copy(node)
@@ -123,38 +123,38 @@ def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
     return node
 
 
-def _of_list(path: str, node: Any) -> _Leaf | None:
-    """A list, or a tuple within the batch, as a leaf, or None for a structure of leaves."""
+def _list_leaf(path: str, node: Any) -> _Leaf | None:
+    """A list or an inner tuple as a leaf, or None if it is a structure."""
     if not node:
         return None
     if all(map(_is_array, node)):
-        return _Leaf(path, node, _common(each.shape[0] for each in node), len(node))
-    records = any(all(isinstance(each, kind) for each in node) for kind in (Mapping, tuple))
-    records = records or all(dataclasses.is_dataclass(each) for each in node)
+        return _Leaf(path, node, _common(array.shape[0] for array in node), len(node))
+    records = any(all(isinstance(entry, kind) for entry in node) for kind in (Mapping, tuple))
+    records = records or all(dataclasses.is_dataclass(entry) for entry in node)
     if records or not _holds_array(node):
         return _Leaf(path, node, None, len(node))
     return None
 
 
 def _samples(leaves: list[_Leaf], batch: Any) -> int:
-    """The number of samples: by the arrays, else by the lists of samples, else by other lists."""
+    """The number of samples by the arrays, else by the lists of samples, else by other lists."""
     arrays = [leaf for leaf in leaves if leaf.entries is None]
     lists = [leaf for leaf in leaves if leaf.rows is None]
-    rest = [leaf for leaf in leaves if leaf.rows is not None]
-    for found in (arrays, lists, rest):
-        lengths = [leaf.rows if leaf.rows is not None else leaf.entries or 0 for leaf in found]
+    others = [leaf for leaf in leaves if leaf.rows is not None]
+    for group in (arrays, lists, others):
+        lengths = [leaf.rows if leaf.rows is not None else leaf.entries or 0 for leaf in group]
         samples = _common(lengths)
         if samples is not None:
             return samples
-        if found:
+        if group:
             shown = ", ".join(
                 f"{leaf.path or 'the batch'} has {length}"
-                for leaf, length in zip(found, lengths, strict=True)
+                for leaf, length in zip(group, lengths, strict=True)
             )
             raise UnsplittableBatch(
-                "a batch is split along the first axis of its arrays, which has one entry for "
-                f"each sample in all of them, and here {shown}: give the batch arrays of one "
-                "length, and what belongs to no sample a first axis of length 1"
+                "a batch is split along the first axis of its arrays, which must be equally long, "
+                f"and here {shown}: use arrays of one length, and a first axis of length 1 for "
+                "arrays that belong to no sample"
             )
     raise UnsplittableBatch(
         "a batch is split along the first axis of its arrays, or is a list of samples; "
@@ -167,7 +167,7 @@ def _cut(batch: Any, part: slice, samples: int) -> Any:
     def change(leaf: _Leaf) -> Any:
         if leaf.entries is None or leaf.rows == samples:
             arrays = [leaf.value] if leaf.entries is None else leaf.value
-            cut = [each[part] if each.shape[0] == samples else each for each in arrays]
+            cut = [array[part] if array.shape[0] == samples else array for array in arrays]
             return cut[0] if leaf.entries is None else type(leaf.value)(cut)
         return leaf.value[part] if leaf.entries == samples else leaf.value
 
@@ -176,9 +176,9 @@ def _cut(batch: Any, part: slice, samples: int) -> Any:
 
 def _common(lengths: Iterable[int]) -> int | None:
     """The common length, or None. Length 1 fits any other length: one row serves all samples."""
-    found = set(lengths)
-    found = found - {1} or found
-    return found.pop() if len(found) == 1 else None
+    distinct = set(lengths)
+    distinct = distinct - {1} or distinct
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _is_array(node: Any) -> bool:
@@ -186,30 +186,30 @@ def _is_array(node: Any) -> bool:
 
 
 def _arrays(node: Any) -> list[Any]:
-    found: list[Any] = []
+    arrays: list[Any] = []
 
     def collect(leaf: _Leaf) -> Any:
         if _is_array(leaf.value):
-            found.append(leaf.value)
+            arrays.append(leaf.value)
         else:
-            for each in leaf.value:
-                found.extend(_arrays(each))
+            for entry in leaf.value:
+                arrays.extend(_arrays(entry))
         return leaf.value
 
     if not isinstance(node, str):
         _mapped(node, "", collect)
-    return found
+    return arrays
 
 
 def _holds_array(node: Any) -> bool:
-    return any(_arrays(each) for each in node)
+    return any(_arrays(entry) for entry in node)
 
 
 def _elements(node: Any) -> int:
     """Number of elements of an array, or of the samples of a list."""
     if _is_array(node):
         return math.prod(node.shape)
-    return sum(sum(math.prod(array.shape) for array in _arrays(each)) or 1 for each in node)
+    return sum(sum(math.prod(a.shape) for a in _arrays(entry)) or 1 for entry in node)
 
 
 def _axes(node: Any) -> str:

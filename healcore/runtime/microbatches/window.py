@@ -1,8 +1,8 @@
 """Repeats the batches since the last optimizer step in smaller parts when memory runs out.
 
-`for part in window.parts(batch):` with `with part:` around the forward and the backward pass. The
-context manager catches the exception of the body, which a generator does not see. The generator
-then begins again, with the first batch of the accumulation.
+The loop is `for part in window.parts(batch):`, with `with part:` around the forward and backward
+pass. The context manager catches the exception of its body, which the generator `parts` does not
+see. The generator then begins again with the first batch of the accumulation window.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Count = Callable[[Any], Any] | str | None
 
 
 class MicrobatchError(HealcoreError, RuntimeError):
-    """The loop over the parts of a batch is written in a wrong way."""
+    """The loop over the parts of a batch does not have the required form."""
 
 
 class Microbatch(Generic[Batch]):
     """A part of a batch: a context manager for its forward and backward pass.
 
     Attributes:
-        batch: its samples, in the structure of the whole batch.
-        weight: its share of the batch's samples, or tokens: the factor on a mean loss.
-        first: whether it begins a sum of gradients, also when the window is repeated.
+        batch: the samples of the part, in the structure of the whole batch.
+        weight: share of the batch's samples or tokens in the part: the factor for a mean loss.
+        first: whether the part begins a sum of gradients, also when the window is repeated.
         last: whether it is the last part of the batches so far.
-        failed: whether it ran out of memory, here or on another rank; the window is repeated.
+        failed: whether memory ran out, here or on another rank, and the window is repeated.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Microbatch(Generic[Batch]):
 
 
 class Gradients(Protocol):
-    """The gradients of a window; part of a framework's driver."""
+    """The gradients of a window. Each framework's driver implements it."""
 
     def accumulating(self) -> bool:
-        """Whether there are gradients that no optimizer step has used."""
+        """Whether any gradients have not been used by an optimizer step."""
         ...
 
     def begin_window(self) -> None:
@@ -89,13 +89,13 @@ class Gradients(Protocol):
         """Restores the state of `begin_window` and frees the memory of the failed part.
 
         Args:
-            held: values of variables that the loop still has.
+            held: values that variables of the loop still refer to.
             clear_cache: whether to return unused memory of the framework's allocator.
         """
         ...
 
     def between_ranks(self, ranks: Ranks) -> Synchronization | str:
-        """How several ranks repeat a window together, or a sentence why they cannot."""
+        """The synchronization of several ranks, or a sentence why they cannot repeat a window."""
         ...
 
 
@@ -111,31 +111,31 @@ class Synchronization(Protocol):
         ...
 
     def begin_batch(self) -> None:
-        """Does the exchanges of a forward pass. Called before a batch's first part."""
+        """Does the exchanges of a forward pass. Called before the first part of a batch."""
         ...
 
     def begin_part(self, *, last: bool) -> None:
-        """Called when a part is entered; `last` is whether it is the last of its batch."""
+        """Called at the beginning of a part; `last`: whether it is the last of its batch."""
         ...
 
     def end_part(self) -> None:
-        """Called when a part is left."""
+        """Called at the end of a part."""
         ...
 
     def complete(self) -> bool:
-        """Completes the exchanges of the other ranks after a failure. Returns whether it could."""
+        """Completes the exchanges of the other ranks after a failure. Returns its success."""
         ...
 
     def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
         """Whether any rank has failed, and whether any rank wants larger parts.
 
-        Every rank calls it once for each batch. None if this rank has failed and the other ranks do
-        not answer.
+        Every rank calls it once per batch. None if this rank has failed and the other ranks do not
+        answer.
         """
         ...
 
     def reduce(self) -> None:
-        """Reduces the batch's gradients over the ranks, unless a part has done so."""
+        """Reduces the batch's gradients over the ranks, unless a part has already done so."""
         ...
 
     def restart(self) -> None:
@@ -162,7 +162,7 @@ class Failure(NamedTuple):
     parts: int
     """Number of parts of its batch."""
     redoable: bool
-    """Whether all gradients come from this window's parts."""
+    """Whether all gradients come from the parts of this window."""
 
 
 class DistributedWindow(NamedTuple):
@@ -170,16 +170,16 @@ class DistributedWindow(NamedTuple):
 
     ranks: Synchronization
     on_last: Callable[[Failure | None, BatchSize | None], bool]
-    """Called after a failed part and after the last part of a batch, with the failure or None and
-    the size that may be doubled. Returns whether all ranks repeat the window."""
+    """Called after a failed part and after the last part of a batch, with the failure and the size
+    that may be doubled, or None. Returns whether all ranks repeat the window."""
 
 
 class AccumulationWindow:
     """The batches since the last optimizer step.
 
     Args:
-        gradients: of the framework.
-        sizes: of the parts.
+        gradients: gradients of the framework's driver.
+        sizes: limits on the sizes of parts.
         on_failure: called with a part that raised. Returns whether to repeat the window with the
             new `sizes`. Its exceptions end the loop.
         may_grow: called before a window. Returns the step, or None if the size must not grow now.
@@ -208,12 +208,12 @@ class AccumulationWindow:
         self._on_growth = on_growth
         self._on_redo = on_redo
         self._clear_cache = clear_cache
-        self._find_together = together
-        self._together: DistributedWindow | None = None
+        self._open_distributed = together
+        self._distributed: DistributedWindow | None = None
         self._begun = False
         self._growing: BatchSize | None = None
         self._entries: list[_Entry] = []
-        self._only_ours = True
+        self._redoable = True
         self._held: list[Any] = []
         self.part: Microbatch[Any] | None = None
         """The current part."""
@@ -230,17 +230,17 @@ class AccumulationWindow:
         """Yields the parts of a batch; see `Healer.microbatches`."""
         self._begin()
         self._entries.append(_Entry(batch, count, ignore_index, total, most))
-        done = len(self._entries) - 1  # earlier batches of this window are done
+        done = len(self._entries) - 1  # number of earlier batches of this window
         first = not done
         try:
             while True:
                 for part in self._parts(self._entries[done:], first=first):
                     self.part = part
-                    if part.weight or self._together is None:
+                    if part.weight or self._distributed is None:
                         yield part
-                    else:  # no token of the batch counts, but the other ranks have such tokens
+                    else:  # no token of this rank's batch counts, but tokens of other ranks do
                         with part:
-                            self._together.ranks.complete()
+                            self._distributed.ranks.complete()
                     if not part.entered:
                         raise MicrobatchError(
                             "each part of healer.microbatches is a context manager: write "
@@ -254,8 +254,8 @@ class AccumulationWindow:
                 self._gradients.redo_window(self._held, clear_cache=self._clear_cache)
                 self._held.clear()
                 self._on_redo()
-                if self._together is not None:
-                    self._together.ranks.restart()
+                if self._distributed is not None:
+                    self._distributed.ranks.restart()
                 done, first = 0, True
         finally:
             self.part = None
@@ -263,28 +263,28 @@ class AccumulationWindow:
     # -- within ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begins a new window, unless the last window is waiting for its optimizer step."""
+        """Begins a new window, unless the current window still waits for its optimizer step."""
         accumulating = self._gradients.accumulating()
         if accumulating and self._entries and not self._gradients.has_stepped():
             return
         self._entries.clear()
-        # Gradients of another loss or optimizer could not be computed again.
-        self._only_ours = not accumulating
+        # Gradients from elsewhere cannot be computed again.
+        self._redoable = not accumulating
         self._gradients.begin_window()
         if not self._begun:
-            self._begun, self._together = True, self._find_together()
-        if self._together is not None:
-            self._together.ranks.begin_window()
+            self._begun, self._distributed = True, self._open_distributed()
+        if self._distributed is not None:
+            self._distributed.ranks.begin_window()
 
     def _parts(self, entries: list[_Entry], *, first: bool) -> Iterator[Microbatch[Any]]:
         for entry in entries:
             number = self._number_of_parts(entry)
             pieces = split(entry.batch, number)
             weights = _weights(pieces, entry)
-            # A mean over no tokens is NaN, and so is 0 times that mean.
+            # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
             pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
-            if self._together is not None:
-                self._together.ranks.begin_batch()
+            if self._distributed is not None:
+                self._distributed.ranks.begin_batch()
                 pairs = pairs or [(pieces[0], 0.0)]
             for i, (piece, weight) in enumerate(pairs):
                 ends = i == len(pairs) - 1
@@ -306,17 +306,17 @@ class AccumulationWindow:
         except UnsplittableBatch:
             if entry.most is not None:
                 raise
-            return 1  # it may fit as a whole
+            return 1  # the whole batch may fit
         if len(self._entries) == 1 and entry.most is None:
             self._grow(size)
         return self.sizes.parts(size, entry.most)
 
     def _grow(self, size: BatchSize) -> None:
-        """Tries larger parts if it is time; on several ranks from the next batch on."""
+        """Tries larger parts if it is time. Several ranks do so from the next batch on."""
         step = self._may_grow()
         if step is None:
             return
-        if self._together is not None:
+        if self._distributed is not None:
             self._growing = size if self.sizes.may_grow(size, step) else None
             return
         grown = self.sizes.grow(size, step)
@@ -324,54 +324,54 @@ class AccumulationWindow:
             self._on_growth(grown)
 
     def _entered(self, last: bool) -> None:
-        if self._together is not None:
-            self._together.ranks.begin_part(last=last)
+        if self._distributed is not None:
+            self._distributed.ranks.begin_part(last=last)
 
     def _left(self, entry: _Entry, parts: int, last: bool, error: BaseException | None) -> bool:
-        """Whether to repeat the window, after one of the `parts` of a batch."""
-        together = self._together
-        if together is not None:
-            together.ranks.end_part()
-        if error is None and (together is None or not last):
+        """Ends one of the `parts` of a batch. Returns whether to repeat the window."""
+        distributed = self._distributed
+        if distributed is not None:
+            distributed.ranks.end_part()
+        if error is None and (distributed is None or not last):
             return False
         failure = None
         if error is not None:
-            failure = Failure(error, lambda: measure(entry.batch), parts, self._only_ours)
-        if together is not None:
+            failure = Failure(error, lambda: measure(entry.batch), parts, self._redoable)
+        if distributed is not None:
             growing, self._growing = self._growing, None
-            again = together.on_last(failure, growing)
+            repeat = distributed.on_last(failure, growing)
         else:
-            again = failure is not None and self._on_failure(failure)
-        if again and error is not None:
+            repeat = failure is not None and self._on_failure(failure)
+        if repeat and error is not None:
             self._held = released(error)
-        return again
+        return repeat
 
 
 def released(error: BaseException) -> list[Any]:
-    """Clears the variables of the functions that an exception has ended.
+    """Clears the variables of functions that an exception has ended.
 
     Returns:
-        The values of variables of functions that still run; these cannot be cleared.
+        The values of variables of functions that still run, which cannot be cleared.
     """
     held: list[Any] = []
     pending, seen = [error], set[int]()
     while pending:
-        each = pending.pop()
-        if id(each) in seen:
+        exception = pending.pop()
+        if id(exception) in seen:
             continue
-        seen.add(id(each))
-        pending += [e for e in (each.__cause__, each.__context__) if e is not None]
-        traceback.clear_frames(each.__traceback__)
-        for frame, _ in traceback.walk_tb(each.__traceback__):
+        seen.add(id(exception))
+        pending += [e for e in (exception.__cause__, exception.__context__) if e is not None]
+        traceback.clear_frames(exception.__traceback__)
+        for frame, _ in traceback.walk_tb(exception.__traceback__):
             variables = frame.f_locals
             held += variables.values()
             if type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                variables.clear()  # before Python 3.13 a copy, which the frame would keep
+                variables.clear()  # a copy before Python 3.13, which the frame keeps
     return held
 
 
 def _weights(pieces: list[Any], entry: _Entry) -> list[float]:
-    """The share of each part: of its batch, or of `total`."""
+    """The share of each part in its batch, or in `total`."""
     if len(pieces) == 1 and entry.total is None:
         return [1.0]
     samples = [float(measure(piece).samples) for piece in pieces]
@@ -379,7 +379,7 @@ def _weights(pieces: list[Any], entry: _Entry) -> list[float]:
     whole = sum(counts) if entry.total is None else float(entry.total)
     if not whole:
         counts, whole = samples, sum(samples)
-    return [each / whole for each in counts]
+    return [count / whole for count in counts]
 
 
 def _count(piece: Any, entry: _Entry) -> float:

@@ -1,1 +1,1 @@
-"""The postmortem of a run: what happened, why the run ended, and the file with both."""
+"""The postmortem of a run: a file with its diagnosis and the facts about its end."""

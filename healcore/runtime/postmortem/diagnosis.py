@@ -1,6 +1,6 @@
-"""Writes why a run ended: what was seen, what was tried, what to look at.
+"""Writes the diagnosis of a run's end: observations, actions and advice.
 
-The text depends on the `RunEnd` alone, so all ranks have the same text.
+The text depends on the `RunEnd` alone, so all ranks write the same text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AFTER_A_KILL = (
     "look for the out-of-memory killer (dmesg), the scheduler's time limit or preemption, and the "
     "machine's own log"
 )
-"""What to do about a process that was killed."""
+"""Advice about a process that was killed."""
 
 _TRANSIENT = (
     "The fault did not recur on the same data, so it is not in the model: check the device (ECC "
@@ -50,7 +50,7 @@ _REPEATED = {
     (False, False): "Rolling back did not help, on the same data and at the same learning rate: "
     "skip the data of those steps, or lower the learning rate.",
 }
-"""Advice after several rollbacks, by whether any skipped batches and any lowered the rate."""
+"""(Any rollback skipped batches, any lowered the rate) -> advice after several rollbacks."""
 
 
 class RunEnd(NamedTuple):
@@ -61,7 +61,7 @@ class RunEnd(NamedTuple):
     step: int
     """Optimizer steps done."""
     why: str = ""
-    """The reason of a stop, or the signal."""
+    """Reason of a stop, or name of the signal."""
     cause: Cause = Cause(0)
     """Cause of the last incident, or 0 without an incident."""
     onset: int | None = None
@@ -73,7 +73,7 @@ class RunEnd(NamedTuple):
     readings: Readings | None = None
     evidence: tuple[Evidence, ...] = ()
     batches: tuple[Batch, ...] = ()
-    """Batches of the last incident's first steps."""
+    """Batches of the first steps of the last incident."""
     skips: int = 0
     """Steps skipped in the whole run, including undone steps."""
     undone_skips: int = 0
@@ -89,11 +89,11 @@ class RunEnd(NamedTuple):
     damaged_in_memory: tuple[int, ...] = ()
     """Steps of checkpoints found damaged in host memory."""
     not_finite: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    """Steps of checkpoints with unwanted NaN or Inf, and in which arrays."""
+    """Step and array names of each checkpoint with disallowed NaN or Inf."""
     unsaved: int = 0
-    """Checkpoints that could not be written."""
+    """Number of checkpoints that could not be written."""
     unsaved_why: str = ""
-    """Why the last unsaved checkpoint could not be written."""
+    """Error of the last checkpoint that could not be written."""
     observes: bool = False
     probation: int | None = None
     """Healthy steps after which a checkpoint is known-good, or None if unknown."""
@@ -104,17 +104,17 @@ class RunEnd(NamedTuple):
     fault: Cause = Cause(0)
     """Cause of the exception, or 0 without an exception."""
     hint: str = ""
-    """Advice about the exception besides its cause, or an empty string."""
+    """Advice about the exception beyond that of its cause, or an empty string."""
     declined: int = 0
-    """Orders that were declined without evidence that the model was worse."""
+    """Number of orders that were declined for lack of evidence that the model was worse."""
     answered: Mapping[str, int] = MappingProxyType({})
-    """Word of a rule for faults -> how often it was the response, in this process."""
+    """Word of a rule for faults -> number of responses with it in this process."""
     metrics: Mapping[str, float] = MappingProxyType({})
     """`Healer.metrics` at the end."""
 
 
 def explain(end: RunEnd) -> str:
-    """The diagnosis: a headline, then paragraphs that begin with their subject."""
+    """The diagnosis: a headline, then paragraphs with a label."""
     parts = [
         _headline(end),
         *_seen(end),
@@ -160,13 +160,13 @@ def _seen(end: RunEnd) -> Iterator[str]:
         if end.incidents:
             yield _section("Seen", f"{incidents_text(end)}, all resolved.")
         return
-    names = ", ".join(each.name.lower() for each in Cause if each.name and each in end.cause)
+    names = ", ".join(flag.name.lower() for flag in Cause if flag.name and flag in end.cause)
     since = "" if end.onset is None else f" from step {end.onset} on"
     sentences = [f"{names}{since}{', resolved by the end' if end.open is False else ''}."]
     if end.readings is not None:
         sentences.append(_numbers(end.readings))
     if end.evidence:
-        norms = _first([f"{each.name} ({each.grad_norm:.3g})" for each in end.evidence])
+        norms = _first([f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in end.evidence])
         sentences.append(f"Gradients that stood out: {norms}.")
     if end.batches:
         batches = _first([f"epoch {epoch} batch {index}" for epoch, index in end.batches])
@@ -207,17 +207,17 @@ def _actions(end: RunEnd) -> Iterator[str]:
         done.append(f"declined {counted(end.declined, 'order')} of the policy")
     if len(end.rollbacks) > _SHOWN:
         done.append(f"{len(end.rollbacks) - _SHOWN} earlier rollbacks")
-    done += [_rollback(each) for each in end.rollbacks[-_SHOWN:]]
+    done += [_rollback(rollback) for rollback in end.rollbacks[-_SHOWN:]]
     if end.lr_scale < 1:
         done.append(f"the learning rate is at {end.lr_scale:.3g} of its schedule")
     if done:
         yield _section("Tried", "; ".join(done) + ".")
-    for part, found, where, check in (
+    for part, damaged, where, check in (
         ("Storage", end.damaged, "", "the disk"),
         ("Memory", end.damaged_in_memory, " in host memory", "the machine's RAM"),
     ):
-        if found:
-            steps = ", ".join(map(str, found[-_SHOWN:]))
+        if damaged:
+            steps = ", ".join(map(str, damaged[-_SHOWN:]))
             yield _section(part, f"checkpoints found damaged{where}: {steps}. Check {check}.")
 
 
@@ -234,11 +234,11 @@ def _look_at(end: RunEnd) -> Iterator[str]:
         end.cause | end.fault,
         verdict=end.verdict,
         rollbacks=len(end.rollbacks),
-        skipped=any(each.skipped for each in end.rollbacks),
-        lr_lowered=end.lr_scale < 1 or any(each.lowers_lr for each in end.rollbacks),
+        skipped=any(rollback.skipped for rollback in end.rollbacks),
+        lr_lowered=end.lr_scale < 1 or any(rollback.lowers_lr for rollback in end.rollbacks),
     )
-    if end.hint:  # more specific than the row of the cause
-        hints = [end.hint, *(each for each in hints if each != FAILURES[Cause.UNKNOWN].diagnosis)]
+    if end.hint:  # replaces the advice about an unknown cause
+        hints = [end.hint, *(hint for hint in hints if hint != FAILURES[Cause.UNKNOWN].diagnosis)]
     if hints:
         yield "Look at:"
     for hint in hints:
@@ -251,15 +251,15 @@ def _last_good(end: RunEnd) -> str:
         return f"Last known-good: the checkpoint of step {end.last_good}{where}."
     text = "none" + why_none_is_good(end.step, end.probation)
     if end.ending != Ending.COMPLETED and not (end.incidents or end.not_finite):
-        text += "; there was no incident: the next start resumes from the newest checkpoint on "
-        text += "disk, if there is one"
+        text += "; the run had no incident: the next start resumes from the newest checkpoint on "
+        text += "disk, if any"
     elif end.ending != Ending.COMPLETED:
-        text += "; resume from the start, or check one by hand"
+        text += "; resume from the start, or check a checkpoint by hand"
     return _section("Last known-good", f"{text}.")
 
 
 def why_none_is_good(step: int, probation: int | None) -> str:
-    """Why no checkpoint is known-good after `step` steps. Begins with a colon, or is empty."""
+    """Reason why no checkpoint is known-good after `step` steps: text after a colon, or empty."""
     if probation is None:
         return ""
     text = f": a checkpoint is known-good after {probation} healthy steps (rollback.probation)"
@@ -270,7 +270,7 @@ def why_none_is_good(step: int, probation: int | None) -> str:
 
 
 def answers_text(answered: Mapping[str, int]) -> list[str]:
-    """Phrases for the responses to faults."""
+    """A phrase for each kind of response to faults."""
     return [phrase(answered[word]) for word, phrase in _ANSWERS.items() if answered.get(word)]
 
 
@@ -282,12 +282,12 @@ _ANSWERS: dict[str, Callable[[int], str]] = {
 
 
 def incidents_text(end: RunEnd) -> str:
-    """The number of incidents."""
+    """The number of incidents as text."""
     return with_undone(counted(end.incidents, "incident"), end.undone_incidents)
 
 
 def with_undone(count: str, undone: int) -> str:
-    """A count, and how much of it a rollback has undone."""
+    """A count as text, with the number that rollbacks have undone."""
     return f"{count} ({undone} undone by a rollback)" if undone else count
 
 
@@ -300,7 +300,7 @@ def _numbers(numbers: Readings) -> str:
 
 
 def _first(items: Sequence[str]) -> str:
-    """The first few items, and the number of the others."""
+    """The first few items, and the number of further items."""
     shown, more = ", ".join(items[:_SHOWN]), len(items) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
@@ -340,7 +340,7 @@ def advice(
     skipped: bool = False,
     lr_lowered: bool = False,
 ) -> list[str]:
-    """Advice by cause. `skipped` and `lr_lowered`: whether any rollback skipped batches or cut."""
+    """Advice by cause; `skipped`, `lr_lowered`: whether any rollback skipped batches or cut."""
     hints = []
     if verdict == RerunVerdict.TRANSIENT:
         hints.append(_TRANSIENT)

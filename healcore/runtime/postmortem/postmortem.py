@@ -31,7 +31,7 @@ class RankStacks(NamedTuple):
     """The Python stacks of a process that hung."""
 
     ranks: tuple[int, ...]
-    """Ranks whose training threads were at the same place; the stacks are of the first rank."""
+    """Ranks whose training threads were at the same place. `stacks` is that of the first rank."""
     stacks: str
 
 
@@ -41,27 +41,27 @@ class Postmortem(NamedTuple):
     run: str
     end: RunEnd
     exception: str | None = None
-    """What was raised, with its traceback."""
+    """The exception with its traceback, or None."""
     ended: str = ""
-    """Wall time, ISO 8601, UTC; for a killed run, the time of its last event."""
+    """Time of the end, ISO 8601, UTC. For a killed run, the time of its last event."""
     seconds: float | None = None
     lost_events: int = 0
     process: Process | None = None
     environment: Mapping[str, str] = MappingProxyType({})
     certain: bool = True
-    """False if the run was on another host: it is assumed to be gone as a new process began."""
+    """False for a run on another host, which is assumed to have ended because a new run began."""
     stacks: tuple[RankStacks, ...] = ()
-    """The stacks of a run that hung, of all ranks that have sent theirs."""
+    """The stacks of a run that hung, for all ranks that have reported them."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of the file, in values that JSON has."""
+        """The content of the file as JSON values."""
         fields = self._asdict()
         end = fields.pop("end")
         fields |= {name: getattr(end, name) for name in _FROM_END}
         fields["diagnosis"] = explain(end)
         fields["cause"] = end.cause | end.fault & Cause.HANG
         fields["rollbacks"] = [
-            {name: getattr(each, name) for name in _FROM_ROLLBACK} for each in end.rollbacks
+            {name: getattr(rollback, name) for name in _FROM_ROLLBACK} for rollback in end.rollbacks
         ]
         return json_lines.to_json({"schema": SCHEMA, **fields})
 
@@ -74,7 +74,7 @@ _FROM_ROLLBACK = ("step", "onset", "target", "lr", "lr_limit", "lr_scale", "skip
 def of(
     end: RunEnd, events: Log, *, seconds: float | None = None, trace: str | None = None
 ) -> Postmortem:
-    """The postmortem of this process; `trace` is the exception with its traceback, if any."""
+    """The postmortem of this process; `trace` is the exception with its traceback, or None."""
     return Postmortem(
         events.run,
         end,
@@ -95,7 +95,7 @@ def path_for(events: str | os.PathLike[str], run: str) -> Path:
 
 
 def write(path: str | os.PathLike[str], postmortem: Postmortem) -> str | None:
-    """Writes the file atomically. Returns an error and never raises: the run is ending."""
+    """Writes the file atomically. Returns the error, if any, and never raises: the run ends."""
     path = Path(path)
     try:
         text = json.dumps(postmortem.to_dict(), indent=2)
@@ -115,19 +115,19 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 def of_killed(events: str | os.PathLike[str]) -> Postmortem | None:
     """Writes the postmortem of the last run in an events file if the run was killed.
 
-    The next process calls it before it writes its own `start`. Never raises. Returns None without a
-    run, and for a run that has written its end or is still running.
+    The next process calls it before it writes its own `start`. Never raises. Returns None if the
+    file has no run, or if the run has written its end or is still running.
     """
     try:
-        found = _killed(Path(events))
+        postmortem = _killed(Path(events))
     except Exception as error:
         console.warning(f"the end of the last run in {events} cannot be determined: {error!r}")
         return None
-    if found is not None:
-        problem = write(path_for(events, found.run), found)
+    if postmortem is not None:
+        problem = write(path_for(events, postmortem.run), postmortem)
         if problem is not None:
             console.warning(problem)
-    return found
+    return postmortem
 
 
 def _killed(path: Path) -> Postmortem | None:
@@ -141,13 +141,13 @@ def _killed(path: Path) -> Postmortem | None:
     if gone is False:
         return None
     why = "" if gone else f"it ran on {process.host}, which cannot be seen from here"
-    found = _from_events(run, end_of_killed(run, why=why))
-    notes = RankNotes(path, found.run)
+    postmortem = _from_events(run, end_of_killed(run, why=why))
+    notes = RankNotes(path, postmortem.run)
     raised = notes.found()
     if raised and not raised[0].follows:
         exception = f"rank {raised[0].rank}: {raised[0].why}"
-        found = found._replace(end=found.end._replace(exception=exception))
-    return found._replace(
+        postmortem = postmortem._replace(end=postmortem.end._replace(exception=exception))
+    return postmortem._replace(
         exception=traces(raised) or None,
         certain=bool(gone),
         stacks=tuple(stacks_of(notes.found(hangs=True))),
@@ -157,7 +157,7 @@ def _killed(path: Path) -> Postmortem | None:
 def of_hung(
     events: str | os.PathLike[str], *, step: int, why: str, stacks: Sequence[RankStacks]
 ) -> Postmortem:
-    """The postmortem of the last run in an events file, which hangs."""
+    """The postmortem of the last run in an events file, while it hangs."""
     run = _last_run(Path(events)) or Run()
     end = end_of_killed(run, why=why)
     end = end._replace(ending=Ending.STOPPED, step=step, fault=Cause.HANG)
@@ -175,13 +175,13 @@ def stacks_of(notes: Iterable[RankNote]) -> list[RankStacks]:
 
 
 def _last_run(path: Path) -> Run | None:
-    """The run whose process began last in an events file, or None without an event."""
+    """The run whose process began last in an events file, or None without events."""
     runs = runs_of(log.read(path).runs())
     return runs[-1] if runs else None
 
 
 def _from_events(run: Run, end: RunEnd) -> Postmortem:
-    """What the events say about the last process of a run."""
+    """The postmortem of the last process of a run, from its events."""
     if not run.processes:
         return Postmortem("", end, lost_events=run.lost)
     last = run.processes[-1]
@@ -226,5 +226,5 @@ def end_of_killed(run: Run, *, why: str = "") -> RunEnd:
 def _cause(flags: Iterable[str]) -> Cause:
     cause = Cause(0)
     for name in flags:
-        cause |= Cause.__members__.get(name, Cause.UNKNOWN)  # of a newer healcore
+        cause |= Cause.__members__.get(name, Cause.UNKNOWN)  # a name of a newer healcore is unknown
     return cause

@@ -1,7 +1,7 @@
 """Notes of ranks that end alone or hang: files next to the events file.
 
-Such a rank takes part in no collective, and only rank 0 writes events and the postmortem. Rank 0
-reads the notes when its own run ends. The next start reads them if rank 0 was killed.
+Such a rank cannot use collectives, and only rank 0 writes events and the postmortem. Rank 0 reads
+the notes when its own run ends. The next start reads them if rank 0 was killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS = {False: "end.rank", True: "hang.rank"}
 _MAX_BYTES = 1 << 20
 _MAX_TEXT = 200_000
 """Largest number of characters of a traceback or of stacks."""
-_MOST_SHOWN = 4
+_MAX_SHOWN = 4
 """Largest number of tracebacks in the postmortem."""
 
 
@@ -40,13 +40,13 @@ class RankNote(BaseModel):
     step: int
     """Optimizer steps done."""
     why: str
-    """The exception, the reason of a stop or the signal, in one line."""
+    """The exception, the reason of a stop, or the signal, in one line."""
     trace: str = ""
     """The exception with its traceback, or the stacks of all threads."""
     cause: list[str] = []
     """Names of the causes of the exception."""
     sign: str = ""
-    """How the exception was recognized."""
+    """Evidence for the causes: `Fault.sign`."""
     follows: bool = False
     """Whether another rank is the cause: a connection broke, or a rank was late."""
     time: float
@@ -57,7 +57,7 @@ class RankNotes(NamedTuple):
     """The notes of one run.
 
     Attributes:
-        events: events file of rank 0, or None. Without it no rank leaves a note.
+        events: events file of rank 0, or None for no notes.
         run: id of rank 0's run.
     """
 
@@ -65,7 +65,7 @@ class RankNotes(NamedTuple):
     run: str
 
     def leave(self, note: RankNote) -> None:
-        """Writes the note of this rank. Never raises: the run is ending."""
+        """Writes the note of this rank. Never raises, because the run is ending."""
         if self.events is None:
             return
         short = note.model_copy(update={"why": note.why[:2000], "trace": note.trace[-_MAX_TEXT:]})
@@ -74,13 +74,13 @@ class RankNotes(NamedTuple):
             files.replace(path, short.model_dump_json().encode())
 
     def found(self, *, hangs: bool = False) -> list[RankNote]:
-        """The notes of the other ranks. Ranks that failed by themselves come first."""
+        """Reads the notes of the other ranks. Ranks that failed by themselves come first."""
         paths = self._paths(_KINDS[hangs], self._suffix)
         notes = [note for path in paths if (note := _read(path)) is not None]
         return sorted(notes, key=lambda note: (note.follows, note.time))
 
     def remove(self) -> None:
-        """Removes the notes of this run and of earlier ones."""
+        """Removes the notes of this run and of earlier runs."""
         for path in [*self._paths(_KINDS[False]), *self._paths(_KINDS[True])]:
             with suppress(OSError):
                 path.unlink()
@@ -107,20 +107,20 @@ class RankNotes(NamedTuple):
 
 
 def traces(notes: Iterable[RankNote]) -> str:
-    """The tracebacks of the first few notes, each with its rank."""
+    """The first few tracebacks, each with its rank, as text."""
     shown = [f"rank {note.rank}:\n{note.trace}" for note in notes if note.trace]
-    return "\n".join(shown[:_MOST_SHOWN])
+    return "\n".join(shown[:_MAX_SHOWN])
 
 
 def of_ranks(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
     """How each rank ended, for the field `of_ranks` of the event `end`."""
     return [
         {
-            "rank": each.rank,
-            "outcome": str(each.ending),
-            "why": f"step {each.step}: {each.why:.300}",
+            "rank": note.rank,
+            "outcome": str(note.ending),
+            "why": f"step {note.step}: {note.why:.300}",
         }
-        for each in sorted(notes, key=lambda note: note.rank)
+        for note in sorted(notes, key=lambda note: note.rank)
     ]
 
 

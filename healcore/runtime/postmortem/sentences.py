@@ -1,4 +1,4 @@
-"""Makes the sentences for events, incidents, states and counts of a run.
+"""Writes sentences about the events, incidents, states and counts of a run.
 
 The report, `healcore watch`, `healcore events show`, trackers and the demo use these sentences. The
 diagnosis at the end of a run is in `healcore.runtime.postmortem.diagnosis`.
@@ -34,17 +34,17 @@ STATES = {
 
 
 def flag_names(flags: Sequence[str]) -> str:
-    """Causes or actions: "grad spike and loss spike"."""
+    """Names of causes or actions as text: "grad spike and loss spike"."""
     return " and ".join(name.lower().replace("_", " ") for name in flags)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Joins names: "one, two and three"."""
+    """Names as text: "loss, norm and step"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def step_range(first: float, last: float) -> str:
-    """A step, or the first and the last step."""
+    """A range of steps as text: "7" or "7–12"."""
     return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
 
 
@@ -52,16 +52,16 @@ def step_range(first: float, last: float) -> str:
 
 
 def sentence(event: EventRecord) -> str:
-    """The sentence of an event, or an empty string for kinds without a sentence."""
+    """The sentence of an event, or an empty string if its kind has none."""
     return _SENTENCES[event.kind][0](event) if event.kind in _SENTENCES else ""
 
 
 def sentence_and_fields(event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The sentence of an event, and the fields that the sentence does not contain in full."""
-    found, wrong = record(event)
-    _, said = _SENTENCES.get(found.kind, (None, ""))
-    hidden = {*ENVELOPE, *said.split()} - {*wrong}
-    return sentence(found), {name: each for name, each in event.items() if name not in hidden}
+    """The sentence of an event, and the fields that are not complete in the sentence."""
+    parsed, invalid = record(event)
+    _, contained = _SENTENCES.get(parsed.kind, (None, ""))
+    hidden = {*ENVELOPE, *contained.split()} - {*invalid}
+    return sentence(parsed), {name: value for name, value in event.items() if name not in hidden}
 
 
 def mark(mark: Mark) -> str:
@@ -81,13 +81,13 @@ def _alarm(event: EventRecord) -> str:
 
 def _order(event: EventRecord) -> str:
     would = "would order" if event.observed else "ordered"
-    actions = ", ".join(flag_names([each]) for each in event.action or ())
+    actions = ", ".join(flag_names([action]) for action in event.action or ())
     return f"{would}: {actions}" + (f" ({flag_names(event.cause)})" if event.cause else "")
 
 
 def _rollback(event: EventRecord) -> str:
     if event.outcome == RollbackOutcome.TRIAL:
-        return f"re-run from step {event.checkpoint}, to see whether the fault is transient"
+        return f"re-run from step {event.checkpoint}, to test whether the fault is transient"
     number = len(event.batches or ())
     parts = (
         f"from step {event.step or 0} back to the checkpoint of step {_or(event.checkpoint)}",
@@ -95,7 +95,7 @@ def _rollback(event: EventRecord) -> str:
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
         "the snapshot that the run started from" if event.initial else "",
-        "the same checkpoint as before: none is older" if event.repeated else "",
+        "the same checkpoint again, because none is older" if event.repeated else "",
     )
     return ", ".join(filter(None, parts))
 
@@ -117,9 +117,9 @@ def _hook(event: EventRecord) -> str:
 
 
 def _fault(event: EventRecord) -> str:
-    """An exception, its kind by the table of failures, and the response."""
-    causes = [Cause[name] for name in event.cause or () if name in Cause.__members__]
-    kinds = ", ".join(f"{FAILURES[each].name} ({FAILURES[each].severity})" for each in causes)
+    """The type of failure, the exception and the response."""
+    rows = [FAILURES[Cause[name]] for name in event.cause or () if name in Cause.__members__]
+    kinds = ", ".join(f"{row.name} ({row.severity})" for row in rows)
     done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
     return f"fault: {kinds or 'unknown'}: {event.problem or ''}{done}"
 
@@ -153,7 +153,7 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "verdict": (lambda event: f"the re-run: the fault is {_or(event.outcome)}", "outcome"),
     "grow": (
         lambda event: (
-            f"tries parts of {_or(event.size)} samples again, not {_or(event.size_before)}"
+            f"tries parts of {_or(event.size)} samples again instead of {_or(event.size_before)}"
         ),
         "size size_before",
     ),
@@ -176,17 +176,17 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "damaged": (lambda event: f"a checkpoint is damaged: {event.problem or ''}", "problem"),
     "end": (lambda event: f"end: {event.ending or 'unknown'}", "ending"),
 }
-"""Kind -> its sentence, and the fields that the sentence contains in full."""
+"""Kind -> function for its sentence, and names of the fields that are complete in it."""
 
 
 # -- incidents ------------------------------------------------------------------------------------
 
 
 def outcome(incident: Incident) -> str:
-    """The outcome of an incident."""
+    """The outcome of an incident as text."""
     if incident.mode is Mode.REPLAY:
         return _replayed(incident)
-    measures = [sentence(each) for each in incident.measures]
+    measures = [sentence(event) for event in incident.measures]
     if incident.mode is Mode.OBSERVE:
         return "; ".join([f"observed only: nothing was done{_would(incident)}", *measures])
     if measures:
@@ -240,7 +240,7 @@ def _more_rollbacks(incident: Incident) -> str:
 
 
 def repeats(counts: Counts, *, would: bool) -> str:
-    """Rollbacks beyond one for each incident, or an empty string."""
+    """Text about rollbacks beyond one per incident, or an empty string."""
     why = "more if rollbacks had not helped" if would else "again in the same incident"
     parts = [f"and {counts.repeats} {why}"] if counts.repeats else []
     parts += [f"{counts.denied} beyond the budget"] if counts.denied else []

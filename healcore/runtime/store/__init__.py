@@ -8,10 +8,10 @@ from __future__ import annotations
 from healcore.runtime.store.claim import StoreInUse
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
+    CheckpointNotFound,
     LastGoodKept,
     NoGoodCheckpoint,
     NotFinite,
-    NotThere,
     SaveFailed,
     StateMismatch,
     StoreError,
@@ -28,12 +28,12 @@ from healcore.runtime.store.retention import (
 
 __all__ = [
     "CheckpointDamaged",
+    "CheckpointNotFound",
     "CheckpointStore",
     "Keep",
     "LastGoodKept",
     "NoGoodCheckpoint",
     "NotFinite",
-    "NotThere",
     "RestoreResult",
     "Restored",
     "SaveFailed",

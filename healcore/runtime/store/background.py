@@ -16,11 +16,11 @@ from healcore.runtime.store.errors import SaveFailed
 
 
 class Background:
-    """One worker thread, which does jobs in the order in which they were submitted.
+    """One worker thread, which runs jobs in the order in which they were submitted.
 
-    The error of a job is kept as a SaveFailed and reported once; its future holds no error. A
+    The error of a job is stored as a SaveFailed and reported once; its future holds no error. A
     program that ends waits for all jobs and logs failures that were not reported. In a forked child
-    the queue is empty: the jobs are its parent's.
+    the queue is empty: the jobs belong to the parent.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,10 +32,10 @@ class Background:
         fork_safety.watch(self)
 
     def submit(self, step: int, doing: str, job: Callable[[], None]) -> Future[None]:
-        """Queues a job; `step` and `doing` ("while …") are for its error."""
+        """Queues a job; `step` and `doing` ("while …") describe it in errors."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-            _before_the_end(self._finish)
+            _call_before_exit(self._finish)
 
         def run() -> None:
             self._worker = threading.get_ident()
@@ -52,9 +52,9 @@ class Background:
         return self._jobs[-1]
 
     def join(self) -> None:
-        """Waits for all jobs so far; raises no errors."""
+        """Waits for all queued jobs; raises no errors."""
         if threading.get_ident() == self._worker:
-            return  # a job would wait for itself
+            return  # called by a job, which would wait for itself
         for job in tuple(self._jobs):
             job.result()
 
@@ -79,7 +79,7 @@ class Background:
         return [self._failures.pop(0) for _ in range(len(self._failures))]
 
     def forked(self) -> None:
-        """In a child the thread does not exist."""
+        """Empties the queue in a forked child, where the thread does not exist."""
         self._pool, self._worker = None, 0
         self._jobs, self._failures = deque(), []
 
@@ -89,11 +89,11 @@ class Background:
             console.warning(str(failure))
 
 
-def _before_the_end(method: Callable[[], None]) -> None:
+def _call_before_exit(method: Callable[[], None]) -> None:
     """Calls a bound method when the program ends, while threads can still be started.
 
     At `atexit` the interpreter starts no more threads, but the frameworks' writers need threads.
-    The earlier hook is private; where it is missing, an unfinished save is lost.
+    The earlier hook is private. On an interpreter without it an unfinished save is lost.
     """
     register: Any = getattr(threading, "_register_atexit", None)
     if register is not None:
@@ -104,7 +104,7 @@ def _before_the_end(method: Callable[[], None]) -> None:
             if alive is not None:
                 alive()
 
-        # The interpreter raises while it ends: then a job of another store started this queue, and
-        # that store waits for it.
+        # The interpreter raises RuntimeError if it is already ending. A job of another store then
+        # started this queue, and that store waits for it.
         with contextlib.suppress(RuntimeError):
             register(finish)

@@ -1,4 +1,4 @@
-"""Small JSON files that contain their own digest (xxh3, 128 bits), which detects a flipped bit."""
+"""Small JSON files with their own digest (xxh3, 128 bits), which detects a flipped bit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import xxhash
 
 from healcore import regular_file
 
-_MOST = 1 << 26
-"""Bytes; a manifest of half a million files is as large."""
+_MAX_BYTES = 1 << 26
+"""Enough for a manifest of half a million files."""
 
 
 class ChecksumError(ValueError):
-    """Bytes that `dumps` did not write."""
+    """The bytes are not the output of `dumps`."""
 
 
 def dumps(content: Mapping[str, Any]) -> bytes:
@@ -26,15 +26,15 @@ def dumps(content: Mapping[str, Any]) -> bytes:
 
 
 def loads(data: bytes) -> dict[str, Any]:
-    """The content that `dumps` was given; ChecksumError if a bit has changed.
+    """The content of the output of `dumps`; ChecksumError if a bit has changed.
 
-    The bytes must be canonical, because JSON ignores a flip in white space or in the case of an
-    exponent.
+    The bytes must be canonical, because JSON ignores a flipped bit in white space or in the case of
+    an exponent.
     """
     try:
         content = json.loads(data)
         digest = content.pop("digest")
-        whole = digest == _digest(content) and dumps(content) == data  # dumps refuses NaN
+        whole = digest == _digest(content) and dumps(content) == data  # dumps rejects NaN
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise ChecksumError("is not what was written") from None
     if not whole:
@@ -44,7 +44,7 @@ def loads(data: bytes) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """The content of a file; OSError if it cannot be read, ChecksumError if it has changed."""
-    return loads(regular_file.read(path, _MOST))
+    return loads(regular_file.read(path, _MAX_BYTES))
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

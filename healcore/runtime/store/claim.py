@@ -3,11 +3,11 @@
 Two runs in one directory would delete and quarantine each other's checkpoints. `healcore.lock` in
 the root names the process that runs there, and is locked (`flock`) as long as the run lasts. The
 kernel releases the lock when the process ends in any way, and the lock works between containers.
-The name is not enough, because containers may share a host name and have the same process numbers.
-In a file system without locks only the name counts, and a warning reports that.
+The name alone is not enough: containers may share a host name and process numbers. On a file system
+without locks healcore checks only the name, and warns about it.
 
-Other users who can write there can change what this run restores. Digests do not detect that,
-because they are next to the files.
+Other users who can write in the directory can change the state that this run restores. Digests do
+not detect that, because the same users can change the digests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ except ImportError:  # Windows
 
 LOCK = "healcore.lock"
 _SAFELY = files.NO_LINK | files.NO_WAITING
-"""Flags to open the lock file with, in case a link or a pipe has just replaced it."""
+"""Flags that open the lock file safely if a link or a pipe has just replaced it."""
 _ATTEMPTS = 100
 _PAUSE_S = 0.01
 """Seconds between two attempts. The holder may be about to write its name."""
@@ -54,7 +54,7 @@ class StoreInUse(StoreError):
 
     root: Path
     process: Process | None
-    """The process of the other run, or None if its name cannot be read."""
+    """The process of the other run, or None if the lock file does not name it."""
 
     def _message(self) -> str:
         if self.process is None:
@@ -69,8 +69,8 @@ class StoreInUse(StoreError):
             "torch.distributed.init_process_group() before the Healer is entered"
         )
         return (
-            f"{self.root} is in use by another run, {who}. Two would delete each other's "
-            "checkpoints: end that one first, or pass another directory"
+            f"{self.root} is in use by another run, {who}. Two runs would delete each "
+            "other's checkpoints: end the other run first, or pass another directory"
             f"{'' if ranks == '1' else hint}"
         )
 
@@ -79,7 +79,7 @@ class Claim:
     """Reserves a directory until `release`, garbage collection or the end of the process.
 
     Attributes:
-        warning: why another run may use the directory too, or None.
+        warning: why another run could use the directory unnoticed, or None.
         locked: whether the file system has locked the file.
     """
 
@@ -99,7 +99,7 @@ class Claim:
         self._end()
 
     def forked(self) -> None:
-        """In a child, which must not keep the directory locked after its parent has ended."""
+        """Gives up the lock in a forked child, which may outlive its parent."""
         if self._end.detach() is not None and self._handle is not None:
             os.close(self._handle)
 
@@ -117,13 +117,13 @@ def claim(root: str | os.PathLike[str]) -> Claim:
     root, token = Path(root).absolute(), secrets.token_hex(8)
     handle = None
     try:
-        handle, no_locks = _locked(root)
-        warning = _unless_free(root, no_locks)
+        handle, no_locks = _acquire_lock(root)
+        warning = _check_holder(root, no_locks)
         os.ftruncate(handle, 0)
         content = {"schema": 1, "token": token, **current_process()._asdict()}
         os.pwrite(handle, checksummed_json.dumps(content), 0)
     except OSError as error:
-        # An open handle is locked all the same: the file belongs to another user.
+        # The file belongs to another user. An open handle holds the lock nevertheless.
         why = f"{root / LOCK} cannot be written ({error.strerror or error})"
         return Claim(
             root, token, handle, f"{why}: a second run in this directory would not be noticed"
@@ -159,33 +159,33 @@ def _unlock(lock: Path, token: str, handle: int | None, pid: int) -> None:
     if os.getpid() != pid:
         return
     _claims.pop(token, None)
-    with contextlib.suppress(OSError):  # the disk has gone
+    with contextlib.suppress(OSError):  # the disk may be gone
         if _read(lock).get("token") == token:
             lock.unlink()
     if handle is not None:
-        os.close(handle)  # and the lock with it
+        os.close(handle)  # this also releases the lock
 
 
-def _locked(root: Path) -> tuple[int, str | None]:
-    """Handle of the lock file, and why it could not be locked, or None.
+def _acquire_lock(root: Path) -> tuple[int, str | None]:
+    """Locks the lock file; StoreInUse if another process has locked it.
 
-    Raises StoreInUse if another process has locked it.
+    Returns its handle, and why the system cannot lock files, or None.
     """
     lock, holder = root / LOCK, None
     for attempt in range(_ATTEMPTS):
-        handle = _opened(lock)
+        handle = _open_lock_file(lock)
         try:
             no_locks = _flock(handle)
-            # While it was opened, the previous holder may have removed the file.
+            # The previous holder may have removed the file after it was opened here.
             if os.path.samestat(os.fstat(handle), lock.stat()):
-                handle, mine = -1, handle
-                return mine, no_locks
+                acquired, handle = handle, -1
+                return acquired, no_locks
         except FileNotFoundError:
             continue
         except BlockingIOError:
-            holder = _holder(_read(lock))
+            holder = _parse_holder(_read(lock))
             if attempt == 0 and holder == current_process():
-                gc.collect()  # an abandoned Healer, such as one in a notebook cell that failed
+                gc.collect()  # releases an abandoned Healer, such as after a failed notebook cell
             elif holder is not None and holder.gone() is False:
                 break
             time.sleep(_PAUSE_S)
@@ -195,26 +195,25 @@ def _locked(root: Path) -> tuple[int, str | None]:
     raise StoreInUse(root, holder)
 
 
-def _opened(lock: Path) -> int:
-    """Handle of the lock file, created if necessary; StoreError if it is no regular file."""
+def _open_lock_file(lock: Path) -> int:
+    """Opens the lock file, creates it if necessary; StoreError if it is no regular file."""
     try:
         mode = lock.lstat().st_mode
     except FileNotFoundError:
         mode = stat.S_IFREG
     if not stat.S_ISREG(mode):
         raise StoreError(
-            f"{lock} is no regular file ({stat.filemode(mode)}), and the lock has to be one: "
-            "remove it, or pass another directory"
+            f"{lock} is no regular file ({stat.filemode(mode)}): remove it, or pass another path"
         )
     try:
-        # For writing: network disks lock only writable files.
+        # Opened for writing, because network disks lock only writable files.
         return os.open(lock, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)
     except PermissionError:  # the file belongs to another user
         return os.open(lock, os.O_RDONLY | _SAFELY)
 
 
 def _flock(handle: int) -> str | None:
-    """Locks the file; returns None, or why the system cannot lock it."""
+    """Locks the file. Returns why the system cannot lock files, or None."""
     if fcntl is None:
         return "this system has no flock"
     try:
@@ -227,42 +226,42 @@ def _flock(handle: int) -> str | None:
 
 
 def _read(lock: Path) -> dict[str, Any]:
-    """The content, or an empty dictionary if the file is missing or damaged."""
+    """The content of the lock file, or an empty dictionary if it is missing or damaged."""
     try:
         return checksummed_json.read(lock)
     except (OSError, ChecksumError):
         return {}
 
 
-def _holder(found: dict[str, Any]) -> Process | None:
-    fields = {field: found.get(field) for field in Process._fields}
+def _parse_holder(content: dict[str, Any]) -> Process | None:
+    """The process that the content of a lock file names, or None."""
+    fields = {field: content.get(field) for field in Process._fields}
     try:
         holder = TypeAdapter(Process).validate_python(fields, strict=True)
     except ValidationError:
         return None
-    return holder if holder.pid > 0 else None  # other numbers name groups of processes
+    return holder if holder.pid > 0 else None  # kill(2) takes other numbers as process groups
 
 
-def _unless_free(root: Path, no_locks: str | None) -> str | None:
-    """A warning if the process that the file names may be alive; StoreInUse if it is alive.
+def _check_holder(root: Path, no_locks: str | None) -> str | None:
+    """A warning if the process in the lock file may be alive; StoreInUse if it is alive.
 
-    The lock does not exclude this on a disk without locks.
+    On a disk without locks a living process does not prevent `_acquire_lock`.
     """
-    lock, found = root / LOCK, _read(root / LOCK)
-    holder = _holder(found)
+    lock, content = root / LOCK, _read(root / LOCK)
+    holder = _parse_holder(content)
     if holder is not None:
-        gone = (
-            str(found.get("token")) not in _claims if holder == current_process() else holder.gone()
-        )
+        own = holder == current_process()
+        gone = str(content.get("token")) not in _claims if own else holder.gone()
         if gone is False:
             raise StoreInUse(root, holder)
-        # Same boot: a living process, even in another container, would hold the lock.
-        seen = no_locks is None and holder.boot == current_process().boot
-        if gone is None and not seen:
+        # With the same boot a living process, even in another container, would hold the lock.
+        excluded = no_locks is None and holder.boot == current_process().boot
+        if gone is None and not excluded:
             return (
                 f"{lock} names process {holder.pid} on {clean(holder.host)}, which cannot be seen "
                 "from here: if that run is still alive, and the disk does not lock files across "
-                "machines, the two delete each other's checkpoints"
+                "machines, the two runs delete each other's checkpoints"
             )
     if no_locks is not None:
         return (
@@ -275,29 +274,30 @@ def _unless_free(root: Path, no_locks: str | None) -> str | None:
 def open_to_others(root: Path) -> str | None:
     """A warning if other users can write in a directory, or None.
 
-    Checks owners and modes of the directory and of its entries, not deeper. Access lists and the
-    directories above are not checked.
+    Checks owners and modes of the directory and its direct entries. Access lists and parent
+    directories are not checked.
     """
     if not hasattr(os, "geteuid"):
         return None
     try:
-        found = [(root, root.stat())]
+        statuses = [(root, root.stat())]
         with os.scandir(root) as entries:
-            found += [(Path(entry), entry.stat(follow_symlinks=False)) for entry in entries]
+            statuses += [(Path(entry), entry.stat(follow_symlinks=False)) for entry in entries]
     except OSError:
-        return None  # reported where it is needed
-    open_ = [(path, why) for path, status in found if (why := _why_open(status)) is not None]
-    if not open_:
+        return None  # the store reports an unreadable directory
+    writable = [(path, why) for path, status in statuses if (why := _why_open(status)) is not None]
+    if not writable:
         return None
-    path, why = open_[0]
-    more = f", and so for {len(open_) - 1} more in it" if len(open_) > 1 else ""
+    path, why = writable[0]
+    more = f" (and {len(writable) - 1} more entries)" if len(writable) > 1 else ""
     return (
-        f"{path} {why}{more}: a user who can write there can change what this run resumes "
-        f"from, and no digest detects that. To make it yours alone: chmod go-w {root}, and chown"
+        f"{path} {why}{more}: other users can change the state that this run resumes from, and no "
+        f"digest detects that. To be the only user who can write: chmod go-w {root}, and chown"
     )
 
 
 def _why_open(status: os.stat_result) -> str | None:
+    """Why other users can write in an entry, or None."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}"
     if stat.S_ISLNK(status.st_mode) or not status.st_mode & 0o022:

@@ -1,4 +1,4 @@
-"""How a checkpoint enters a store's directory and leaves it: whole, in one atomic step."""
+"""Adds checkpoints to a store's directory and removes them, each in one atomic step."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from healcore.runtime.store.errors import SaveFailed
 from healcore.runtime.store.inspection import Digest
 from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, united
 
-_UNTOUCHED = "what was saved before is untouched"
+_UNTOUCHED = "earlier checkpoints are unchanged"
 _READ_ONLY = "point the store at a directory that can be written"
 _HINTS = {
     errno.ENOSPC: f"free some space, or keep fewer checkpoints; {_UNTOUCHED}",
     errno.EDQUOT: f"the quota is used up; {_UNTOUCHED}",
-    errno.EFBIG: "the limit on file sizes is too small for it",
+    errno.EFBIG: "the limit on file sizes is too small for this checkpoint",
     errno.EROFS: _READ_ONLY,
     errno.EACCES: _READ_ONLY,
-    errno.ENOENT: "the store's directory has gone: has somebody deleted it?",
+    errno.ENOENT: "the store's directory does not exist: has it been deleted?",
 }
 
 _SAFE_AGE_S = 3600.0
-"""Seconds without a change after which no process works on a file any more."""
+"""Seconds since the last change after which a file counts as abandoned."""
 
 
-class Written(NamedTuple):
-    """What one rank wrote."""
+class RankPart(NamedTuple):
+    """The part of a checkpoint that one rank has written."""
 
     digests: Mapping[str, Digest]
-    """Digests that were computed during the write, of files on disk. Other files are read again."""
-    arrays: int
+    """Path -> digest computed during the write. Other files are read again for their digests."""
+    array_count: int
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not."""
 
@@ -48,14 +48,14 @@ def commit(
     ranks: Ranks,
     copy: StateCopy,
     format: str,
-    write: Callable[[Path], Written],
+    write: Callable[[Path], RankPart],
     join: Callable[[Path], None],
 ) -> tuple[str, ...]:
-    """Writes a checkpoint, whole or not at all; every rank calls it.
+    """Writes a checkpoint atomically. Every rank calls it.
 
-    `write` puts state and data below the directory that it is given. Afterwards rank 0 calls `join`
+    Every rank calls `write` with the directory to write state and data. Then rank 0 calls `join`
     with the directory. Returns the names of the arrays with NaN or Inf, allowed or not. If one rank
-    fails, all raise SaveFailed.
+    fails, all ranks raise SaveFailed.
     """
     # All exchanges of the ranks go through `ranks.gather`, in the same order.
     name = agreed(ranks, files.new_temporary() if ranks.rank == 0 else None)
@@ -69,29 +69,29 @@ def commit(
         raise SaveFailed(copy.step, f"while writing to {root}", error, _hint(error)) from error
     finally:
         if ranks.rank == 0:
-            files.discard(folder)  # after a success it has gone already
+            files.discard(folder)  # after a success the folder has its final name
         files.end_temporary(name)
 
 
 def clear_superseded(root: Path) -> None:
     """Removes saves whose step was saved again; the last known-good save stays."""
-    found = manifest.complete(root)
-    counting = [manifest.newest(saves) for saves in found.values()]
-    good = any(manifest.read_status(each.folder) == "good" for each in counting)
-    for save in (each for saves in found.values() for each in saves):
-        last_good = not good and manifest.read_status(save.folder) == "good"
-        if save not in counting and not last_good:
+    saves_by_step = manifest.complete(root)
+    current = [manifest.newest(saves) for saves in saves_by_step.values()]
+    any_good = any(manifest.read_status(save.folder) == "good" for save in current)
+    for save in (save for saves in saves_by_step.values() for save in saves):
+        last_good = not any_good and manifest.read_status(save.folder) == "good"
+        if save not in current and not last_good:
             remove(root, save.folder)
 
 
 def remove(root: Path, folder: Path) -> None:
-    """Takes a checkpoint's name away, in one atomic step, then deletes its files."""
+    """Renames a checkpoint to a temporary name, atomically, then deletes its files."""
     name = files.new_temporary()
     try:
         files.rename(folder, root / name)
         files.discard(root / name)
     except FileNotFoundError:
-        return  # another program was faster
+        return  # another program has removed it
     finally:
         files.end_temporary(name)
 
@@ -104,35 +104,35 @@ def sweep(root: Path, *, sole_since: float | None = None) -> list[str]:
 
     Args:
         root: the store's directory.
-        sole_since: when the run has locked the directory, in seconds by the clock of its disk, or
-            None if the directory may be in use by another run.
+        sole_since: time when the run locked the directory, in seconds by the clock of its disk, or
+            None if another run may use the directory.
     """
 
     def stale(path: Path) -> bool:
         if files.is_abandoned(path.name):
             return True
-        if sole_since is None or files.is_of_this_place(path.name):
+        if sole_since is None or files.is_of_this_machine(path.name):
             return False
         return _last_change(path) < sole_since - _SAFE_AGE_S
 
-    folders = [root, *(each for each in _listed(root) if manifest.step_of(each) is not None)]
+    folders = [root, *(path for path in _entries(root) if manifest.step_of(path) is not None)]
     return [
         path.relative_to(root).as_posix()
         for folder in folders
-        for path in _listed(folder)
+        for path in _entries(folder)
         if files.is_temporary(path.name) and stale(path) and files.discard(path)
     ]
 
 
 def _last_change(path: Path) -> float:
-    """The newest time of a change in a file or directory, or infinity if it cannot be read."""
+    """Unix time of the last change in a file or directory, or infinity if it cannot be read."""
     try:
-        return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+        return max(inner.lstat().st_mtime for inner in (path, *path.rglob("*")))
     except OSError:
         return math.inf
 
 
-def _listed(folder: Path) -> list[Path]:
+def _entries(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -141,7 +141,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _hint(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
-    # Orbax's writer puts the system's number into the text of a ValueError.
+    # Orbax's writer raises a ValueError with the error number in its text.
     in_text = re.search(r"os_error_code='(\d+)'", str(error))
     if number is None and in_text:
         number = int(in_text[1])
@@ -149,43 +149,43 @@ def _hint(error: BaseException) -> str:
 
 
 def _complete(
-    root: Path, folder: Path, copy: StateCopy, format: str, parts: Sequence[Written]
+    root: Path, folder: Path, copy: StateCopy, format: str, parts: Sequence[RankPart]
 ) -> None:
-    """The last steps of a save: the missing digests, the manifest, the final name."""
+    """Completes a save: adds the missing digests, writes the manifest, sets the final name."""
     if copy.healing is not None:
         files.write_new(folder / manifest.HEALING, copy.healing)
-    paths = files.below(folder)
-    known = {path: found for part in parts for path, found in part.digests.items()}
-    known.update(_synced(folder, [path for path in paths if path not in known]))
+    paths = files.list_below(folder)
+    digests = {path: digest for part in parts for path, digest in part.digests.items()}
+    digests.update(_sync_and_digest(folder, [path for path in paths if path not in digests]))
     earlier = manifest.complete(root).get(copy.step, [])
-    bad = united(part.nonfinite for part in parts)
+    nonfinite = united(part.nonfinite for part in parts)
     record = manifest.Manifest(
         step=copy.step,
         created=copy.created,
-        save=1 + max((each.manifest.save for each in earlier), default=0),
+        save=1 + max((save.manifest.save for save in earlier), default=0),
         writer=f"healcore {healcore.__version__}",
         format=format,
-        files={path: known[path] for path in paths},
-        arrays=max(part.arrays for part in parts),
-        nonfinite=bad[: manifest.NAMES_KEPT],
+        files={path: digests[path] for path in paths},
+        arrays=max(part.array_count for part in parts),
+        nonfinite=nonfinite[: manifest.MAX_NAMES],
         healing=copy.healing is not None,
-        unnamed=max(0, len(bad) - manifest.NAMES_KEPT),
+        unnamed=max(0, len(nonfinite) - manifest.MAX_NAMES),
     )
     resized = manifest.missing_or_resized(folder, record)
     if resized is not None:
         raise OSError(errno.EIO, f"{resized.file} {resized.difference}")
     manifest.write(folder, record)
     files.sync_directory(folder)
-    # Only now does it have the name of a checkpoint.
+    # The last step: a directory with this name is a complete checkpoint.
     files.rename(folder, root / manifest.step_directory(copy.step))
     clear_superseded(root)
 
 
-def _synced(folder: Path, paths: Sequence[str]) -> dict[str, Digest]:
-    """Digests of some files. They and all directories are on disk when it returns."""
-    # Concurrently: file systems wait once for many who wait together.
+def _sync_and_digest(folder: Path, paths: Sequence[str]) -> dict[str, Digest]:
+    """Waits until some files and all directories are on disk; returns the files' digests."""
+    # Concurrently: a file system flushes simultaneous requests together.
     with ThreadPoolExecutor(inspection.threads()) as pool:
-        found = pool.map(lambda path: inspection.file_digest(folder / path, sync=True), paths)
-        synced = pool.map(files.sync_directory, [Path(at) for at, _, _ in os.walk(folder)])
+        digests = pool.map(lambda path: inspection.file_digest(folder / path, sync=True), paths)
+        synced = pool.map(files.sync_directory, [Path(inner) for inner, _, _ in os.walk(folder)])
         list(synced)
-        return dict(zip(paths, found, strict=True))
+        return dict(zip(paths, digests, strict=True))

@@ -1,4 +1,4 @@
-"""Copies of a state in host memory: stores check, digest and write them, and restore from them."""
+"""Copies of a state in host memory, which stores check, write and restore from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from healcore.runtime.store.errors import SaveFailed, StateMismatch, StoreError
 from healcore.runtime.store.host_memory import Arena, Block, CopyBlocks
 from healcore.runtime.store.inspection import Inspection
 from healcore.runtime.store.protocol import Status
-from healcore.runtime.store.structure import Flat, decode, described, is_stateful, nodes_of
+from healcore.runtime.store.structure import Flat, array_types, decode, is_stateful, nodes_of
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Snapshot(ABC):
     """The arrays of a state in host memory."""
 
     flat: Flat
-    """The state, whose leaves are in host memory."""
+    """The state, with its leaves in host memory."""
     arena: Arena
     """Memory of the leaves."""
 
@@ -35,36 +35,36 @@ class Snapshot(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Waits until the copy is complete; copies off an accelerator are asynchronous."""
+        """Waits until the copy is complete: copies from an accelerator are asynchronous."""
 
     @abstractmethod
     def blocks(self) -> Iterator[Block]:
-        """The bytes of the arrays, in a fixed order. Only after `settle`."""
+        """The bytes of the arrays, in a fixed order. Call `settle` first."""
 
 
 @dataclass
 class StateCopy:
-    """A copy of a state as it was after one step, with its status in memory."""
+    """A copy of the state after one step, and its status in memory."""
 
     step: int
     snapshot: Snapshot
     healing: bytes | None
     created: float
     inspecting: Future[None] | None = None
-    """The job that inspects the copy, if the copy is for memory."""
-    found: Inspection | None = None
-    """None until the copy is complete and inspected. Only then it enters the ring in memory."""
+    """The job that inspects a copy for memory, or None."""
+    inspected: Inspection | None = None
+    """None until the copy is complete and inspected. Then the copy enters the ring in memory."""
     status: Status = "candidate"
     holders: int = 0
-    """Number of readers that use the memory."""
+    """Number of users of the memory."""
     dropped: bool = False
     """Whether the copy is not in the ring."""
 
     @property
     def digests(self) -> dict[str, str]:
         """Key of a block -> digest."""
-        assert self.found is not None, "copies in the ring are inspected"
-        return self.found.digests
+        assert self.inspected is not None, "copies in the ring are inspected"
+        return self.inspected.digests
 
     @property
     def healing_state(self) -> dict[str, Any] | None:
@@ -81,20 +81,20 @@ class StateCopy:
             self.snapshot.settle()
             return
         self.inspecting.result()
-        if self.found is None:
+        if self.inspected is None:
             raise StoreError(f"the copy of step {self.step} could not be completed")
 
     def nonfinite(self) -> tuple[str, ...]:
-        """Names of the arrays with NaN or Inf, allowed or not. Only after `settle`."""
-        if self.found is not None:
-            return self.found.nonfinite
+        """Names of the arrays with NaN or Inf, allowed or not. Call `settle` first."""
+        if self.inspected is not None:
+            return self.inspected.nonfinite
         return inspection.nonfinite(self.snapshot.blocks())
 
 
 class Copier(ABC):
-    """Copies a framework's states to host memory and back; subclasses know the framework's arrays.
+    """Copies states to host memory and back. Each framework has a subclass for its arrays.
 
-    The memory of a copy that is not needed any more is used again for the next copy.
+    The memory of a released copy is reused for the next copy.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Copier(ABC):
 
     @abstractmethod
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """The structure of a state and its arrays, uncopied; UnsavableState if it cannot be saved.
+        """The structure and arrays of a state, not copied; UnsavableState if it cannot be saved.
 
         A `live` state is only compared with a saved state: shapes may replace its arrays, and it
         may hold values that cannot be saved.
@@ -112,25 +112,25 @@ class Copier(ABC):
 
     @abstractmethod
     def take(self, state: Mapping[str, Any], recycled: Any | None = None) -> Any:
-        """A snapshot of the present state; uses the memory of `recycled` again, if it fits."""
+        """A snapshot of the current state; reuses the memory of `recycled` if its size fits."""
 
     @abstractmethod
     def arrays(self, snapshot: Any) -> dict[str, Any]:
-        """The framework's arrays in the snapshot's own memory, by name."""
+        """The framework's arrays by name, in the snapshot's own memory."""
 
     @abstractmethod
     def copies(
         self, snapshot: Any, names: set[str], live: Flat, copy: CopyBlocks
     ) -> dict[str, Any]:
-        """The framework's arrays of some names in fresh memory, placed as the live ones are."""
+        """Copies of the named arrays by name, on the devices of the live arrays."""
 
     @abstractmethod
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
     ) -> Any:
-        """The value of a node, see `structure.Fetch`; arrays of `arrays` become part of it.
+        """Decodes a node (see `structure.Fetch`); its arrays are taken from `arrays`.
 
-        `live` gives the devices, or is None where `load_state_dict` moves the value.
+        `live` gives the devices. It is None if `load_state_dict` moves the value.
         """
 
     # -- copies ---------------------------------------------------------------------------------
@@ -138,19 +138,19 @@ class Copier(ABC):
     def copy(
         self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None
     ) -> StateCopy:
-        """Copies a state, as `CheckpointStore.save` describes."""
+        """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
         step = protocol.checked_step(step)
-        kept = None if healing is None else protocol.frozen(healing)
+        healing_bytes = None if healing is None else protocol.encode_healing(healing)
         try:
-            snapshot = self._reusing(state)
+            snapshot = self._snapshot(state)
         except StoreError:
             raise
         except Exception as error:
             raise SaveFailed(step, "while copying the state", error) from error
-        return StateCopy(step, snapshot, kept, time.time())
+        return StateCopy(step, snapshot, healing_bytes, time.time())
 
     def release(self, copy: StateCopy) -> None:
-        """Keeps the memory of a copy for the next copy."""
+        """Makes the memory of a copy available to the next copy."""
         self._spare.append(copy.snapshot)
 
     @property
@@ -160,14 +160,14 @@ class Copier(ABC):
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
-        snapshot = self._reusing(state)
+        snapshot = self._snapshot(state)
         try:
             snapshot.settle()
             return inspection.nonfinite(snapshot.blocks())
         finally:
-            self._spare.append(snapshot)  # for the first save
+            self._spare.append(snapshot)  # the first save reuses it
 
-    def _reusing(self, state: Mapping[str, Any]) -> Any:
+    def _snapshot(self, state: Mapping[str, Any]) -> Any:
         spare = self._spare.popleft() if self._spare else None
         try:
             return self.take(state, spare)
@@ -178,16 +178,16 @@ class Copier(ABC):
 
     # -- restoring ------------------------------------------------------------------------------
 
-    def checked(
+    def flatten_matching(
         self, step: int | None, saved: Mapping[str, Mapping[str, Any]], like: Mapping[str, Any]
     ) -> Flat:
-        """The live state flattened; StateMismatch if the saved entries do not fit it.
+        """Flattens the live state; StateMismatch if the saved entries do not fit it.
 
         Trees must have the same arrays. For objects with `state_dict` only names and identities are
         compared: a fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
         """
         flat = self.flatten(like, live=True)
-        wrong = [f'there is no "{name}" in it' for name in like if name not in saved]
+        wrong = [f'"{name}" is missing in the saved state' for name in like if name not in saved]
         for name, entry in flat.entries.items():
             if name not in saved:
                 continue
@@ -197,7 +197,7 @@ class Copier(ABC):
             elif "leaves" in entry and "leaves" not in saved[name]:
                 wrong.append(f'"{name}" was an object with state_dict')
             else:
-                wrong += _differences(described(name, saved[name]), described(name, entry))
+                wrong += _differences(array_types(name, saved[name]), array_types(name, entry))
         if wrong:
             raise StateMismatch(step, wrong)
         return flat
@@ -209,9 +209,9 @@ class Copier(ABC):
         like: Mapping[str, Any],
         live: Flat,
     ) -> dict[str, Any]:
-        """A state made of its saved entries and `arrays`.
+        """Builds a state from its saved entries and `arrays`.
 
-        `live` is `like` flattened, which gives PyTreeDefs and devices.
+        `live` is `like` flattened; it gives PyTreeDefs and devices.
         """
         state = {}
         for name, value in like.items():
@@ -228,22 +228,22 @@ class Copier(ABC):
                 state[name] = decode(entry["tree"], fetch)
         return state
 
-    def give(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:
-        """The state in fresh memory, placed as `like` is; StateMismatch if it does not fit."""
+    def restore(self, snapshot: Any, like: Mapping[str, Any], copy: CopyBlocks) -> dict[str, Any]:
+        """The state in fresh memory, on the devices of `like`; StateMismatch if it does not fit."""
         saved = snapshot.flat.entries
-        like = protocol.wanted(saved, like)
+        like = protocol.values_to_restore(saved, like)
         if not like:
             return {}
-        live = self.checked(None, saved, like)
+        live = self.flatten_matching(None, saved, like)
         entries = {name: saved[name] for name in like}
         arrays = self.copies(snapshot, set(nodes_of(entries)), live, copy)
         return self.assemble(entries, arrays, like, live)
 
 
 def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
-    wrong = [f"{place} is not in it" for place in live if place not in saved]
-    wrong += [f"{place} is in it and not in the live state" for place in saved if place not in live]
-    for place in live.keys() & saved.keys():
-        if saved[place] != live[place]:
-            wrong.append(f"{place} is {saved[place]} in it and {live[place]} in the live state")
+    wrong = [f"{key} is missing in the saved state" for key in live if key not in saved]
+    wrong += [f"{key} is missing in the live state" for key in saved if key not in live]
+    for key in live.keys() & saved.keys():
+        if saved[key] != live[key]:
+            wrong.append(f"{key} is {saved[key]} in the saved and {live[key]} in the live state")
     return sorted(wrong)

@@ -1,4 +1,4 @@
-"""The errors of checkpoint stores. Live state is unchanged after each of them."""
+"""Errors of checkpoint stores. None of them changes the live state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StoreError(HealcoreError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class CheckpointDamaged(StoreError):
-    """The bytes of a checkpoint are not the bytes that were saved. Use an older checkpoint."""
+    """The bytes of a checkpoint differ from the saved bytes. Use an older checkpoint."""
 
     step: int
     path: str
@@ -23,27 +23,27 @@ class CheckpointDamaged(StoreError):
     """The file (or array) that differs, relative to `path`."""
     difference: str
     malformed: bool = False
-    """The digests are right, but this version of healcore cannot read the content."""
+    """Whether the digests are right but this version of healcore cannot read the content."""
 
     def _message(self) -> str:
         return (
             f"the checkpoint of step {self.step} is damaged: {self.file} {self.difference} "
-            f"(in {self.path}); nothing was restored, use an older one"
+            f"(in {self.path}); nothing was restored: use an older checkpoint"
         )
 
 
 @dataclass(eq=False, repr=False)
-class NotThere(StoreError):
-    """The store has no complete checkpoint of that step."""
+class CheckpointNotFound(StoreError):
+    """The store has no complete checkpoint of the requested step."""
 
     step: int
-    there: Sequence[int]
-    where: str
+    existing: Sequence[int]
+    location: str
 
     def _message(self) -> str:
-        newest = ", ".join(str(step) for step in self.there[-5:]) or "none"
-        more = "..., " if len(self.there) > 5 else ""
-        return f"no complete checkpoint of step {self.step} in {self.where}; there: {more}{newest}"
+        newest = ", ".join(str(step) for step in self.existing[-5:]) or "none"
+        more = "..., " if len(self.existing) > 5 else ""
+        return f"{self.location} has no checkpoint of step {self.step}; it has: {more}{newest}"
 
 
 class NoGoodCheckpoint(StoreError):
@@ -58,8 +58,8 @@ class LastGoodKept(StoreError):
 
     def _message(self) -> str:
         return (
-            f"step {self.step} is the last known-good checkpoint and stays: mark a newer one good "
-            "first, or remove its directory by hand"
+            f"step {self.step} is the last known-good checkpoint and is not deleted: mark a "
+            "newer checkpoint good first, or remove its directory by hand"
         )
 
 
@@ -75,7 +75,7 @@ class NotFinite(StoreError):
         more = f" and {len(self.names) - 5} more" if len(self.names) > 5 else ""
         return (
             f"step {self.step} holds NaN or Inf in {shown}{more} and "
-            "cannot be known-good; where that is intended (a mask of -inf), name the array in the "
+            "cannot be known-good; if that is intended (a mask of -inf), name the array in the "
             "store's `nonfinite_ok`"
         )
 
@@ -90,14 +90,14 @@ class SaveFailed(StoreError):
     hint: str = ""
 
     def _message(self) -> str:
-        what = f"{type(self.error).__name__}: {self.error}"
+        error = f"{type(self.error).__name__}: {self.error}"
         hint = f"; {self.hint}" if self.hint else ""
-        return f"step {self.step} was not saved, {self.doing}: {what}{hint}"
+        return f"step {self.step} was not saved, {self.doing}: {error}{hint}"
 
 
 @dataclass(eq=False, repr=False)
 class StateMismatch(StoreError):
-    """The checkpoint holds another state than the live state that it is restored into."""
+    """The saved state does not fit the live state."""
 
     step: int | None
     differences: Sequence[str]
@@ -107,10 +107,10 @@ class StateMismatch(StoreError):
         shown = "; ".join(self.differences[:3])
         more = f"; and {len(self.differences) - 3} more" if len(self.differences) > 3 else ""
         which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"
-        place, write = "", "Pass the state that the run was saved from"
-        if self.where:
-            place, write = f" in {self.where}", f"{write}, or an empty directory to begin a new run"
-        return f"{which}{place} does not fit: {shown}{more}. {write}"
+        place = f" in {self.where}" if self.where else ""
+        advice = "Pass the state that the run was saved from"
+        advice += ", or an empty directory to begin a new run" if self.where else ""
+        return f"{which}{place} does not fit: {shown}{more}. {advice}"
 
 
 class UnsavableState(StoreError, TypeError):
@@ -118,24 +118,24 @@ class UnsavableState(StoreError, TypeError):
 
 
 class Untrusted(StoreError):
-    """The checkpoint holds something that could run code. Only `trust=True` reads it."""
+    """The checkpoint holds a pickle, which could run code. Only `trust=True` reads it."""
 
 
-def pickled(what: str, how: str) -> Untrusted:
-    """The error for a pickle at `what` in the state; `how` names what takes `trust=True`."""
+def pickle_error(place: str, owner: str) -> Untrusted:
+    """The error for a pickle at `place` in the state; `owner` is the object with `trust`."""
     return Untrusted(
-        f"{what} is a pickled object, and reading one runs whatever code its writer put there: it "
-        "was not read, and nothing was restored. If nobody but you could write to this directory, "
-        f"pass trust=True to {how}"
+        f"{place} is a pickled object. Reading it would run any code that its writer put there, so "
+        "nothing was restored. If only you can write to this directory, pass trust=True to "
+        f"{owner}"
     )
 
 
-def no_plain_form(what: str, value: object, how: str) -> UnsavableState:
-    """The error for a value at `what` that only pickle could write; `how` as in `pickled`."""
+def unsavable_error(place: str, value: object, owner: str) -> UnsavableState:
+    """The error for a value at `place` that only pickle can save; `owner` as in `pickle_error`."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return UnsavableState(
-        f"{what} is a {name}, which has no plain form: keep arrays, "
+        f"{place} is a {name}, which has no plain form: keep arrays, "
         "numbers, strings, lists, tuples and dictionaries in the state, or give the object a "
-        f"state_dict() that returns such. Or pass trust=True to {how}: it is pickled then, and "
-        "reading it back needs trust=True too, in a directory that nobody else can write to"
+        f"state_dict() that returns such values. Or pass trust=True to {owner} to pickle it; "
+        "reading it also needs trust=True, in a directory that only you can write to"
     )

@@ -1,10 +1,10 @@
-"""Writes files in a run directory: a crash leaves them whole.
+"""Writes files in a run directory so that a crash leaves no partial file.
 
 Writing always makes a new file, because a write through a link would change another file. The bytes
 go to disk first, then the name, then the directory that holds the name: without the last step a
-power cut can take the name back.
+power cut can undo the name.
 
-Work in progress is named after its process, `.tmp-healcore-<pid>-<place>-<random>`, so that the
+Work in progress is named after its process, `.tmp-healcore-<pid>-<machine>-<random>`, so that the
 next start can remove the files of a killed process.
 """
 
@@ -31,14 +31,14 @@ _in_use: set[str] = set()
 
 
 def create(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:
-    """Opens a new file, never an existing one or through a link. Also an `opener` for `open`."""
+    """Creates and opens a file, never an existing file or a link. Also an `opener` for `open`."""
     del flags
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
     return os.open(path, exclusive | _CLOSED_IN_CHILDREN, 0o666)
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file, whose directory exists. A crash leaves the old content or the new one."""
+    """Replaces a file in an existing directory. A crash leaves the old or the new content."""
     temporary = path.with_name(new_temporary())
     try:
         write_new(temporary, data)
@@ -77,7 +77,7 @@ def sync_directory(path: Path) -> None:
 
 
 def discard(path: Path) -> bool:
-    """Removes a file or a directory, never through a link; returns whether it is gone."""
+    """Removes a file or a directory, never through a link. Returns whether that succeeded."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -88,18 +88,18 @@ def discard(path: Path) -> bool:
     return True
 
 
-def below(folder: Path) -> list[str]:
+def list_below(folder: Path) -> list[str]:
     """Every file below a folder as sorted relative paths with forward slashes."""
     return sorted(
-        (Path(at) / name).relative_to(folder).as_posix()
-        for at, _, names in os.walk(folder)
+        (Path(parent) / name).relative_to(folder).as_posix()
+        for parent, _, names in os.walk(folder)
         for name in names
     )
 
 
 def new_temporary() -> str:
     """A new name for work in progress, in use by this process until `end_temporary`."""
-    name = f".tmp-healcore-{os.getpid()}-{place()}-{secrets.token_hex(4)}"
+    name = f".tmp-healcore-{os.getpid()}-{machine_id()}-{secrets.token_hex(4)}"
     _in_use.add(name)
     return name
 
@@ -114,27 +114,27 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def is_of_this_place(name: str) -> bool:
+def is_of_this_machine(name: str) -> bool:
     """Whether a temporary name belongs to this machine or container."""
-    return f"-{place()}-" in name
+    return f"-{machine_id()}-" in name
 
 
 def is_abandoned(name: str) -> bool:
     """Whether the process of a temporary name has certainly ended.
 
     Processes of another machine or container cannot be seen. In a container every run may have the
-    same process number, so an unused name with our number is from before a restart.
+    same process number, so an unused name with this number is from before a restart.
     """
-    found = _TEMPORARY.fullmatch(name)
-    if found is None or not is_of_this_place(name):
+    match = _TEMPORARY.fullmatch(name)
+    if match is None or not is_of_this_machine(name):
         return False
-    pid = int(found[1])
+    pid = int(match[1])
     if pid == os.getpid():
         return name not in _in_use
     return process.pid_gone(pid) is True
 
 
 @functools.cache
-def place() -> str:
+def machine_id() -> str:
     """Eight hex digits that identify this machine or container."""
     return xxhash.xxh32_hexdigest(process.machine().encode())

@@ -1,6 +1,6 @@
-"""Checks of bytes: digests of files and arrays, and whether every number is finite.
+"""Digests of files and arrays, and checks for NaN and Inf.
 
-Digests are xxh3, 128 bits; they detect damage, not malice. Only xxh3 is fast next to a copy
+Digests are xxh3, 128 bits; they detect damage, not malice. xxh3 costs little beside a copy
 (measured: 15 to 22 GB/s on one core; crc32 7, sha256 2). Each call in the loops releases the GIL.
 Arrays are read in pieces that stay in a core's cache, so a second read of a piece costs no memory
 bandwidth.
@@ -20,13 +20,13 @@ import xxhash
 from pydantic import Field
 
 from healcore import regular_file
-from healcore.runtime.store.host_memory import Block, fresh
+from healcore.runtime.store.host_memory import Block, allocate_arrays
 
 _PIECE = 1 << 17
 CHUNK = 1 << 18
-"""Bytes of one read or finite check: few enough to stay in a core's own cache."""
+"""Bytes of one read or finite check; `_PIECE` is for digests. Both fit into a core's cache."""
 _WORTH_THREADS = 8 << 20
-"""Bytes from which on several items are read at the same time."""
+"""Least number of bytes that are worth several threads."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -57,7 +57,7 @@ class Inspection(NamedTuple):
 
 
 def file_digest(path: Path, *, sync: bool = False) -> Digest:
-    """The digest of a file's present content; `sync` also waits until it is on disk."""
+    """The digest of a file's content; `sync` also waits until the content is on disk."""
     state, size = xxhash.xxh3_128(), 0
     buffer = bytearray(CHUNK)
     view = memoryview(buffer)
@@ -70,29 +70,29 @@ def file_digest(path: Path, *, sync: bool = False) -> Digest:
     return Digest(size, state.hexdigest())
 
 
-def mapped(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]:
+def map_in_threads(action: Callable[[A], B], items: Sequence[A], nbytes: int) -> list[B]:
     """Applies an action that releases the interpreter's lock, in threads if `nbytes` is large."""
     workers = min(threads(), len(items))
     if nbytes < _WORTH_THREADS or workers < 2:
         return [action(item) for item in items]
     results: list[Any] = [None] * len(items)
-    left = iter(range(len(items)))
+    pending = iter(range(len(items)))
 
     def work() -> None:
-        # Not one task for each item: submitting a task takes as long as a small item.
-        for at in left:
-            results[at] = action(items[at])
+        # Not one task per item: submitting a task takes as long as a small item.
+        for index in pending:
+            results[index] = action(items[index])
 
     with ThreadPoolExecutor(workers - 1) as pool:
-        others = [pool.submit(work) for _ in range(workers - 1)]
+        futures = [pool.submit(work) for _ in range(workers - 1)]
         work()
-        for each in others:
-            each.result()
+        for future in futures:
+            future.result()
     return results
 
 
 def threads() -> int:
-    """Number of threads to read with; more than four make neither disk nor memory faster."""
+    """Number of threads to read with, at most four: more make neither disk nor memory faster."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(4, cores or 1))
 
@@ -102,7 +102,7 @@ def threads() -> int:
 
 def inspect(blocks: Iterable[Block]) -> Inspection:
     """Digests of all arrays and the names of arrays with NaN or Inf, in one pass."""
-    digests, bad = {}, []
+    digests, nonfinite = {}, []
     for block in blocks:
         state, finite_so_far = xxhash.xxh3_128(), True
         for at in range(0, len(block.raw), _PIECE):
@@ -111,18 +111,18 @@ def inspect(blocks: Iterable[Block]) -> Inspection:
             finite_so_far = finite_so_far and finite_chunk(piece, block.dtype)
         digests[block.key] = state.hexdigest()
         if not finite_so_far:
-            bad.append(block.name)
-    return Inspection(digests, tuple(dict.fromkeys(bad)))
+            nonfinite.append(block.name)
+    return Inspection(digests, tuple(dict.fromkeys(nonfinite)))
 
 
 def nonfinite(blocks: Iterable[Block]) -> tuple[str, ...]:
-    """Only the names of arrays with NaN or Inf."""
-    found = [block.name for block in blocks if not finite(block.raw, block.dtype)]
-    return tuple(dict.fromkeys(found))
+    """Names of the arrays with NaN or Inf."""
+    names = [block.name for block in blocks if not finite(block.raw, block.dtype)]
+    return tuple(dict.fromkeys(names))
 
 
 def first_changed(blocks: Iterable[Block], digests: dict[str, str]) -> str | None:
-    """Key of the first block whose digest has changed."""
+    """Key of the first block whose digest has changed, or None."""
     for block in blocks:
         if xxhash.xxh3_128_hexdigest(block.raw.data) != digests[block.key]:
             return block.key
@@ -134,7 +134,7 @@ def checked_copies(
 ) -> list[np.ndarray]:
     """Copies of the blocks in fresh memory; raises `changed(key)` where the digest differs."""
     sizes = [len(block.raw) for block in blocks]
-    copies = fresh(sizes)
+    copies = allocate_arrays(sizes)
 
     def copy(pair: tuple[Block, np.ndarray]) -> None:
         block, into = pair
@@ -146,12 +146,12 @@ def checked_copies(
         if state.hexdigest() != digests[block.key]:
             raise changed(block.key)
 
-    mapped(copy, list(zip(blocks, copies, strict=True)), sum(sizes))
+    map_in_threads(copy, list(zip(blocks, copies, strict=True)), sum(sizes))
     return copies
 
 
 def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
-    """The names of non-finite arrays that no pattern (`model.*.mask`) allows."""
+    """The names that no pattern of `nonfinite_ok` (`model.*.mask`) matches."""
     return tuple(
         name
         for name in names
@@ -161,19 +161,19 @@ def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str
 
 # -- numbers ----------------------------------------------------------------------------------
 #
-# A number is NaN or Inf exactly if all bits of its exponent are ones: read as an integer, the bits
-# without the sign are then at least the pattern of infinity. This needs no bfloat16 of NumPy or a
-# framework, raises no warnings and allocates nothing.
+# A number is NaN or Inf exactly if all bits of its exponent are ones. The bits without the sign, as
+# an integer, are then at least the bits of infinity. This test needs no bfloat16 type, raises no
+# warnings and allocates nothing.
 
 
 class _Layout(NamedTuple):
-    """How to read a format's bits."""
+    """The bit layout of a number format."""
 
     unsigned: type[np.unsignedinteger]
     signed: type[np.signedinteger] | None
     """None for a format without a sign."""
     infinity: int
-    """The smallest magnitude that is not finite."""
+    """The bits of infinity, as an integer."""
 
 
 _HALF = _Layout(np.uint16, np.int16, 0x7C00)
@@ -205,14 +205,14 @@ def finite(raw: np.ndarray, dtype: str) -> bool:
 
 
 def finite_chunk(raw: np.ndarray, dtype: str) -> bool:
-    """`finite`, for a whole number of elements that fit into a core's cache."""
+    """Same as `finite`, for at most `CHUNK` bytes of whole elements."""
     if dtype in _NAN_IS_MINUS_ZERO:
         return not bool((raw == 0x80).any())
     layout = _LAYOUTS.get(dtype)
     if layout is None or not len(raw):
         return True
-    # Two maxima, the signed one for positive numbers and the unsigned one for negative numbers: one
-    # maximum over the bits without the sign would need fresh memory, which takes longer.
+    # Two maxima: the signed maximum finds positive numbers, the unsigned maximum negative numbers.
+    # One maximum over the bits without the sign would need fresh memory, which takes longer.
     bits = raw.view(layout.unsigned)
     if layout.signed is None:
         return bool(bits.max() < layout.infinity)

@@ -1,7 +1,7 @@
-"""The manifest: what a complete checkpoint consists of, and which directories of a store are one.
+"""The manifest lists the files of a complete checkpoint, with their sizes and digests.
 
 It is written last and never changed. A directory without a valid manifest is no checkpoint. The
-status, which does change, has a file of its own. Nothing is cached: each function reads the disk.
+status, which can change, is in a separate file. Nothing is cached: each function reads the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from healcore.runtime.store import checksummed_json, files
 from healcore.runtime.store.checksummed_json import ChecksumError
 from healcore.runtime.store.errors import CheckpointDamaged, StoreError
-from healcore.runtime.store.inspection import Digest, disallowed, file_digest, mapped
+from healcore.runtime.store.inspection import Digest, disallowed, file_digest, map_in_threads
 from healcore.runtime.store.protocol import STATUSES, Saved, Status
 
 SCHEMA = 1
@@ -30,16 +30,16 @@ STATE = "state.json"
 """Structure of the state and its Python values."""
 HEALING = "healing.json"
 DATA = "data"
-"""Directory of the files that the framework's own writer wrote."""
+"""Directory of the files that the framework writes."""
 HEALER = "healcore."
 """Prefix of the Healer's own files in the root; no store touches them."""
-NAMES_KEPT = 1000
+MAX_NAMES = 1000
 DIFFERS = "is not what was written: its digest differs"
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{8}")
 
 
-def _inside(name: str) -> str:
-    """The name; ValueError if it leads to a file outside the checkpoint, or to no file."""
+def _checked_path(name: str) -> str:
+    """Returns a relative path; ValueError if it does not name a file inside the checkpoint."""
     path = PurePosixPath(name)
     outside = path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts
     if outside or "\0" in name or not os.fsencode(name):
@@ -47,52 +47,53 @@ def _inside(name: str) -> str:
     return name
 
 
+_FilePath = Annotated[str, AfterValidator(_checked_path)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class Manifest(NamedTuple):
-    """The content of a manifest. Digests are no secret: anybody may have written the file."""
+    """The content of a manifest. Digests are no signature: anybody may have written the file."""
 
     step: _Count
     created: Annotated[float, Field(gt=-(1 << 40), lt=1 << 40)]
     """Wall-clock seconds since 1970."""
     save: Annotated[_Count, Field(ge=1)]
-    """1 for the first save of this step, one more for each further save: clocks may jump."""
+    """Number of this save of the step, from 1. It orders saves, because clocks may jump."""
     writer: str
     format: str
     """"dcp" or "orbax"."""
-    files: Annotated[dict[Annotated[str, AfterValidator(_inside)], Digest], Field(min_length=1)]
-    """Relative path -> size and digest, of every file but the manifest and the status."""
+    files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
+    """Relative path -> size and digest, for every file except the manifest and the status."""
     arrays: _Count
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not; only the first 1000."""
     healing: bool
     unnamed: _Count
-    """Number of further arrays with NaN or Inf. No pattern can allow these."""
+    """Number of arrays with NaN or Inf beyond the first 1000. No pattern can allow these."""
 
     @property
     def bytes(self) -> int:
-        """Size of all files."""
+        """Size of all files in bytes."""
         return sum(digest.bytes for digest in self.files.values())
 
 
 _MANIFEST = TypeAdapter(Manifest)
 
 
-class Found(NamedTuple):
-    """A complete checkpoint."""
+class StoredCheckpoint(NamedTuple):
+    """A complete checkpoint on disk."""
 
     folder: Path
     manifest: Manifest
 
     def damaged(self, file: str, difference: str, *, malformed: bool = False) -> CheckpointDamaged:
-        """The error for a file of this checkpoint."""
+        """Makes the error for a damaged file of this checkpoint."""
         step = self.manifest.step
         return CheckpointDamaged(step, str(self.folder), file, difference, malformed)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Completes a checkpoint. All other files of `folder` are on disk already."""
+    """Completes a checkpoint. All other files of `folder` must be on disk."""
     listed = {name: digest._asdict() for name, digest in manifest.files.items()}
     content = {"schema": SCHEMA, **manifest._asdict(), "files": listed}
     files.write_new(folder / MANIFEST, checksummed_json.dumps(content))
@@ -128,49 +129,49 @@ def missing_or_resized(folder: Path, manifest: Manifest) -> CheckpointDamaged | 
     """The error for the first file that is missing or has another size; reads no data."""
     for name, digest in manifest.files.items():
         try:
-            found = (folder / name).lstat()
+            status = (folder / name).lstat()
         except OSError as error:
-            return _damaged(folder, f"cannot be found ({error.strerror})", name)
-        if not stat.S_ISREG(found.st_mode):
-            return _damaged(folder, "is no file any more", name)
-        if found.st_size != digest.bytes:
-            why = f"has {found.st_size} bytes, {digest.bytes} were written"
+            return _damaged(folder, f"is missing ({error.strerror})", name)
+        if not stat.S_ISREG(status.st_mode):
+            return _damaged(folder, "is no regular file", name)
+        if status.st_size != digest.bytes:
+            why = f"has {status.st_size} bytes instead of {digest.bytes}"
             return _damaged(folder, why, name)
     return None
 
 
-def differences(found: Found, names: Iterable[str]) -> list[CheckpointDamaged]:
-    """Recomputes the digests of the files `names`; the errors of the files that differ."""
+def find_damage(checkpoint: StoredCheckpoint, names: Iterable[str]) -> list[CheckpointDamaged]:
+    """Recomputes the digests of the files `names`; returns an error for each damaged file."""
 
     def compare(name: str) -> CheckpointDamaged | None:
         try:
-            same = file_digest(found.folder / name) == found.manifest.files[name]
+            same = file_digest(checkpoint.folder / name) == checkpoint.manifest.files[name]
         except OSError as error:
-            return found.damaged(name, f"cannot be read ({error.strerror})")
-        return None if same else found.damaged(name, DIFFERS)
+            return checkpoint.damaged(name, f"cannot be read ({error.strerror})")
+        return None if same else checkpoint.damaged(name, DIFFERS)
 
-    results = mapped(compare, list(names), found.manifest.bytes)
-    return [each for each in results if each is not None]
+    errors = map_in_threads(compare, list(names), checkpoint.manifest.bytes)
+    return [error for error in errors if error is not None]
 
 
-def saved(found: Found, nonfinite_ok: Collection[str]) -> Saved:
-    """The checkpoint as `steps` lists it; `nonfinite_ok` has patterns of array names."""
-    manifest = found.manifest
-    bad = disallowed(manifest.nonfinite, nonfinite_ok)
+def saved(checkpoint: StoredCheckpoint, nonfinite_ok: Collection[str]) -> Saved:
+    """The checkpoint's entry in `steps`; `nonfinite_ok` has patterns of array names."""
+    manifest = checkpoint.manifest
+    nonfinite = disallowed(manifest.nonfinite, nonfinite_ok)
     return Saved(
         step=manifest.step,
-        status=read_status(found.folder),
-        finite=not bad and not manifest.unnamed,
+        status=read_status(checkpoint.folder),
+        finite=not nonfinite and not manifest.unnamed,
         bytes=manifest.bytes,
         created=manifest.created,
         healing=manifest.healing,
-        path=str(found.folder),
-        nonfinite=bad,
+        path=str(checkpoint.folder),
+        nonfinite=nonfinite,
     )
 
 
 def write_status(folder: Path, status: Status) -> None:
-    """Sets the status; a crash leaves the old status or the new one."""
+    """Sets the status; a crash leaves the old or the new status."""
     files.replace(folder / STATUS, checksummed_json.dumps({"schema": SCHEMA, "status": status}))
 
 
@@ -180,7 +181,7 @@ def read_status(folder: Path) -> Status:
 
 
 def stated(folder: Path) -> Status | None:
-    """The status, or None if its file is missing or damaged."""
+    """The status, or None if the status file is missing or damaged."""
     try:
         status = checksummed_json.read(folder / STATUS).get("status")
     except (OSError, ChecksumError):
@@ -192,106 +193,106 @@ def stated(folder: Path) -> Status | None:
 
 
 def step_directory(step: int) -> str:
-    """A new name for a save's directory, with a random end: `step-0000000123.0a1b2c3d`."""
+    """A new name for a save's directory, with a random suffix: `step-0000000123.0a1b2c3d`."""
     return f"step-{step:010d}.{secrets.token_hex(4)}"
 
 
 def step_of(folder: Path) -> int | None:
     """The step in a directory's name, or None for any other name."""
-    found = _STEP.fullmatch(folder.name)
-    return int(found[1]) if found else None
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
-def complete(root: Path) -> dict[int, list[Found]]:
-    """Complete checkpoints by step, ascending; of one step the newest save first.
+def complete(root: Path) -> dict[int, list[StoredCheckpoint]]:
+    """Complete checkpoints by step, ascending; for each step the newest save first.
 
     In a complete checkpoint the digest of the manifest is right and every file has its size. The
     content of the files is not read.
     """
-    found: dict[int, list[Found]] = {}
-    for folder in _folders(root):
-        checked = _check(folder)
-        if isinstance(checked, Found):
-            found.setdefault(checked.manifest.step, []).append(checked)
-    for saves in found.values():
-        saves.sort(key=lambda each: (-each.manifest.save, each.folder.name))
-    return dict(sorted(found.items()))
+    by_step: dict[int, list[StoredCheckpoint]] = {}
+    for folder in _checkpoint_folders(root):
+        checkpoint = _open(folder)
+        if isinstance(checkpoint, StoredCheckpoint):
+            by_step.setdefault(checkpoint.manifest.step, []).append(checkpoint)
+    for saves in by_step.values():
+        saves.sort(key=lambda save: (-save.manifest.save, save.folder.name))
+    return dict(sorted(by_step.items()))
 
 
 def incomplete(root: Path) -> list[CheckpointDamaged]:
-    """The error of each directory that has a checkpoint's name and is no complete checkpoint."""
-    checked = [_check(folder) for folder in _folders(root)]
-    # A directory that has gone in the meantime was being deleted.
+    """The errors of directories with the name of a checkpoint that are no complete checkpoint."""
+    opened = [_open(folder) for folder in _checkpoint_folders(root)]
+    # A directory that has disappeared since was being deleted.
     return [
-        each
-        for each in checked
-        if isinstance(each, CheckpointDamaged) and os.path.exists(each.path)
+        error
+        for error in opened
+        if isinstance(error, CheckpointDamaged) and os.path.exists(error.path)
     ]
 
 
-def counting(root: Path) -> dict[int, Found]:
-    """The save that counts for each step, ascending."""
+def current_saves(root: Path) -> dict[int, StoredCheckpoint]:
+    """The save of each step that is in use, by step, ascending."""
     return {step: newest(saves) for step, saves in complete(root).items()}
 
 
-def newest(saves: list[Found]) -> Found:
+def newest(saves: list[StoredCheckpoint]) -> StoredCheckpoint:
     """The newest save of one step that is not quarantined, or the newest if all are."""
-    for each in saves:
-        if read_status(each.folder) != "quarantined":
-            return each
+    for save in saves:
+        if read_status(save.folder) != "quarantined":
+            return save
     return saves[0]
 
 
 def problems(root: Path) -> list[str]:
-    """A sentence about everything in a store that a person might want to look at."""
-    found = [
-        f"{Path(each.path).name} is no complete checkpoint: {each.file} {each.difference}"
-        for each in incomplete(root)
+    """Sentences about damaged, incomplete and unknown content of a store."""
+    sentences = [
+        f"{Path(error.path).name} is no complete checkpoint: {error.file} {error.difference}"
+        for error in incomplete(root)
     ]
     for saves in complete(root).values():
-        for each in saves:
-            found += _oddities(each)
-    for name in _names(root):
+        for save in saves:
+            sentences += _problems_of(save)
+    for name in _entry_names(root):
         if files.is_temporary(name):
-            if not files.is_of_this_place(name):
-                found.append(
-                    f"{name} is work of a process that cannot be seen from here: a start an hour "
+            if not files.is_of_this_machine(name):
+                sentences.append(
+                    f"{name} is a temporary file of another machine or container: a start an hour "
                     "after its last change removes it"
                 )
         elif step_of(root / name) is None and not name.startswith(HEALER):
-            found.append(f"{name} was not written by healcore")
-    return found
+            sentences.append(f"{name} was not written by healcore")
+    return sentences
 
 
-def _oddities(checkpoint: Found) -> list[str]:
+def _problems_of(checkpoint: StoredCheckpoint) -> list[str]:
     """Sentences about files that the manifest does not list, and about a damaged status."""
     folder = checkpoint.folder
-    extra = set(files.below(folder)) - {MANIFEST, STATUS} - set(checkpoint.manifest.files)
-    found = [
+    extra = set(files.list_below(folder)) - {MANIFEST, STATUS} - set(checkpoint.manifest.files)
+    sentences = [
         f"{folder.name} has a file that its manifest does not list: {x}" for x in sorted(extra)
     ]
     if os.path.lexists(folder / STATUS) and stated(folder) is None:
-        found.append(f"{folder.name} has a damaged {STATUS}: it counts as not yet verified")
-    return found
+        sentences.append(f"{folder.name} has a damaged {STATUS}: it counts as not yet verified")
+    return sentences
 
 
-def _folders(root: Path) -> list[Path]:
-    return [root / name for name in _names(root) if step_of(root / name) is not None]
+def _checkpoint_folders(root: Path) -> list[Path]:
+    return [root / name for name in _entry_names(root) if step_of(root / name) is not None]
 
 
-def _names(root: Path) -> list[str]:
-    """The names of everything in a store, sorted; StoreError if it cannot be read."""
+def _entry_names(root: Path) -> list[str]:
+    """The names of all entries of a store, sorted; StoreError if it cannot be read."""
     try:
         return sorted(os.listdir(root))
     except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
 
 
-def _check(folder: Path) -> Found | CheckpointDamaged:
+def _open(folder: Path) -> StoredCheckpoint | CheckpointDamaged:
     try:
         record = read(folder)
     except CheckpointDamaged as error:
         return error
     if record.step != step_of(folder):
         return _damaged(folder, f"is of step {record.step}")
-    return missing_or_resized(folder, record) or Found(folder, record)
+    return missing_or_resized(folder, record) or StoredCheckpoint(folder, record)

@@ -1,7 +1,7 @@
 """A ring of copies in host memory, for a rollback within milliseconds.
 
-Saving costs one copy of the state. The copy goes into spare memory and enters the ring when it is
-complete and inspected, so a failure during the copy loses nothing.
+Saving costs one copy of the state. The copy goes into spare memory, and enters the ring when it is
+complete and inspected. So a failure during the copy loses no earlier copy.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from healcore.events import fork_safety
 from healcore.runtime.store import inspection, retention
 from healcore.runtime.store.background import Background
 from healcore.runtime.store.copies import Copier, StateCopy
-from healcore.runtime.store.errors import CheckpointDamaged, NotThere, StoreError
+from healcore.runtime.store.errors import CheckpointDamaged, CheckpointNotFound, StoreError
 from healcore.runtime.store.host_memory import Block
 from healcore.runtime.store.protocol import Restored, Saved, Status
 from healcore.runtime.store.retention import Keep
 from healcore.runtime.store.tier import Tier
 
 SMALL = Keep(good=1, candidates=2, quarantined=0)
-"""One known-good copy, the next known-good one, and the newest."""
+"""One known-good copy, the next candidate, and the newest copy."""
 WHERE = "memory"
 
 
 class SnapshotStore(Tier):
-    """Copies in host memory: as many as `keep` allows, and one more during a save."""
+    """Copies in host memory: as many as `keep` allows, plus one during a save."""
 
     durable = False
 
@@ -45,12 +45,12 @@ class SnapshotStore(Tier):
         fork_safety.watch(self)
 
     def forked(self) -> None:
-        """In a child the thread that held the lock does not exist."""
+        """Replaces the lock in a forked child, where its holder may not exist."""
         self._lock = RLock()
 
     @property
     def queue(self) -> Background:
-        """Checkpoints are verified after the saves before them."""
+        """The queue of the saves: a verification runs after all earlier saves."""
         return self._saves
 
     # -- the protocol ---------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class SnapshotStore(Tier):
         with self.reading(step) as copy:
             name = inspection.first_changed(copy.snapshot.blocks(), copy.digests)
             if name is not None:
-                raise _changed(step, name)
+                raise _damaged(step, name)
             return self._as_saved(copy)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
@@ -80,20 +80,21 @@ class SnapshotStore(Tier):
 
             def verified(blocks: Sequence[Block]) -> list[np.ndarray]:
                 return inspection.checked_copies(
-                    blocks, copy.digests, lambda name: _changed(step, name)
+                    blocks, copy.digests, lambda name: _damaged(step, name)
                 )
 
-            return Restored(self.copier.give(copy.snapshot, like, verified), copy.healing_state)
+            state = self.copier.restore(copy.snapshot, like, verified)
+            return Restored(state, copy.healing_state)
 
     def drop(self, step: int) -> None:
-        """`delete`, even of the last known-good checkpoint."""
+        """Removes a checkpoint, even the last known-good one."""
         self.join()
         with self._lock:
             self._find(step)
             self._remove(self._ring.pop(step))
 
     def take_out(self, step: int, *, copied: bool = False) -> None:
-        """Drops a damaged copy if another tier has the checkpoint, else quarantines it."""
+        """Drops a damaged copy if another tier has a copy, else quarantines it."""
         if not copied:
             super().take_out(step)
         else:
@@ -101,21 +102,21 @@ class SnapshotStore(Tier):
                 self.drop(step)
 
     def problems(self) -> list[str]:
-        """Copies that were dropped as soon as they were taken, since the last call."""
+        """Sentences about copies with NaN or Inf that were not kept, since the last call."""
         self.join()
-        found, self._problems = self._problems, []
-        return found
+        problems, self._problems = self._problems, []
+        return problems
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
+        """Step and array names of each save since the last call with disallowed NaN or Inf."""
         self.join()
         return super().nonfinite_found()
 
     def describe(self, state_bytes: int | None = None) -> str:
-        """The bound as text: "at most 4 copies of the state in host memory (4 × 240 MB = …"."""
+        """The largest memory use: "at most 4 copies of the state in host memory (4 × 240 MB …"."""
         most = self.keep.most + 1
-        one = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
-        size = f" ({most} × {decimal(one)} = {decimal(most * one)})" if one else ""
+        nbytes = max((saved.bytes for saved in self.steps()), default=state_bytes or 0)
+        size = f" ({most} × {decimal(nbytes)} = {decimal(most * nbytes)})" if nbytes else ""
         return f"at most {most} copies of the state in host memory{size}"
 
     # -- beyond the protocol --------------------------------------------------------------------
@@ -136,17 +137,17 @@ class SnapshotStore(Tier):
         *,
         in_ring: bool = True,
     ) -> StateCopy:
-        """`save`; the copy stays readable, in or out of the ring, until `release`."""
-        self.join()  # a copy that leaves the ring lends its memory
+        """Saves; the copy stays readable until `release`, even if it leaves the ring."""
+        self.join()  # a copy that leaves the ring then frees its memory for this copy
         copy = self.copier.copy(step, state, healing)
-        copy.holders, copy.dropped = 2, not in_ring  # held by `_admit` and by the caller
+        copy.holders, copy.dropped = 2, not in_ring  # holders: `_inspect_and_add` and the caller
         copy.inspecting = self._saves.submit(
-            copy.step, "while copying the state", lambda: self._admit(copy)
+            copy.step, "while copying the state", lambda: self._inspect_and_add(copy)
         )
         return copy
 
     def release(self, copy: StateCopy) -> None:
-        """Ends one hold of a copy."""
+        """Ends one use of a copy."""
         with self._lock:
             copy.holders -= 1
             if copy.dropped and not copy.holders:
@@ -166,18 +167,18 @@ class SnapshotStore(Tier):
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _admit(self, copy: StateCopy) -> None:
-        """In the background: completes and inspects the copy, then puts it into the ring."""
+    def _inspect_and_add(self, copy: StateCopy) -> None:
+        """Completes and inspects a copy, then adds it to the ring. Runs in the background."""
         try:
             copy.snapshot.settle()
-            copy.found = inspection.inspect(copy.snapshot.blocks())
-            bad = self._as_saved(copy).nonfinite
-            if bad:
-                self._nonfinite.append((copy.step, bad))
+            copy.inspected = inspection.inspect(copy.snapshot.blocks())
+            nonfinite = self._as_saved(copy).nonfinite
+            if nonfinite:
+                self._nonfinite.append((copy.step, nonfinite))
             if not copy.dropped:
-                self._enter(copy)
+                self._add(copy)
                 if copy.dropped:
-                    names = ", ".join(bad[:3])
+                    names = ", ".join(nonfinite[:3])
                     self._problems.append(
                         f"the copy of step {copy.step} in memory has NaN or Inf in {names} and "
                         "was not kept"
@@ -188,26 +189,27 @@ class SnapshotStore(Tier):
         finally:
             self.release(copy)
 
-    def _enter(self, copy: StateCopy) -> None:
-        """Puts a copy into the ring, which may push others out, or the copy itself."""
+    def _add(self, copy: StateCopy) -> None:
+        """Adds a copy to the ring and removes superfluous copies, which may include this copy."""
         with self._lock:
             replaced = self._ring.pop(copy.step, None)
             if replaced is not None:
                 self._remove(replaced)
             self._ring[copy.step] = copy
-            self._thin()
+            self._prune()
 
     def _as_saved(self, copy: StateCopy) -> Saved:
-        bad = inspection.disallowed(copy.found.nonfinite if copy.found else (), self.nonfinite_ok)
+        names = copy.inspected.nonfinite if copy.inspected else ()
+        nonfinite = inspection.disallowed(names, self.nonfinite_ok)
         return Saved(
             step=copy.step,
             status=copy.status,
-            finite=not bad,
+            finite=not nonfinite,
             bytes=copy.snapshot.nbytes,
             created=copy.created,
             healing=copy.healing is not None,
             path=None,
-            nonfinite=bad,
+            nonfinite=nonfinite,
         )
 
     def _listed(self) -> list[Saved]:
@@ -217,30 +219,30 @@ class SnapshotStore(Tier):
     def _find(self, step: int) -> StateCopy:
         with self._lock:
             if step not in self._ring:
-                raise NotThere(step, sorted(self._ring), WHERE)
+                raise CheckpointNotFound(step, sorted(self._ring), WHERE)
             return self._ring[step]
 
-    def _saved(self, step: int) -> tuple[int, Saved]:
+    def _find_saved(self, step: int) -> tuple[int, Saved]:
         self.join()
         return step, self._as_saved(self._find(step))
 
-    def _set_status(self, found: int, status: Status) -> None:
+    def _set_status(self, checkpoint: int, status: Status) -> None:
         with self._lock:
-            self._find(found).status = status
-            self._thin()  # a newly good copy may push older copies out
+            self._find(checkpoint).status = status
+            self._prune()  # a new known-good copy makes older copies superfluous
 
     def _remove(self, copy: StateCopy) -> None:
-        """Records that a copy has left the ring; its memory is free once nobody reads it."""
+        """Marks a copy as dropped and releases its memory, unless somebody still uses it."""
         with self._lock:
             copy.dropped = True
             if not copy.holders:
                 self.copier.release(copy)
 
-    def _thin(self) -> None:
+    def _prune(self) -> None:
         for step in retention.superfluous(self._listed(), self.keep):
             if step not in self.protected:
                 self._remove(self._ring.pop(step))
 
 
-def _changed(step: int, name: str) -> CheckpointDamaged:
+def _damaged(step: int, name: str) -> CheckpointDamaged:
     return CheckpointDamaged(step, WHERE, name, "is not what was saved: its digest differs")

@@ -1,4 +1,4 @@
-"""The protocol of checkpoint stores, and the rules that the stores in one place share."""
+"""The protocol of checkpoint stores, and checks that all stores use."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ class Saved(NamedTuple):
     step: int
     status: Status
     finite: bool
-    """Every array in it is finite, except those in `nonfinite_ok`."""
+    """Whether every array is finite, except arrays that `nonfinite_ok` names."""
     bytes: int
     created: float
     """Wall-clock seconds since 1970. Clocks jump: order checkpoints by `step`."""
     healing: bool
-    """Whether it holds the healing state."""
+    """Whether the checkpoint holds the healing state."""
     path: str | None
-    """Its directory; None in memory."""
+    """Directory of the checkpoint, or None if it is in memory."""
     nonfinite: tuple[str, ...] = ()
-    """Names of arrays with NaN or Inf that `nonfinite_ok` does not name."""
+    """Names of the arrays with NaN or Inf that `nonfinite_ok` does not name."""
 
 
 class Restored(NamedTuple):
-    """What `restore` returns, in fresh memory."""
+    """The result of `restore`, in fresh memory."""
 
     state: dict[str, Any]
-    """The names of `like`. A tree where a tree was saved; for an object with `state_dict`, what its
-    `load_state_dict` takes."""
+    """Name in `like` -> a tree, or the argument of `load_state_dict` for an object with
+    `state_dict`."""
     healing: dict[str, Any] | None
-    """The healing state, or None in a checkpoint without one."""
+    """The healing state, or None if the checkpoint has none."""
 
 
 class CheckpointStore(ABC):
     """Checkpoints of one run, by step.
 
     A store of your own subclasses this class and defines the abstract methods. The defaults of all
-    other members fit a store that is one place and outlives the process.
+    other members fit a store in one place that outlives the process.
 
     A second thread may call `verify`, `mark`, `delete` and `steps` while the thread that trains
     calls the other methods.
@@ -81,11 +81,11 @@ class CheckpointStore(ABC):
     def save(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """Takes a consistent copy and returns; checks and writes it in the background.
+        """Copies the state and returns; the copy is checked and written in the background.
 
         Changing the state afterwards, in place or by donation, does not change the save. The call
-        waits while the previous save is still being written. If the step exists already, the newer
-        save replaces the older one once it is complete.
+        waits while the previous save is still being written. If the step exists already, the new
+        save replaces the old save once the new save is complete.
 
         Args:
             step: number of the optimizer step, >= 0.
@@ -94,7 +94,7 @@ class CheckpointStore(ABC):
 
         Raises:
             UnsavableState: the state holds something that cannot be saved.
-            SaveFailed: the copy could not be taken. `wait` raises failures of the background.
+            SaveFailed: the state could not be copied. `wait` raises later failures.
         """
 
     @abstractmethod
@@ -103,27 +103,27 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def verify(self, step: int) -> Saved:
-        """Recomputes every digest.
+        """Recomputes every digest; returns the checkpoint as `steps` lists it.
 
         Raises:
-            CheckpointDamaged: something differs.
-            NotThere: there is no such checkpoint.
+            CheckpointDamaged: a digest differs.
+            CheckpointNotFound: the step has no checkpoint.
         """
 
     @abstractmethod
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
-        """Verifies, then reads.
+        """Verifies a checkpoint, then reads it.
 
         Args:
-            step: which checkpoint.
-            like: the live state with all or some of the saved names. It gives structure, shapes,
-                dtypes and shardings, and is not changed. A value with ``optional = True`` may be
-                missing in the checkpoint; the result lacks it then.
+            step: step of the checkpoint.
+            like: the live state with all or some of the saved names, which is not changed. The
+                result has its structure, shapes, dtypes and shardings. The result lacks a value
+                with ``optional = True`` that the checkpoint lacks.
 
         Raises:
-            CheckpointDamaged: something differs from what was saved.
+            CheckpointDamaged: the content differs from the saved content.
             StateMismatch: the checkpoint was saved from another state.
-            NotThere: there is no such checkpoint.
+            CheckpointNotFound: the step has no checkpoint.
         """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class CheckpointStore(ABC):
 
         Raises:
             NotFinite: `status` is `good` and the checkpoint holds NaN or Inf.
-            NotThere: there is no such checkpoint.
+            CheckpointNotFound: the step has no checkpoint.
         """
 
     @abstractmethod
@@ -141,16 +141,16 @@ class CheckpointStore(ABC):
 
         Raises:
             LastGoodKept: it is the last known-good checkpoint.
-            NotThere: there is no such checkpoint.
+            CheckpointNotFound: the step has no checkpoint.
         """
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the background has nothing left to do.
+        """Waits until every save is complete.
 
         Raises:
-            SaveFailed: a save failed. Each call raises one failure; a failure is either raised here
-                or listed by `failures`.
+            SaveFailed: a save failed. Each call raises one failure. A failure is raised here or
+                listed by `failures`, never both.
         """
 
     @abstractmethod
@@ -159,18 +159,18 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def problems(self) -> list[str]:
-        """Sentences about what is in the store and is no checkpoint."""
+        """Sentences about content of the store that is not a checkpoint."""
 
     # -- tiers ----------------------------------------------------------------------------------
 
     @property
     def tiers(self) -> tuple[CheckpointStore, ...]:
-        """The places that the store consists of, the fastest first."""
+        """The stores that this store consists of, fastest first."""
         return (self,)
 
     @property
     def memory(self) -> CheckpointStore | None:
-        """The tier that ends with the process, or None."""
+        """The tier that is lost when the process ends, or None."""
         return next((tier for tier in self.tiers if not tier.durable), None)
 
     @property
@@ -190,7 +190,7 @@ class CheckpointStore(ABC):
         return False
 
     def take_out(self, step: int, *, copied: bool = False) -> None:
-        """Keeps a damaged checkpoint from being restored, if it is listed and can be marked.
+        """Excludes a damaged checkpoint from later restores. Ignores errors of the store.
 
         `copied` is whether another tier has a copy.
         """
@@ -198,24 +198,24 @@ class CheckpointStore(ABC):
             self.mark(step, "quarantined")
 
     def describe(self, state_bytes: int | None = None) -> str:
-        """Where the checkpoints are and how much memory they take, as text for logs."""
+        """Location and memory use of the checkpoints, as text for logs."""
         return f"checkpoints in {type(self).__name__}"
 
-    # -- findings, each reported once -----------------------------------------------------------
+    # -- problems, each reported once -----------------------------------------------------------
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints that are too damaged for `steps` to list. Their content is not read."""
         return []
 
     def trouble(self) -> list[StoreError]:
-        """Errors of one tier since the last call, where the other tier could be used instead.
+        """Errors of one tier since the last call for which the other tier was used instead.
 
-        CheckpointDamaged reports a damaged copy, another StoreError an unreadable disk.
+        CheckpointDamaged means a damaged copy; any other StoreError means an unreadable disk.
         """
         return []
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
+        """Step and array names of each save since the last call with disallowed NaN or Inf."""
         return []
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -229,12 +229,12 @@ class CheckpointStore(ABC):
 
 
 def is_last_good(saves: Sequence[Saved], step: int) -> bool:
-    """Whether `step` is known-good and no other checkpoint is."""
+    """Whether `step` is the only known-good checkpoint."""
     return {save.step for save in saves if save.status == "good"} == {step}
 
 
-def wanted(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `like` to restore: all but the optional ones that the checkpoint lacks."""
+def values_to_restore(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `like`, without optional values that the checkpoint lacks."""
     return {
         name: live
         for name, live in like.items()
@@ -243,17 +243,17 @@ def wanted(saved: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_step(step: Any) -> int:
-    """A step number; StoreError if it is not a whole number >= 0."""
+    """The step as an int; StoreError if it is not a whole number >= 0."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or (number := int(step)) < 0:
         raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
     return number
 
 
-def frozen(healing: Mapping[str, Any]) -> bytes:
-    """The healing state as bytes; StoreError if it is not JSON-safe."""
+def encode_healing(healing: Mapping[str, Any]) -> bytes:
+    """The healing state as JSON bytes; StoreError if it is not JSON-safe."""
     try:
         return json.dumps(healing, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise StoreError(
-            f"the healing state must be JSON-safe ({error}): pass what to_dict of the adapter gives"
+            f"the healing state must be JSON-safe ({error}): pass the adapter's to_dict()"
         ) from None

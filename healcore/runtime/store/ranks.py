@@ -1,6 +1,6 @@
 """Exchanges between the processes that write one checkpoint together.
 
-After each exchange either all processes continue, or all raise.
+After each exchange all processes continue or all processes raise.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Ranks(Protocol):
     """Number of processes."""
 
     def gather(self, item: Any) -> list[Any]:
-        """The items of all ranks (picklable, small), in the order of the ranks.
+        """The items of all ranks in rank order; items are small and picklable.
 
-        Every rank calls it, in the same order, from one thread at a time.
+        Collective: every rank calls it, in the same order, from one thread at a time.
         """
         ...
 
@@ -37,12 +37,12 @@ class Alone:
     world = 1
 
     def gather(self, item: Any) -> list[Any]:
-        """The only item."""
+        """A list of the item."""
         return [item]
 
 
 class RankFailed(HealcoreError, OSError):
-    """Another rank raised an error, whose message is part of this message, or does not answer."""
+    """Another rank raised an error, which this message quotes, or does not answer."""
 
 
 def agreed(ranks: Ranks, mine: Any) -> Any:
@@ -51,36 +51,36 @@ def agreed(ranks: Ranks, mine: Any) -> Any:
 
 
 def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """Runs an action on every rank; returns the results of all (picklable), or raises on all.
+    """Runs an action on every rank; returns all results (picklable), or raises on all ranks.
 
     If only the failed rank raised, the others would wait for it in their next exchange. All ranks
-    raise a StoreError. For any other error the failed rank raises the error itself and the others
-    raise RankFailed. CheckpointDamaged is raised only if all errors are damage, because the caller
-    tries another copy then.
+    raise the same StoreError. For any other error the failed rank raises the error itself and the
+    others raise RankFailed. CheckpointDamaged is raised only if every error is CheckpointDamaged,
+    because the caller then tries another copy.
     """
     result, failure = None, None
     try:
         result = action()
     except Exception as error:
         failure = error
-    outcomes = ranks.gather((result, _sent(failure, ranks.rank)))
-    failures = [failure, *(theirs for _, theirs in outcomes)]
-    failures = [each for each in failures if each is not None]
+    outcomes = ranks.gather((result, _picklable(failure, ranks.rank)))
+    failures = [failure, *(error for _, error in outcomes)]
+    failures = [error for error in failures if error is not None]
     if failures:
-        raise min(failures, key=lambda each: isinstance(each, CheckpointDamaged))
-    return [outcome for outcome, _ in outcomes]
+        raise min(failures, key=lambda error: isinstance(error, CheckpointDamaged))
+    return [result for result, _ in outcomes]
 
 
-def _sent(failure: Exception | None, rank: int) -> Exception | None:
-    """An error as the other ranks raise it. Only a StoreError can certainly be pickled."""
+def _picklable(failure: Exception | None, rank: int) -> Exception | None:
+    """The error for the other ranks to raise. Only a StoreError can certainly be pickled."""
     if failure is None or (isinstance(failure, StoreError) and not isinstance(failure, SaveFailed)):
         return failure
     return RankFailed(f"rank {rank}: {type(failure).__name__}: {failure}")
 
 
 def united(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """The names of all ranks, sorted, each once."""
-    return tuple(sorted({name for each in names for name in each}))
+    """The union of the names of all ranks, sorted."""
+    return tuple(sorted(set().union(*names)))
 
 
 def on_each(ranks: Ranks, action: Callable[[], T]) -> T:

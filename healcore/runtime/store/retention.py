@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
+    CheckpointNotFound,
     NoGoodCheckpoint,
-    NotThere,
     StoreError,
 )
 from healcore.runtime.store.protocol import CheckpointStore, Restored, Saved
 
 
 class Keep(NamedTuple):
-    """How many checkpoints of each kind stay."""
+    """Number of checkpoints of each kind to keep."""
 
     good: int = 3
     """The newest known-good checkpoints. A rollback of depth n needs n of them. At least 1."""
@@ -31,12 +31,12 @@ class Keep(NamedTuple):
     """The newest quarantined and non-finite checkpoints, for inspection."""
     older: bool = False
     """Whether to keep older known-good checkpoints too, one at each doubling of the distance in
-    steps, including the first of the run: a deep rollback then gets behind a slow drift. There are
-    at most log2(steps / steps between two saves) of them."""
+    steps, including the first of the run, so that a deep rollback can undo a slow drift. Their
+    number is at most log2(steps / steps between two saves)."""
 
     @property
     def most(self) -> int:
-        """Number of checkpoints that stay at most, without the `older` ones."""
+        """Largest number of checkpoints, without the `older` ones."""
         return self.good + self.candidates + self.quarantined
 
     def checked(self) -> Keep:
@@ -60,7 +60,7 @@ class RestoreResult(NamedTuple):
     step: int
     restored: Restored
     damaged: tuple[CheckpointDamaged, ...]
-    """Errors of the checkpoints that were tried before it."""
+    """Errors of the damaged checkpoints that were tried first."""
 
 
 def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
@@ -71,26 +71,26 @@ def superfluous(saves: Sequence[Saved], keep: Keep) -> list[int]:
     candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]
     bad = [s.step for s in ordered if s.step not in {*good, *candidates}]
     newest_good = max(good, default=-1)
-    # A candidate older than a good one was never verified and is not needed any more.
+    # A candidate older than a known-good checkpoint was never verified and is not needed.
     overtaken = [step for step in candidates if step < newest_good]
     waiting = [step for step in candidates if step >= newest_good]
     dropped = {
-        *({*good[: -keep.good]} - (_spaced(good, keep.good) if keep.older else set())),
+        *({*good[: -keep.good]} - (_one_per_doubling(good, keep.good) if keep.older else set())),
         *(bad[: -keep.quarantined] if keep.quarantined else bad),
         *overtaken,
-        *_thinned(waiting, keep.candidates),
+        *_surplus_candidates(waiting, keep.candidates),
     }
     return sorted(dropped)
 
 
 def prune(store: CheckpointStore, keep: Keep) -> list[int]:
-    """Deletes what need not be kept; returns the deleted steps."""
+    """Deletes superfluous checkpoints; returns their steps."""
     steps = superfluous(store.steps(), keep)
     for step in steps:
         store.delete(step)
-    # A TieredStore keeps the last known-good one on disk, however many are in memory.
-    left = {saved.step for saved in store.steps()} if steps else set()
-    return [step for step in steps if step not in left]
+    # A TieredStore does not delete the last known-good checkpoint on disk.
+    remaining = {saved.step for saved in store.steps()} if steps else set()
+    return [step for step in steps if step not in remaining]
 
 
 def restore_first_intact(
@@ -99,55 +99,55 @@ def restore_first_intact(
     like: Mapping[str, Any],
     on_damage: Callable[[CheckpointDamaged], None] = lambda error: None,
 ) -> RestoreResult:
-    """Restores the first intact checkpoint of `order` and quarantines damaged ones before it.
+    """Restores the first intact checkpoint of `order`; quarantines damaged ones before it.
 
     Args:
-        store: where the checkpoints are.
-        order: steps to try.
+        store: store of the checkpoints.
+        order: steps to try, in this order.
         like: the live state, as for `CheckpointStore.restore`.
         on_damage: called with the error of each damaged checkpoint.
 
     Raises:
         NoGoodCheckpoint: no checkpoint is intact.
-        StateMismatch: a checkpoint is of another state; older ones would not fit either.
+        StateMismatch: a checkpoint does not fit; older ones would not fit either.
     """
     damaged: list[CheckpointDamaged] = []
     for step in order:
         try:
             return RestoreResult(step, store.restore(step, like), tuple(damaged))
-        except NotThere:
+        except CheckpointNotFound:
             continue
         except CheckpointDamaged as error:
             damaged.append(error)
             on_damage(error)
             # Another version of healcore may be able to read a malformed checkpoint.
             if not error.malformed:
-                with suppress(StoreError):  # too damaged to be listed, or a disk is read-only
+                with suppress(StoreError):  # too damaged to be listed, or a read-only disk
                     store.mark(step, "quarantined")
-    reasons = "; ".join(str(error) for error in damaged) or "none of them exists any more"
+    reasons = "; ".join(str(error) for error in damaged) or "none of them exists"
     raise NoGoodCheckpoint(
         f"none of the checkpoints of steps {list(order)} can be restored: {reasons}"
     )
 
 
-def _spaced(good: Sequence[int], newest: int) -> set[int]:
-    """One known-good step at each doubling of the distance from the last, without the `newest`.
+def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:
+    """One known-good step per doubling of the distance from the last, without the `newest`.
 
-    Within one doubling the oldest step stays: the newest would never reach the next doubling.
+    The oldest step of each doubling stays, because the newest would never reach the next doubling.
     """
     by_doubling = {(good[-1] - step).bit_length(): step for step in reversed(good[:-newest])}
     return set(by_doubling.values())
 
 
-def _thinned(steps: Sequence[int], most: int) -> list[int]:
-    """The steps to delete so that at most `most` stay, spread out.
+def _surplus_candidates(steps: Sequence[int], most: int) -> list[int]:
+    """The steps to delete so that at most `most` stay, evenly spread.
 
-    The oldest and the newest stay. The step whose neighbours are closest together goes first. If
-    the oldest went, and saves were more frequent than the probation is long, every candidate would
-    be deleted just before it is verified.
+    The oldest and the newest stay. The step whose neighbours are closest together is deleted first.
+    Without the oldest, and with saves more frequent than the probation is long, every candidate
+    would be deleted just before it is verified.
     """
-    left, out = list(steps), []
-    while len(left) > most:
-        gaps = [left[i + 1] - left[i - 1] for i in range(1, len(left) - 1)]
-        out.append(left.pop(1 + gaps.index(min(gaps))))
-    return out
+    remaining, surplus = list(steps), []
+    while len(remaining) > most:
+        gaps = [remaining[i + 1] - remaining[i - 1] for i in range(1, len(remaining) - 1)]
+        surplus.append(remaining.pop(1 + gaps.index(min(gaps))))
+    return surplus

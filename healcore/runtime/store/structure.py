@@ -1,6 +1,6 @@
 """Converts nested Python values to JSON and named arrays, and back.
 
-In the JSON an object is a node with one tag; all other values are stored as they are:
+In the JSON an object is a node with one tag. All other values are stored unchanged:
 `null true 3 1.5 "text"`, `{"list": […]}`, `{"tuple": […]}`, `{"dict": [[key, value], …]}`,
 `{"float": "nan"}`, `{"bytes": base64}`, `{"complex": [re, im]}`, `{"array": {"name": …, …}}`,
 `{"ints": base64}` (a long list, int64), `{"deque": {"parts": […], "maxlen": 5}}`, `{"set": […]}`,
@@ -29,21 +29,21 @@ Node = Any
 Path = tuple[Any, ...]
 """The keys that lead to a value, for its name and for errors."""
 Special = Callable[[Path, Any], Node | None]
-"""Called for a value without a node here, such as an array. Returns None for an unknown value."""
+"""Encodes a value that this module cannot, such as an array. Returns None for an unknown value."""
 Fetch = Callable[[str, Any], Any]
-"""Called with the tag and the content of a node whose tag is unknown here."""
+"""Decodes the tag and the content of a node whose tag this module does not know."""
 
 _SIMPLE = {type(None), bool, int, str}
-"""Types that JSON stores as they are."""
-_LONG = 1000
+"""Types that JSON stores unchanged."""
+_MIN_PACKED = 1000  # integers in a list that is stored as base64
 _FACTORIES = (None, bool, bytes, dict, float, int, list, set, str, tuple)
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
     "Counter": lambda items: Counter(dict(items)),
     **{
-        f"defaultdict:{getattr(each, '__name__', None)}": partial(defaultdict, each)
-        for each in _FACTORIES
+        f"defaultdict:{getattr(factory, '__name__', None)}": partial(defaultdict, factory)
+        for factory in _FACTORIES
     },
 }
 
@@ -58,17 +58,16 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Flat(NamedTuple):
-    """A whole state."""
+    """A state as JSON-safe structures and named arrays."""
 
     entries: dict[str, dict[str, Any]]
-    """Name -> its structure, JSON-safe: {"tree": node} with "stateful" and "per_rank" in torch, and
-    "identity" (part -> text that has to be the same) of optimizers and schedulers;
-    in JAX {"tree": node} of an object with `state_dict`, {"leaves": [[path, node], …]} of a
-    pytree."""
+    """Name -> structure. In torch: {"tree": node} with "stateful" and "per_rank", and "identity"
+    (part -> text that must be equal) for optimizers and schedulers. In JAX: {"tree": node} for an
+    object with `state_dict`, {"leaves": [[path, node], …]} for a pytree."""
     leaves: dict[str, Any]
     """Name of an array -> the framework's array."""
     treedefs: dict[str, Any]
-    """PyTreeDefs of JAX's pytrees. Not saved: a restore uses the structure of the live pytrees."""
+    """Name -> PyTreeDef in JAX. Not saved: a restore uses the structure of the live pytrees."""
 
 
 def is_stateful(entry: Mapping[str, Any]) -> bool:
@@ -76,17 +75,17 @@ def is_stateful(entry: Mapping[str, Any]) -> bool:
     return entry.get("stateful", "tree" in entry)
 
 
-def described(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
-    """Place -> dtype and shape, which have to be the same in a saved and a live entry.
+def array_types(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
+    """Place -> dtype and shape, which must be equal in a saved and a live entry.
 
     JAX and NumPy arrays may replace each other; random keys may not.
     """
     if "leaves" in entry:
-        return {f"{name}{path}": _description(node) for path, node in entry["leaves"]}
-    return {node["name"]: _description({"array": node}) for node in arrays_of(entry)}
+        return {f"{name}{path}": _array_type(node) for path, node in entry["leaves"]}
+    return {node["name"]: _array_type({"array": node}) for node in arrays_of(entry)}
 
 
-def _description(node: Node) -> str:
+def _array_type(node: Node) -> str:
     array = node.get("array") if isinstance(node, dict) else None
     if array is None:
         return "no array"
@@ -95,10 +94,10 @@ def _description(node: Node) -> str:
 
 
 def checked_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state to save; StoreError if it is no mapping of names to values, or empty."""
+    """The state; StoreError unless it is a non-empty mapping with string keys."""
     if not isinstance(state, Mapping) or not state:
         raise StoreError(
-            f"the state to save maps names to what is saved, and holds something; not {state!r:.60}"
+            f"the state to save is a non-empty mapping of names to values, not {state!r:.60}"
         )
     for name in state:
         if not isinstance(name, str):
@@ -109,14 +108,14 @@ def checked_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
 class Names:
     """Makes a unique name for every array from its place, such as `optimizer.state.0.exp_avg`.
 
-    Where a dot inside a key makes two names equal, the second name gets a number.
+    If two places give the same name, because a key has a dot, the second name gets a number.
     """
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def at(self, path: Path) -> str:
-        """A name that no other array of this state has."""
+        """A new unique name for the array at a path."""
         plain = ".".join(str(part) for part in path)
         name, number = plain, 1
         while name in self._taken:
@@ -128,7 +127,7 @@ class Names:
 
 def encode(value: Any, path: Path, special: Special) -> Node:
     """A value as a node; UnsavableState if nothing can encode it."""
-    # By exact type: an enum or a NumPy number, also an int or a float, would lose its type.
+    # By exact type: an enum or a NumPy number, which may also be an int, would lose its type.
     kind = type(value)
     if kind in _SIMPLE:
         return value
@@ -136,12 +135,12 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         return value if math.isfinite(value) else {"float": repr(value)}
     if (mapping := _mapping_of(value)) is not None:
         return _encode_dict(value, mapping, path, special)
-    if kind is list and len(value) >= _LONG and (packed := _packed(value)) is not None:
+    if kind is list and len(value) >= _MIN_PACKED and (packed := _pack_ints(value)) is not None:
         return {"ints": packed}
     if kind in (list, tuple, set, frozenset):
-        return {kind.__name__: _parts(value, path, special)}
+        return {kind.__name__: _encode_parts(value, path, special)}
     if kind is deque:
-        return {"deque": {"parts": _parts(value, path, special), "maxlen": value.maxlen}}
+        return {"deque": {"parts": _encode_parts(value, path, special), "maxlen": value.maxlen}}
     if kind in (bytes, bytearray):
         return {kind.__name__: base64.b64encode(value).decode()}
     if kind is complex:
@@ -153,7 +152,7 @@ def encode(value: Any, path: Path, special: Special) -> Node:
             "named": {
                 "class": class_name(kind),
                 "fields": list(fields),
-                "parts": _parts(value, path, special),
+                "parts": _encode_parts(value, path, special),
             }
         }
     node = special(path, value)
@@ -161,22 +160,22 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         raise UnsavableState(
             f"{place(path)} is a {class_name(kind)}, which a "
             "checkpoint cannot hold: keep arrays, numbers, strings, lists, tuples and dictionaries "
-            "in the state, or give the object a state_dict() that returns such"
+            "in the state, or give it a state_dict() that returns such values"
         )
     return node
 
 
 def class_name(kind: type) -> str:
-    """The name of a class in a checkpoint."""
+    """A class's name with its module, as in a checkpoint."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def subclasses(kind: type) -> Iterator[Any]:
     """Every subclass that this program has defined, in order of definition. Imports nothing."""
-    found = kind.__subclasses__()
-    for each in found:
-        yield each
-        found += [new for new in each.__subclasses__() if new not in found]
+    queue = kind.__subclasses__()
+    for subclass in queue:
+        yield subclass
+        queue += [new for new in subclass.__subclasses__() if new not in queue]
 
 
 def _mapping_of(value: Any) -> str | None:
@@ -188,14 +187,14 @@ def _mapping_of(value: Any) -> str | None:
     return None
 
 
-def _parts(value: Collection[Any], path: Path, special: Special) -> list[Node]:
+def _encode_parts(value: Collection[Any], path: Path, special: Special) -> list[Node]:
     if set(map(type, value)) <= _SIMPLE:
         return list(value)
     return [encode(part, (*path, i), special) for i, part in enumerate(value)]
 
 
-def _packed(value: Any) -> str | None:
-    """Integers as base64, which is fast for a million of them; None for other values."""
+def _pack_ints(value: Any) -> str | None:
+    """Integers as base64, which is fast even for a million; None for other values."""
     if set(map(type, value)) != {int}:
         return None
     try:
@@ -225,7 +224,7 @@ def _encode_dict(value: dict[Any, Any], mapping: str, path: Path, special: Speci
 
 
 def decode(node: Node, fetch: Fetch) -> Any:
-    """The value of a node; StoreError if this program has no class of the saved name."""
+    """The value of a node; StoreError if this program lacks the class of a named tuple."""
     if not isinstance(node, dict):
         return node
     if "dict" in node:
@@ -255,18 +254,18 @@ def _decode_dict(node: dict[str, Any], fetch: Fetch) -> dict[Any, Any]:
 
 
 def _named_tuple(name: str, fields: list[str]) -> Any:
-    """The newest class of named tuples of this name in this program. Imports nothing."""
-    found = [
+    """The newest named tuple class of this name in this program. Imports nothing."""
+    candidates = [
         kind
         for kind in subclasses(tuple)
         if class_name(kind) == name and list(getattr(kind, "_fields", ())) == fields
     ]
-    if not found:
+    if not candidates:
         raise StoreError(
-            f"the checkpoint holds a {name:.200} with the fields {fields!s:.200}, which is no "
-            "named tuple of this program: import the module that defines it, then restore"
+            f"the checkpoint holds a named tuple {name:.200} with the fields {fields!s:.200}, but "
+            "this program has no such class: import the module that defines it, then restore"
         )
-    return found[-1]
+    return candidates[-1]
 
 
 def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
@@ -288,7 +287,7 @@ def nodes_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def pickles_in(node: Node, path: Path) -> Iterator[str]:
-    """The places of nodes that hold a pickle: `state['scheduler']['last']`."""
+    """The places of nodes with a pickle, such as `state['scheduler']['last']`."""
     if isinstance(node, list):
         for number, part in enumerate(node):
             yield from pickles_in(part, (*path, number))
@@ -304,10 +303,10 @@ def pickles_in(node: Node, path: Path) -> Iterator[str]:
 
 
 def dumps(node: Node) -> bytes:
-    """A node as a file."""
+    """A node as the bytes of a JSON file."""
     return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
 
 
 def place(path: Path) -> str:
-    """A path as Python would write it: `state["model"]["layer"][0]`."""
+    """A path as a Python expression: `state["model"]["layer"][0]`."""
     return "state" + "".join(f"[{part!r}]" for part in path)

@@ -1,4 +1,4 @@
-"""A store in one place: disk or host memory. It completes its saves in the background."""
+"""Base of the stores in one place: on disk or in host memory."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ class Tier(CheckpointStore):
 
     def __init__(self, name: str, copier: Copier, nonfinite_ok: Collection[str]) -> None:
         self.copier = copier
-        """Takes the copies of this tier, or of several tiers."""
+        """Copies states. Several tiers may share it."""
         self.nonfinite_ok = tuple(nonfinite_ok)
         self._saves = Background(f"healcore-{name}")
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
 
     @abstractmethod
-    def _saved(self, step: int) -> tuple[Any, Saved]:
-        """A checkpoint in the form of the tier, and as `steps` lists it."""
+    def _find_saved(self, step: int) -> tuple[Any, Saved]:
+        """A checkpoint in the tier's own form, and its entry in `steps`."""
 
     @abstractmethod
-    def _set_status(self, found: Any, status: Status) -> None:
-        """Sets the status of a checkpoint."""
+    def _set_status(self, checkpoint: Any, status: Status) -> None:
+        """Sets the status of a checkpoint in the tier's own form."""
 
     @abstractmethod
     def drop(self, step: int) -> None:
-        """`delete`, even of the last known-good checkpoint."""
+        """Removes a checkpoint, even the last known-good one."""
 
     def mark(self, step: int, status: Status) -> None:
         """Sets the status, atomically."""
         if status not in STATUSES:
             raise StoreError(f"status is one of {', '.join(STATUSES)}, not {status!r}")
-        found, saved = self._saved(step)
+        checkpoint, saved = self._find_saved(step)
         if status == "good" and not saved.finite:
             raise NotFinite(step, saved.nonfinite)
-        self._set_status(found, status)
+        self._set_status(checkpoint, status)
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint, unless it is the last known-good one."""
@@ -57,7 +57,7 @@ class Tier(CheckpointStore):
         self.drop(step)
 
     def join(self) -> None:
-        """Waits for the saves so far; raises no failures."""
+        """Waits for the queued saves; raises no failures."""
         self._saves.join()
 
     def wait(self) -> None:
@@ -65,13 +65,13 @@ class Tier(CheckpointStore):
         self._saves.wait()
 
     def failures(self) -> list[SaveFailed]:
-        """Failures since the last call."""
+        """Failures since the last call. Does not wait."""
         return self._saves.failures()
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
-        found, self._nonfinite = self._nonfinite, []
-        return found
+        """Step and array names of each save since the last call with disallowed NaN or Inf."""
+        saves, self._nonfinite = self._nonfinite, []
+        return saves
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing."""

@@ -9,8 +9,8 @@ from healcore.runtime.store import protocol, ranks
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import (
     CheckpointDamaged,
+    CheckpointNotFound,
     LastGoodKept,
-    NotThere,
     SaveFailed,
     StoreError,
 )
@@ -25,14 +25,14 @@ class TieredStore(CheckpointStore):
     """Saves to memory first, then to disk.
 
     Every save takes one copy of the state, in memory. A save that also goes to disk is written from
-    that copy in the background. A checkpoint that is in both tiers is restored from memory, or from
-    disk if the copy in memory is damaged. A damaged copy is dropped from memory, or quarantined on
-    disk, and the other copy stays in use.
+    that copy in the background. A checkpoint in both tiers is restored from memory, or from disk if
+    the copy in memory is damaged. A damaged copy is dropped from memory or quarantined on disk, and
+    the other copy stays in use.
 
     Args:
-        memory: the fast store. From now on it takes its copies as `disk` does.
+        memory: the fast store. It uses the copier of `disk` from now on.
         disk: the store that outlives the process.
-        disk_every: every how many saves one goes to disk, beginning with the first.
+        disk_every: number of saves per write to disk; the first save is written.
     """
 
     def __init__(self, memory: SnapshotStore, disk: DirectoryStore, *, disk_every: int = 1) -> None:
@@ -51,7 +51,7 @@ class TieredStore(CheckpointStore):
 
     @property
     def tiers(self) -> tuple[SnapshotStore, DirectoryStore]:
-        """Memory, and the disk."""
+        """Memory and disk, in this order."""
         return self._memory, self._disk
 
     @property
@@ -88,41 +88,41 @@ class TieredStore(CheckpointStore):
         if (self._saves - 1) % self.disk_every:
             self.memory.save(step, state, healing=healing)
         else:
-            self._to_disk(step, state, healing, in_ring=True)
+            self._write_to_disk(step, state, healing, in_ring=True)
 
     def save_on_disk(
         self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
     ) -> None:
-        """`save` to disk only; pushes no checkpoint out of memory."""
-        self._to_disk(step, state, healing, in_ring=False)
+        """Saves to disk only; pushes no checkpoint out of memory."""
+        self._write_to_disk(step, state, healing, in_ring=False)
 
     def steps(self) -> list[Saved]:
         """Checkpoints of both tiers, ascending by step.
 
-        The status in memory counts. Of two different saves of one step the save in memory counts,
-        because it is newer. If the disk cannot be read, only memory is listed, and `trouble` has
-        the error.
+        A checkpoint in both tiers has its status in memory. If the tiers hold different saves of a
+        step, the save in memory is listed, because it is newer. If the disk cannot be read, only
+        memory is listed, and `trouble` returns the error.
 
         Raises:
             StoreError: the disk cannot be read, and memory is empty.
         """
-        found = {saved.step: saved for saved in self._on_disk()}
-        for near in self.memory.steps():
-            far = found.get(near.step)
-            if far is not None and _same(near, far):
-                found[near.step] = far._replace(status=near.status)
+        saves = {saved.step: saved for saved in self._on_disk()}
+        for in_memory in self.memory.steps():
+            on_disk = saves.get(in_memory.step)
+            if on_disk is not None and _same_save(in_memory, on_disk):
+                saves[in_memory.step] = on_disk._replace(status=in_memory.status)
             else:
-                found[near.step] = near
-        return [found[step] for step in sorted(found)]
+                saves[in_memory.step] = in_memory
+        return [saves[step] for step in sorted(saves)]
 
     def verify(self, step: int) -> Saved:
         """Recomputes the digests in both tiers; one intact copy is enough."""
-        self._each(step, lambda tier: tier.verify(step), first=False)
+        self._on_copies(step, lambda tier: tier.verify(step), first_only=False)
         return next(saved for saved in self.steps() if saved.step == step)
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
-        """Restores from memory if an intact copy is there, else from disk."""
-        return self._each(step, lambda tier: tier.restore(step, like), first=True)
+        """Restores the copy in memory if it is intact, else the copy on disk."""
+        return self._on_copies(step, lambda tier: tier.restore(step, like), first_only=True)
 
     def mark(self, step: int, status: Status) -> None:
         """Marks every copy. An older save of the step on disk keeps its status."""
@@ -137,13 +137,13 @@ class TieredStore(CheckpointStore):
             self.disk.mark(step, status)
 
     def delete(self, step: int) -> None:
-        """Removes every copy, unless it is the last known-good one.
+        """Removes every copy, unless the checkpoint is the last known-good one.
 
-        The last known-good checkpoint on disk always stays, because a crash loses the memory. An
-        older save of the step on disk is listed again.
+        The last known-good checkpoint on disk always stays, because a crash loses the memory. If
+        the disk has an older save of the step, `steps` lists that save again.
         """
         in_memory, tiers = self._locate(step)
-        last = [protocol.is_last_good(each, step) for each in (self.steps(), self._on_disk())]
+        last = [protocol.is_last_good(saves, step) for saves in (self.steps(), self._on_disk())]
         last, last_on_disk = map(any, zip(*self.processes.gather(last), strict=True))
         if last:
             raise LastGoodKept(step)
@@ -153,7 +153,7 @@ class TieredStore(CheckpointStore):
             self.disk.drop(step)
 
     def wait(self) -> None:
-        """Waits for the disk."""
+        """Waits until every save is in memory and on disk."""
         self.disk.join()
         self.memory.wait()
         self.disk.wait()
@@ -163,8 +163,8 @@ class TieredStore(CheckpointStore):
         return [*self.memory.failures(), *self.disk.failures()]
 
     def problems(self) -> list[str]:
-        """Copies that were found damaged since the last call, and the problems of both tiers."""
-        trouble = [str(each) for each in self.trouble()]
+        """The errors of `trouble` and the problems of both tiers, as text."""
+        trouble = [str(error) for error in self.trouble()]
         return trouble + self.memory.problems() + self.disk.problems()
 
     def damaged(self) -> list[CheckpointDamaged]:
@@ -172,12 +172,12 @@ class TieredStore(CheckpointStore):
         return self.disk.damaged()
 
     def trouble(self) -> list[StoreError]:
-        """Errors of one tier since the last call, where the other tier could be used instead."""
-        found, self._trouble = self._trouble, []
-        return found
+        """Errors of one tier since the last call for which the other tier was used instead."""
+        errors, self._trouble = self._trouble, []
+        return errors
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Saves since the last call with NaN or Inf that is not allowed, and the array names."""
+        """Step and array names of each save since the last call with disallowed NaN or Inf."""
         return self.memory.nonfinite_found()
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -185,12 +185,12 @@ class TieredStore(CheckpointStore):
         return self.disk.nonfinite_in(state)
 
     def describe(self, state_bytes: int | None = None) -> str:
-        """The bound on host memory, as text."""
+        """The largest use of host memory, as text for logs."""
         return f"{self.memory.describe(state_bytes)}, and one more while it is written to disk"
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _to_disk(
+    def _write_to_disk(
         self,
         step: int,
         state: Mapping[str, Any],
@@ -223,33 +223,33 @@ class TieredStore(CheckpointStore):
         self.disk.join()
         near = next((saved for saved in self.memory.steps() if saved.step == step), None)
         far = next((saved for saved in self._on_disk() if saved.step == step), None)
-        one = far is not None and (near is None or _same(near, far))
-        seen = self.processes.gather((near is not None, far is not None, one))
-        near_there, far_there, all_one = map(all, zip(*seen, strict=True))
+        same_save = far is not None and (near is None or _same_save(near, far))
+        by_rank = self.processes.gather((near is not None, far is not None, same_save))
+        in_memories, on_disk, all_same = map(all, zip(*by_rank, strict=True))
         tiers: list[Tier] = []
-        if near_there:
+        if in_memories:
             tiers.append(self.memory)
-        if far_there and (all_one or not near_there):
+        if on_disk and (all_same or not in_memories):
             tiers.append(self.disk)
         if not tiers:
-            there = [saved.step for saved in self.steps()]
-            raise NotThere(step, there, f"memory and {self.disk.root}")
+            existing = [saved.step for saved in self.steps()]
+            raise CheckpointNotFound(step, existing, f"memory and {self.disk.root}")
         return near is not None, tiers
 
-    def _each(self, step: int, action: Callable[[Tier], T], *, first: bool) -> T:
-        """Runs an action on the copies of a step; raises if all of them are damaged."""
+    def _on_copies(self, step: int, action: Callable[[Tier], T], *, first_only: bool) -> T:
+        """Runs an action on the copies of a step; raises if all copies are damaged."""
         results: list[T] = []
         damage: list[CheckpointDamaged] = []
         for tier in self._locate(step)[1]:
             try:
-                # Each rank has its own memory; on disk all ranks act together anyway.
+                # Each rank has its own memory. A disk store already acts on all ranks together.
                 act = lambda tier=tier: action(tier)  # noqa: E731
                 results.append(act() if tier.durable else ranks.on_each(self.processes, act))
             except CheckpointDamaged as error:
                 damage.append(error)
                 if not error.malformed:
                     tier.take_out(step, copied=True)
-            if first and results:
+            if first_only and results:
                 break
         self._trouble += damage if results else damage[:-1]
         if not results:
@@ -257,7 +257,7 @@ class TieredStore(CheckpointStore):
         return results[0]
 
 
-def _same(near: Saved, far: Saved) -> bool:
+def _same_save(in_memory: Saved, on_disk: Saved) -> bool:
     """Whether memory and disk have the same save of a step, and no copy is damaged."""
-    damaged_on_disk = far.status == "quarantined" != near.status
-    return near.created == far.created and not damaged_on_disk
+    damaged_on_disk = on_disk.status == "quarantined" != in_memory.status
+    return in_memory.created == on_disk.created and not damaged_on_disk

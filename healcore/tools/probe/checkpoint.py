@@ -23,7 +23,7 @@ from healcore.runtime.store import (
     structure,
 )
 from healcore.runtime.store.claim import LOCK
-from healcore.runtime.store.manifest import Found
+from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.protocol import Saved
 from healcore.tools.probe.formats import ArchiveCheck, check_archives, open_contents
 from healcore.tools.probe.inputs import CheckpointInputs
@@ -207,9 +207,9 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, tuple(notes))
 
 
-def _probed(found: Found, counts: bool, inputs: CheckpointInputs) -> ProbedCheckpoint:
+def _probed(found: StoredCheckpoint, counts: bool, inputs: CheckpointInputs) -> ProbedCheckpoint:
     saved = manifest.saved(found, inputs.nonfinite_ok)
-    damage = manifest.differences(found, sorted(found.manifest.files))
+    damage = manifest.find_damage(found, sorted(found.manifest.files))
     if damage and not found.folder.exists():
         return ProbedCheckpoint(saved, (), counts, gone=True)
     if inputs.deep and not damage:

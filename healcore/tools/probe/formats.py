@@ -89,7 +89,7 @@ def _of_store(root: Path, step: int | None) -> Contents | None:
     """One checkpoint of a store, or None if the directory is no store."""
     if not any(manifest.step_of(each) is not None for each in root.iterdir()):
         return None
-    saves = manifest.counting(root)
+    saves = manifest.current_saves(root)
     if not saves or (step is not None and step not in saves):
         there = ", ".join(map(str, saves)) or "none"
         which = "complete checkpoint" if step is None else f"checkpoint of step {step}"

@@ -64,14 +64,14 @@ def test_a_list_that_every_rank_cuts():
 @pytest.mark.parametrize(
     ("before", "now", "why"),
     [
-        (range(10), range(5), r"it had 10 batches then, and range has 5 batches"),
-        (iter(range(10)), iter(range(10)), "not known how the loader divided the data"),
+        (range(10), range(5), r"the loader had 10 batches, and range has 5 batches"),
+        (iter(range(10)), iter(range(10)), "how the loader divided the data"),
         (
             loaders(DataLoader, 2, 4)[0],
             loaders(DataLoader, 4, 4)[0],
-            "it had 8 rows of a global batch then, and .* has 16 rows of a global batch",
+            "the loader had 8 rows of a global batch, and .* has 16 rows of a global batch",
         ),
-        (loaders(DataLoader, 2, 4)[0], iter(range(10)), "has nothing of the kind"),
+        (loaders(DataLoader, 2, 4)[0], iter(range(10)), "has no such number"),
     ],
 )
 def test_another_division_is_refused(before, now, why):

@@ -219,7 +219,7 @@ def test_a_position_that_the_loader_does_not_take():
     take(cursor, 3)
     loader.fails_at = 1
     assert not cursor.rewind(position)
-    assert "does not take the position: KeyError: 'shard_7'" in (cursor.why_not or "")
+    assert "does not accept the position: KeyError: 'shard_7'" in (cursor.why_not or "")
     assert take(cursor, 3) == [((0, 4), 4), ((0, 5), 5), ((1, 0), 0)]
 
 
@@ -228,7 +228,7 @@ def test_a_loader_that_takes_nothing_any_more():
     cursor = Cursor(loader)
     position = cursor.position()
     loader.fails_at = -1
-    with pytest.raises(DataError, match="can go on neither from the position nor from where"):
+    with pytest.raises(DataError, match="can continue neither from the new position nor from"):
         cursor.rewind(position)
 
 

@@ -44,7 +44,7 @@ def test_a_rewind_is_refused_and_moves_nothing(kind):
             lambda: accelerated(shuffle=True, use_stateful_dataloader=True),
             "(use_stateful_dataloader=True, use_seedable_sampler=True)",
         ),
-        (lambda: iter(plain()), "pass the loader that it was made from"),
+        (lambda: iter(plain()), "pass the loader that created it"),
         (lambda: {0: "a"}, "neither dict nor its iterator has state_dict"),
     ],
 )
@@ -87,7 +87,7 @@ def test_fast_forward_behind_or_beyond():
     assert take(cursor, 1)[0][0] == BatchId(2, 0)
     assert "not ahead: nothing was dropped" in cursor.fast_forward(target)
     assert take(cursor, 1)[0][0] == BatchId(2, 1)
-    with pytest.raises(DataError, match="a position is what"):
+    with pytest.raises(DataError, match="a position is a result"):
         cursor.fast_forward({"epoch": 1})
 
 

@@ -133,10 +133,7 @@ def test_a_completed_run_gets_no_lecture():
 def test_the_newest_checkpoint_is_not_doubted_without_an_incident(ending):
     """A start takes it anyway."""
     text = " ".join(explain(RunEnd(ending, 400, probation=100)).split())
-    assert (
-        "no incident: the next start resumes from the newest checkpoint on disk, if there is one."
-        in text
-    )
+    assert "no incident: the next start resumes from the newest checkpoint on disk, if any." in text
     assert "resume from the start" not in text
     assert "from the newest" not in explain(RunEnd(ending, 9, not_finite=((5, ("model.w",)),)))
 

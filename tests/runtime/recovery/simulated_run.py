@@ -28,11 +28,11 @@ from healcore.runtime.recovery.restoring import (
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import (
     CheckpointDamaged,
+    CheckpointNotFound,
     CheckpointStore,
     Keep,
     LastGoodKept,
     NotFinite,
-    NotThere,
     Restored,
     Saved,
     SaveFailed,
@@ -81,7 +81,7 @@ class Listed(CheckpointStore):
 
     def verify(self, step: int) -> Saved:
         if step not in self.saves:
-            raise NotThere(step, list(self.saves), "a list")
+            raise CheckpointNotFound(step, list(self.saves), "a list")
         if step in self.corrupt:
             raise CheckpointDamaged(step, "a list", "it", "is damaged")
         return self.saves[step]

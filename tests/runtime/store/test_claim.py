@@ -165,7 +165,7 @@ def test_a_run_in_another_container_is_seen_by_its_lock(tmp_path):
 
 def test_its_saves_are_not_swept(tmp_path):
     """By a store that was made before a Healer could ask for the directory."""
-    work = tmp_path / f".tmp-healcore-{2**22 + 1}-{files.place()}-0a1b2c3d"
+    work = tmp_path / f".tmp-healcore-{2**22 + 1}-{files.machine_id()}-0a1b2c3d"
     work.mkdir()
     holder = hold(tmp_path)
     assert printed(holder) == "held"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from healcore.runtime.store import SaveFailed, StoreError
-from healcore.runtime.store.files import place
+from healcore.runtime.store.files import machine_id
 from tests.runtime.store import store_cases
 from tests.runtime.store.disk_faults import read_only, small_disk
 from tests.runtime.store.disk_faults_program import large
@@ -53,7 +53,7 @@ def test_disk_full(case, tmp_path):
 def test_file_size_limit(case, tmp_path):
     """The same through a limit of the system, which needs no rights to set."""
     done = run(PROGRAM, "file_size_limit", case.name, tmp_path)
-    hint = "the limit on file sizes is too small for it"
+    hint = "the limit on file sizes is too small for this checkpoint"
     assert done.stdout.splitlines() == [f"failed 2 {hint}", "[1, 3] []"], done.stderr
 
 
@@ -63,7 +63,7 @@ def test_read_only_directory(case, tmp_path):
     store = case.make(root)
     store.save(1, case.state(1))
     store.wait()
-    stale = root / f".tmp-healcore-{dead_pid()}-{place()}-00000000"
+    stale = root / f".tmp-healcore-{dead_pid()}-{machine_id()}-00000000"
     stale.mkdir()
     with read_only(root):
         store = case.make(root)
@@ -83,7 +83,7 @@ def test_read_only_directory(case, tmp_path):
 @over(*DISKS)
 def test_a_root_that_is_no_directory(case, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="pass a directory that can be made and written"):
+    with pytest.raises(StoreError, match="pass a directory that can be created and written"):
         case.make(tmp_path / "file")
 
 
@@ -115,7 +115,7 @@ def test_own_stale_files_are_removed_and_nothing_else(case, tmp_path):
     store.wait()
     folder = Path(store.steps()[0].path)
     with living_process() as alive:
-        dead, here = dead_pid(), place()
+        dead, here = dead_pid(), machine_id()
         ours = [
             tmp_path / f".tmp-healcore-{dead}-{here}-0000000a",
             folder / f".tmp-healcore-{dead}-{here}-0000000b",

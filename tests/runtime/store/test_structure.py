@@ -135,7 +135,7 @@ def test_a_named_tuple_keeps_its_class():
     assert same(back(value), value)
     node = structure.encode(Pair(1, 2), (), unknown)
     node["named"]["class"] = "gone.Pair"
-    with pytest.raises(StoreError, match=r"a gone\.Pair .* import the module"):
+    with pytest.raises(StoreError, match=r"named tuple gone\.Pair .* import the module"):
         structure.decode(node, unknown)
 
 

@@ -12,7 +12,7 @@ import torch
 from healcore import Healer, Logging
 from healcore.policy import load
 from healcore.runtime.dominance import dominance
-from healcore.runtime.store.errors import NotThere
+from healcore.runtime.store.errors import CheckpointNotFound
 from tests.healer.run_options import grouped
 from tests.torch.driver.compared_run import (
     CHANGE,
@@ -482,7 +482,7 @@ def test_better_weights_whose_checkpoints_are_bad_are_no_reason_to_stop(tmp_path
         if healer.step == CHANGE + 40:
             assert healer.store is not None
             for saved in healer.store.steps():
-                with suppress(NotThere):  # a restart point that the background deletes
+                with suppress(CheckpointNotFound):  # a restart point that the background deletes
                     healer.store.mark(saved.step, "quarantined")
 
     healer = run.train(tmp_path, at=at, store=tmp_path / "store", steps=450)

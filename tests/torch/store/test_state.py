@@ -208,23 +208,23 @@ def swapped(model: nn.Sequential) -> list[nn.Parameter]:
     [
         (
             lambda run: torch.optim.SGD(run.model.parameters(), lr=0.1),
-            "optimizer is AdamW in it and SGD in the live state",
+            "optimizer is AdamW in the saved and SGD in the live state",
         ),
         (
             lambda run: torch.optim.AdamW(swapped(run.model)),
-            r"optimizer\[0.bias\] is parameter 1 of group 0 in it and parameter 3 of group 0 in",
+            r"optimizer\[0.bias\] is parameter 1 of group 0 in the saved and parameter 3 of",
         ),
         (
             lambda run: torch.optim.AdamW(run.model[4].parameters()),
-            r"optimizer\[0.bias\] is in it and not in the live state",
+            r"optimizer\[0.bias\] is missing in the live state",
         ),
         (
             lambda run: torch.optim.AdamW([{"params": [p]} for p in run.model.parameters()]),
-            r"optimizer\[0.bias\] is parameter 1 of group 0 in it and parameter 0 of group 1 in",
+            r"optimizer\[0.bias\] is parameter 1 of group 0 in the saved and parameter 0 of",
         ),
         (
             lambda run: lr_scheduler.StepLR(run.optimizer, 3),
-            "scheduler is CosineAnnealingLR in it and StepLR in the live state",
+            "scheduler is CosineAnnealingLR in the saved and StepLR in the live state",
         ),
     ],
     ids=["class", "order", "fewer", "groups", "scheduler"],

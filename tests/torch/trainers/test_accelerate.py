@@ -235,7 +235,7 @@ def test_a_plain_loader_goes_on_forward_and_that_is_said_once(capfd: pytest.Capt
     assert healer.rollbacks == 1
     assert sorted(loop.read) == sorted([*range(24)] * 2)
     said = capfd.readouterr().err
-    assert said.count("after a rollback it continues forward") == 1
+    assert said.count("after rollbacks the data continues forward") == 1
     assert "DataLoaderConfiguration(use_stateful_dataloader=True)" in said
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from healcore.runtime.data.epoch_reader import EmptyLoader
-from healcore.runtime.data.loader_adapters import Marking, Unreadable, why_no_state
+from healcore.runtime.data.loader_adapters import TolerantIterator, UnreadableBatch, why_no_state
 from healcore.runtime.healer import Healer
 from healcore.torch.trainers.lightning.progress import Progress
 
@@ -174,8 +174,8 @@ class TrainLoader:
         return self.length
 
     def __iter__(self) -> Iterator[Any]:
-        """`TrainBatch`es, with an `Unreadable` in place of a batch that cannot be read."""
-        batches = Marking(self._begin())
+        """`TrainBatch`es, with an `UnreadableBatch` in place of a batch that cannot be read."""
+        batches = TolerantIterator(self._begin())
         return self._unsized(batches) if self.length is None else self._sized(batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class TrainLoader:
             self._index, self.length = loaded["index"], loaded["length"]
         return iter(self._combined)
 
-    def _sized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
+    def _sized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | UnreadableBatch]:
         assert self.length is not None
         while self._index < self.length:
             fetched = next(batches, _END)
@@ -207,7 +207,7 @@ class TrainLoader:
             self._index += 1
             yield _train_batch(fetched, False)
 
-    def _unsized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | Unreadable]:
+    def _unsized(self, batches: Iterator[Any]) -> Iterator[TrainBatch | UnreadableBatch]:
         ahead: Any = next(batches, _END)
         while ahead is not _END:
             fetched, ahead = ahead, next(batches, _END)
@@ -225,5 +225,5 @@ class TrainLoader:
         return None
 
 
-def _train_batch(fetched: Any, is_last: bool) -> TrainBatch | Unreadable:
-    return fetched if isinstance(fetched, Unreadable) else TrainBatch(fetched, is_last)
+def _train_batch(fetched: Any, is_last: bool) -> TrainBatch | UnreadableBatch:
+    return fetched if isinstance(fetched, UnreadableBatch) else TrainBatch(fetched, is_last)
