@@ -97,7 +97,7 @@ def test_one_number_of_a_policy_needs_no_file(make):
 
 @pytest.mark.parametrize(
     ("made_with", "optimizer"),
-    [("zclip", '"zclip"'), ("aggressive", '"aggressive"'), (UNLIKE, "no unchanged preset")],
+    [("zclip", '"zclip"'), ("aggressive", '"aggressive"'), (UNLIKE, "not an unchanged preset")],
 )
 def test_two_policies_that_differ_are_both_named(made_with, optimizer):
     state = protect(optax.sgd(0.1), made_with).init(PARAMS)
