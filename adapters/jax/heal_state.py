@@ -72,8 +72,7 @@ def step(
 ) -> tuple[HealState, Decision]:
     """Judges one step, and keeps the dtypes of the state, because weak types would recompile.
 
-    An externally skipped step is skipped in observe mode too. Raises HealStateError like
-    `engine_state`.
+    Skips an externally skipped step in observe mode too. Raises HealStateError like `engine_state`.
     """
     _check(engine, state)
     leaves, structure = jax.tree.flatten(engine.config)
@@ -147,10 +146,7 @@ def _own(kind: Any, leaf: chex.Array) -> chex.Array:
 def clip_update(
     engine: Engine, state: HealState, norm: chex.Array, skipped: chex.Array
 ) -> tuple[HealState, chex.Array]:
-    """Returns the new state, and the factor for an update of L2 norm `norm`.
-
-    See `Engine.clip_update`.
-    """
+    """Returns the state, and the factor for an update of norm `norm`; see `Engine.clip_update`."""
     layout = _layout_of(engine, state)
     old = layout.unpack(state.heal_floats, state.heal_ints)
     new, factor = engine.clip_update(old, norm, skipped, xp=namespace)

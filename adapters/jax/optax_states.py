@@ -263,10 +263,7 @@ def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
 
 
 def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
-    """Reason why moments cannot be reset, or an empty string.
-
-    `engines` are paths of the HealStates in `tree`.
-    """
+    """Reason why moments cannot be reset, or an empty string. `engines`: paths of HealStates."""
 
     def is_known(node: Any) -> bool:
         return _in(_MOMENTS, node) or isinstance(node, HealState | ScaleByHealLrState)

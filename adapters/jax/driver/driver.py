@@ -215,10 +215,7 @@ class JaxDriver:
         return self._nonfinite_parameters() <= self._not_finite
 
     def copy_weights(self) -> dict[str, Any]:
-        """Returns path -> copy of each parameter, in host memory.
-
-        If the state does not identify its parameters, copies all floating arrays.
-        """
+        """Returns path -> copy of each parameter (see `_weights`), in host memory."""
         return {name: _copy(leaf) for name, leaf in self._weights().items()}
 
     def losses_of(
@@ -274,9 +271,9 @@ class JaxDriver:
         return dict(zip(names, values, strict=True))
 
     def learning_rate(self) -> float | None:
-        """Returns the rate of optax.inject_hyperparams, or the rate that the last update received.
+        """The injected rate, or else the rate that the last update received. One sync.
 
-        Returns None unless exactly one rate is known. One sync.
+        None unless exactly one rate is known.
         """
         found = {float(rate) for rate in injected_rates(self._live.read())}
         if not found:
@@ -298,10 +295,7 @@ class JaxDriver:
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """Returns the default store: memory, and also Orbax if `where` is a directory.
-
-        `trust` has no effect.
-        """
+        """Returns the default store: memory, and also Orbax if `where` is a directory."""
         del trust
         from healcore.jax.store import MemoryStore, OrbaxStore, TieredStore  # loads Orbax
 
@@ -345,10 +339,7 @@ class JaxDriver:
         return {name for name, finite in jax.device_get(found).items() if not finite}
 
     def _weights(self) -> dict[str, Any]:
-        """Path -> parameter, or floating array if the parameters are unknown.
-
-        The order is the same in all processes.
-        """
+        """Path -> parameter (or floating array, if unknown), in the same order in all processes."""
         leaves = jax.tree_util.tree_leaves_with_path(without_heal_state(self._live.read()))
         arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
         return {

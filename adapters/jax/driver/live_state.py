@@ -30,10 +30,9 @@ _SHOWN = 3
 
 
 class LiveState:
-    """The state of a run as a pytree, such as a TrainState, a tuple or a dictionary.
+    """The state of a run as a pytree, such as a TrainState. `NnxLiveState` is for nnx objects.
 
     The values of a dictionary are the items of a checkpoint, the same in every process.
-    `NnxLiveState` is for nnx objects.
     """
 
     in_place = False
@@ -58,10 +57,7 @@ class LiveState:
         self.state = tree
 
     def roots(self) -> Any:
-        """A tree with each optimizer state at its path in `read`, cheaper to make than `read`.
-
-        Convert its leaves by `array_of`.
-        """
+        """A cheap tree with each optimizer state at its path in `read`. Leaves need `array_of`."""
         return self.state
 
     def trained(self) -> Any:

@@ -48,11 +48,7 @@ class VoteMarks:
         self._wanted, self._asked_at = wanted, None
 
     def begin_dispatch(self) -> Callable[[], bool]:
-        """Counts a dispatch. Waits while another dispatch is being marked.
-
-        Returns:
-            A function that returns whether the processes vote after this dispatch.
-        """
+        """Counts a dispatch, and returns a function that tells whether a vote follows it."""
         if self._thread is None:
             watch = weakref.WeakMethod(self._look)
             self._thread = threading.Thread(

@@ -43,7 +43,6 @@ class CoordinatedRanks:
         self._prefix = f"healcore/{next(_numbers)}"
         self._exchanges = 0
         self._failure: RankFailed | None = None
-        """The error of the first failed exchange, or None."""
 
     def gather(self, item: Any) -> list[Any]:
         """Returns every rank's item, on every rank.

@@ -39,7 +39,7 @@ class HostArray(NamedTuple):
         """The distinct shards of this process. Waits until the copies are complete."""
         if self.pinned is None:
             return self.shards
-        return {index: np.asarray(data) for index, data in distinct_shards(self.pinned)}
+        return {index: np.asarray(data) for index, data in shards_of(self.pinned)}
 
     def array(self) -> Any:
         """The array in the snapshot's own memory, with its saved type and sharding."""
@@ -57,13 +57,12 @@ class JaxSnapshot(Snapshot):
     def nbytes(self) -> int:
         """Size of the snapshot in host memory, in bytes."""
         return self.arena.nbytes + sum(
-            data.nbytes for array in self._pinned for _, data in distinct_shards(array)
+            data.nbytes for array in self._pinned for _, data in shards_of(array)
         )
 
     @property
     def _pinned(self) -> list[jax.Array]:
-        leaves = self.flat.leaves.values()
-        return [leaf.pinned for leaf in leaves if leaf.pinned is not None]
+        return [leaf.pinned for leaf in self.flat.leaves.values() if leaf.pinned is not None]
 
     def settle(self) -> None:
         """Waits for copies from a GPU."""
@@ -102,7 +101,7 @@ class JaxCopier(Copier):
         flat = self.flatten(state)
         pinned = self._copy_to_pinned(flat)
         sources = {
-            name: [(index, np.asarray(data)) for index, data in distinct_shards(leaf)]
+            name: [(index, np.asarray(data)) for index, data in shards_of(leaf)]
             for name, leaf in flat.leaves.items()
             if name not in pinned
         }
@@ -171,7 +170,6 @@ class _Encoder:
         self._arrays = (jax.Array, jax.ShapeDtypeStruct) if shapes else (jax.Array,)
 
     def encode(self, name: str, value: Any) -> dict[str, Any]:
-        """The structure of one entry of a state."""
         if hasattr(value, "state_dict"):
             node = structure.encode(value.state_dict(), (name,), self._encode_array)
             if not getattr(value, "per_rank", False):
@@ -274,7 +272,7 @@ def _on_cpu(array: jax.Array) -> bool:
     return next(iter(array.devices())).platform == "cpu"
 
 
-def distinct_shards(array: Any) -> Iterator[tuple[Index, Any]]:
+def shards_of(array: Any) -> Iterator[tuple[Index, Any]]:
     """Yields this process's shards of an array, without replicas. A NumPy array is one shard."""
     if not isinstance(array, jax.Array):
         yield tuple((0, size) for size in array.shape), array
@@ -312,5 +310,5 @@ def index_of(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
 
 
 def slices_of(index: Index) -> tuple[slice, ...]:
-    """The inverse of `index_of`."""
+    """Converts (start, stop) per axis to slices."""
     return tuple(slice(start, stop) for start, stop in index)

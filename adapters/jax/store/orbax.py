@@ -19,14 +19,7 @@ import tensorstore as ts
 import xxhash
 
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.jax.store.host_copy import (
-    Index,
-    JaxCopier,
-    as_array,
-    distinct_shards,
-    index_of,
-    slices_of,
-)
+from healcore.jax.store.host_copy import Index, JaxCopier, as_array, index_of, shards_of, slices_of
 from healcore.runtime.store import manifest, structure
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import StoreError
@@ -170,7 +163,7 @@ def _write_shards(arrays: Mapping[str, Any], folder: Path, *, process: int, comp
     context, index = _context(), _index_spec(_process_folder(folder, process))
     opened = []
     for name, array in arrays.items():
-        owned = [shard for shard in distinct_shards(array) if _writer(array, shard[0]) == process]
+        owned = [shard for shard in shards_of(array) if _writer(array, shard[0]) == process]
         if owned:
             spec = _array_spec(array, owned[0][1].shape, compress)
             spec["kvstore"] = {**index, "path": f"{name}/"}

@@ -9,10 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Replaces an attribute of one object for the block.
-
-    The end of the block restores the attribute, unless other code has replaced it meanwhile.
-    """
+    """Sets an attribute for the block, then restores it, unless other code has replaced it."""
     attributes = vars(owner)
     on_instance, original = name in attributes, attributes.get(name)
     setattr(owner, name, new)

@@ -117,10 +117,7 @@ class HealedRun:
         self._epoch_start = trainer.train_batch_idx - skip
 
     def note_step(self) -> None:
-        """Sets the trainer's counts and the cursor to the step of the weights.
-
-        Called before a save, because ArcticTraining counts a step only after the save.
-        """
+        """Sets the trainer's counts and the cursor to the step of the weights, before a save."""
         trainer = self._trainer
         step, micro_steps = trainer.model.global_steps, trainer.model.micro_steps
         trainer.global_step = step
@@ -159,8 +156,7 @@ class HealedRun:
         line = order_line(step, decision.cause, decision.action)
         if line and step != self._ordered_at:
             self._orders, self._ordered_at = self._orders + 1, step
-            # Replaces the message of the incident log, which describes other loops.
-            self.heal.hooks.incident_log.answered()
+            self.heal.hooks.incident_log.answered()  # whose message would describe other loops
             if is_logged(self._orders) and not (dist.is_initialized() and dist.get_rank()):
                 console.warning(line)
 

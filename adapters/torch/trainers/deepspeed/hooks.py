@@ -66,8 +66,7 @@ class EngineMeasurer(Measurer):
         if not self._sharded:
             return measured
         # DeepSpeed computes this norm before it calls the basic optimizer: reduced over the ranks,
-        # without the loss scale, before clipping. get_global_grad_norm() returns the norm of the
-        # previous step.
+        # without the loss scale, before clipping. get_global_grad_norm() is one step behind.
         norm = self._deepspeed.optimizer._global_grad_norm
         norm = torch.as_tensor(norm, dtype=torch.float32).to(self.home, non_blocking=True)
         # DeepSpeed sets -1 if the norm is not finite.

@@ -147,16 +147,9 @@ def read_record(path: Path) -> Record | None:
 def resume_target(
     folder: Path, nonfinite_ok: frozenset[str] = frozenset()
 ) -> tuple[Path | None, dict[Path, str]]:
-    """Finds the newest checkpoint to resume from.
+    """Returns the newest checkpoint to resume from, or None, and the defects of newer checkpoints.
 
     A candidate that was saved in trouble is used only if no better checkpoint exists.
-
-    Args:
-        folder: the Trainer's output_dir.
-        nonfinite_ok: see `find_defect`.
-
-    Returns:
-        The checkpoint, or None, and the defect of each newer checkpoint.
     """
     defects: dict[Path, str] = {}
     in_trouble: Path | None = None

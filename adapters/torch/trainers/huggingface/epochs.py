@@ -171,19 +171,26 @@ class EpochFeed:
             raise EpochChanged
 
 
-class EpochFraction(TrainerCallback):
-    """Corrects `state.epoch` after a rollback, because Trainer counts the rest of an epoch as 1.
+class TrainerEvents(TrainerCallback):
+    """Corrects `state.epoch` after a rollback, and reports evaluation losses to the Healer.
 
     This callback has to be the first, so that the other callbacks read the corrected value.
     """
 
-    def __init__(self, feed: EpochFeed) -> None:
+    def __init__(self, feed: EpochFeed, healer: Healer[Any]) -> None:
         self._feed = feed
+        self._healer = healer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Sets `state.epoch`."""
+        """Sets `state.epoch`, because Trainer counts the rest of an epoch as a whole epoch."""
         if self._feed.length:
             state.epoch = self._feed.epoch + self._feed.count / self._feed.length
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Observes the evaluation loss."""
+        metrics = kwargs.get("metrics") or {}
+        if "eval_loss" in metrics:
+            self._healer.observe_eval(metrics["eval_loss"])
 
 
 def run_epochs(trainer: Any, feed: EpochFeed, run_epoch: Callable[..., None], call: Any) -> None:

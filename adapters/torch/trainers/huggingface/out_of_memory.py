@@ -1,12 +1,11 @@
-"""Repeats an accumulation window of a Trainer after an out-of-memory error or a network failure.
+"""Repeats the micro-batches of a Trainer's step after an out-of-memory error or network failure.
 
-An accumulation window is the micro-batches of one optimizer step. After an out-of-memory error it
-is repeated in smaller parts. After a network failure, for instance in a reward function, it is
-repeated unchanged.
+After an out-of-memory error the window (the micro-batches of one step) is repeated in smaller
+parts. After a network failure, for instance in a reward function, it is repeated unchanged.
 
-The effective batch stays the same: batch size and accumulation steps do not change, and no sample
-is lost. A loss that is divided by the items of the window (tokens of a causal language model) is
-summed over the parts. Any other loss is weighted by the part's share of its micro-batch.
+Batch size and accumulation steps do not change, and no sample is lost. A loss that is divided by
+the items of the window (tokens of a causal language model) is summed over the parts. Any other loss
+is weighted by the part's share of its micro-batch.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class SplitSteps:
         stack: closed when the training ends. Gradient checkpointing is then switched off again.
 
     Attributes:
-        counts_before: the trainer's counts before the first micro-batch of the current step, or of
-            the last step between two steps. None before the first step.
+        counts_before: the trainer's counts before the newest window, or None before the first.
     """
 
     def __init__(self, trainer: Any, healer: Callable[[], Healer[Any]], stack: ExitStack) -> None:
@@ -98,8 +96,7 @@ class SplitSteps:
 
         attempt.__qualname__ = f"{type(self._trainer).__name__}.training_step"
         self._gradients = self._healer().driver.gradient_window()
-        # With several ranks a retry of one rank would leave the others in a collective.
-        single = self._trainer.accelerator.num_processes == 1
+        single = self._trainer.accelerator.num_processes == 1  # else other ranks would wait
         self._attempt = self._healer().retrying(attempt) if single else attempt
         return self._attempt
 
@@ -213,10 +210,7 @@ class SplitSteps:
         return ""
 
     def _checkpoint_activations(self, model: Any) -> str:
-        """Switches gradient checkpointing on, and returns a message about it.
-
-        Returns an empty string if it is on already or the model does not support it.
-        """
+        """Switches gradient checkpointing on. Returns a message, or an empty string on failure."""
         unwrapped = self._trainer.accelerator.unwrap_model(model)
         name = "activation_checkpointing"
         if not hasattr(unwrapped, f"{name}_enable"):  # transformers before 5.20

@@ -32,7 +32,7 @@ from healcore.torch.trainers import replaced
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.callback import HealingCallback
 from healcore.torch.trainers.huggingface.dry_run import DryRun, add_hint, read_metrics, trainer_copy
-from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
+from healcore.torch.trainers.huggingface.epochs import EpochFeed, TrainerEvents, run_epochs
 from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 from healcore.torch.trainers.huggingface.progress import Progress
 
@@ -310,7 +310,7 @@ class _Run:
             optimizer = unwrapped(trainer.optimizer)
             stack.enter_context(signals.clipped_after(trainer, optimizer, self._limit))
         callbacks = trainer.callback_handler.callbacks
-        callback = _TrainerEvents(feed, healer)
+        callback = TrainerEvents(feed, healer)
         callbacks.insert(0, callback)
         stack.callback(callbacks.remove, callback)
         return model, loader
@@ -331,19 +331,6 @@ class _Run:
 
     def _metrics(self) -> dict[str, float]:
         return {} if self.healer is None else self.healer.metrics()
-
-
-class _TrainerEvents(EpochFraction):
-    """Reports the loss of each evaluation, and corrects `state.epoch`."""
-
-    def __init__(self, feed: EpochFeed, healer: Healer[Any]) -> None:
-        super().__init__(feed)
-        self._healer = healer
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        metrics = kwargs.get("metrics") or {}
-        if "eval_loss" in metrics:
-            self._healer.observe_eval(metrics["eval_loss"])
 
 
 def _replace_train(trainer: Any, healed: SelfHealingTrainer) -> Callable[..., Any]:
