@@ -60,7 +60,7 @@ def test_float0_and_unchanged_static_leaves_pass():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ({"a": jnp.ones(2)}, {"b": jnp.ones(2)}, "one structure"),
+        ({"a": jnp.ones(2)}, {"b": jnp.ones(2)}, "same structure"),
         ({"a": jnp.ones(2)}, {"a": jnp.ones(3)}, r"\['a'\] was float32\[2\].*float32\[3\]"),
         (
             {"a": jnp.ones(2)},

@@ -73,7 +73,7 @@ class TrainerCheckpoints:
         """Records a checkpoint that the Trainer has just saved."""
         self._put(Record(step, "candidate", in_trouble))
 
-    def mark_good(self, unhealthy: Iterable[int], now: int) -> list[int]:
+    def mark_good(self, unhealthy: Iterable[int], next_step: int) -> list[int]:
         """Marks the candidates that have passed probation, and returns their steps.
 
         `unhealthy` steps do not count towards probation. Does not read the disk, because it runs
@@ -82,12 +82,12 @@ class TrainerCheckpoints:
         candidates = [
             Saved(r.step, "candidate", True, 0, 0.0, True, None)
             for r in self._records.values()
-            if r.status == "candidate" and r.step <= now
+            if r.status == "candidate" and r.step <= next_step
         ]
         if not candidates:
             return []
         passed = probation_passed(
-            candidates, unhealthy=unhealthy, now=now, probation=self._probation
+            candidates, unhealthy=unhealthy, now=next_step, probation=self._probation
         )
         for step in passed:
             self._put(Record(step, "good"))

@@ -151,8 +151,8 @@ class TrainLoader:
     def __init__(self, fetcher: Any, length: int | None, done: int = 0) -> None:
         self._combined = fetcher.combined_loader
         # iter(combined) would restart the epoch with other random numbers.
-        begun = iter(self._combined.__next__, _END)
-        self._begun: Iterator[Any] | None = chain(getattr(fetcher, "batches", ()), begun)
+        rest = iter(self._combined.__next__, _END)
+        self._first_epoch: Iterator[Any] | None = chain(getattr(fetcher, "batches", ()), rest)
         self._index = 0
         self._full_length = length
         self.length = None if length is None else max(length - done, 0)
@@ -185,14 +185,14 @@ class TrainLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the position for the next `iter`."""
         self._only.load_state_dict(state["loader"])
-        self._loaded, self._begun = state, None
+        self._loaded, self._first_epoch = state, None
 
     def _begin(self) -> Iterator[Any]:
         """The batches of the next epoch, or the rest of an epoch that is begun or loaded."""
         loaded, self._loaded = self._loaded, None
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            return begun
+        first_epoch, self._first_epoch = self._first_epoch, None
+        if first_epoch is not None:
+            return first_epoch
         self._index, self.length = 0, self._full_length
         if loaded is not None:
             self._index, self.length = loaded["index"], loaded["length"]
