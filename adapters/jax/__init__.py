@@ -4,8 +4,8 @@
     tx = protect(optax.adamw(1e-3), policy="default")     # exact skips, LR cuts
     updates, state = tx.update(grads, state, params, value=loss)
 
-`healcore.jax.flax_nnx` and `healcore.jax.flax_linen` hold the helpers for Flax; import them by
-name, so that a program without Flax never loads it.
+Import the helpers for Flax by name (`healcore.jax.flax_nnx`, `healcore.jax.flax_linen`), so that a
+program without Flax does not load it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Keeps the old state on a skip: `commit` a train state, `step_or_keep` an optimizer's state.
+"""Keeps the old state on a skip: `commit` for a train state, `step_or_keep` for an optimizer state.
 
-With ``new = update(old); state = where(skip, old, new)`` two versions of every moment are alive:
-the updates are computed from `new`, the output is `state`. XLA then copies the moments instead of
-writing them in place, though the caller donated them. `step_or_keep` selects where each new leaf is
-*defined*, so that the updates read the selected value too and one version is enough. Without a skip
-the values are the same; on a skip the updates are overwritten anyway.
+With ``new = update(old); state = where(skip, old, new)`` two versions of every moment are alive,
+because the updates read `new` and the output is `state`. XLA then copies donated moments instead of
+writing them in place. `step_or_keep` selects at the equation that defines each new leaf, so the
+updates read the selected value too, and one version is enough. The values are equal without a skip.
+On a skip the caller overwrites the updates.
 
 One step of adamw, 25 M float32 parameters in 24 leaves, jitted and donated, medians of 15
-interleaved runs on 2 CPU cores (jax 0.10.2). The slower ways are simpler code, hence the numbers:
+interleaved runs on 2 CPU cores (jax 0.10.2). The slower variants have simpler code:
 
     ======================================  =======  ==========
     no protection                           18.0 ms  0 MB temp
@@ -39,26 +39,27 @@ _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
 
 
 class CommitError(HealcoreError, TypeError):
-    """Two train states that cannot be selected between, leaf by leaf."""
+    """Raised for two train states whose structure, shapes or dtypes differ."""
 
 
 def commit(skip: chex.Array, old: State, new: State) -> State:
-    """Returns `old` where `skip`, else `new`: the train state as one transaction.
+    """Returns `old` where `skip`, else `new`, so that a skip reverts the whole train state.
 
-    Skipping the optimizer step alone keeps what the bad batch wrote in the forward pass (BatchNorm
-    statistics, EMA weights, accumulators); `commit` reverts all of it. Leave the healing state out
-    of it: a counter of skips that is reverted would never count.
+    A skip of the optimizer step alone does not revert values that the forward pass of the bad batch
+    wrote (BatchNorm statistics, EMA weights, accumulators). Do not pass the healing state: a
+    reverted counter of skips would never count.
 
     Args:
         skip: bool, 0-d, usually ``decision.skip``.
-        old: any pytree of arrays (typed PRNG keys too).
+        old: any pytree of arrays, including typed PRNG keys.
         new: a tree of the same structure, shapes and dtypes.
 
     Returns:
-        A tree like `new`, bit for bit one of the two, including -0.0, subnormals and NaN payloads.
+        A tree like `new`, bit-identical to `old` or `new`, including -0.0, subnormals and NaN
+        payloads.
 
     Raises:
-        CommitError: structure, shape or dtype differ; the message names the leaf.
+        CommitError: the structures, shapes or dtypes differ; the message names the leaf.
 
     Example:
         >>> import jax.numpy as jnp
@@ -68,7 +69,7 @@ def commit(skip: chex.Array, old: State, new: State) -> State:
     old_structure, new_structure = jax.tree.structure(old), jax.tree.structure(new)
     if old_structure != new_structure:
         raise CommitError(
-            "commit() needs two train states of one structure, got\n"
+            "commit() needs two train states of the same structure, got\n"
             f"  old: {old_structure}\n  new: {new_structure}\n"
             "pass the same part of the state before and after the step"
         )
@@ -83,17 +84,17 @@ def commit(skip: chex.Array, old: State, new: State) -> State:
 def step_or_keep(
     step: Step, skip: chex.Array, updates: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """Runs one optimizer step, and keeps the old state bit for bit where `skip` (bool, 0-d).
+    """Runs one optimizer step, and keeps the old state bit-identical where `skip` (bool, 0-d).
 
-    `step` is pure, ``(updates, state, params) -> (updates, state)``. On a skip the updates that
-    this returns are meaningless and must not be used.
+    `step` is a pure function ``(updates, state, params) -> (updates, state)``. On a skip the
+    returned updates are meaningless and must not be used.
 
     Raises:
         CommitError: the step changes the structure or a shape of its state, or narrows a dtype.
     """
     leaves = jax.tree.leaves((updates, state, params))
     if not any(isinstance(leaf, Tracer) for leaf in [skip, *leaves]):
-        # Eagerly there is no buffer to save, and tracing at every step would cost more.
+        # Eager code has no donated buffers to reuse, and would trace the step at every call.
         out, new_state = step(updates, state, params)
         _check_structure(state, new_state)
         return out, jax.tree_util.tree_map_with_path(
@@ -106,7 +107,7 @@ def step_or_keep(
 
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(updates, state, params)
     _check_structure(state, shapes[1])
-    first = len(jax.tree.leaves(updates))  # the state's place among the flat inputs
+    first = len(jax.tree.leaves(updates))  # index of the state's first leaf in the flat inputs
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     names = [f"state{jax.tree_util.keystr(path)}" for path in paths]
     flat = _interpret(closed, leaves, skip, first, names)
@@ -120,10 +121,10 @@ def _interpret(
     first: int,
     names: Sequence[str],
 ) -> list[Any]:
-    """Evaluates a jaxpr, selecting each new state leaf at the equation that produces it.
+    """Evaluates a jaxpr, selecting each new state leaf at the equation that defines it.
 
-    The old state is ``args[first : first + len(names)]``, the new one the last outputs. Leaves
-    without an equation of their own (constants, inputs, duplicates) are selected at the end.
+    The old state is ``args[first : first + len(names)]``, and the new state is the last outputs.
+    Leaves that no single equation defines (constants, inputs, duplicates) are selected at the end.
     """
     jaxpr = closed.jaxpr
     old, own_inputs = (flat[first : first + len(names)] for flat in (args, jaxpr.invars))
@@ -154,7 +155,7 @@ def _interpret(
     kept = []
     for i, var in enumerate(outputs):
         if var is own_inputs[i]:
-            kept.append(old[i])  # passed through: old and new are one
+            kept.append(old[i])  # the step returns its input
         elif not isinstance(var, jex.Literal) and place[var] == i and var not in given:
             kept.append(env[var])
         else:
@@ -163,7 +164,7 @@ def _interpret(
 
 
 def _evaluate(eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
-    """Evaluates one equation, as in jax's guide "Writing custom interpreters"."""
+    """Evaluates one equation, as in JAX's guide "Writing custom interpreters"."""
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # jax < 0.9: a pair
     with eqn.ctx.manager:
@@ -172,10 +173,10 @@ def _evaluate(eqn: Any, read: Callable[[Any], Any]) -> Sequence[Any]:
 
 
 def _select_widened(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
-    """`_select`, but a leaf may get a wider dtype, in which the old value is exact.
+    """Like `_select`, but the step may widen the dtype of a leaf, which keeps the old value exact.
 
-    In their first step Prodigy and optimizers under inject_hyperparams widen bfloat16 moments if
-    there are float32 parameters too.
+    Prodigy and optimizers under inject_hyperparams widen bfloat16 moments in their first step if
+    other parameters are float32.
     """
     before, after = jnp.result_type(old), jnp.result_type(new)
     numbers = all(jnp.issubdtype(each, jnp.number) for each in (before, after))
@@ -195,7 +196,7 @@ def _check_structure(old: Any, new: Any) -> None:
 
 
 def _select(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
-    """Selects one leaf: array, PRNG key or number; `name` is for the error."""
+    """Selects one leaf: array, PRNG key or number. Error messages use `name`."""
     if old is new or _is_float0(old):
         return new
     try:
@@ -204,8 +205,8 @@ def _select(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
         if old == new:
             return new
         raise CommitError(
-            f"{name} is a {type(new).__name__} that the step has changed: it cannot be selected "
-            "on the device. Make it an array, or keep it out of the train state"
+            f"{name} is a {type(new).__name__} that the step has changed, which cannot be selected "
+            "on the device. Make it an array, or remove it from the train state"
         ) from error
     if old.shape != new.shape or old.dtype != new.dtype:
         raise CommitError(
@@ -215,8 +216,8 @@ def _select(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
     bits = _SMALL_FLOATS.get(_width(old.dtype))
     if bits is None:
         return jnp.where(skip, old, new)
-    # XLA on a CPU selects bfloat16 through float32, where every NaN becomes the same NaN: 252 of
-    # 65536 bit patterns changed (measured). As integers they do not change.
+    # On a CPU, XLA selects bfloat16 values in float32, which turns every NaN into the same NaN: 252
+    # of 65536 bit patterns change (measured). A selection of integers changes none.
     as_bits = jax.lax.bitcast_convert_type
     chosen = jnp.where(skip, as_bits(old, bits), as_bits(new, bits))
     return as_bits(chosen, old.dtype)
@@ -225,7 +226,7 @@ def _select(skip: chex.Array, old: Any, new: Any, name: str) -> Any:
 def _check_skip(skip: Any) -> None:
     if jnp.shape(skip) != () or jnp.result_type(skip) != jnp.bool_:
         raise CommitError(
-            f"skip must be one bool, got {jnp.result_type(skip)}{jnp.shape(skip)}: pass "
+            f"skip must be a 0-d bool, got {jnp.result_type(skip)}{jnp.shape(skip)}: pass "
             "decision.skip, as in commit(last_decision(opt_state).skip, old, new)"
         )
 

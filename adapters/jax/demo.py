@@ -1,7 +1,4 @@
-"""The demo in JAX: the model, and the training loop as a user would write it.
-
-Everything of healcore in the loop is marked.
-"""
+"""The demo in JAX: a model and a training loop. Lines that use healcore are marked."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ Params = dict[str, jax.Array]
 
 
 def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransformationExtraArgs:
-    """AdamW with its learning rate in the state, protected as the arm says."""
+    """AdamW with its learning rate in the state, protected or clipped according to `arm`."""
     adamw = optax.inject_hyperparams(optax.adamw)(
         learning_rate=0.0, weight_decay=scenario.weight_decay
     )
@@ -38,9 +35,9 @@ def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransf
 def train(
     scenario: Scenario, arm: str, policy: Any, folder: Path
 ) -> Generator[Step, None, jax.Array]:
-    """Trains one model, yielding each step so that runs can take turns; returns the held-out loss.
+    """Trains one model and returns the held-out loss. Yields each step, so that runs can alternate.
 
-    `policy` and `folder` are for the healed run. A rollback decreases the step's number.
+    Only the healed run uses `policy` and `folder`. A rollback decreases the step number.
     """
     params = jax.tree.map(jnp.asarray, scenario.initial_weights())
     tx = optimizer(scenario, arm, policy)
@@ -88,9 +85,10 @@ def train(
 
 
 def model_loss(scenario: Scenario) -> Callable[[Params, Any, Any], jax.Array]:
-    """The loss of the byte-level transformer: mean cross-entropy in nats; NaN if no target counts.
+    """Loss function of a byte-level transformer: mean cross-entropy in nats.
 
-    The model has rotary attention and a GELU MLP, without normalisation.
+    The loss is NaN if all weights of the targets are 0. The model has rotary attention and a GELU
+    MLP, without normalisation.
     """
     cos, sin = (jnp.asarray(each)[:, None, :] for each in scenario.rotations())
 

@@ -1,4 +1,4 @@
-"""A linen TrainState that passes the loss to the optimizer and reverts a skipped step whole."""
+"""A linen TrainState that passes the loss to the optimizer and reverts every field on a skip."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from healcore.jax.commit import commit
 from healcore.jax.opt_state import last_decision
 from healcore.jax.signals import split_keywords
 
-_RAW_KEYS = ((2,), (4,))  # threefry; rbg and unsafe_rbg
+_RAW_KEYS = ((2,), (4,))  # last axis of a raw key: threefry, and rbg or unsafe_rbg
 
 
 class HealTrainState(train_state.TrainState):
-    """`flax.training.train_state.TrainState` for an optimizer with a healing state in it.
+    """`flax.training.train_state.TrainState` for an optimizer that contains a healing state.
 
-    Flax's own ``apply_gradients(grads=, value=)`` raises TypeError: its keywords are fields to
-    replace. Here the healing signals go to the optimizer; every other keyword is a field. A skip
-    keeps the step counter, the parameters and those fields, but not PRNG keys, typed or raw
-    (uint32 with a last axis of 2 or 4; hold a counter of such a shape as int32): otherwise the next
-    step would use the same dropout mask or noise again.
+    Flax's own ``apply_gradients(grads=, value=)`` raises TypeError, because its keywords are fields
+    to replace. This class passes the healing signals to the optimizer, and replaces fields by the
+    other keywords.
+
+    A skip reverts the step counter, the parameters and these fields, except PRNG keys. Otherwise
+    the next step would use the same dropout mask or noise. A raw key is any uint32 array with a
+    last axis of 2 or 4, so store a counter of such a shape as int32.
 
     Example:
         class State(HealTrainState):
@@ -49,19 +51,19 @@ class HealTrainState(train_state.TrainState):
         grads: Any,
         **kwargs: Any,
     ) -> Self:
-        """One optimizer step.
+        """Applies one optimizer step.
 
         Args:
-            grads: gradients like ``.params``.
-            **kwargs: `value` (the loss) and the other keywords of `heal`'s update; and fields to
-                replace, for example ``batch_stats``, of which a skip keeps all but keys.
+            grads: gradients, in the structure of ``.params``.
+            **kwargs: `value` (the loss) and the other keywords of `heal`'s update, and fields to
+                replace, for example ``batch_stats``.
 
         Returns:
             The new state.
 
         Raises:
-            HealStateError: the optimizer has no healing state in it, or more than one.
-            SignalError: a signal is not one number of the right kind.
+            HealStateError: the optimizer contains no healing state, or more than one.
+            SignalError: a signal is not a 0-d number or bool.
             CommitError: a field changes its structure, shape or dtype.
         """
         signals, fields = split_keywords(kwargs)
@@ -70,8 +72,8 @@ class HealTrainState(train_state.TrainState):
         def update(updates: Any, state: Any, params: Any = None) -> Any:
             return tx.update(updates, state, params, **signals)
 
-        # Flax's own method with the signals bound, so that its special cases (fp8 parameters that
-        # are overwritten by their gradient) stay Flax's.
+        # Calls Flax's own method, with the signals bound to the optimizer, because the method has
+        # special cases (fp8 parameters are overwritten by their gradient).
         bound = self.replace(tx=optax.GradientTransformation(tx.init, update))
         new: Any = train_state.TrainState.apply_gradients(bound, grads=grads, **fields)
         names = ["step", "params", *(name for name in fields if name in _array_fields(self))]
@@ -83,12 +85,12 @@ class HealTrainState(train_state.TrainState):
 
     @property
     def last_decision(self) -> Decision:
-        """The decision of the last step; return it as well as the state, which may be donated."""
+        """The decision of the last step. Return it from the step too, if the state is donated."""
         return last_decision(self.opt_state)
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed key, or has the dtype and last axis of a raw one."""
+    """Whether a leaf is a typed key, or has the dtype and last axis of a raw key."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype is not None

@@ -1,4 +1,4 @@
-"""Healing with `nnx.Optimizer`: passes the loss, and reverts the whole model on a skip."""
+"""Heals an `nnx.Optimizer`: passes the loss to it, and reverts the whole model on a skip."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 def snapshot(model: nnx.Module) -> Any:
-    """What `update` reverts to on a skip. Call it before the forward pass. Copies nothing.
+    """Returns the state to which `update` reverts the model on a skip. Copies nothing.
+
+    Call this function before the forward pass.
 
     Args:
         model: the module.
 
     Returns:
-        All its variables except random streams. Random streams advance, so that the step after a
-        skip does not use the dropout mask of the bad step.
+        All variables of the module except random streams. A skip does not revert these, so that the
+        next step does not use the same dropout mask.
     """
     return _arrays(nnx.state(model, nnx.Not(nnx.RngState)))
 
@@ -37,29 +39,29 @@ def update(
     before: Any = None,
     **signals: Any,
 ) -> Decision:
-    """One step of ``optimizer.update(model, grads)`` that changes nothing when it is skipped.
+    """Calls ``optimizer.update(model, grads)``, and reverts all changes on a skip.
 
-    ``optimizer.update(model, grads, value=loss)`` alone already protects parameters and optimizer
-    state (with `protect`), but counts ``optimizer.step`` up, and what the forward pass wrote
-    (BatchNorm statistics) stays.
+    ``optimizer.update(model, grads, value=loss)`` with `protect` keeps only parameters and
+    optimizer state on a skip. This function also keeps ``optimizer.step`` and values that the
+    forward pass writes (BatchNorm statistics).
 
         before = snapshot(model)
         loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
         decision = update(optimizer, model, grads, value=loss, before=before)
 
     Args:
-        optimizer: built with a transformation that holds one healing state.
+        optimizer: an optimizer whose transformation contains one healing state.
         model: the module, changed in place.
-        grads: from ``nnx.grad``.
-        before: from `snapshot`; None when the model has no state except its parameters.
-        **signals: `value` and the other keywords of `heal`'s update, and the optimizer's own.
+        grads: gradients from ``nnx.grad``.
+        before: result of `snapshot`, or None if the model's only state is its parameters.
+        **signals: `value` and the other keywords of `heal`'s update, and keywords of the optimizer.
 
     Returns:
-        The Decision: return it from the compiled step.
+        The Decision, to be returned from the compiled step.
 
     Raises:
-        HealStateError: the optimizer has no healing state in it, or more than one.
-        SignalError: a signal is not one number of the right kind.
+        HealStateError: the optimizer contains no healing state, or more than one.
+        SignalError: a signal is not a 0-d number or bool.
     """
     count = optimizer.step[...]
     optimizer.update(model, grads, **signals)

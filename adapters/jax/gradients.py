@@ -1,7 +1,8 @@
-"""Trees of gradients or updates: their norms in float32, and functions that scale or replace them.
+"""Computes norms of gradients or updates in float32, and scales or replaces their leaves.
 
-optax computes norms in the dtype of the leaves: float16 squares overflow from 256 on, bfloat16
-loses 0.3 %. The functions here keep leaves' dtypes, and do not change integer and float0 leaves.
+optax computes norms in the dtype of the leaves. In float16, squares of 256 and more overflow;
+bfloat16 has an error of 0.3 %. The functions here keep the leaves' dtypes, and do not change
+integer and float0 leaves.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from healcore.jax.compilation import compiled
 from healcore.jax.namespace import shared
 
 SMALL = 1 << 14
-"""Elements of the largest tensor that `not_finite` checks."""
+"""Number of elements of the largest tensor that `not_finite` checks."""
 P = ParamSpec("P")
 Tree = TypeVar("Tree")
 
 
 def is_gradient(leaf: Any) -> bool:
-    """Whether a leaf is a gradient: floating or complex."""
+    """Whether the dtype of a leaf is floating or complex."""
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def gradient_leaves(tree: Any) -> list[chex.Array]:
-    """The gradients of a tree in flattening order; None and MaskedNode have none."""
+    """The floating and complex leaves of a tree, in flattening order."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
@@ -40,8 +41,8 @@ def global_norm(tree: chex.ArrayTree) -> chex.Array:
         tree: gradients of any floating or complex dtype; may be empty.
 
     Returns:
-        float32, 0-d; 0 for an empty tree; NaN or Inf as soon as one element is. Finite gradients
-        above 1.8e19 overflow float32 when squared and count as infinite.
+        float32, 0-d. 0 for an empty tree, and NaN or Inf if any element is. Finite gradients above
+        1.8e19 overflow float32 when squared, so their norm is Inf.
     """
     return both_norms(tree)[0]
 
@@ -56,7 +57,7 @@ def leaf_norms(tree: chex.ArrayTree) -> chex.Array:
 
 
 def both_norms(tree: Any) -> tuple[chex.Array, chex.Array]:
-    """`global_norm` and `leaf_norms` from one pass over the gradients."""
+    """Returns `global_norm` and `leaf_norms` from one pass over the gradients."""
     return _norms([jnp.asarray(leaf) for leaf in gradient_leaves(tree)])
 
 
@@ -70,7 +71,7 @@ def _norms(leaves: list[chex.Array]) -> tuple[chex.Array, chex.Array]:
 def _of_gradients(
     function: Callable[Concatenate[list[chex.Array], P], list[chex.Array]],
 ) -> Callable[Concatenate[Tree, P], Tree]:
-    """Makes a function of a list of gradients a function of a tree, compiled as one call."""
+    """Turns a function of a list of gradients into a function of a tree, compiled as one call."""
     call = compiled(function)
 
     @functools.wraps(function)
@@ -89,7 +90,7 @@ def _of_gradients(
 def scale(leaves: list[chex.Array], factor: chex.Numeric) -> list[chex.Array]:
     """Multiplies every leaf by one factor, float32 0-d.
 
-    In at least float32, rounded once: a factor in bfloat16 would be off by up to 0.4 %.
+    Computes in at least float32: a factor in bfloat16 would have an error of up to 0.4 %.
     """
     return [_product(leaf, factor) for leaf in leaves]
 
@@ -103,17 +104,17 @@ def scale_each(leaves: list[chex.Array], factors: chex.Array) -> list[chex.Array
 
 @_of_gradients
 def fill_where(leaves: list[chex.Array], skip: chex.Array, value: float) -> list[chex.Array]:
-    """`value` in every element where `skip` (bool, 0-d); NaN is for `optax.apply_if_finite`."""
+    """Replaces every element by `value` where `skip` (bool, 0-d)."""
     return [jnp.where(skip, jnp.full((), value, leaf.dtype), leaf) for leaf in leaves]
 
 
 @_of_gradients
 def no_update_where(leaves: list[chex.Array], skip: chex.Array) -> list[chex.Array]:
-    """Updates that leave parameters bit-identical where `skip` (bool, 0-d).
+    """Replaces updates by -0.0 where `skip` (bool, 0-d), so that parameters stay bit-identical.
 
-    They are -0.0 because ``p + -0.0`` is p for every p, but ``-0.0 + 0.0`` is ``+0.0``. (XLA's own
-    bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some programs; `commit` keeps them.)
-    Non-finite elements always become -0.0: fused into the addition this costs nothing.
+    ``p + -0.0`` is p for every p, but ``-0.0 + 0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes
+    subnormals, |p| < 1.2e-38, in some programs; `commit` keeps subnormals.) Non-finite elements
+    always become -0.0. XLA fuses this into the addition, at no cost.
     """
     return [
         jnp.where(skip | ~jnp.isfinite(leaf), _negative_zero(leaf.dtype), leaf) for leaf in leaves
@@ -121,11 +122,11 @@ def no_update_where(leaves: list[chex.Array], skip: chex.Array) -> list[chex.Arr
 
 
 def not_finite(tree: Any) -> chex.Array:
-    """Whether a NaN or Inf is in a leaf of up to `SMALL` elements; bool, 0-d.
+    """Whether a leaf of up to `SMALL` elements has a NaN or Inf; bool, 0-d.
 
-    A learning rate of NaN, or a bias correction of 0, shows in those too. Checking all leaves, or a
-    strided part of each, took four times as long as an adamw step (25 M float32, 24 leaves, 2 CPU
-    cores: 280 against 69 ms, and 96 MB), because XLA writes the update to memory for it.
+    A learning rate of NaN, or a bias correction of 0, affects small leaves too. A check of all
+    leaves takes four times as long as an adamw step, because XLA writes the update to memory (25 M
+    float32, 24 leaves, 2 CPU cores: 280 ms and 96 MB, against 69 ms).
     """
     return _any_not_finite([leaf for leaf in gradient_leaves(tree) if jnp.size(leaf) <= SMALL])
 
@@ -135,23 +136,23 @@ def _any_not_finite(leaves: list[chex.Array]) -> chex.Array:
     flags = [~jnp.isfinite(leaf).all() for leaf in leaves]
     if not flags:
         return jnp.zeros((), jnp.bool_)
-    # `shared`: else each tensor's kernel repeats it (192 tensors: 67,000 instructions, not 31,000).
+    # Without `shared` the kernel of each tensor repeats this: 67,000 instead of 31,000 instructions
+    # for 192 tensors.
     return shared(jnp.stack(flags).any())
 
 
 def _square_sum(leaf: chex.Array) -> chex.Array:
     if jnp.iscomplexobj(leaf):
         return _square_sum(jnp.real(leaf)) + _square_sum(jnp.imag(leaf))
-    # XLA splits a plain reduction over the cores. A reshape to (rows, 1024) and two sums was 12
-    # times slower (25 M float32 on 2 cores: 3.4 against 38 ms, the reshape copies); vdot and a sum
-    # over the last axis first were as fast.
+    # XLA splits a plain reduction over the cores. A reshape to (rows, 1024) and two sums is 12
+    # times slower, because the reshape copies (25 M float32 on 2 cores: 38 ms against 3.4 ms).
     return jnp.sum(jnp.square(jnp.asarray(leaf).astype(jnp.float32)))
 
 
 def _product(leaf: chex.Array, factor: chex.Numeric) -> chex.Array:
-    # Not divided by the norm, as in optax.clip_by_global_norm: XLA copies a product into every
-    # consumer of the gradient, but writes a quotient to memory first (25 M float32 with adamw on 2
-    # cores: 19 ms a step and no temporary, against 45 ms and 100 MB).
+    # A product instead of a division by the norm, as in optax.clip_by_global_norm: XLA fuses a
+    # product into every consumer of the gradient, but writes a quotient to memory (25 M float32
+    # with adamw on 2 cores: 19 ms a step and no temporary, against 45 ms and 100 MB).
     wide = jnp.promote_types(leaf.dtype, jnp.float32)
     return (leaf.astype(wide) * jnp.asarray(factor, jnp.float32)).astype(leaf.dtype)
 

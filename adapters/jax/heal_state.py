@@ -1,4 +1,4 @@
-"""`HealState`: the healing part of an optimizer state, and how it is found in any nesting."""
+"""Defines `HealState`, the healing part of an optimizer state, and finds it in nested states."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Tree = TypeVar("Tree")
 
 
 class HealStateError(HealcoreError, ValueError):
-    """An optimizer state has no healing state, more than one, or one of another policy."""
+    """Raised if an optimizer state has no healing state, several, or one of another policy."""
 
 
 class HealState(NamedTuple):
-    """What `heal`, `heal_zclip` and `protect` carry from step to step, in few arrays.
+    """The state of `heal`, `heal_zclip` and `protect`, packed in few arrays.
 
-    Their names are in no other state, so that ``optax.tree.get(opt_state, "count")`` finds the
-    optimizer's. No array is empty, because Orbax would refuse to save it.
+    No other state has fields of these names, so that ``optax.tree.get(opt_state, "count")`` finds
+    the optimizer's count. No array is empty, because Orbax cannot save empty arrays.
     """
 
     heal_floats: chex.Array
@@ -47,14 +47,14 @@ class HealState(NamedTuple):
     heal_decision: dict[str, chex.Array]
     """The decision of the last step: `heal_skip`, `heal_grad_scale`, ..."""
     heal_leaf_norms: chex.Array
-    """float32 (n,): norm of each gradient leaf at the last step, before clipping; zeros while the
-    caller passes `grad_norm`. No decision reads it."""
+    """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
+    caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
 
 
 def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealState:
-    """The state before the first step, for a number of `leaves` with a gradient.
+    """The state before the first step, for `leaves` tensors with a gradient.
 
-    The host can read the records of `kept` steps, at least those of one dispatch.
+    The ring buffer holds the records of `kept` steps, at least the steps of one dispatch.
     """
     layout = StateLayout(engine, leaves if engine.per_tensor else 0)
     floats, ints = layout.pack(layout.template, layout.header)
@@ -70,9 +70,9 @@ def init(engine: Engine, leaves: int, kept: int = state_layout.STEPS) -> HealSta
 def step(
     engine: Engine, state: HealState, signals: Signals, leaf_norms: chex.Array | None
 ) -> tuple[HealState, Decision]:
-    """One step of the core, with the dtypes of the state kept (weak types would recompile).
+    """Judges one step, and keeps the dtypes of the state, because weak types would recompile.
 
-    An externally skipped step is skipped in observe mode too. HealStateError as in `engine_state`.
+    Skips an externally skipped step in observe mode too. Raises HealStateError like `engine_state`.
     """
     _check(engine, state)
     leaves, structure = jax.tree.flatten(engine.config)
@@ -95,7 +95,7 @@ def _step(
     if leaf_norms is not None and leaf_norms.shape == jnp.shape(norms):
         norms = leaf_norms
     floats, ints, decision, ordered = one_kernel(partial(_judge, engine), state, signals)
-    # Not in the kernel: with `vmap` this is a scatter, which it cannot contain.
+    # Outside of the kernel, because `vmap` turns this into a scatter.
     rings = state_layout.write_record(
         state.heal_records,
         state_layout.record(floats, ints),
@@ -113,17 +113,17 @@ def _is_array(leaf: Any) -> bool:
 def _judge(
     engine: Engine, state: HealState, signals: Signals
 ) -> tuple[chex.Array, chex.Array, Decision, chex.Array]:
-    """The new floats and integers, the decision, and whether it has an order for the host."""
+    """Returns the new floats and integers, the decision, and whether it has a host action."""
     layout = _layout_of(engine, state)
     old = layout.unpack(state.heal_floats, state.heal_ints)
     new, decision = engine.step(old, signals, xp=namespace)
     if signals.externally_skipped is not None:
-        # The engine leaves such a skip to its caller, which is this function.
+        # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
     template = neutral(groups=None if decision.group_scale is None else 1)
     decision = tree.map_leaves(_own, template, decision)
     header = state_layout.header(state.heal_ints)
-    # A soft step is done already: it must not push an order of the host out of its ring.
+    # A soft step needs no host action, and must not evict a record of one from the ring buffer.
     action = new.last.decision.action
     action = action & ~int(Action.SOFT_STEP) if engine.softens else action
     ordered = (action != 0) & (new.step > old.step)
@@ -134,9 +134,9 @@ def _judge(
 
 
 def _own(kind: Any, leaf: chex.Array) -> chex.Array:
-    """The leaf with the dtype of `kind`, in its own buffer: no buffer can be donated twice.
+    """Returns the leaf with the dtype of `kind`, in a separate buffer.
 
-    Eager code returns one array for several leaves, such as the LR multiplier.
+    Eager code may return the same array for several leaves, but a buffer can be donated only once.
     """
     if isinstance(leaf, Tracer):
         return jnp.asarray(leaf, kind.dtype)
@@ -146,7 +146,7 @@ def _own(kind: Any, leaf: chex.Array) -> chex.Array:
 def clip_update(
     engine: Engine, state: HealState, norm: chex.Array, skipped: chex.Array
 ) -> tuple[HealState, chex.Array]:
-    """The factor on this step's update, of L2 norm `norm`; see `Engine.clip_update`."""
+    """Returns the state, and the factor for an update of norm `norm`; see `Engine.clip_update`."""
     layout = _layout_of(engine, state)
     old = layout.unpack(state.heal_floats, state.heal_ints)
     new, factor = engine.clip_update(old, norm, skipped, xp=namespace)
@@ -155,25 +155,25 @@ def clip_update(
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
-    """The core's form of the state; HealStateError if it is of another policy, or no HealState."""
+    """Unpacks the EngineState. Raises HealStateError for another policy or another type."""
     _check(engine, state)
     floats, ints = state.heal_floats, state.heal_ints
-    if not isinstance(ints, Tracer):  # on a device each of some 40 slices would be compiled
+    if not isinstance(ints, Tracer):  # avoids compiling about 40 slices for the device
         floats, ints = jax.device_get((floats, ints))
     return _layout_of(engine, state).unpack(floats, ints)
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
-    """The healing state with the engine's replaced; StateError if `new` is of another model."""
+    """Replaces the engine's state. Raises StateError if `new` belongs to another model."""
     layout = _layout_of(engine, state)
     old = state_layout.header(state.heal_ints)
     seen = old.loss_seen | (jnp.asarray(new.last.loss) != 0)
     floats, ints = layout.pack(new, old._replace(loss_seen=seen))
     if floats.shape != jnp.shape(state.heal_floats) or ints.shape != jnp.shape(state.heal_ints):
         raise StateError(
-            f"the saved state has {floats.shape[0]} numbers and this optimizer's has "
-            f"{jnp.shape(state.heal_floats)[0]}: it is of a model with other tensors; start from a "
-            "fresh state"
+            f"the saved state has {floats.shape[0]} numbers, and this optimizer's state has "
+            f"{jnp.shape(state.heal_floats)[0]}: it belongs to a model with other tensors; start "
+            "from a fresh state"
         )
     record, step = state_layout.record(floats, ints), state_layout.step(ints)
     rings = state_layout.write_record(state.heal_records, record, step, old.orders, step != step)
@@ -181,14 +181,14 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
 
 
 def with_neutral_decision(state: HealState) -> HealState:
-    """The state with the decision that it had before the first step."""
+    """Replaces the last decision by the neutral decision, as before the first step."""
     return state._replace(heal_decision=_flat_decision(neutral(groups=_groups(state))))
 
 
 def _check(engine: Engine, state: Any) -> None:
-    """Raises HealStateError unless the state is of this policy.
+    """Raises HealStateError unless the state belongs to this policy.
 
-    A traced state shows only its shapes; otherwise the fingerprint is compared, too.
+    Compares the shapes, and the fingerprint unless the state is traced.
     """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
@@ -196,8 +196,8 @@ def _check(engine: Engine, state: Any) -> None:
     found = (jnp.shape(state.heal_floats)[-1:], jnp.shape(state.heal_ints)[-1:])
     if found != ((layout.floats,), (layout.ints,)):
         raise HealStateError(
-            f"this healing state is of another policy: it has {found[0]} floats and {found[1]} "
-            f"integers, this policy needs {layout.floats} and {layout.ints}. "
+            f"this healing state belongs to another policy: it has {found[0]} floats and {found[1]}"
+            f" integers, and this policy needs {layout.floats} and {layout.ints}. "
             f"{_policies(engine, state)}{_REMEDY}"
         )
     if isinstance(state.heal_ints, Tracer):
@@ -205,34 +205,34 @@ def _check(engine: Engine, state: Any) -> None:
     header = state_layout.header(np.asarray(state.heal_ints))
     if (header.schema != state_layout.SCHEMA).any():
         raise HealStateError(
-            f"this healing state has layout {header.schema}, this release has "
-            f"{state_layout.SCHEMA}: take the healing part of a fresh state, "
+            f"this healing state has layout {header.schema}, and this release has layout "
+            f"{state_layout.SCHEMA}: use the healing part of a fresh state, "
             "with_heal_state(without_heal_state(old), like=tx.init(params))"
         )
     own, high, low = layout.header, header.policy_high, header.policy_low
     named = (high | low).any() and (own.policy_high or own.policy_low)  # 0 and 0: no fingerprint
     if named and ((high != own.policy_high) | (low != own.policy_low)).any():
         raise HealStateError(
-            "this healing state is of another policy: the policy that made it has other numbers. "
+            "this healing state belongs to another policy, whose numbers differ. "
             f"{_policies(engine, state)}{_REMEDY}"
         )
 
 
 def _policies(engine: Engine, state: HealState) -> str:
-    """Sentence with the policies of a state and of an engine, or "" for a traced state."""
-    from healcore.policy.loader import name_of  # here: `import healcore.jax` loads no pydantic
+    """A sentence that names both policies, or an empty string for a traced state."""
+    from healcore.policy.loader import name_of  # here, so `import healcore.jax` skips pydantic
 
     if isinstance(state.heal_ints, Tracer):
         return ""
     made_with = state_layout.fingerprint(state_layout.header(np.asarray(state.heal_ints)))
     names = [name_of(each) for each in (made_with, engine.fingerprint)]
-    optimizer, here = (f'"{name}"' if name else "no unchanged preset" for name in names)
-    return f"The optimizer was made with {optimizer}, and the policy given here is {here}. "
+    optimizer, here = (f'"{name}"' if name else "not an unchanged preset" for name in names)
+    return f"The optimizer's policy is {optimizer}, and the policy passed here is {here}. "
 
 
 _REMEDY = (
-    "Name one policy everywhere, as in protect(tx, policy) and Healer(policy); for heal_zclip() "
-    'write Healer("zclip"). To continue with another policy, let its detectors start again: '
+    "Use the same policy everywhere, as in protect(tx, policy) and Healer(policy); for "
+    'heal_zclip() write Healer("zclip"). To continue with another policy and reset its detectors: '
     "with_heal_state(without_heal_state(old), like=tx.init(params))"
 )
 
@@ -240,21 +240,21 @@ _REMEDY = (
 def no_heal_state_error(state: Any) -> HealStateError:
     """The error for an optimizer state without a healing state where `update` needs one."""
     return HealStateError(
-        f"this optimizer state ({type(state).__name__}) is of an optimizer without healcore, or of "
-        "another chain: an optimizer made with protect(), heal() or heal_zclip() begins with its "
+        f"this optimizer state ({type(state).__name__}) belongs to an optimizer without healcore, "
+        "or to another chain: an optimizer with protect(), heal() or heal_zclip() starts with its "
         "own tx.init(params). To continue from the moments of a bare or clipped optimizer: "
         "opt_state = with_heal_state(old_opt_state, like=tx.init(params))"
     )
 
 
 def _groups(state: HealState) -> int | None:
-    """Number of tensors that the policy clips by themselves, or None."""
+    """Number of tensors that a per-tensor policy clips, or None for any other policy."""
     factors = state.heal_decision.get("heal_group_scale")
     return None if factors is None else jnp.shape(factors)[-1]
 
 
 def _layout_of(engine: Engine, state: HealState) -> StateLayout:
-    # Not cached: an engine's numbers may be tracers, which must not be kept.
+    # Not cached, because an engine's numbers may be tracers, which must not outlive their trace.
     return StateLayout(engine, _groups(state) or 0)
 
 
@@ -266,11 +266,11 @@ def _flat_decision(made: Decision) -> dict[str, chex.Array]:
     }
 
 
-# -- in any nesting of states -------------------------------------------------------------------
+# -- nested states ------------------------------------------------------------------------------
 
 
 def find(opt_state: Any) -> HealState:
-    """The one HealState in an optimizer state; HealStateError if there is none, or several."""
+    """The HealState in an optimizer state. Raises HealStateError unless exactly one exists."""
     found = nodes(HealState, opt_state)
     if len(found) == 1:
         warn_if_after_optimizer(opt_state, found[0][0])
@@ -278,8 +278,8 @@ def find(opt_state: Any) -> HealState:
     if found:
         places = ", ".join(f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found)
         raise HealStateError(
-            f"this optimizer state holds {len(found)} healing states, at {places}: "
-            "pass the part that holds the one you mean"
+            f"this optimizer state contains {len(found)} healing states, at {places}: "
+            "pass a part with only one of them"
         )
     raise HealStateError(
         f"no healing state in this {type(opt_state).__name__}: pass the opt_state of a "
@@ -289,19 +289,19 @@ def find(opt_state: Any) -> HealState:
 
 
 def replace(opt_state: Tree, new: HealState) -> Tree:
-    """The optimizer state with its HealState replaced; HealStateError unless there is one."""
+    """Replaces the HealState in an optimizer state. Raises HealStateError like `find`."""
     find(opt_state)
     return map_nodes(HealState, lambda _: new, opt_state)
 
 
 def nodes(kind: Any, tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Every node of a class (or of one of a tuple of classes) in a tree, with its path."""
+    """The path and node of every instance of `kind`, a class or tuple of classes, in a tree."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
     return [(path, node) for path, node in found if isinstance(node, kind)]
 
 
 def map_nodes(kind: Any, fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """The tree with every node of a class (or of one of a tuple of classes) replaced by `fn`'s."""
+    """Replaces every instance of `kind`, a class or tuple of classes, by the result of `fn`."""
     return jax.tree.map(
         lambda node: fn(node) if isinstance(node, kind) else node,
         tree,
@@ -310,7 +310,7 @@ def map_nodes(kind: Any, fn: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def at(root: Any, path: tuple[Any, ...]) -> Any:
-    """The node at a path; AttributeError, LookupError or TypeError if there is none."""
+    """The node at a path. Raises AttributeError, LookupError or TypeError if it does not exist."""
     for key in path:
         if hasattr(key, "name"):
             root = getattr(root, key.name)
@@ -320,26 +320,26 @@ def at(root: Any, path: tuple[Any, ...]) -> Any:
 
 
 def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
-    """Warns where the state of an optimizer comes before the healing state at `path` in a chain.
+    """Warns if an optimizer's state precedes the healing state at `path` in a chain.
 
-    Only the chain's state shows the order, if the optimizer has a state (SGD without momentum has
-    none; in `optax.named_chain` states are not in order). Not an error: it may be intended, or a
-    user's own tuple of states.
+    Detects only optimizers with a state (SGD without momentum has no state), and not in
+    `optax.named_chain`, whose states are unordered. This is not an error, because the order may be
+    intended, or the tuple may be a user's own.
     """
     index = max((i for i, key in enumerate(path) if isinstance(key, SequenceKey)), default=None)
     if index is None:
         return
     chain = at(root, path[:index])
-    # In the state of a chain every member is a tuple, in a tree of parameters not.
+    # Every member of a chain's state is a tuple, unlike the members of a tree of parameters.
     if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
         return
     before = chain[: path[index].idx]
     if nodes(HealState, before):
-        return  # a user's tuple of several optimizers' states
+        return  # a user's tuple with the states of several optimizers
     if any(map(is_gradient, jax.tree.leaves(before))):
         warnings.warn(
-            "heal, heal_zclip and protect judge gradients, but here an optimizer comes before them "
-            "in the chain: they judge its updates, and a NaN is in its moments already. Put the "
+            "heal, heal_zclip and protect have to judge gradients, but an optimizer precedes them "
+            "in this chain: they judge its updates, after a NaN has reached its moments. Put "
             "healing first: optax.chain(heal_zclip(), optax.adamw(1e-3))",
             stacklevel=4,
         )

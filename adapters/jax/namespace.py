@@ -1,4 +1,4 @@
-"""The array namespace that the core runs on under JAX: `jax.numpy`, and `shared`."""
+"""The array namespace of the core under JAX: functions of `jax.numpy`, and `shared`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ where, isfinite, abs, sqrt, sum, astype = (
 )
 
 _BEYOND = 1_000_003
-"""Above every shared value, and not a power of two: XLA would turn that into a cheap mask."""
+"""A divisor above every shared value. XLA would turn a power of two into a cheap mask."""
 
 
 def shared(x: Any) -> Any:
-    """The same bool, or int32 from 0 to a million, computed by XLA only once.
+    """Returns `x`, a bool or an int32 from 0 to a million, such that XLA computes it only once.
 
-    XLA copies cheap operations into everything that depends on them, here on a few flags: 1,700
-    operations became 18,000, and compiling took as much longer. A remainder counts as expensive and
-    is not copied. (On a CPU XLA removes an optimization_barrier before it fuses. A call that is not
-    inlined, a `while` or a `cond` would work there, but blocks the host or does not batch
-    elsewhere.)
+    XLA duplicates cheap operations into every consumer. For a few flags of the engine, 1,700
+    operations become 18,000, and the compilation time grows in proportion. XLA does not duplicate a
+    remainder, which counts as expensive.
+
+    Alternatives fail: on a CPU XLA removes an optimization_barrier before fusion. A call that is
+    not inlined, a `while` or a `cond` blocks the host or does not batch on other platforms.
     """
     flag = x.dtype == jnp.bool_
     kept = lax.rem(lax.convert_element_type(x, jnp.int32), lax.full_like(x, _BEYOND, jnp.int32))

@@ -1,7 +1,7 @@
-"""Functions of an optimizer state with a healing state in it: reading, saving, replacing.
+"""Reads, saves and replaces the healing state in an optimizer state.
 
-All of them accept any nesting of optax states with one `heal`, `heal_zclip` or `protect` in it. An
-argument `policy` is the policy that the optimizer was built with.
+All functions accept any nesting of optax states that contains one `heal`, `heal_zclip` or
+`protect`. An argument `policy` is the policy of that transformation.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from healcore.policy import PolicyLike
 
 PyTree = Any
-"""Any nesting of registered nodes: JAX has no type for it."""
+"""Any pytree. JAX has no type for it."""
 State = TypeVar("State")
 """Any nesting of optax states."""
 _HEALING = (HealState, ProtectState, ScaleByHealLrState)
 
-for _type in (*_HEALING, Decision):  # a step that takes or returns them can be serialized
+for _type in (*_HEALING, Decision):  # for `jax.export` of a step that takes or returns them
     jax.export.register_namedtuple_serialization(
         _type, serialized_name=f"healcore.{_type.__name__}"
     )
 
 
 def _engine(policy: PolicyLike) -> Engine:
-    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
 
     return engine_of(policy)
 
@@ -59,41 +59,41 @@ def _engine(policy: PolicyLike) -> Engine:
 
 
 def last_decision(opt_state: optax.OptState) -> Decision:
-    """The decision of the last step.
+    """Returns the decision of the last step.
 
-    Return it from the compiled step as an output of its own: a donated state cannot be read
+    Return it from the compiled step as a separate output, because a donated state cannot be read
     afterwards.
 
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state, last_decision(opt_state)
 
     Args:
-        opt_state: any nesting of optax states with one `heal`, `heal_zclip` or `protect` in it.
+        opt_state: any nesting of optax states that contains one `heal`, `heal_zclip` or `protect`.
 
     Returns:
-        The Decision, 0-d arrays, not copied. Neutral before the first step.
+        The Decision, with 0-d arrays that are not copied. Neutral before the first step.
 
     Raises:
-        HealStateError: there is no healing state in it, or more than one.
+        HealStateError: the state contains no healing state, or more than one.
     """
     found = find(opt_state).heal_decision
     return Decision(*(found.get(f"heal_{field}") for field in Decision._fields))
 
 
 def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict[str, chex.Array]:
-    """Named scalars for a logger: 0-d arrays under `heal/...`, without a sync or a copy.
+    """Returns scalars for a logger: 0-d arrays named `heal/...`, without a sync or a copy.
 
     Args:
         opt_state: as in `last_decision`.
-        policy: the policy that the optimizer was built with; needed for the numbers of
-            `[update_clip]`, whose place in the state depends on it.
+        policy: the optimizer's policy, needed only for the metrics of `[update_clip]`, because
+            their position in the state depends on the policy.
 
     Returns:
-        See `healcore.core.engine.state.metrics`; `heal/loss` is NaN until there was a finite one,
-        so also where `value=` is never passed.
+        See `healcore.core.engine.state.metrics`. `heal/loss` is NaN until the first finite loss,
+        and always if `value=` is not passed.
 
     Raises:
-        HealStateError: as in `last_decision`, or the state is of another policy.
+        HealStateError: as in `last_decision`, or the state belongs to another policy.
     """
     state = find(opt_state)
     found = _metrics(state.heal_floats, state.heal_ints)
@@ -104,32 +104,32 @@ def metrics(opt_state: optax.OptState, policy: PolicyLike | None = None) -> dict
 
 @jax.jit
 def _metrics(floats: chex.Array, ints: chex.Array) -> dict[str, chex.Array]:
-    """Compiled, so that it is one dispatch outside of a compiled step."""
+    """The metrics, compiled as one dispatch for calls outside of a compiled step."""
     head: Any = state_layout.head(floats, ints)
     found = engine_metrics(head)
-    # The state itself stays finite: a checkpoint with a NaN in it would count as bad.
+    # The NaN is not in the state, because a checkpoint with a NaN would count as bad.
     loss = jnp.where(state_layout.header(ints).loss_seen != 0, found["heal/loss"], jnp.nan)
     return {**found, "heal/loss": loss}
 
 
 def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, chex.Array]:
-    """The norm of each parameter's gradient at the last step, before clipping, for a logger.
+    """Returns the norm of each parameter's gradient at the last step, before clipping.
 
-    The decision needs them anyway, so this adds nothing to the cost of a step.
+    The step computes these norms for its decision, so they add no cost.
 
         logger.log({f"grad_norm/{name}": float(norm) for name, norm in norms.items()})
 
     Args:
         opt_state: as in `last_decision`.
-        params: the parameters, or any tree of their structure; only their names are used.
+        params: the parameters, or any tree of their structure. Only their names are used.
 
     Returns:
         ``"params/Dense_0/kernel"`` -> L2 norm, float32 0-d. Zeros before the first step, and
         while the caller passes `grad_norm`.
 
     Raises:
-        HealStateError: as in `last_decision`, or `params` has another number of floating tensors
-            than there were gradients.
+        HealStateError: as in `last_decision`, or the number of floating tensors in `params` differs
+            from the number of gradients.
     """
     norms = jnp.unstack(find(opt_state).heal_leaf_norms)
     paths = [
@@ -137,8 +137,8 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
     ]
     if len(paths) != len(norms):
         raise HealStateError(
-            f"there were {len(norms)} gradients, and params has {len(paths)} floating "
-            "tensors: pass the tree that the optimizer was initialised with"
+            f"the last step had {len(norms)} gradients, and params has {len(paths)} floating "
+            "tensors: pass the tree that was passed to tx.init"
         )
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     return dict(zip(names, norms, strict=True))
@@ -148,44 +148,44 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
 
 
 def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
-    """The engine's state in the framework-neutral, JSON-safe form. Reads the device.
+    """Returns the engine's state in a framework-neutral form that JSON can hold. One sync.
 
-    `healcore.torch` and NumPy can load it and make the same decisions.
+    `healcore.torch` and NumPy can load this form, and then make the same decisions.
 
     Raises:
-        HealStateError: as in `last_decision`, or the state is of another policy.
+        HealStateError: as in `last_decision`, or the state belongs to another policy.
     """
     engine = _engine(policy)
     return engine.to_dict(jax.device_get(engine_state(engine, find(opt_state))))
 
 
 def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> State:
-    """An optimizer state that continues from a saved engine state.
+    """Returns an optimizer state that continues from a saved engine state.
 
     Args:
         opt_state: a state of this run's optimizer, usually fresh from ``tx.init(params)``.
-        data: from `to_dict` of any adapter.
-        policy: the policy that the optimizer was built with.
+        data: result of `to_dict` of any adapter.
+        policy: the optimizer's policy.
 
     Returns:
-        `opt_state` with the engine's state replaced, its dtypes and shapes kept.
+        `opt_state` with the engine's state replaced; dtypes and shapes are unchanged.
 
     Raises:
-        StateError: `data` is damaged, or of another policy or number of tensors.
+        StateError: `data` is damaged, or belongs to another policy or number of tensors.
         HealStateError: as in `to_dict`.
     """
     engine = _engine(policy)
     old = find(opt_state)
-    engine_state(engine, old)  # raises unless the policy is the optimizer's
+    engine_state(engine, old)  # raises for another policy
     new = with_engine_state(engine, old, engine.from_dict(data))
     return replace(opt_state, with_neutral_decision(new))
 
 
 def expect_change(opt_state: State) -> State:
-    """Opens the grace window at the next step: LR, batch, data or weights are about to change.
+    """Opens the grace window at the next step, where LR, batch, data or weights will change.
 
-    The same as ``change_expected=True`` in that step's update, for a host that does not call it.
-    Raises HealStateError as in `last_decision`.
+    Equivalent to ``change_expected=True`` in the next call of `update`. Raises HealStateError like
+    `last_decision`.
     """
     state = find(opt_state)
     ints = state_layout.with_change_expected(state.heal_ints)
@@ -193,18 +193,18 @@ def expect_change(opt_state: State) -> State:
 
 
 def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
-    """The optimizer state to continue with after a checkpoint was restored.
+    """Returns the optimizer state to continue with after a checkpoint is restored.
 
     Args:
         live: the optimizer state at the moment of the rollback.
         restored: the optimizer state in the checkpoint.
-        policy: the policy that the optimizer was built with.
+        policy: the optimizer's policy.
 
     Returns:
-        `restored`, with the budgets and the LR multiplier of `live`: a rollback keeps them.
+        `restored`, with the budgets and the LR multiplier of `live`, which a rollback keeps.
 
     Raises:
-        HealStateError: as in `to_dict`, for one of the two.
+        HealStateError: as in `to_dict`, for `live` or `restored`.
     """
     engine = _engine(policy)
     now, then = find(live), find(restored)
@@ -212,19 +212,19 @@ def on_rollback(live: State, restored: State, policy: PolicyLike) -> State:
     return replace(restored, with_engine_state(engine, then, state))
 
 
-# -- to and from plain optax --------------------------------------------------------------------
+# -- conversion to and from plain optax ---------------------------------------------------------
 
 
 def without_heal_state(state: PyTree) -> PyTree:
-    """The state without healcore's part, as a checkpoint of a plain optax run holds it.
+    """Removes the healing states, as in a checkpoint of a plain optax run. Copies nothing.
 
-    A `protect` becomes the optimizer it protects; a member of a chain (`heal`, `heal_zclip`,
-    `scale_by_heal_lr`) becomes the empty state of a stateless one, as `clip_by_global_norm` has it.
+    The state of `protect` becomes the state of its inner optimizer. The state of a member of a
+    chain (`heal`, `heal_zclip`, `scale_by_heal_lr`) becomes `optax.EmptyState`.
 
         old = store.restore(step, {"state": without_heal_state(state)}).state["state"]
         state = with_heal_state(old, like=state)
 
-    `state` is any pytree, such as a train state. Nothing is copied.
+    `state` is any pytree, such as a train state.
     """
     return map_nodes(_HEALING, _bare, state)
 
@@ -235,20 +235,19 @@ def _bare(node: Any) -> Any:
 
 
 def with_heal_state(bare: PyTree, like: State) -> State:
-    """The opposite of `without_heal_state`.
+    """Inserts the healing states of `like`; the inverse of `without_heal_state`.
 
-    It also takes over a run without healcore, or with another policy: `protect` begins with the
-    moments that the optimizer has,
+    This can also continue a run without healcore, or with another policy, from its moments:
 
-        # old: of adamw, or of chain(clip, adamw)
+        # old is a state of adamw, or of chain(clip, adamw)
         opt_state = with_heal_state(old, like=tx.init(params))
-        # old: of another policy
+        # old is a state of another policy
         opt_state = with_heal_state(without_heal_state(old), like=tx.init(params))
 
     Args:
-        bare: a tree of the structure of ``without_heal_state(like)``, or a chain with one such
-            tree in it and otherwise stateless members.
-        like: the state whose healing part is used, live or fresh from ``tx.init``.
+        bare: a tree with the structure of ``without_heal_state(like)``, or a chain with one such
+            tree and otherwise stateless members.
+        like: the state whose healing states are inserted, live or fresh from ``tx.init``.
 
     Returns:
         `bare` with the detectors, budgets and learning-rate multiplier of `like`.
@@ -269,7 +268,7 @@ def with_heal_state(bare: PyTree, like: State) -> State:
 
 
 def _part_like(wanted: Any, tree: Any) -> Any:
-    """The part of a chain with the wanted structure, if the chain has no other leaves."""
+    """The member of a chain with the structure of `wanted`, if the others are stateless."""
     structure = jax.tree.structure(wanted)
 
     def fits(node: Any) -> bool:
@@ -280,7 +279,7 @@ def _part_like(wanted: Any, tree: Any) -> Any:
 
 
 def _healed(bare: Any, node: Any) -> Any:
-    """The leaf or subtree `bare` with the healing part of `node`, which is at its place."""
+    """Inserts the healing state of `node` into the leaf or subtree `bare` at the same position."""
     if isinstance(node, ProtectState):
         return node._replace(inner_state=with_heal_state(bare, node.inner_state))
     return node if isinstance(node, _HEALING) else bare

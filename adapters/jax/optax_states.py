@@ -1,6 +1,6 @@
-"""States of optax: the LR multiplier among them, moments, second iterates and injected rates.
+"""Finds and changes states of optax: LR multiplier, moments, second iterates, injected rates.
 
-States are known by their type: nothing says which optimizer has made them.
+A state is recognized by its type, because it does not name its optimizer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _MOMENTS = {
     "FactoredState": ("count", "v_row", "v_col", "v"),
     "MuonState": ("count", "mu"),
 }
-"""State with moments -> its fields that are zero at the start, for any arguments of the optimizer.
-The `count` next to moments drives the bias correction. The count of a schedule is in another
+"""State with moments -> its fields whose initial value is zero for any arguments of the optimizer.
+The `count` next to moments drives the bias correction. A schedule has its count in another
 state."""
 
 _SECOND_ITERATES = {
@@ -55,29 +55,30 @@ _SECOND_ITERATES = {
     ),
     "MadgradState": ("s", "another optimizer: MADGRAD has no place for a multiplier"),
 }
-"""State with a second iterate -> the iterate, and how to write the optimizer so that a cut reaches
-it. A scaled update would slow down the parameters alone. (Mechanic, D-Adaptation, DoG and Prodigy
-derive theirs from the parameters; the rate of COCOB scales its update.)"""
+"""State with a second iterate -> name of the iterate, and an optimizer in which a rate cut reaches
+it. Scaling the update would slow down only the parameters. (Mechanic, D-Adaptation, DoG and Prodigy
+derive their iterate from the parameters; the rate of COCOB scales its update.)"""
 
 
 def check_leaves(tree: Any, name: str, write: str) -> None:
-    """Raises HealStateError for a leaf that is neither an array nor a number, as a function.
+    """Raises HealStateError for a leaf that is neither an array nor a number, such as a function.
 
-    JAX's own error does not name the leaf. `name` names the tree; `write` says what to pass.
+    JAX's own error does not name the leaf. `name` is the name of the tree; `write` is advice.
     """
     for path, leaf in tree_leaves_with_path(tree):
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         if not is_array and not isinstance(leaf, bool | int | float | complex):
             raise HealStateError(
-                f"{name}{keystr(path)} is a {type(leaf).__name__}, and not an array "
+                f"{name}{keystr(path)} is a {type(leaf).__name__}, not an array "
                 f"or a number: {write}. In a class of your own, make the field static"
             )
 
 
 def on_mesh_of(params: Any, state: State) -> State:
-    """A fresh state, with arrays that are on no mesh replicated over the mesh of the parameters.
+    """Replicates the arrays of a fresh state over the mesh of the parameters, if any.
 
-    A compiled step would return them on that mesh, and be compiled a second time for that.
+    A compiled step returns its arrays on that mesh. If the first state were not on the mesh, the
+    second step would be compiled again.
     """
     shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
     sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)
@@ -91,7 +92,7 @@ def on_mesh_of(params: Any, state: State) -> State:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = one(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        # Not device_put: among several processes that compares the values, which is a collective.
+        # With several processes, device_put would compare the values, which is a collective.
         value = np.asarray(leaf)
         return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
 
@@ -103,7 +104,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _in(table: Mapping[str, Any], node: Any) -> bool:
-    """Whether a node is a state of optax in one of the tables."""
+    """Whether a node is a state of optax whose class is a key of the table."""
     kind = type(node)
     return kind.__module__.startswith("optax.") and kind.__name__ in table
 
@@ -112,25 +113,25 @@ def _in(table: Mapping[str, Any], node: Any) -> bool:
 
 
 class ScaleByHealLrState(NamedTuple):
-    """One multiplier, under a name that no other state in a chain has."""
+    """The state of `scale_by_heal_lr`. No other state in a chain has a field of this name."""
 
     heal_lr_scale: chex.Array
-    """float32 0-d in (0, 1]."""
+    """The learning-rate multiplier, float32 0-d in (0, 1]."""
 
 
 def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
-    """Multiplies the updates by a number in the state, 1.0 until it is set.
+    """Multiplies the updates by a number in the state, initially 1.0.
 
-    `heal` comes before the optimizer in a chain and cannot change its learning rate, and a schedule
-    cannot be overridden from outside. Put this last:
+    `heal` precedes the optimizer in a chain, and therefore cannot scale the optimizer's updates.
+    Put this transformation last:
 
         tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
         ...
         decision = last_decision(opt_state)
         opt_state = set_lr_scale(opt_state, decision.lr_scale)  # from the next step on
 
-    `protect` applies the multiplier itself, in the same step. It needs this only within an
-    optimizer that keeps a second iterate, such as `optax.contrib.schedule_free`:
+    `protect` applies the multiplier itself, in the same step. It needs this transformation only
+    within an optimizer that keeps a second iterate, such as `optax.contrib.schedule_free`:
 
         base = optax.chain(optax.sgd(rate), scale_by_heal_lr())
         tx = protect(optax.contrib.schedule_free(base, rate))
@@ -159,47 +160,47 @@ def set_lr_scale(opt_state: State, scale: chex.Numeric) -> State:
         scale: a number in (0, 1], or a traced array (not checked).
 
     Returns:
-        The new optimizer state; dtypes kept, so a compiled step is not compiled again.
+        The new optimizer state. Dtypes are unchanged, so a step is not compiled again.
 
     Raises:
         ValueError: `scale` is not in (0, 1].
-        HealStateError: there is no `scale_by_heal_lr` in the state.
+        HealStateError: the state contains no `scale_by_heal_lr`.
     """
     if not isinstance(scale, Tracer) and not 0.0 < float(np.asarray(scale)) <= 1.0:
         raise ValueError(
-            f"scale must be in (0, 1], got {scale}: 1.0 is the schedule itself, and healing never "
-            "raises a learning rate"
+            f"scale must be in (0, 1], got {scale}: 1.0 is the unchanged schedule, and healing "
+            "never raises a learning rate"
         )
     if not has_lr_scale(opt_state):
         raise HealStateError(
-            "no learning-rate multiplier in this optimizer state: build the optimizer as "
+            "this optimizer state has no learning-rate multiplier: build the optimizer as "
             "optax.chain(heal(policy), ..., scale_by_heal_lr())"
         )
     return with_lr_scale(opt_state, jnp.asarray(scale))
 
 
 def has_lr_scale(opt_state: Any) -> bool:
-    """Whether there is a `scale_by_heal_lr` in an optimizer state."""
+    """Whether an optimizer state contains a `scale_by_heal_lr`."""
     return bool(nodes(ScaleByHealLrState, opt_state))
 
 
 def with_lr_scale(opt_state: State, scale: chex.Array) -> State:
-    """The state with the multiplier in every `scale_by_heal_lr`."""
+    """Sets the multiplier of every `scale_by_heal_lr`."""
     new = ScaleByHealLrState(scale.astype(jnp.float32))
     return map_nodes(ScaleByHealLrState, lambda _: new, opt_state)
 
 
 def check_second_iterates(opt_state: Any, cut: str, *, reaches_base: bool = True) -> None:
-    """Raises HealStateError if a scaled update is not what a lower learning rate gives.
+    """Raises HealStateError if scaling the update differs from lowering the learning rate.
 
     Args:
         opt_state: the state of an optimizer.
-        cut: what scales the update, for the message.
-        reaches_base: whether a `scale_by_heal_lr` within the optimizer takes the place of `cut`.
+        cut: name of the feature that scales the update, for the message.
+        reaches_base: whether a `scale_by_heal_lr` within the optimizer applies the cut instead.
     """
 
     def has_second_iterate(node: Any) -> bool:
-        # With opaque_mode SAM moves the parameters only, and has no cache.
+        # With opaque_mode SAM has no cache, and only moves the parameters.
         return _in(_SECOND_ITERATES, node) and getattr(node, "cache", ()) is not None
 
     for place, node in tree_leaves_with_path(opt_state, is_leaf=has_second_iterate):
@@ -211,16 +212,16 @@ def check_second_iterates(opt_state: Any, cut: str, *, reaches_base: bool = True
             fix = f"write {write}, or use a policy without cut_lr"
         raise HealStateError(
             f"{cut} scales the update, and the optimizer at {keystr(place) or 'top'} "
-            f"({type(node).__name__}) keeps a second iterate ({what}) that would move on at the "
+            f"({type(node).__name__}) keeps a second iterate ({what}) that would still move at the "
             f"full rate: {fix}"
         )
 
 
-# -- what optax.inject_hyperparams holds --------------------------------------------------------
+# -- hyperparameters of optax.inject_hyperparams ------------------------------------------------
 
 
 def injected_hyperparameters(tree: Any) -> dict[str, chex.Array]:
-    """Path -> each number that `optax.inject_hyperparams` holds in a state: floating, 0-d."""
+    """Path -> hyperparameter (floating, 0-d) in states of `optax.inject_hyperparams`."""
     return {
         keystr(path): leaf
         for path, leaf in tree_leaves_with_path(tree)
@@ -232,13 +233,13 @@ def injected_hyperparameters(tree: Any) -> dict[str, chex.Array]:
 
 
 def injected_rates(tree: Any) -> list[chex.Array]:
-    """The learning rates that `optax.inject_hyperparams` holds in a state: floating, 0-d."""
+    """The learning rates (floating, 0-d) in states of `optax.inject_hyperparams`."""
     found = injected_hyperparameters(tree)
     return [leaf for path, leaf in found.items() if path.endswith(".hyperparams['learning_rate']")]
 
 
 def has_injected_schedule(tree: Any) -> bool:
-    """Whether `optax.inject_hyperparams` computes a rate from a schedule, in the update."""
+    """Whether an `optax.inject_hyperparams` computes the learning rate from a schedule."""
     paths = (keystr(path) for path, _ in tree_leaves_with_path(tree))
     return any(".hyperparams_states['learning_rate']" in path for path in paths)
 
@@ -247,10 +248,7 @@ def has_injected_schedule(tree: Any) -> bool:
 
 
 def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
-    """The tree with `zeroed(leaf)` for each moment, and for each count next to moments.
-
-    Schedules stay where they are.
-    """
+    """Applies `zeroed` to each moment and each count of a bias correction, not to schedules."""
 
     def has_moments(node: Any) -> bool:
         return _in(_MOMENTS, node)
@@ -265,7 +263,7 @@ def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
 
 
 def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
-    """Why moments cannot be reset, or "". `engines`: paths of the HealStates in `tree`."""
+    """Reason why moments cannot be reset, or an empty string. `engines`: paths of HealStates."""
 
     def is_known(node: Any) -> bool:
         return _in(_MOMENTS, node) or isinstance(node, HealState | ScaleByHealLrState)
@@ -274,9 +272,9 @@ def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
         for place, node in tree_leaves_with_path(at(tree, path[:-1]), is_leaf=is_known):
             if is_known(node) or any(getattr(key, "name", "") == "acc_grads" for key in place):
                 continue  # `JaxDriver.replace` empties the accumulators of optax.MultiSteps
-            if jnp.ndim(node) and is_gradient(node):  # numbers are scales and hyperparameters
+            if jnp.ndim(node) and is_gradient(node):  # 0-d numbers are scales or hyperparameters
                 return (
-                    f"state{keystr((*path[:-1], *place))} is of no optax state whose first values "
-                    f"are known (they are {', '.join(_MOMENTS)})"
+                    f"state{keystr((*path[:-1], *place))} is not in an optax state with known "
+                    f"initial values (these are {', '.join(_MOMENTS)})"
                 )
     return ""

@@ -1,4 +1,4 @@
-"""JAX's own values as JSON, for `healcore.runtime.json_codec`."""
+"""Converts JAX arrays and random keys to and from JSON, for `healcore.runtime.json_codec`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def node_of(value: Any) -> dict[str, Any] | None:
-    """An array or a random key as JSON; None of anything else."""
+    """Converts an array or a random key to JSON; returns None for any other value."""
     if not isinstance(value, jax.Array) or not value.is_fully_addressable:
         return None
     extra = {}
@@ -28,7 +28,7 @@ def node_of(value: Any) -> dict[str, Any] | None:
 
 
 def value_of(content: dict[str, Any]) -> jax.Array:
-    """The array or key; any exception means that `node_of` cannot have written this."""
+    """Converts JSON from `node_of` to an array or key. Raises an exception for other JSON."""
     data = base64.b64decode(content["bytes"])
     array = np.frombuffer(data, np.dtype(content["dtype"])).reshape(content["shape"])
     found = jnp.asarray(array)

@@ -1,4 +1,4 @@
-"""What JAX provides to healcore (`healcore.adapter_registry`); each part is imported on use."""
+"""Registers the parts of the JAX adapter (`healcore.adapter_registry`), imported on first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTS = {
     "sweep_scan": "healcore.jax.recorded_runs:JaxSweepScan",
     "demo_training": "healcore.jax.demo:train",
 }
-"""The registry's name of a part -> the module or object."""
+"""Name of a part in the registry -> import path of its module or object."""
 
 for _need, _where in _PARTS.items():
     register("jax", _need)(partial(pkgutil.resolve_name, _where))

@@ -1,7 +1,6 @@
-"""The JAX backends of `healcore replay` and `healcore sweep`: recorded rows through the engine.
+"""The JAX backends of `healcore replay` and `healcore sweep`, which judge recorded rows.
 
-Both run in one compiled loop on the CPU, because an accelerator does not speed up a loop of
-scalars.
+Each runs one compiled loop on the CPU, because a GPU does not speed up a loop of scalars.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from healcore.plugins.sweep import (
 )
 
 _WIDE_VECTORS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
-"""For LLVM, whose default is 256 bits. Results stay the same bit for bit (docs/parity.md)."""
+"""A compiler option; the default is 256 bits. Results are bit-identical (docs/parity.md)."""
 
 
 class JaxRowRunner:
-    """Implements `RowRunner`. Chunks are padded to one size, so that the loop is compiled once."""
+    """Implements `RowRunner`. Pads chunks to one size, so that the loop is compiled once."""
 
     def __init__(self, engine: Engine, layout: SignalLayout) -> None:
         self._engine = engine
@@ -55,7 +54,7 @@ class JaxRowRunner:
         self._loop = jax.jit(self._judge_all)
 
     def start(self) -> EngineState:
-        """The engine's first state, on the CPU."""
+        """The engine's initial state, on the CPU if JAX has a CPU backend."""
         return jax.device_put(self._engine.init(), self._device)
 
     def on_rollback(self, live: EngineState, restored: EngineState) -> EngineState:
@@ -86,19 +85,19 @@ class JaxRowRunner:
             state, one_row = jax.lax.switch(kind[i], self._branches, state, row)
             return state, map_leaves(lambda all_, one: all_.at[i].set(one), found, one_row)
 
-        # Not a scan, which would be compiled again for each length of a chunk.
+        # A scan would be compiled again for each length of a chunk.
         columns = map_leaves(jnp.asarray, empty_columns(MOST_ROWS))
         return jax.lax.fori_loop(0, rows, body, (state, columns))
 
 
 class JaxSweepScan:
-    """Implements `SweepScan`: the variants of a policy in one vmapped scan.
+    """Implements `SweepScan`: judges all variants of a policy in one vmapped scan.
 
-    Thread-safe: two threads keep two cores busy. `places` are the positions of the varied numbers
-    in `config`. Raises RuntimeError without a CPU backend.
+    `places` are the positions of the varied numbers in `config`. Thread-safe, so that two threads
+    can use two cores. Raises RuntimeError without a CPU backend.
 
-    Wide vectors and a loop compiled as one kernel make it four times as fast. By default XLA does
-    the latter only for loops with tiny buffers (xla_cpu_small_while_loop_byte_threshold).
+    Wide vectors and a loop compiled as one kernel make the scan four times as fast. By default, XLA
+    uses one kernel only for loops with tiny buffers (xla_cpu_small_while_loop_byte_threshold).
     """
 
     def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
@@ -130,13 +129,13 @@ class JaxSweepScan:
             lowered = jax.jit(with_hint).lower(numbers, packed.rows)
             try:
                 return lowered.compile(compiler_options=_WIDE_VECTORS)
-            except jax.errors.JaxRuntimeError:  # an XLA without this option
+            except jax.errors.JaxRuntimeError:  # this release of XLA lacks the option
                 return lowered.compile()
 
     def _scan(self, layout: SignalLayout, numbers: tuple[Any, ...], rows: PackedRows) -> Any:
-        """One variant over all groups: order bits, skips and recoveries of each group.
+        """Judges all groups with one variant; returns order bits, skips and recoveries per group.
 
-        Vmap does not batch what is the same for all variants, the signals for example.
+        `vmap` does not batch values that are the same for all variants, such as the signals.
         """
         engine = variants_of(self._config, self._places, numbers)
         new_state = map_leaves(jnp.asarray, engine.init())
@@ -160,7 +159,7 @@ class JaxSweepScan:
         def group(state: EngineState, part: tuple[Any, Any, Any]) -> Any:
             start, stop, fresh = part
             carry = (_chosen(fresh, new_state, state), jnp.int32(0), jnp.int32(0), jnp.uint32(0))
-            # As many iterations as the group has rows: padding costs nothing.
+            # One iteration per row of the group, so padding costs nothing.
             state, skipped, recovered, word = jax.lax.fori_loop(start, stop, row, carry)
             return state, (word, skipped, recovered)
 
@@ -168,5 +167,5 @@ class JaxSweepScan:
 
 
 def _chosen(condition: Any, new: EngineState, old: EngineState) -> EngineState:
-    """`new` where the condition holds. What is in both is not selected."""
+    """Selects `new` where the condition holds, except leaves that both states share."""
     return map_leaves(lambda a, b: b if a is b else jnp.where(condition, a, b), new, old)

@@ -1,7 +1,7 @@
-"""One step's `Signals` from the arguments of `tx.update`, checked while tracing.
+"""Makes one step's `Signals` from the arguments of `tx.update`, and checks them while tracing.
 
 Under `jit` over sharded arrays a norm is global. Inside `shard_map`, `pmap` and a `vmap` with an
-axis name each device has its own part only; there `Axes` reduces the signals over all devices.
+axis name, each device has only its part, and `Axes` reduces the signals over all devices.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ _FLAGS = ("change_expected", "externally_skipped")
 
 
 class GivenSignals(TypedDict, total=False):
-    """The keywords with which a caller reports on a step to `update`.
+    """The keywords of `update` by which a caller reports signals of a step.
 
-    All are optional and may be None. Each is one number or one bool, 0-d.
+    Each is a number or a bool, 0-d. Each is optional and may be None.
     """
 
     value: ArrayLike
     """Training loss, floating. Without it the loss detectors are off and `heal/loss` is NaN."""
     eval_loss: ArrayLike
-    """Evaluation loss; NaN at a step without an evaluation."""
+    """Evaluation loss, floating. NaN at a step without an evaluation."""
     grad_norm: ArrayLike
-    """Global norm of all gradients, reduced by the caller where each process has only a part."""
+    """Global norm of all gradients, floating, if the caller has to reduce it over processes."""
     update_norm: ArrayLike
-    """Global norm of the last applied update; `protect` measures it itself."""
+    """Global norm of the last applied update, floating. `protect` computes it by default."""
     change_expected: ArrayLike
-    """Bool: LR, batch, data or weights are about to change."""
+    """Whether LR, batch, data or weights change at this step, bool."""
     externally_skipped: ArrayLike
-    """Bool: skip this step (an fp16 overflow, say), and do not learn from it or count it."""
+    """Whether to skip this step, for instance after an fp16 overflow, bool. The step is neither
+    learnt nor counted."""
     learning_rate: ArrayLike
-    """The schedule's rate at this step: a limit on it is absolute."""
+    """The schedule's rate at this step, floating, for a policy with an absolute limit on it."""
 
 
 def split_keywords(keywords: Mapping[str, Any]) -> tuple[GivenSignals, dict[str, Any]]:
-    """The signals among the keywords of an `update` that are not None, and the other keywords."""
+    """Splits keywords of `update` into signals that are not None, and other keywords."""
     names = GivenSignals.__annotations__
     given: Any = {name: keywords[name] for name in names if keywords.get(name) is not None}
     return given, {name: each for name, each in keywords.items() if name not in names}
@@ -59,24 +60,24 @@ def split_keywords(keywords: Mapping[str, Any]) -> tuple[GivenSignals, dict[str,
 def make_signals(
     engine: Engine, updates: Any, given: GivenSignals, axes: Axes
 ) -> tuple[Signals, chex.Array | None]:
-    """One step's `Signals`, the same on every device, from its gradients and the caller's report.
+    """Makes one step's `Signals`, the same on every device, from its gradients and `given`.
 
-    Also the norm of each gradient leaf, float32 (n,), or None where the caller passes the global
-    one. SignalError if a signal is not one number of the right kind.
+    Also returns the norm of each gradient leaf, float32 (n,), or None if `given` has the global
+    norm and the policy needs no others. Raises SignalError if a signal is not a 0-d number or bool.
     """
     _warn_if_no_loss(engine, given)
     if engine.mode == "observe":
-        # Without a barrier the norm and the optimizer's second moment would share the squares of
-        # the gradients, which XLA then writes to memory (the size of all parameters). Outside
-        # observe mode the scaling prevents it.
+        # Without a barrier, the norm and the optimizer's second moment share the squares of the
+        # gradients, which XLA then writes to memory (the size of all parameters). In other modes
+        # the scaling of the gradients prevents this.
         updates = jax.lax.optimization_barrier(updates)
     leaf_norms, grad_norm = None, given.get("grad_norm")
     if engine.per_tensor or grad_norm is None:
-        # Even if no rule reads it: no policy may accept a non-finite gradient.
+        # Computed even if no rule reads it, because no policy may accept a non-finite gradient.
         own_norm, leaf_norms = both_norms(updates)
         grad_norm = own_norm if grad_norm is None else grad_norm
         if not leaf_norms.size:
-            leaf_norms = jnp.zeros((1,), jnp.float32)  # as `count_leaves` has it
+            leaf_norms = jnp.zeros((1,), jnp.float32)  # `count_leaves` returns at least 1
     reported: dict[str, Any] = {**given, "grad_norm": grad_norm}
     found = {name: _scalar(name, reported.get(name)) for name in GivenSignals.__annotations__}
     signals = Signals(
@@ -87,30 +88,30 @@ def make_signals(
 
 def count_leaves(params: Any) -> int:
     """Number of tensors with a gradient, at least one."""
-    # optax.tree.map_params initialises with a placeholder without leaves, and needs a state of the
-    # same structure.
+    # optax.tree.map_params calls `init` with a placeholder that has no leaves, and expects a state
+    # of the same structure.
     return max(1, len(gradient_leaves(params)))
 
 
 class Axes(NamedTuple):
-    """The axes of `shard_map` or `pmap` over which the devices have to decide alike."""
+    """The axes of `shard_map` or `pmap` whose devices have to make the same decision."""
 
     averaged: tuple[str, ...] = ()
-    """Gradients are the same along them (already averaged, as in data-parallel training)."""
+    """Axes along which gradients are equal (already averaged, as in data-parallel training)."""
     split: tuple[str, ...] = ()
-    """Each device has its own part of the gradients."""
+    """Axes along which each device has its own part of the gradients."""
 
     @classmethod
     def of(cls, axis_name: AxisName, shard_axis_name: AxisName) -> Axes:
-        """The axes that a user names; TypeError for one that is no string, or is in both."""
+        """Makes the axes from a user's names. Raises TypeError for an invalid name."""
         axes = cls(
             _axis_names("axis_name", axis_name), _axis_names("shard_axis_name", shard_axis_name)
         )
         both = sorted(set(axes.averaged) & set(axes.split))
         if both:
             raise TypeError(
-                f"axis {both[0]!r} is in axis_name and in shard_axis_name: along one axis "
-                "gradients are either the same (axis_name) or parts of a whole (shard_axis_name)"
+                f"axis {both[0]!r} is in axis_name and in shard_axis_name: along an axis, "
+                "gradients are either equal (axis_name) or parts of a whole (shard_axis_name)"
             )
         return axes
 
@@ -120,10 +121,10 @@ class Axes(NamedTuple):
     def signals(
         self, own: Signals, leaf_norms: chex.Array | None, *, given_norm: bool
     ) -> tuple[Signals, chex.Array | None]:
-        """The signals and leaf norms of the whole step from this device's: one all-reduce.
+        """Reduces this device's signals and leaf norms over all devices, by one all-reduce.
 
-        Losses and rates are averaged, norms combined, and a flag is set if any device sets it. A
-        NaN or Inf reaches every device. `given_norm`: the caller has passed the global norm.
+        Losses and rates are averaged, norms are combined, and a flag is set if any device sets it.
+        A NaN or Inf reaches every device. `given_norm` is whether the caller passed `grad_norm`.
         """
         if not self:
             return own, leaf_norms
@@ -146,7 +147,7 @@ class Axes(NamedTuple):
         return own._replace(**new), leaf_norms
 
     def norm(self, tree: Any) -> chex.Array:
-        """`global_norm` over all devices."""
+        """The `global_norm` over all devices."""
         own = global_norm(tree)
         if not self:
             return own
@@ -154,9 +155,10 @@ class Axes(NamedTuple):
         return jnp.sqrt(total / self._size(self.averaged))
 
     def any(self, flag: chex.Array) -> chex.Array:
-        """Whether a flag (bool, 0-d) is set on any device that decides with this one.
+        """Whether a flag (bool, 0-d) is set on any device.
 
-        Without named axes these are the devices between which JAX knows it to differ (`check_vma`).
+        Without named axes, reduces over the axes along which JAX knows the flag to vary
+        (`check_vma`).
         """
         names = self.averaged + self.split or _varying(flag)
         return jax.lax.psum(flag.astype(jnp.int32), names) > 0 if names else flag
@@ -166,7 +168,7 @@ class Axes(NamedTuple):
 
 
 def _varying(array: chex.Array) -> tuple[str, ...]:
-    """The axes along which JAX knows an array to differ; none under `check_vma=False`."""
+    """The axes along which JAX knows an array to vary. Empty under `check_vma=False`."""
     kind: Any = jax.typeof(array)
     found = getattr(kind, "vma", None)  # up to jax 0.9
     if found is None:
@@ -190,14 +192,14 @@ def _warn_if_no_loss(engine: Engine, given: GivenSignals) -> None:
         warnings.warn(
             f"no loss reaches healcore, so {', '.join(inactive)} of the policy are inactive and "
             "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss). In a chain "
-            "optax does not pass value on to a MultiSteps; write "
-            "optax.GradientTransformationExtraArgs(steps.init, steps.update) in place of steps",
-            stacklevel=4,  # of tx.update, outside of jit
+            "optax does not pass value to a MultiSteps; write "
+            "optax.GradientTransformationExtraArgs(steps.init, steps.update) instead of steps",
+            stacklevel=4,  # the caller of tx.update, outside of jit
         )
 
 
 def _scalar(name: str, value: Any) -> chex.Array | None:
-    """A signal as float32 or bool 0-d; None if the caller does not report it."""
+    """Converts a signal to float32 or bool, 0-d. Returns None for None."""
     if value is None:
         return None
     try:
@@ -221,5 +223,5 @@ def _scalar(name: str, value: Any) -> chex.Array | None:
         )
     if is_flag:
         return jnp.asarray(value)
-    with np.errstate(over="ignore"):  # a larger number is infinite in float32
+    with np.errstate(over="ignore"):  # a number beyond the range of float32 becomes Inf
         return jnp.asarray(value).astype(jnp.float32)

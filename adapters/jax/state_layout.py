@@ -1,9 +1,10 @@
 """Packs the engine's state into two vectors, and the records of the last steps into ring buffers.
 
-Each leaf is an argument, a buffer and a result of a jitted step (a tiny step on 2 cores: 145 us for
-108 leaves, 45 us for two vectors). With `lax.scan` the host gets the state only after many steps,
-so each step writes its record into a ring buffer. A step with an order writes it into a second one
-too, so that a dispatch with more steps than the first one holds loses no order.
+Each leaf costs an argument, a buffer and a result of a jitted step (a tiny step on 2 cores: 145 us
+for 108 leaves, 45 us for two vectors). With `lax.scan` the host receives the state only after many
+steps, so each step writes its record into a ring buffer. A step with an order for the host also
+writes its record into a second ring buffer. A dispatch with more steps than the first buffer holds
+therefore loses no order.
 """
 
 from __future__ import annotations
@@ -22,41 +23,40 @@ from healcore.core.engine import Engine
 SCHEMA = 5
 """Version of this layout."""
 STEPS = 32
-"""Steps whose records are kept by default."""
+"""Default size of the first ring buffer, in steps."""
 ORDERS = 8
-"""Steps with an order whose records are kept in addition."""
+"""Size of the second ring buffer, in steps with an order."""
 
 _RECORD = step_record.leaf_paths()
 _RECORD_INTS, _RECORD_FLOATS = _RECORD[: step_record.INTS], _RECORD[step_record.INTS :]
 _FLAGS = ("incident.open", "last.decision.skip")
 _COUNTS = ("clips", "skips", "alarms", "rollbacks", "lr_cuts")
 _HEAD = (*_RECORD_INTS, *(f"tally.{name}" for name in _COUNTS), "change_expected")
-"""Integers at the front, where the host finds them in a state of any policy; as are the floats of a
-record."""
+"""Integers whose position is the same for every policy. So is the position of a record's floats."""
 
 
 class Header(NamedTuple):
-    """The first integers, before the engine's state. int32, 0-d each."""
+    """The integers that precede the engine's state. Each is int32, 0-d."""
 
     schema: Any
     policy_high: Any
     policy_low: Any
-    """Fingerprint of the policy, 64 bits; both 0 for a policy of arrays, which has none."""
+    """Fingerprint of the policy, 64 bits with `policy_high`. Both are 0 for a policy of arrays."""
     loss_seen: Any
-    """1 as soon as there was a finite loss."""
+    """1 after the first finite loss, else 0."""
     orders: Any
     """Number of steps with an order so far."""
     edit: Any
-    """Number of the Healer's last edit of the state. A step keeps it, so a state that was computed
-    from one before the edit has another number."""
+    """Number of the Healer's last edit of the state. A step keeps the number, so a state computed
+    from an older state has an older number."""
 
 
 _ENGINE = len(Header._fields)
-"""Where the integers of the engine's state begin."""
+"""Index of the first integer of the engine's state."""
 
 
 class StateLayout:
-    """The order of a state's arrays in the two vectors, for one policy.
+    """The positions of a state's arrays in the two vectors, for one policy.
 
     `groups` is the number of tensors for per-tensor clipping, else 0.
     """
@@ -73,7 +73,7 @@ class StateLayout:
         self.ints = sum(self._like[name].size for name in self._ints) + _ENGINE
 
     def pack(self, state: Any, header: Header) -> tuple[jax.Array, jax.Array]:
-        """The floats, float32 (`floats`,), and the integers and flags, int32 (`ints`,)."""
+        """Packs floats as float32 (`floats`,), and integers and flags as int32 (`ints`,)."""
         leaves = _by_path(state)
         floats = [jnp.ravel(jnp.asarray(leaves[name], jnp.float32)) for name in self._floats]
         ints = [*header, *(leaves[name] for name in self._ints)]
@@ -82,7 +82,7 @@ class StateLayout:
         )
 
     def unpack(self, floats: Any, ints: Any) -> Any:
-        """The core's EngineState, of NumPy arrays if the vectors are."""
+        """Unpacks the EngineState. Its arrays are NumPy arrays if the vectors are."""
         found = {}
         for names, vector, start in ((self._floats, floats, 0), (self._ints, ints, _ENGINE)):
             for name in names:
@@ -97,32 +97,32 @@ class StateLayout:
 
 
 def header(ints: Any) -> Header:
-    """The `Header` in a vector of integers, of any policy."""
+    """Reads the `Header` from a vector of integers, for any policy."""
     return Header(*(_one(ints, i) for i in range(_ENGINE)))
 
 
 def fingerprint(header: Header) -> str:
-    """`Engine.fingerprint` of the policy that made a state."""
+    """The `Engine.fingerprint` of a state's policy."""
     return np.array([header.policy_high, header.policy_low], ">i4").tobytes().hex()
 
 
 def step(ints: Any) -> Any:
-    """Steps that the engine has judged, int32."""
+    """The number of steps that the engine has judged, int32."""
     return _one(ints, _ENGINE + _HEAD.index("step"))
 
 
 def with_change_expected(ints: Any) -> jax.Array:
-    """The integers with the engine's flag set that a change is expected."""
+    """Sets the engine's flag that a change is expected."""
     return _with(ints, _ENGINE + _HEAD.index("change_expected"), 1)
 
 
 def with_edit(ints: Any, number: int) -> jax.Array:
-    """The integers with the number of an edit."""
+    """Sets the number of an edit."""
     return _with(ints, Header._fields.index("edit"), number)
 
 
 def head(floats: Any, ints: Any) -> SimpleNamespace:
-    """The part of an EngineState that is at the same place for every policy: 0-d arrays."""
+    """Reads the part of an EngineState whose position is the same for every policy: 0-d arrays."""
     found = {path: _one(floats, i) for i, path in enumerate(_RECORD_FLOATS)}
     found |= {path: _one(ints, i) for i, path in enumerate(_HEAD, start=_ENGINE)}
     root = SimpleNamespace()
@@ -164,40 +164,41 @@ def _first(front: tuple[str, ...] | list[str], names: list[str]) -> list[str]:
 
 
 class StepCounts(NamedTuple):
-    """How many steps an engine had judged at one moment."""
+    """The numbers of steps that an engine has judged, at one moment."""
 
     steps: int
-    """All steps; a rollback sets the number back."""
+    """Number of steps, excluding steps that a rollback has undone."""
     orders: int
-    """Steps with an order, including steps that a rollback has undone."""
+    """Number of steps with an order, including steps that a rollback has undone."""
 
 
 def check_records(steps: Any) -> int:
-    """The number of steps to keep; ValueError unless it is a whole number from 1."""
+    """Returns `steps`. Raises ValueError unless it is a whole number >= 1."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(
-            f"records is a whole number from 1, the steps of one dispatch, got {steps!r}: 1 where "
-            "each step is a call of its own"
+            f"records is a whole number >= 1, the number of steps in one dispatch, got {steps!r}: "
+            "use 1 if each step is a separate call"
         )
     return steps
 
 
 def record(floats: Any, ints: Any) -> jax.Array:
-    """The last step's record, int32 (elements,), as `step_record.unpack` reads it."""
+    """The last step's record, int32 (elements,), in the format of `step_record.unpack`."""
     head = lax.slice(ints, (_ENGINE,), (_ENGINE + len(_RECORD_INTS),))
     numbers = lax.slice(floats, (0,), (len(_RECORD_FLOATS),))
     return jnp.concatenate([head, lax.bitcast_convert_type(numbers, jnp.int32)])
 
 
 def init_records(steps: int, record: Any) -> jax.Array:
-    """Int32 (steps + ORDERS, elements) before the first step: every row is `record`."""
+    """Initial ring buffers, int32 (steps + ORDERS, elements). Every row is `record`."""
     return jnp.tile(record, (steps + ORDERS, 1))
 
 
 def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any) -> jax.Array:
-    """The ring buffers, int32 (steps + ORDERS, elements), with the record of one more step.
+    """Writes the record of one step into the ring buffers, int32 (steps + ORDERS, elements).
 
-    `step` counts this step; `orders` counts the steps with an order before it.
+    `step` is the number of steps including this step. `orders` is the number of steps with an order
+    before this step.
     """
     kept = records.shape[0] - ORDERS
     place = (step - 1) % kept
@@ -207,7 +208,7 @@ def write_record(records: Any, record: Any, step: Any, orders: Any, ordered: Any
 
 
 def last_record(records: np.ndarray, step: int) -> np.ndarray:
-    """The newest record, after `step` steps."""
+    """The newest record after `step` steps."""
     return records[(step - 1) % (records.shape[0] - ORDERS)]
 
 
@@ -216,8 +217,8 @@ def records_between(
 ) -> tuple[list[np.ndarray], int]:
     """The records of the steps between two moments without a rollback, oldest first.
 
-    Also the number of steps without a record, which have no order unless more than ORDERS have one.
-    `records` are read at the later moment.
+    Also returns the number of steps without a record. These have no order, unless more than ORDERS
+    steps have one. `records` are read at the later moment.
     """
     kept = records.shape[0] - ORDERS
     first = max(before.steps, after.steps - kept)

@@ -1,4 +1,4 @@
-"""The optax transformations: `protect` wraps an optimizer, `heal` and `heal_zclip` precede one."""
+"""The optax transformations: `protect` wraps an optimizer; `heal` and `heal_zclip` precede it."""
 
 from __future__ import annotations
 
@@ -49,38 +49,37 @@ def heal(
 ) -> optax.GradientTransformationExtraArgs:
     """Judges each step by a policy, and clips or replaces its gradients.
 
-    A member of a chain cannot control the others. On a skip it passes on zeros, with which the
-    optimizer after it still takes a step: moments decay, Adam and weight decay still move the
-    parameters a little, counters count. Where a skip has to leave everything exactly as it was,
-    use `protect`, or ``optax.chain(heal(policy, on_skip="nan"), optax.apply_if_finite(inner, 2**31
-    - 1))``. The policy's LR multiplier is in the decision; `scale_by_heal_lr` applies it.
+    On a skip, `heal` passes zeros to the optimizer that follows it in the chain. The optimizer
+    still takes a step: moments decay, counters count, and Adam and weight decay still move the
+    parameters a little. For a skip that changes nothing, use `protect`, or
+    ``optax.chain(heal(policy, on_skip="nan"), optax.apply_if_finite(inner, 2**31 - 1))``. The
+    policy's LR multiplier is in the decision; `scale_by_heal_lr` applies it.
 
     Args:
         policy: a preset's name, the path of a TOML file, a `healcore.policy.Policy`, an Engine or
             an EngineConfig, whose numbers may be traced arrays.
-        on_skip: what a skipped step's updates are: "zero", or "nan" as a signal to
-            `optax.apply_if_finite` (NaN would ruin the state of any other optimizer).
-        axis_name: mesh axes of a `shard_map` or `pmap` around the update along which the gradients
-            are the same (averaged with `pmean`). Loss and norms are averaged over them, so that
-            every device decides alike. Not needed under `jit` alone.
-        shard_axis_name: mesh axes along which each device has its own part of the gradients; their
-            norms are combined. With some leaves split and others whole pass `grad_norm` instead.
+        on_skip: value of a skipped step's updates: "zero", or "nan" as a signal to
+            `optax.apply_if_finite` (NaN would damage the state of any other optimizer).
+        axis_name: mesh axes of a `shard_map` or `pmap` around the update along which gradients are
+            equal (averaged with `pmean`). Loss and norms are averaged over these axes, so that
+            every device makes the same decision. Not needed under `jit` alone.
+        shard_axis_name: mesh axes along which each device has its own part of the gradients. Norms
+            are combined over these axes. If only some leaves are split, pass `grad_norm` instead.
         records: see `protect`.
         **overrides: values to replace in the policy, ``clip={"max_norm": 1.0}``; see
             `healcore.policy.Overrides`.
 
     Raises:
-        ValueError: the policy has `soft_step` or `update_clip`, which take `protect`; or `on_skip`
+        ValueError: the policy has `soft_step` or `update_clip`, which need `protect`; or `on_skip`
             is unknown.
 
     Returns:
-        A transformation whose `update` takes, all optional and by keyword: `value` (loss, one
-        floating number), `eval_loss` (NaN at steps without evaluation), `grad_norm` (when it has
-        to be reduced over a mesh first), `update_norm`, `change_expected` and `externally_skipped`
-        (bool each), and `learning_rate` (the schedule's, so that a limit on it is an absolute
-        rate). Without `value` the detectors of the loss are inactive. Unknown keywords are ignored.
-        `update` raises SignalError, while tracing, for a signal that is not one number of the right
-        kind.
+        A transformation. Its `update` takes these optional keywords: `value` (loss, 0-d floating),
+        `eval_loss` (NaN at steps without evaluation), `grad_norm` (if it has to be reduced over a
+        mesh), `update_norm`, `change_expected` and `externally_skipped` (bool), and `learning_rate`
+        (of the schedule, for a policy with an absolute limit). Without `value` the detectors of
+        the loss are inactive. Unknown keywords are ignored. `update` raises SignalError, while
+        tracing, for a signal that is not a 0-d number or bool.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -92,7 +91,7 @@ def heal(
         >>> bool(jnp.all(updates["w"] == 0))
         True
     """
-    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
     from healcore.policy.loader import check_keywords
 
     _check_on_skip(on_skip)
@@ -101,8 +100,8 @@ def heal(
     engine = engine_of(policy, overrides)
     if (engine.softens or engine.clips_updates) and engine.mode != "observe":
         raise ValueError(
-            "soft_step and [update_clip] scale this step's update, which heal() does not see, as "
-            "it comes before the optimizer in a chain: write protect(optimizer, policy)"
+            "soft_step and [update_clip] scale this step's update, which heal() cannot change, "
+            "because it precedes the optimizer in a chain: write protect(optimizer, policy)"
         )
     return _transformation(engine, on_skip, axes, check_records(records))
 
@@ -117,36 +116,37 @@ def heal_zclip(
     axis_name: AxisName = None,
     shard_axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """ZClip with its faults fixed; replaces `optax.clip_by_global_norm`.
+    """ZClip with corrections; replaces `optax.clip_by_global_norm`.
 
-    Clips a gradient norm that stands out from its recent history, replaces a non-finite gradient
-    (see `heal` for what a skip is in a chain), and adapts its baseline after a real level shift,
-    where the published rule would clip every later step. The policy is the preset "zclip" with
-    these numbers: under a Healer write ``Healer("zclip")``.
+    Clips a gradient norm that is unusual in its recent history, and skips a step with a non-finite
+    gradient (see `heal`). After a real level shift the baseline adapts; the published rule would
+    clip every later step. The policy is the preset "zclip" with these numbers, so pass the preset
+    to a Healer: ``Healer("zclip")``.
 
     Args:
         z_threshold: z-score above which a norm is a spike.
         ema_decay: decay of the norm's mean and variance per step, in (0, 1).
-        warmup_steps: finite norms averaged before the z-score is used, at least 1.
-        target: what a spike is clipped to.
-        max_norm: absolute limit in addition; None for no limit.
+        warmup_steps: number of finite norms that are averaged before z-scores apply, at least 1.
+        target: rule for the norm to which a spike is clipped.
+        max_norm: additional absolute limit, or None for no limit.
         on_skip: see `heal`.
         axis_name: see `heal`.
         shard_axis_name: see `heal`.
 
     Returns:
-        A transformation; see `heal` for the keywords of its `update`. Numbers may be arrays, so
+        A transformation; see `heal` for the keywords of its `update`. The numbers may be arrays, so
         that ``optax.inject_hyperparams(heal_zclip)`` can schedule them.
 
     Raises:
-        healcore.policy.PolicyError: a number is out of range, or none; or `target` is unknown.
+        healcore.policy.PolicyError: an argument is out of range or not a number, or `target` is
+            unknown.
         ValueError: `on_skip` is unknown.
 
     References:
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
-    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
 
     _check_on_skip(on_skip)
     numbers = {
@@ -176,15 +176,15 @@ class ProtectState(NamedTuple):
 
     heal: HealState
     heal_update_norm: Any
-    """float32 0-d: norm of the last update, 0 after a skip; None if the policy does not read it."""
+    """float32 0-d: norm of the last update, 0 after a skip. None if the policy does not read it."""
     heal_bad_update: Any
-    """bool 0-d: the optimizer made NaN or Inf of finite gradients at the last step. The update was
-    not applied, and the next step reports it."""
+    """bool 0-d: whether the optimizer computed a NaN or Inf from finite gradients at the last step.
+    Such an update is not applied, and the next step reports it."""
     heal_reset_moments: Any
-    """bool 0-d: the last step that was not skipped cut the learning rate, and the next one begins
-    with moments of zero. None if the policy does not reset moments."""
+    """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
+    then resets the moments to zero. None if the policy does not reset moments."""
     inner_state: Any
-    """The state of the optimizer itself; bit-identical after a skipped step."""
+    """The state of the optimizer, bit-identical after a skipped step."""
 
 
 def protect(
@@ -198,47 +198,49 @@ def protect(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer: clips its gradients, and skips a bad step exactly.
 
-    On a skip every leaf of the inner state (moments, counters, schedules, accumulators, keys) is
-    bit for bit what it was, and the updates are -0.0, which leaves every parameter bit-identical
-    under ``optax.apply_updates``. The policy's LR multiplier is applied to the updates, weight
-    decay included, in the same step. State outside the optimizer (BatchNorm) goes with `commit`.
+    On a skip, every leaf of the inner state (moments, counters, schedules, accumulators, keys)
+    stays bit-identical. The updates are -0.0, so that ``optax.apply_updates`` keeps every parameter
+    bit-identical too. Use `commit` for state outside the optimizer (BatchNorm). The policy's LR
+    multiplier is applied to the updates in the same step, including weight decay.
 
-    An optimizer can make NaN or Inf of finite gradients (Adam with ``eps=0``, a schedule that
+    An optimizer can compute NaN or Inf from finite gradients (Adam with ``eps=0``, a schedule that
     divides by 0). No such element reaches the parameters. In a tensor of up to 16,384 elements (a
-    bias, a scale) it skips the whole update, and the next step counts as one with a bad gradient.
-    Larger tensors are not checked, which would cost more than the step: there only the non-finite
-    elements are left unchanged.
+    bias, a scale) it skips the whole update, and the next step counts as a step with a bad
+    gradient. Larger tensors are not checked, because the check would cost more than the step. Their
+    non-finite elements are not updated.
 
-    With ``[lr] reset_moments`` (`default` has it) the next step after a cut of the rate, skipped
-    steps aside, begins with moments and counts of their bias correction that are zero, in the
-    states of optax whose moments begin there. The state keeps the old moments until that step.
+    With ``[lr] reset_moments`` (as in `default`), the next step after a cut of the learning rate
+    starts with zero moments, and with zero counts of their bias correction. Skipped steps do not
+    count. Only optax states whose moments are initially zero are reset. The state keeps the old
+    moments until that step.
 
-    In observe mode every step is judged and recorded in the state, and nothing is changed. A step
-    with ``externally_skipped=True`` (an fp16 overflow, say) is skipped in every mode, neither
-    learnt nor counted.
+    In observe mode, every step is judged and recorded in the state, and nothing is changed. A step
+    with ``externally_skipped=True`` (for instance an fp16 overflow) is skipped in every mode, and
+    neither learnt nor counted.
 
     Args:
         inner: any optax transformation that keeps the structure, shapes and dtypes of its state.
-            With an `optax.MultiSteps` inside, each micro-batch is judged on its own, and one that
-            is skipped does not enter the accumulator.
+            With an `optax.MultiSteps` inside, each micro-batch is judged separately, and a skipped
+            micro-batch does not enter the accumulator.
         policy: see `heal`.
         axis_name: see `heal`.
         shard_axis_name: see `heal`.
-        records: steps whose records the state keeps for a `Healer` to read: as many as one dispatch
-            takes (`lax.scan` over steps). With fewer, lines of the metrics are lost, but no order.
+        records: number of steps whose records the state holds for a `Healer`, at least the steps of
+            one dispatch (`lax.scan` over steps). A smaller number loses lines of the metrics, but
+            no order.
         **overrides: see `heal`.
 
     Returns:
-        A transformation that takes the keywords of `heal`'s update and passes them, and all
-        others, to `inner` (`optax.contrib.sam` gets only the keywords that it names). A policy
-        that reads the norm of the updates gets the norm of the step before, since a step is judged
-        before the optimizer makes its update.
+        A transformation that takes the keywords of `heal`'s update. It passes these and all other
+        keywords to `inner` (only keywords that `inner` names, if it takes no others). A step is
+        judged before its update is computed, so a policy that reads the norm of the updates gets
+        the norm of the previous step.
 
     Raises:
         TypeError: `inner` is not an optax transformation.
         HealStateError: from `init`, the policy cuts the learning rate and `inner` keeps a second
             iterate that the cut does not reach; see `scale_by_heal_lr`.
-        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -252,7 +254,7 @@ def protect(
         >>> int(optax.tree.get(state, "count"))
         0
     """
-    from healcore.policy import engine_of  # here: `import healcore.jax` loads no pydantic
+    from healcore.policy import engine_of  # here, so `import healcore.jax` skips pydantic
     from healcore.policy.loader import check_keywords
 
     _check_optimizer(inner)
@@ -301,7 +303,7 @@ def protect(
         rates = injected_rates(state.inner_state) if reads_rate else []
         if len(rates) == 1:
             known["learning_rate"] = rates[0]
-        # A schedule inside sets the rate of this step only in the update.
+        # A schedule in `inner` sets the rate of this step only during the update.
         late = len(rates) == 1 and has_injected_schedule(state.inner_state)
         signals, norms = make_signals(engine, updates, known, axes)
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
@@ -310,8 +312,8 @@ def protect(
 
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             if resets is not None and (isinstance(resets, Tracer) or resets):
-                # Before the step it is part of the optimizer's own kernel. After the step that has
-                # cut it was a second pass over all moments, and XLA copied them for it.
+                # Before the step, XLA fuses the reset into the optimizer's kernel. A reset after
+                # the step that cuts the rate is a second pass over all moments, with a copy.
                 inner_state = reset_moments(
                     inner_state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf)
                 )
@@ -328,8 +330,8 @@ def protect(
             if norm is not None and engine.clips_updates:
                 heal, _ = heal_state.clip_update(engine, heal, norm, decision.skip)
         else:
-            # Zeros instead of the bad gradients: with them a loop in the optimizer (line search,
-            # Newton-Schulz) terminates. It costs nothing: XLA fuses the select with the scaling.
+            # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
+            # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
             updates = gradients.fill_where(_enforce(engine, decision, updates), decision.skip, 0.0)
             updates, inner_state = step_or_keep(
                 inner_step, decision.skip, updates, state.inner_state, params
@@ -351,7 +353,7 @@ def protect(
             if bad is None:
                 norm, bad = measured(updates)
             skipped, bad = decision.skip | bad, bad & ~decision.skip
-            if engine.mode == "observe":  # only what the caller skips is withheld
+            if engine.mode == "observe":  # only an external skip changes the updates
                 skipped = decision.skip
                 updates = gradients.fill_where(updates, skipped, -0.0)
             else:
@@ -391,7 +393,7 @@ def _transformation(
 
 
 def _within_limit(engine: Engine, heal: HealState, rate: chex.Array) -> chex.Array:
-    """Factor from a rate, multiplier included, to the limit that a cut has set; at most 1."""
+    """Factor, at most 1, that lowers a rate (including the multiplier) to the limit of a cut."""
     lr = heal_state.engine_state(engine, heal).lr
     limit = jnp.asarray(engine.config.lr.ceiling, jnp.float32) * lr.broken
     above = (limit > 0) & (rate > limit)
@@ -399,7 +401,7 @@ def _within_limit(engine: Engine, heal: HealState, rate: chex.Array) -> chex.Arr
 
 
 def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:
-    """Scales the gradients as decided. In observe mode they are not touched at all."""
+    """Scales the gradients by the decision. Returns them unchanged in observe mode."""
     if engine.mode == "observe":
         return updates
     if decision.group_scale is not None:
@@ -412,13 +414,13 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
 def _check_on_skip(on_skip: str) -> None:
     if on_skip not in ("zero", "nan"):
         raise ValueError(
-            f"on_skip must be 'zero' or 'nan', got {on_skip!r}: 'nan' is for a chain with "
-            "optax.apply_if_finite after heal, 'zero' for any other"
+            f"on_skip must be 'zero' or 'nan', got {on_skip!r}: use 'nan' in a chain with "
+            "optax.apply_if_finite after heal, and 'zero' in any other"
         )
 
 
 def _keywords_of(update: Any) -> frozenset[str] | None:
-    """The keywords that an `update` names, or None if it takes all keywords."""
+    """The keywords that an `update` names, or None if it takes any keyword."""
     parameters = inspect.signature(update).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
@@ -426,10 +428,10 @@ def _keywords_of(update: Any) -> frozenset[str] | None:
 
 
 def _check_optimizer(inner: Any) -> None:
-    """Raises TypeError unless `inner` has what optax calls: `init` and `update`."""
+    """Raises TypeError unless `inner` has the methods `init` and `update`."""
     is_made = not isinstance(inner, type)
     if is_made and all(callable(getattr(inner, name, None)) for name in ("init", "update")):
-        return  # optax.MultiSteps is not a GradientTransformation, and works
+        return  # accepts optax.MultiSteps too, which is not a GradientTransformation
     raise TypeError(
         "protect takes an optax transformation, which has init and update, got "
         f"{getattr(inner, '__name__', f'a {type(inner).__name__}')}: write "

@@ -176,9 +176,9 @@ FOUND = {
     "dtype": r"state\['params'\]\['hidden'\] is bfloat16\(4, 3\), and was float32\(4, 3\)",
     "shape": r"state\['params'\]\['hidden'\] is float32\(4, 5\), and was float32\(4, 3\)",
     "missing": r"state\['params'\]\['out'\]\['w'\] is missing, and was float32\(3, 1\)",
-    "more": r"state\['params'\]\['ema'\] is float32\(3,\), and was not there",
+    "more": r"state\['params'\]\['ema'\] is float32\(3,\), and was not present",
     "tuple": r"element 0 is the state: write `state, loss = step\(",
-    "none": r"update takes the state that the step returns, got None: does the step have its",
+    "none": r"update takes the state that the step returns, got None: does the step `return`",
 }
 
 

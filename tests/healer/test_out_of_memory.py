@@ -322,4 +322,4 @@ def test_a_real_allocator_that_fails(framework):
     a, b = (np.asarray(each["parameters"]) for each in (whole, split))
     assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(a)
     if framework == "jax":
-        assert donated[0].startswith("the part ran out of memory in a function that was given")
+        assert donated[0].startswith("the part ran out of memory in a function that donates")

@@ -60,7 +60,7 @@ def test_float0_and_unchanged_static_leaves_pass():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ({"a": jnp.ones(2)}, {"b": jnp.ones(2)}, "one structure"),
+        ({"a": jnp.ones(2)}, {"b": jnp.ones(2)}, "same structure"),
         ({"a": jnp.ones(2)}, {"a": jnp.ones(3)}, r"\['a'\] was float32\[2\].*float32\[3\]"),
         (
             {"a": jnp.ones(2)},
@@ -77,7 +77,7 @@ def test_states_that_do_not_match_are_named(old, new, message):
 
 @pytest.mark.parametrize("skip", [jnp.asarray([True, False]), jnp.float32(1.0), 1])
 def test_skip_must_be_one_bool(skip):
-    with pytest.raises(CommitError, match="skip must be one bool"):
+    with pytest.raises(CommitError, match="skip must be a 0-d bool"):
         commit(skip, {}, {})
 
 

@@ -72,7 +72,7 @@ def test_healing_behind_the_optimizer_is_warned_of(name):
     for look in (last_decision, metrics, jax.jit(last_decision)):
         with pytest.warns(UserWarning, match=r"optax\.chain\(heal_zclip\(\), optax\.adamw"):
             look(state)
-    with pytest.warns(UserWarning, match="the healing first"):
+    with pytest.warns(UserWarning, match="healing first"):
         JaxDriver({"params": PARAMS, "opt_state": state}, "zclip")
 
 
@@ -97,11 +97,11 @@ def test_one_number_of_a_policy_needs_no_file(make):
 
 @pytest.mark.parametrize(
     ("made_with", "optimizer"),
-    [("zclip", '"zclip"'), ("aggressive", '"aggressive"'), (UNLIKE, "no unchanged preset")],
+    [("zclip", '"zclip"'), ("aggressive", '"aggressive"'), (UNLIKE, "not an unchanged preset")],
 )
 def test_two_policies_that_differ_are_both_named(made_with, optimizer):
     state = protect(optax.sgd(0.1), made_with).init(PARAMS)
-    with pytest.raises(HealStateError, match=f'made with {optimizer}, .* here is "default"'):
+    with pytest.raises(HealStateError, match=f'policy is {optimizer}, .* here is "default"'):
         JaxDriver(state, "default")
 
 
@@ -136,7 +136,7 @@ def test_accumulation_around_protect_is_warned_of():
 def test_the_warning_of_a_missing_loss_says_what_to_write_for_multisteps_in_a_chain():
     steps: Any = optax.MultiSteps(protect(optax.sgd(0.1), "default"), 2)
     chained = optax.chain(steps, optax.scale(1.0))
-    with pytest.warns(UserWarning, match="optax does not pass value on to a MultiSteps; write"):
+    with pytest.warns(UserWarning, match="optax does not pass value to a MultiSteps; write"):
         chained.update(PARAMS, chained.init(PARAMS), PARAMS, value=jnp.float32(1.0))
     steps = optax.GradientTransformationExtraArgs(steps.init, steps.update)
     chained = optax.chain(steps, optax.scale(1.0))

@@ -172,9 +172,9 @@ def test_another_policy_or_model_is_refused():
     adagc = protect(optax.sgd(0.1), policies.ADAGC)
     state = adagc.init(PARAMS)
     saved = to_dict(state, policies.ADAGC)
-    with pytest.raises(HealStateError, match="of another policy"):
+    with pytest.raises(HealStateError, match="to another policy"):
         to_dict(state, policies.SKIP)
-    with pytest.raises(HealStateError, match="of another policy"):
+    with pytest.raises(HealStateError, match="to another policy"):
         from_dict(state, saved, policies.SKIP)
     with pytest.raises(StateError, match="other tensors"):
         from_dict(adagc.init({"w": jnp.ones(2)}), saved, policies.ADAGC)

@@ -60,7 +60,7 @@ def test_a_state_of_another_policy_is_refused(other):
         lambda: protect(optax.adam(0.1), other).update(PARAMS, state, PARAMS, value=LOSS),
         lambda: Healer(other, state={"params": PARAMS, "opt": state}).__enter__(),
     ):
-        with pytest.raises(HealStateError, match=r"of another policy.*with_heal_state"):
+        with pytest.raises(HealStateError, match=r"to another policy.*with_heal_state"):
             use()
     with pytest.raises(StateError, match="of a policy with"):
         from_dict(protect(optax.adam(0.1), other).init(PARAMS), saved, other)
@@ -76,7 +76,7 @@ def test_a_file_with_the_same_numbers_is_the_same_policy(tmp_path):
 def test_a_compiled_update_refuses_what_has_another_form():
     state = stepped(protect(optax.adam(0.1), "zclip"))
     update = jax.jit(healed().update)
-    with pytest.raises(HealStateError, match="of another policy"):
+    with pytest.raises(HealStateError, match="to another policy"):
         update(PARAMS, state, PARAMS, value=LOSS)
 
 

@@ -169,7 +169,7 @@ def test_a_checkpoint_of_two_processes_in_one(two: Program, folder: Path):
 def test_arrays_of_one_process_alone_have_to_be_the_same_in_all(two: Program):
     found = both(two, "refused")
     assert (found["key"], found["n"], found["local"]) == ([0, 0], [0, 1, 2], True)
-    assert "run.key is an array of each process alone" in found["said"]
+    assert "run.key differs between the 2 processes" in found["said"]
     assert (found["steps"], found["left"]) == ([1], [])
 
 

@@ -1,4 +1,4 @@
-"""`JaxDriver`: what the Healer needs from a run in JAX."""
+"""Defines `JaxDriver`, which reads and replaces the state of a JAX run for the Healer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class JaxDriver:
     """Implements `healcore.runtime.driver.Driver` for a JAX run.
 
     Args:
-        state: a pytree that contains the state of a `protect`, `heal` or `heal_zclip` (several for
-            several optimizers), or a mapping of names to nnx objects, which are updated in place.
-        policy: the policy that the optimizer was built with.
+        state: a pytree that contains the state of `protect`, `heal` or `heal_zclip` (one for each
+            optimizer), or a mapping of names to nnx objects, which are updated in place.
+        policy: the optimizer's policy.
 
     Raises:
-        HealStateError: there is no healing state in it, it is of another policy, or a leaf is
-            neither an array nor a number.
+        HealStateError: `state` has no healing state, its policy differs, or a leaf is neither an
+            array nor a number.
     """
 
     framework = "jax"
@@ -54,31 +54,31 @@ class JaxDriver:
         self._engines = in_state.find(tree, self._live.trained(), self._engine)
         parts = [each.parameters for each in self._engines]
         self._parameters = frozenset().union(*parts) if all(parts) else frozenset()
-        """Paths of the parameters; empty where the state does not show all of them."""
+        """Paths of the parameters, or empty if the state does not identify all of them."""
         self._not_finite = self._nonfinite_parameters()
         self._step: Dispatch | None = None
         self._stride: int | None = None
-        """Steps of one dispatch, once known."""
+        """Number of steps of one dispatch, or None if unknown."""
         self._usual: dict[str, np.ndarray] = {}
-        """Each engine's gradient norms at its last step without an alarm."""
+        """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
         self._missing_noted = False
         self._marks: VoteMarks | None = None
-        """Made by the first `request_vote`, in a program of several processes."""
+        """Created by the first `request_vote` in a program of several processes."""
         self._ranks: Ranks | None = None
         self.warnings: list[str] = []
         if self._engine.mode != "observe" and in_state.is_poisoned_by_one_nan(tree):
             self.warnings.append(
-                "optax.MultiSteps is around protect: a NaN micro-batch stays in its accumulator "
-                "(0 × NaN is NaN), so that every later update is skipped until a rollback. Write "
-                "protect(optax.MultiSteps(optimizer, k)), or give MultiSteps "
-                "should_skip_update_fn=optax.skip_not_finite"
+                "optax.MultiSteps wraps protect: a NaN micro-batch stays in its accumulator "
+                "(0 × NaN is NaN), so every later update is skipped until a rollback. Write "
+                "protect(optax.MultiSteps(optimizer, k)), or pass "
+                "should_skip_update_fn=optax.skip_not_finite to MultiSteps"
             )
         self._on_step: Callable[[], None] = lambda: None
         self._remember_step()
         self._edit = max(in_state.edits(self._states()))
         """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
         self._edit_is_new = False
-        """No `update` has shown yet that the loop continues from the edited state."""
+        """Whether no `update` since the last edit has continued from the edited state."""
 
     # -- the training loop ------------------------------------------------------------------------
 
@@ -88,25 +88,25 @@ class JaxDriver:
         return self._live.state
 
     def update(self, state: Any = None) -> None:
-        """Takes the state that a step has returned; None where nnx objects were updated in place.
+        """Sets the state that a step has returned. None for nnx objects, updated in place.
 
         Raises:
-            HealStateError: it is no state of this run, or was computed from one before the Healer's
-                last edit. The old state stays.
+            HealStateError: `state` is not a state of this run, or was computed from a state before
+                the Healer's last edit. The live state is unchanged.
         """
         self._on_step()
         if state is None:
             if not self._live.in_place:
                 raise HealStateError(
-                    "update takes the state that the step returns, got None: does the step have "
-                    f"its `return`? Write `{_LINE}`"
+                    "update takes the state that the step returns, got None: does the step "
+                    f"`return` its state? Write `{_LINE}`"
                 )
             return
         before, self._live.state = self._live.state, state
         try:
             self._live.check()
             states = self._states()
-            if self._edit_is_new:  # a sync, in the first update after an edit only
+            if self._edit_is_new:  # one sync, in the first update after an edit
                 self._edit_is_new = any(each != self._edit for each in in_state.edits(states))
                 if self._edit_is_new:
                     raise HealStateError(_STALE)
@@ -115,22 +115,22 @@ class JaxDriver:
             raise
 
     def on_step(self, call: Callable[[], None]) -> None:
-        """Calls `call` from `update`."""
+        """Registers a function that `update` calls."""
         self._on_step = call
 
     def poll_step(self) -> Dispatch | None:
-        """The step taken since the last call, its copy to the host begun; None if there was none.
+        """Begins to copy the step since the last call to the host. None if no step was taken.
 
-        Every new state is a step. If no engine has judged it (optax.MultiSteps), which only the
-        device knows, `StepRecord.step` stays the same.
+        Every new state counts as a step. If no engine has judged the step (optax.MultiSteps), which
+        only the device knows, `StepRecord.step` does not change.
         """
         if self._all_polled():
             return None
         before, self._readback = self._readback, PendingReadback(self._states())
         if self._step is not None:
             self._stride = self._step.steps_read or self._stride
-        # A sync at the first dispatch only. A wrong number of steps (the last dispatch of an epoch
-        # has fewer) is corrected when the dispatch is read.
+        # One sync, at the first dispatch only. A wrong number of steps (the last dispatch of an
+        # epoch may have fewer) is corrected when the dispatch is read.
         self._step = Dispatch(
             self._engines,
             before,
@@ -147,15 +147,15 @@ class JaxDriver:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def items(self) -> dict[str, Any]:
-        """The live state to save, without healing state. Nothing is copied."""
+        """Returns the live state to save, without healing states. Copies nothing."""
         return self._live.items()
 
     def replace(self, restored: Mapping[str, Any]) -> None:
-        """Replaces the live state by a restored one; the healing state stays."""
+        """Replaces the live state by a restored state, except the healing states."""
         self._put(self._live.restored(restored))
 
     def reset_moments(self) -> None:
-        """Sets moments and bias correction to zero; the counts of schedules stay."""
+        """Sets moments and the counts of their bias correction to zero."""
 
         def zeroed(leaf: Any) -> Any:
             return as_live(jnp.zeros_like(leaf), leaf)
@@ -163,11 +163,11 @@ class JaxDriver:
         self._edit_state(reset_moments(self._live.read(), zeroed))
 
     def moments_obstacle(self) -> str:
-        """Names an array of the optimizers whose first value is not known."""
+        """Reason why moments cannot be reset, or an empty string."""
         return moments_obstacle(self._live.read(), [each.path for each in self._engines])
 
     def request_vote(self, wanted: bool) -> bool:
-        """Marks one of the next dispatches in all processes, not always the very next one."""
+        """Requests a vote after one of the next dispatches, the same one in all processes."""
         if self._marks is None:
             if jax.process_count() == 1:
                 return False
@@ -178,17 +178,17 @@ class JaxDriver:
         return True
 
     def may_save(self) -> bool:
-        """False during an accumulation by optax.MultiSteps; reads the device then."""
+        """Whether optax.MultiSteps is not accumulating. One sync if the optimizer accumulates."""
         return self._live.between_steps()
 
     # -- engines ----------------------------------------------------------------------------------
 
     def healing(self) -> dict[str, dict[str, Any]]:
-        """Engine name -> `Engine.to_dict`. Reads the device."""
+        """Returns engine name -> `Engine.to_dict`. One sync."""
         return in_state.dicts(self._engine, self._engines, self._live.read())
 
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replaces the named engine states; the others stay."""
+        """Replaces the named engine states."""
         tree = self._live.read()
         self._put(in_state.loaded(self._engine, self._engines, tree, engines))
 
@@ -197,28 +197,25 @@ class JaxDriver:
         self._edit_state(in_state.with_change_expected(self._live.read()))
 
     def interrupted(self) -> bool:
-        """False: an update makes new arrays, and the state is replaced as a whole."""
+        """Returns False, because an update creates new arrays and replaces the whole state."""
         return False
 
     def undo_window(self) -> str:
-        """Nothing: a state that no `update` has passed is not the run's."""
+        """Returns the reason why the window cannot be undone, or an empty string."""
         if self.may_save():
             return ""
-        return "the exception came within an accumulation of optax.MultiSteps"
+        return "the exception occurred within an accumulation of optax.MultiSteps"
 
     def finite(self) -> bool:
-        """Whether the parameters are finite, except arrays that were not at the start.
+        """Whether all parameters are finite that were finite at the start.
 
-        All arrays count where the state does not show which of them are parameters, but not the
-        healing state: it has norms of gradients that were not applied.
+        If the state does not identify its parameters, checks all arrays except the healing states,
+        which contain norms of gradients that were not applied.
         """
         return self._nonfinite_parameters() <= self._not_finite
 
     def copy_weights(self) -> dict[str, Any]:
-        """Path -> copy of the parameters, off the device if it is an accelerator.
-
-        All floating arrays count where the state does not show which of them are parameters.
-        """
+        """Returns path -> copy of each parameter (see `_weights`), in host memory."""
         return {name: _copy(leaf) for name, leaf in self._weights().items()}
 
     def losses_of(
@@ -227,14 +224,14 @@ class JaxDriver:
         batches: Iterable[Any],
         weights: Mapping[str, Any] | None = None,
     ) -> list[float]:
-        """Calls `loss_fn(state, batch)`; for nnx objects, updated in place, `loss_fn(batch)`.
+        """Calls `loss_fn(state, batch)` for each batch, or `loss_fn(batch)` for nnx objects.
 
-        The random keys in the state are the current ones with either weights.
+        Replaces the parameters by `weights`, but keeps the current random keys of the state.
         """
         return self._called(loss_fn, batches, weights or {}, float)
 
     def try_loss_fn(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """Calls it, for nnx objects with the batch alone."""
+        """Calls `loss_fn(state, batch)`, or `loss_fn(batch)` for nnx objects."""
         (found,) = self._called(loss_fn, [batch], {}, jax.device_get)
         return found
 
@@ -257,37 +254,37 @@ class JaxDriver:
                 self._live.write(live)
 
     def gradient_window(self) -> GradientWindow:
-        """The gradients since the last step, which the loop sums up."""
+        """Returns the gradients since the last step, which the loop sums."""
         return GradientWindow(self._counters, self._live.read)
 
     def optimizer_reports(self) -> dict[str, object]:
-        """Empty: the transformation in the step has nothing to report."""
+        """Returns an empty dictionary."""
         return {}
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The numbers that optax.inject_hyperparams holds. Reads the device."""
+        """Returns the hyperparameters of optax.inject_hyperparams. One sync."""
         found = jax.device_get(injected_hyperparameters(self._live.read()))
         short = [path.rpartition("['")[2].removesuffix("']") for path in found]
         names = short if len(set(short)) == len(short) else list(found)
-        # The shortest decimal number: 0.001 and not 0.0010000000474974513.
+        # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
         values = [json_setting(float(str(each))) for each in found.values()]
         return dict(zip(names, values, strict=True))
 
     def learning_rate(self) -> float | None:
-        """The rate of optax.inject_hyperparams, or the rate that the last update received.
+        """The injected rate, or else the rate that the last update received. One sync.
 
-        Read from the device. None without exactly one.
+        None unless exactly one rate is known.
         """
         found = {float(rate) for rate in injected_rates(self._live.read())}
         if not found:
             rates = (each["state"]["lr"]["rate"] for each in self.healing().values())
-            found = {rate for rate in rates if rate not in (0.0, 1.0)}  # 1: none was given
+            found = {rate for rate in rates if rate not in (0.0, 1.0)}  # 1.0 if none was passed
         return found.pop() if len(found) == 1 else None
 
     # -- the run ----------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
-        """Size of this process's part of the state."""
+        """Returns the size of this process's part of the state, in bytes."""
         return sum(
             sum(shard.data.nbytes for shard in leaf.addressable_shards if not shard.replica_id)
             if isinstance(leaf, jax.Array)
@@ -298,7 +295,7 @@ class JaxDriver:
     def store(
         self, where: Any, nonfinite_ok: tuple[str, ...], *, trust: bool = False
     ) -> CheckpointStore:
-        """The default store: memory, and with a directory `where` also Orbax; ignores `trust`."""
+        """Returns the default store: memory, and also Orbax if `where` is a directory."""
         del trust
         from healcore.jax.store import MemoryStore, OrbaxStore, TieredStore  # loads Orbax
 
@@ -308,7 +305,7 @@ class JaxDriver:
         return TieredStore(memory, OrbaxStore(where, nonfinite_ok=nonfinite_ok))
 
     def ranks(self) -> Ranks:
-        """Exchanges between the processes of this run. Every process makes the first call."""
+        """Returns the exchange between processes. All processes make the first call together."""
         if self._ranks is None:
             self._ranks = Alone()
             if jax.process_count() > 1:
@@ -318,10 +315,10 @@ class JaxDriver:
         return self._ranks
 
     def generators(self) -> None:
-        """Nothing: JAX has no global generators; the state holds its keys."""
+        """Returns None, because JAX has no global generators; random keys are in the state."""
 
     def close(self) -> None:
-        """Ends threads of several processes. Healing is in the optimizer, without hooks."""
+        """Ends the thread of the votes. The optimizer itself has no hooks to remove."""
         if self._marks is not None:
             self._marks.close()
 
@@ -331,21 +328,18 @@ class JaxDriver:
         if not self._missing_noted:
             self._missing_noted = True
             self.warnings.append(
-                f"{steps} steps in one dispatch, and the state keeps the records of "
-                f"{steps - missing}: no order is lost, but the metrics lack the others; "
-                f"protect(tx, policy, records={steps}) keeps them all"
+                f"one dispatch has {steps} steps, and the state holds the records of "
+                f"{steps - missing}: no order is lost, but the metrics lack the other steps; "
+                f"protect(tx, policy, records={steps}) holds all records"
             )
 
     def _nonfinite_parameters(self) -> set[str]:
-        """Paths of the parameters with a NaN or an Inf; of all arrays where they are not known."""
+        """Paths of the `_weights` with a NaN or Inf."""
         found = {name: jnp.isfinite(leaf).all() for name, leaf in self._weights().items()}
         return {name for name, finite in jax.device_get(found).items() if not finite}
 
     def _weights(self) -> dict[str, Any]:
-        """Path -> each parameter, or each floating array where the parameters are not known.
-
-        In the same order in all processes.
-        """
+        """Path -> parameter (or floating array, if unknown), in the same order in all processes."""
         leaves = jax.tree_util.tree_leaves_with_path(without_heal_state(self._live.read()))
         arrays = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
         return {
@@ -359,24 +353,24 @@ class JaxDriver:
         return [in_state.at(roots, each.path) for each in self._engines]
 
     def _counters(self) -> list[Any]:
-        """The arrays with the engines' counters, which each step replaces."""
+        """The array with each engine's counters. Each step replaces these arrays."""
         return [array_of(each.heal_ints) for each in self._states()]
 
     def _all_polled(self) -> bool:
         return not differ(self._counters(), self._last_counters)
 
     def _edit_state(self, tree: Any) -> None:
-        """Makes the tree the live state, from which the next step has to start; it is no step."""
+        """Makes `tree` the live state, from which the next step has to start, without a step."""
         all_polled = self._all_polled()
         if not self._live.in_place:
             self._edit, self._edit_is_new = self._edit + 1, True
             tree = in_state.with_edit(tree, self._edit)
         self._live.write(tree)
-        if all_polled:  # otherwise `poll_step` has to see the step before the edit
+        if all_polled:  # otherwise `poll_step` still has to return the step before the edit
             self._last_counters = self._counters()
 
     def _put(self, tree: Any) -> None:
-        """Makes the tree the live state; a step that was not polled yet is dropped."""
+        """Makes `tree` the live state, and drops a step that was not polled."""
         self._edit_state(tree)
         self._remember_step()
 
@@ -387,13 +381,13 @@ class JaxDriver:
 
 _ARRAYS_ONLY = (
     "for an Equinox module write `params, static = eqx.partition(model, eqx.is_array)`, pass "
-    "params in the state, and begin the step with `model = eqx.combine(params, static)`"
+    "params in the state, and start the step with `model = eqx.combine(params, static)`"
 )
 _LINE = "state = healer.update(step(healer.state, batch))"
 _STALE = (
-    "this state was computed from one before the Healer changed it: a rollback, a resume or "
-    f"expect_change() has made a new healer.state. Write `{_LINE}`, and take no step from an "
-    "older variable. For a state that you have restored yourself: "
+    "this state was computed from an older state than healer.state, which a rollback, a resume or "
+    f"expect_change() has replaced. Write `{_LINE}`, so that each step starts from "
+    "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
 )
 
@@ -403,7 +397,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _copy(leaf: Any) -> Any:
-    """A copy that outlives a donation of the state, in the host's memory."""
+    """A copy in host memory, which a donation of the state does not delete."""
     if not isinstance(leaf, jax.Array):
         return leaf
     if next(iter(leaf.sharding.device_set)).platform == "cpu":
@@ -412,7 +406,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _with(live: Any, weights: Mapping[str, Any]) -> Any:
-    """The state with other parameters."""
+    """Replaces parameters of a state by `weights`."""
 
     def one(path: Any, leaf: Any) -> Any:
         saved = weights.get(jax.tree_util.keystr(path), leaf)

@@ -1,4 +1,4 @@
-"""The engines of a run: finds, reads and replaces their states in a train state."""
+"""Finds, reads and replaces the states of a run's engines in a train state."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ class EngineEntry(NamedTuple):
 
     name: str
     path: Path
-    """From the top of the state to its HealState."""
+    """Path of its HealState in the state."""
     leaves: tuple[str, ...]
     """Names of the tensors whose gradients it judges."""
     parameters: frozenset[str]
-    """Paths of the tensors that may be its parameters; empty if the state does not show them."""
+    """Paths of the tensors that may be its parameters, or empty if these cannot be identified."""
 
 
 def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
-    """The engines of a state; `trained` is a tree with the parameters in it.
+    """Finds the engines of a state. `trained` is a tree that contains the parameters.
 
-    HealStateError if there is no engine, or one is of another policy, or of several runs (`vmap`).
+    Raises HealStateError if the state has no engine, or an engine belongs to another policy or
+    holds several runs (`vmap`).
     """
     states = dict(nodes(HealState, tree))
     if not states:
         raise HealStateError(
-            f"no healing state in this {type(tree).__name__}: the state to heal holds the state of "
-            "an optimizer made with protect(), heal() or heal_zclip()"
+            f"no healing state in this {type(tree).__name__}: pass a state that contains the state "
+            "of an optimizer with protect(), heal() or heal_zclip()"
         )
     if engine.scales_lr and engine.mode != "observe" and has_lr_scale(tree):
         check_second_iterates(tree, "scale_by_heal_lr")
@@ -52,14 +53,14 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     optimizers = [path[: max(1, len(path) - 1)] for path in states]
     found = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
-        heal_state.engine_state(engine, state)  # raises unless the policy is the optimizer's
+        heal_state.engine_state(engine, state)  # raises for another policy
         _check_single(path, state)
         heal_state.warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
         parts = _parts(trained, count)
         names = _tensor_names(parts, name, path, count, optimizers)
-        # Any of the parts outside the optimizers may be trained.
+        # Any part outside the optimizers may be the trained parameters.
         outside = [part for place, part in parts.items() if not _within(place, optimizers)]
         if _is_masked(tree, path):
             outside = []
@@ -69,21 +70,21 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
 
 
 def at(root: Any, path: Path) -> HealState:
-    """The HealState at a path; HealStateError if there is none."""
+    """The HealState at a path. Raises HealStateError if it is missing."""
     try:
         node = heal_state.at(root, path)
     except (AttributeError, LookupError, TypeError):
         node = None
     if not isinstance(node, HealState):
         raise HealStateError(
-            f"the healing state is no longer at state{jax.tree_util.keystr(path)}: "
-            "update() takes the whole state in the structure that the run began with"
+            f"the healing state is missing at state{jax.tree_util.keystr(path)}: "
+            "update() takes the whole state, in the structure with which the run started"
         )
     return node
 
 
 def dicts(engine: Engine, engines: Sequence[EngineEntry], tree: Any) -> dict[str, dict[str, Any]]:
-    """`Engine.to_dict` of each engine by its name. Reads the device."""
+    """Returns engine name -> `Engine.to_dict`. One sync."""
     states = [heal_state.engine_state(engine, at(tree, each.path)) for each in engines]
     return {
         each.name: engine.to_dict(state)
@@ -94,9 +95,9 @@ def dicts(engine: Engine, engines: Sequence[EngineEntry], tree: Any) -> dict[str
 def loaded(
     engine: Engine, engines: Sequence[EngineEntry], tree: Any, data: Mapping[str, Mapping[str, Any]]
 ) -> Any:
-    """The tree with the engine states in `data`, and their multiplier in `scale_by_heal_lr`.
+    """Replaces the engine states named in `data`, and the multiplier of `scale_by_heal_lr`.
 
-    StateError if a state is of another policy or model, or this run has no such engine.
+    Raises StateError if a state belongs to another policy or model, or the run has no such engine.
     """
     paths = {each.name: each.path for each in engines}
     check_engines(data, paths)
@@ -120,18 +121,18 @@ def loaded(
 
 
 def is_poisoned_by_one_nan(tree: Any) -> bool:
-    """Whether an engine is within an optax.MultiSteps that accumulates NaN gradients."""
+    """Whether an engine is inside an optax.MultiSteps that accumulates NaN gradients."""
     around = [node for _, node in nodes(optax.MultiStepsState, tree) if node.skip_state == ()]
     return any(nodes(HealState, node.inner_opt_state) for node in around)
 
 
 def with_change_expected(tree: Any) -> Any:
-    """The tree with every engine's grace window opened."""
+    """Opens every engine's grace window."""
     return _with_ints(state_layout.with_change_expected, tree)
 
 
 def with_edit(tree: Any, number: int) -> Any:
-    """The tree with the number of the Healer's last edit in every engine."""
+    """Sets the number of the Healer's last edit in every engine."""
     return _with_ints(lambda ints: state_layout.with_edit(ints, number), tree)
 
 
@@ -143,7 +144,7 @@ def _with_ints(change: Callable[[Any], jax.Array], tree: Any) -> Any:
 
 
 def edits(states: Sequence[HealState]) -> list[int]:
-    """The number of the last edit in each state. A sync."""
+    """The number of the last edit in each state. One sync."""
     found = [state_layout.header(array_of(each.heal_ints)).edit for each in states]
     return [int(each) for each in jax.device_get(found)]
 
@@ -154,18 +155,18 @@ def _check_single(path: Path, state: HealState) -> None:
     if lanes:
         raise HealStateError(
             f"the healing state at state{jax.tree_util.keystr(path)} holds {lanes[0]} runs at once "
-            "(a leading axis, as vmap and pmap make it), and a Healer saves and restores one run. "
-            "Without a Healer protect() heals each lane by itself. For a Healer pass the state of "
-            "one run: shard its batch with jit or shard_map, and run the lanes of a sweep one "
-            "after the other"
+            "(a leading axis, from vmap or pmap), and a Healer saves and restores one run. "
+            "Without a Healer, protect() heals each lane separately. For a Healer, pass the state "
+            "of one run: shard its batch with jit or shard_map, and run the lanes of a sweep in "
+            "sequence"
         )
 
 
-# -- which tensors an engine judges -------------------------------------------------------------
+# -- tensors of an engine -----------------------------------------------------------------------
 
 
 def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
-    """The outermost parts of a tree with `count` floating tensors, and the paths of the tensors."""
+    """Path of each outermost subtree with `count` floating tensors -> paths of these tensors."""
     parts: dict[Path, list[Path]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
         if is_gradient(leaf):
@@ -178,7 +179,7 @@ def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
 
 
 def _is_masked(tree: Any, engine: Path) -> bool:
-    """Whether an engine gets the gradients of some parameters, which need not be one part."""
+    """Whether an engine is inside a mask or partition, so its parameters may be no subtree."""
     masks = nodes((optax.MaskedState, optax.transforms.PartitionState), tree)
     return _within(engine, [path for path, _ in masks])
 
@@ -190,12 +191,12 @@ def _tensor_names(
     count: int,
     optimizers: Sequence[Path],
 ) -> tuple[str, ...]:
-    """Names (paths) of the tensors that an engine judges; numbers where they are ambiguous.
+    """Names (paths) of the tensors that an engine judges, or numbers if the names are ambiguous.
 
-    An optimizer state does not name the part of the train state that it optimizes. `parts` have as
-    many floating tensors as the engine gets gradients, `count`. The likeliest is called `params` or
-    `model`, is outside the optimizers, and is at a path most like `engine`, the HealState's. Where
-    two networks are equally likely, the engine's name is part of the tensors'.
+    An optimizer state does not name the subtree that it optimizes. Candidates are the `parts` with
+    `count` floating tensors, one for each gradient of the engine. The most likely candidate is
+    called `params` or `model`, is outside the optimizers, and its path is similar to `engine`, the
+    path of the HealState. If two networks are equally likely, names start with the engine's name.
     """
 
     def unlikely(path: Path) -> tuple[bool, bool, int]:

@@ -1,4 +1,4 @@
-"""The gradients since the last optimizer step, which in JAX are values that the loop sums up."""
+"""Defines `GradientWindow`, the gradients since the last step, which the loop itself sums."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class GradientWindow:
     """Implements `healcore.runtime.microbatches.window.Gradients`.
 
     Args:
-        counters: arrays that every optimizer step replaces.
-        state: reads the live state.
+        counters: returns arrays that every optimizer step replaces.
+        state: returns the live state.
     """
 
     def __init__(self, counters: Callable[[], list[Any]], state: Callable[[], Any]) -> None:
@@ -26,22 +26,22 @@ class GradientWindow:
         self._begin: list[Any] | None = None
 
     def accumulating(self) -> bool:
-        """Whether a window has begun and no step has followed."""
+        """Whether a window has begun without a step since."""
         return self._begin is not None and not self.has_stepped()
 
     def begin_window(self) -> None:
-        """Remembers the state by its counters."""
+        """Records the counters of the current state."""
         self._begin = self._counters()
 
     def has_stepped(self) -> bool:
-        """Whether the state is another one than at `begin_window`."""
+        """Whether the state has been replaced since `begin_window`."""
         return self._begin is not None and differ(self._counters(), self._begin)
 
     def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
-        """Frees what nothing refers to any more; XLA keeps no cache of device memory to empty.
+        """Frees unreferenced arrays. Ignores `clear_cache`, because XLA caches no device memory.
 
         Raises:
-            HealStateError: the failed call was given the state to overwrite.
+            HealStateError: the failed call was passed the state as a donated argument.
         """
         del clear_cache
         held.clear()
@@ -49,20 +49,20 @@ class GradientWindow:
         leaves = jax.tree.leaves(self._state())
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             raise HealStateError(
-                "the part ran out of memory in a function that was given healer.state in "
-                "donate_argnums, and the state is gone: donate it only to the function that "
+                "the part ran out of memory in a function that donates healer.state "
+                "(donate_argnums), so the state is lost: donate it only to the function that "
                 "applies the summed gradients, which is called after the parts"
             )
 
     def between_ranks(self, ranks: Ranks) -> str:
-        """Why the processes cannot do a step again together."""
+        """Reason why several processes cannot repeat a step together."""
         del ranks
         return (
-            "the other processes wait in the collectives of the compiled step, which this one has "
+            "the other processes wait in collectives of the compiled step, which this process has "
             "left"
         )
 
 
 def differ(arrays: list[Any], others: list[Any]) -> bool:
-    """Whether an array was replaced, by which a step shows."""
+    """Whether any array was replaced by another object."""
     return any(a is not b for a, b in zip(arrays, others, strict=True))

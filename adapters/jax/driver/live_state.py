@@ -1,7 +1,7 @@
-"""The live state of a run as one pytree of arrays, and as the items of a checkpoint.
+"""Converts the live state of a run to a pytree of arrays, and to the items of a checkpoint.
 
-A checkpoint keeps only dtypes. Restored leaves also get the weak type, sharding and commitment of
-the live ones, so that a step is not compiled again.
+A checkpoint stores only dtypes. A restored leaf also receives the weak type, sharding and
+commitment of the live leaf, so that the step is not compiled again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from healcore.jax.opt_state import with_heal_state, without_heal_state
 from healcore.runtime.store.errors import StateMismatch
 
 STATE = "state"
-"""Name of the item for a state without names."""
+"""Name of the only item of a state that is not a dictionary."""
 SIDE_STATE = "healcore.side_state"
 _PROTECT = ("heal_update_norm", "heal_reset_moments")
 """Fields of `ProtectState` that belong to the parameters and moments, not to the engine."""
 _SHOWN = 3
-"""Differences that a message names."""
+"""Largest number of differences in a message."""
 
 
 class LiveState:
-    """A pytree: a TrainState, a tuple, a dictionary. `NnxLiveState` is for nnx objects.
+    """The state of a run as a pytree, such as a TrainState. `NnxLiveState` is for nnx objects.
 
-    The items of a checkpoint are its parts if it is a dictionary, the same in every process.
+    The values of a dictionary are the items of a checkpoint, the same in every process.
     """
 
     in_place = False
@@ -46,18 +46,18 @@ class LiveState:
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
         self._forms = _forms(tree)
         self._checked: tuple[Any, list[Any]] | None = None
-        """Structure and abstract values of the last state that fitted."""
+        """Structure and abstract values of the last state that passed `check`, or None."""
 
     def read(self) -> Any:
-        """The state as a pytree of arrays, in which optax's states keep their types. No copies."""
+        """The state as a pytree of arrays, with optax's own state types. Copies nothing."""
         return self.state
 
     def write(self, tree: Any) -> None:
-        """Replaces the state by a tree of the structure of `read`."""
+        """Replaces the state by a tree with the structure of `read`."""
         self.state = tree
 
     def roots(self) -> Any:
-        """A cheap tree with each optimizer state at its path in `read`; its leaves: `array_of`."""
+        """A cheap tree with each optimizer state at its path in `read`. Leaves need `array_of`."""
         return self.state
 
     def trained(self) -> Any:
@@ -67,7 +67,7 @@ class LiveState:
     def check(self) -> None:
         """Raises HealStateError unless the leaves have the first state's paths, shapes and dtypes.
 
-        A compiled step returns the same `aval` objects every time, which are compared first.
+        First compares the `aval` objects, because a compiled step returns the same objects.
         """
         tree = self.read()
         leaves, structure = jax.tree.flatten(tree)
@@ -78,36 +78,36 @@ class LiveState:
         for index, part in enumerate(tree if isinstance(tree, tuple) else ()):
             if _forms(part) == wanted:
                 raise HealStateError(
-                    f"update takes the state alone, got a tuple whose element {index} is the state:"
+                    f"update takes only the state, got a tuple whose element {index} is the state:"
                     " write `state, loss = step(healer.state, batch); healer.update(state)`"
                 )
         wrong = [path for path in {**wanted, **forms} if forms.get(path) != wanted.get(path)]
         if wrong:
             lines = [
                 f"state{path} is {forms.get(path, 'missing')}, and was "
-                f"{wanted.get(path, 'not there')}"
+                f"{wanted.get(path, 'not present')}"
                 for path in wrong[:_SHOWN]
             ]
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise HealStateError(
-                "update takes the state in the structure, shapes and dtypes that the run began "
-                f"with: {'; '.join(lines)}{more}. Nothing was saved or replaced: return the whole "
-                "state from the step, and cast what has changed, x.astype(old.dtype). For NumPy "
+                "update takes the state with the structure, shapes and dtypes of the first state: "
+                f"{'; '.join(lines)}{more}. Nothing was saved or replaced. Return the whole "
+                "state from the step, and cast changed arrays, x.astype(old.dtype). For NumPy "
                 "arrays write `state = jax.tree.map(jnp.asarray, state)` before the Healer"
             )
         self._checked = found
 
     def items(self) -> dict[str, Any]:
-        """The items of a checkpoint by their names, without healing state. Nothing is copied."""
+        """The items of a checkpoint by name, without healing states. Copies nothing."""
         tree = self.read()
         side_state = SideState(tree)
         return {**self._parts(_saved(tree)), **({SIDE_STATE: side_state} if side_state else {})}
 
     def restored(self, items: Mapping[str, Any]) -> Any:
-        """The tree of a checkpoint's items, with the live healing state.
+        """Makes a tree of a checkpoint's items and the live healing states.
 
-        StateMismatch if it does not fit. Accumulators of optax.MultiSteps are zeroed, because a NaN
-        would stay in them.
+        Zeroes the accumulators of optax.MultiSteps, because a NaN would stay in them. Raises
+        StateMismatch if the structure, a shape or a dtype differs.
         """
         tree = self.read()
         wanted = self._parts(_saved(tree))
@@ -128,14 +128,14 @@ class LiveState:
         def with_side_state(path: Any, live: Any) -> Any:
             if not _is_of_protect(path):
                 return live
-            # 0 or False, as at the start of a run, if the checkpoint has none.
+            # The initial value, 0 or False, if the checkpoint lacks this field.
             return as_live(side_state.get(keystr(path), np.zeros((), live.dtype)), live)
 
         new = with_heal_state(map_nodes(optax.MultiStepsState, _emptied, bare), like=tree)
         return tree_map_with_path(with_side_state, new)
 
     def between_steps(self) -> bool:
-        """Whether nothing is accumulated. Reads the device if the optimizer accumulates."""
+        """Whether nothing is accumulated. One sync if the optimizer accumulates."""
         if not self._accumulates:
             return True
         return not any(int(each.mini_step) for _, each in nodes(optax.MultiStepsState, self.read()))
@@ -145,12 +145,12 @@ class LiveState:
 
 
 class NnxLiveState(LiveState):
-    """A mapping of names to nnx objects, updated in place, and pytrees."""
+    """The state of a run as a mapping of names to pytrees and nnx objects, updated in place."""
 
     in_place = True
 
     def read(self) -> Any:
-        """The state as a pytree of the Variables' present arrays."""
+        """The state as a pytree of the Variables' current arrays."""
         from flax import nnx
 
         def arrays(live: Any) -> Any:
@@ -158,7 +158,7 @@ class NnxLiveState(LiveState):
                 return live
             if not isinstance(live, nnx.Optimizer):
                 return _arrays(nnx.state(live))
-            # nnx.state would make dictionaries of optax's named tuples.
+            # nnx.state would convert optax's named tuples to dictionaries.
             flat = nnx.to_flat_state(nnx.state(live))
             rest = nnx.from_flat_state([each for each in flat if each[0][0] != "opt_state"])
             return {"opt_state": _arrays(live.opt_state), "rest": _arrays(rest)}
@@ -166,7 +166,7 @@ class NnxLiveState(LiveState):
         return {name: arrays(live) for name, live in self.state.items()}
 
     def write(self, tree: Any) -> None:
-        """Sets the Variables; pytrees are replaced."""
+        """Sets the Variables of nnx objects, and replaces pytrees."""
         from flax import nnx
 
         for name, new in tree.items():
@@ -180,7 +180,7 @@ class NnxLiveState(LiveState):
                 self.state[name] = new
 
     def roots(self) -> Any:
-        """The optimizer states, with their Variables."""
+        """The optimizer states with Variables as leaves."""
         from flax import nnx
 
         return {
@@ -202,8 +202,8 @@ class NnxLiveState(LiveState):
 
 
 def live_state_of(state: Any) -> LiveState:
-    """The live state that a user has passed; HealStateError for nnx objects without names."""
-    nnx = sys.modules.get("flax.nnx")  # unless it is imported there are no such objects
+    """Wraps a user's state. Raises HealStateError for nnx objects without names."""
+    nnx = sys.modules.get("flax.nnx")  # if not imported, the state cannot contain nnx objects
     if nnx is None:
         return LiveState(state)
 
@@ -214,7 +214,7 @@ def live_state_of(state: Any) -> LiveState:
         return NnxLiveState(dict(state))
     if any(map(is_object, jax.tree.leaves(state, is_leaf=is_object))):
         raise HealStateError(
-            f"this {type(state).__name__} has nnx objects within: map names to them, as in "
+            f"this {type(state).__name__} contains nnx objects: map names to them, as in "
             'state={"model": model, "optimizer": optimizer}'
         )
     return LiveState(state)
@@ -235,9 +235,9 @@ def _is_variable(node: Any) -> bool:
 
 
 class SideState:
-    """Python numbers, and `_PROTECT` of each `ProtectState`, which the other items cannot hold."""
+    """Python numbers and the `_PROTECT` fields, which the other items cannot hold."""
 
-    optional = True  # not in checkpoints of a run without healcore
+    optional = True  # checkpoints of a run without healcore lack this item
 
     def __init__(self, tree: Any) -> None:
         bare = tree_leaves_with_path(without_heal_state(tree))
@@ -249,12 +249,12 @@ class SideState:
         return bool(self._kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values by their path in the state."""
+        """Path in the state -> value."""
         return self._kept
 
 
 def as_live(new: Any, live: Any) -> Any:
-    """A restored leaf in the form of the live one: an array, which may be donated, or a number."""
+    """Converts a restored leaf to the form of the live leaf: a number, or a donatable array."""
     if _is_number(live):
         return type(live)(np.asarray(new).item())
     if not isinstance(live, jax.Array):
@@ -269,16 +269,16 @@ def as_live(new: Any, live: Any) -> Any:
 
 
 def _placed(new: Any, live: jax.Array) -> jax.Array:
-    """The array, committed where the live one is."""
+    """Puts an array on the devices of the live array, with the same commitment."""
     if isinstance(new, jax.Array) and new.committed == live.committed:
         return new if new.sharding == live.sharding else jax.device_put(new, live.sharding)
     if live.committed:
         return jax.device_put(new, live.sharding)
-    return jnp.asarray(np.asarray(new))  # an array is uncommitted only if it comes from the host
+    return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
 
 
 def _weak(array: jax.Array) -> jax.Array:
-    """The same numbers, weakly typed where a weak type of this dtype exists."""
+    """The same numbers, weakly typed if a weak type of this dtype exists."""
     zero = 0.0 if jnp.issubdtype(array.dtype, jnp.floating) else 0
     weak = jnp.full(array.shape, zero)
     return array if weak.dtype != array.dtype else weak.at[...].set(array)
@@ -289,10 +289,10 @@ def _saved(tree: Any) -> Any:
 
 
 def _as_saved(leaf: Any) -> Any:
-    """A leaf as it is saved: a Python number becomes the array that jit makes of it.
+    """Converts a Python number to an array for a checkpoint, as `jit` does.
 
-    A TrainState's `step` starts as a number and is an array after the first compiled step, and the
-    two must match. `SideState` keeps the number.
+    A TrainState's `step` is a number at the start and an array after the first compiled step, and
+    both must have the same form. `SideState` keeps the number.
     """
     if not _is_number(leaf):
         return leaf
@@ -300,7 +300,7 @@ def _as_saved(leaf: Any) -> Any:
     if zero.dtype == jnp.bool_:
         return jnp.asarray(leaf)
     limits = jnp.finfo(zero.dtype) if type(leaf) is float else jnp.iinfo(zero.dtype)
-    # An Inf, also one by overflow, would make the checkpoint count as bad.
+    # An Inf, for instance by overflow, would make the checkpoint count as bad.
     return jnp.asarray(leaf) if abs(leaf) <= limits.max else zero
 
 
@@ -336,10 +336,10 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
 
 
 def _forms(tree: Any) -> dict[str, str]:
-    """Path -> form of each leaf."""
+    """Path -> form of the leaf."""
     return {keystr(path): _form(_as_saved(leaf)) for path, leaf in tree_leaves_with_path(tree)}
 
 
 def _form(leaf: Any) -> str:
-    """Shape and dtype, in which a restored leaf and `_as_saved` of the live one must agree."""
+    """Dtype and shape, which must be equal for a restored leaf and `_as_saved` of the live leaf."""
     return f"{leaf.dtype}{tuple(leaf.shape)}" if hasattr(leaf, "dtype") else "no array"

@@ -1,7 +1,7 @@
 """Copies the records of a dispatch's steps to the host while the loop continues.
 
-They are copied as one vector, because each copy has a fixed cost, and right after the step, because
-the next one may donate the state.
+The records are copied as one vector, because each copy has a fixed cost. The copy begins right
+after the dispatch, because the next dispatch may donate the state.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from healcore.jax.heal_state import HealState, HealStateError
 from healcore.jax.state_layout import StepCounts, last_record, records_between
 
 _SEEN = [step_record.FIELDS.index(name) for name in ("loss", "grad_norm")]
-"""Places in a record that no edit of the Healer changes."""
+"""Indices in a record that no edit of the Healer changes."""
 
 
 class Readback(NamedTuple):
-    """The parts of one engine's state that the host reads."""
+    """The part of one engine's state that the host reads."""
 
     counts: StepCounts
     records: np.ndarray
     norms: np.ndarray
-    """float32 (n,): norms of the last step's gradients."""
+    """float32 (n,): norm of each gradient leaf at the last step."""
 
 
 class PendingReadback:
-    """The `Readback` of each engine, being copied to the host; its states may be donated then."""
+    """An asynchronous copy of each engine's `Readback`. `states` may be donated after the start."""
 
     def __init__(self, states: Sequence[HealState]) -> None:
         arrays = [
@@ -50,7 +50,7 @@ class PendingReadback:
         self._read: list[Readback] | None = None
 
     def read(self) -> list[Readback]:
-        """The `Readback` of each engine; waits only if the copy has not arrived yet."""
+        """The `Readback` of each engine. Waits until the copy has arrived."""
         if self._read is None:
             packed, self._read = np.asarray(self._packed), []
             for shape, tensors in self._shapes:
@@ -64,16 +64,16 @@ class PendingReadback:
 
 
 class Dispatch:
-    """A dispatch whose records are being copied; a `healcore.runtime.driver.PendingDispatch`.
+    """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied.
 
     Args:
         engines: the engines of the run.
-        before: from the dispatch before, or the start.
-        after: from this dispatch.
-        usual: norms of each engine at its last step without an alarm; updated here.
-        count: the assumed number of steps; None reads it from the device.
-        on_missing: called with the number of steps, and of steps without a record.
-        votes: whether the processes of the run vote after it.
+        before: readback of the previous dispatch, or of the start.
+        after: readback of this dispatch.
+        usual: engine name -> gradient norms at its last step without an alarm; updated here.
+        count: assumed number of steps, or None to read the number from the device.
+        on_missing: called with the number of steps and the number of steps without a record.
+        votes: returns whether the processes of the run vote after this dispatch.
     """
 
     def __init__(
@@ -97,21 +97,20 @@ class Dispatch:
 
     @property
     def vote_requested(self) -> bool:
-        """Whether the processes of the run vote after it."""
+        """Whether the processes of the run vote after this dispatch."""
         return self._votes()
 
     @property
     def steps_read(self) -> int | None:
-        """Number of its steps; None until they were read."""
+        """Number of steps of this dispatch, or None before `steps` is called."""
         return None if self._steps is None else len(self._steps)
 
     def steps(self) -> list[list[StepRecord]]:
-        """Its steps: as many as the engine with the fewest has judged in it, at least one.
+        """Returns the records of each step, at least one step.
 
-        An engine that has judged more (a critic's five updates for one of the generator) has
-        several records in a step.
-
-        HealStateError if an engine has begun again, as a fresh `tx.init` makes it.
+        The number of steps is the smallest number that any engine has judged in this dispatch. An
+        engine with more (five updates of a critic for one update of the generator) has several
+        records per step. Raises HealStateError if the state of an engine is reset, by `tx.init`.
         """
         if self._steps is None:
             parts = list(zip(self._engines, self._before.read(), self._after.read(), strict=True))
@@ -130,13 +129,13 @@ class Dispatch:
     def _check_continues(self, engine: EngineEntry, before: Readback, after: Readback) -> None:
         now, then = after.counts.steps, before.counts.steps
         seen = [last_record(each.records, now)[_SEEN].tobytes() for each in (before, after)]
-        # A step that was not judged, or that the caller has skipped, leaves the record as it is.
+        # A step that is not judged, or that the caller skips, does not change the record.
         if now <= min(then, self.count) and (now < then or seen[0] != seen[1]):
             raise HealStateError(
-                f'the optimizer state of "{engine.name}" has begun again, with step {now} after '
+                f'the optimizer state of "{engine.name}" was reset, with step {now} after '
                 f"step {then}: tx.init(params) within the loop loses the moments, "
-                "the detectors and the budgets. Call it once, before the Healer. To restart the "
-                "moments on purpose: with_heal_state(without_heal_state(tx.init(params)), like=old)"
+                "the detectors and the budgets. Call it once, before the Healer. To reset only the "
+                "moments: with_heal_state(without_heal_state(tx.init(params)), like=old)"
             )
 
     def _add(
@@ -148,7 +147,7 @@ class Dispatch:
         )
         for row in rows:
             record = step_record.unpack(row, engine.name)
-            if record.step == after.counts.steps:  # earlier norms were overwritten
+            if record.step == after.counts.steps:  # norms of earlier steps are overwritten
                 record = record._replace(evidence=self._evidence(engine, record, after.norms))
             steps[(record.step - 1 - before.counts.steps) * len(steps) // moved].append(record)
         for records in steps:
@@ -168,7 +167,7 @@ class Dispatch:
 
 @jax.jit
 def _pack(states: list[tuple[Any, Any, Any]]) -> jax.Array:
-    """The arrays as one int32 vector, bit for bit."""
+    """Packs the arrays into one int32 vector. Floats keep their bits."""
     parts = []
     for ints, records, norms in states:
         bits = jax.lax.bitcast_convert_type(norms, jnp.int32)
@@ -179,7 +178,7 @@ def _pack(states: list[tuple[Any, Any, Any]]) -> jax.Array:
 
 def _idle(engine: EngineEntry, read: Readback) -> StepRecord:
     """The record for a step that the engine did not judge, or whose record is missing."""
-    # Not judged: another optimizer's step, or one of optax.MultiSteps around `protect`. The state
-    # still holds the step before, whose order was handled already.
+    # An engine does not judge steps of other optimizers, or micro-batches of an optax.MultiSteps
+    # around `protect`. The state still holds the previous step, whose order was handled already.
     record = step_record.unpack(last_record(read.records, read.counts.steps), engine.name)
     return record.unjudged()._replace(step=read.counts.steps, judged=False)

@@ -1,11 +1,11 @@
-"""Marks the dispatch at which the processes of a run vote, the same in all of them.
+"""Marks the dispatch after which all processes of a run vote.
 
-In torch the mark is a bit in the numbers that the ranks exchange at each step. Compiled steps of
-JAX exchange nothing of the host's. A process that wants a vote therefore says so in the key-value
-store of the coordination service, and a thread in each process sees the request there. The threads
-then exchange how many dispatches their process has begun. The dispatch after the largest number is
-marked: no process has begun it, because no process begins a dispatch meanwhile. (JAX's
-`multihost_utils.reached_preemption_sync_point` works like this, for SIGTERM alone.)
+In torch, the mark is a bit in the numbers that the ranks exchange at each step. Compiled steps of
+JAX exchange no data of the host. Therefore a process requests a vote in the key-value store of the
+coordination service, and a thread in each process reads the request there. The threads then
+exchange the number of dispatches that their process has begun, while no process begins another. The
+dispatch after the largest number is marked, because no process has begun it. (JAX's
+`multihost_utils.reached_preemption_sync_point` works like this, for SIGTERM only.)
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import jax
 from healcore.jax.store.coordination import CoordinatedRanks
 
 _LOOKS_EVERY_S = 0.5
-"""Seconds between two looks for a request. A look takes about 1 ms, in the thread."""
+"""Seconds between two checks for a request. A check takes about 1 ms in the thread."""
 _ASKS_AGAIN_S = 5.0
-"""Seconds until a request without an answer is repeated: a rollback may undo the marked step."""
+"""Seconds until a pending request is repeated, because a rollback may undo the marked step."""
 _ANSWER_S = 120.0
-"""Longest time for which the loop waits while the processes exchange their numbers."""
+"""Timeout in seconds of the exchange of dispatch numbers, for which the loop waits."""
 _ENDS_WITHIN_S = 5.0
-"""Longest time for which the end of a run waits for the thread."""
+"""Timeout in seconds for the end of the thread at the end of a run."""
 
 
 class VoteMarks:
-    """The marks of one run. Every process makes one, at the same place in the program."""
+    """The marks of one run. Every process creates one, at the same position in the program."""
 
     def __init__(self) -> None:
         self._ranks = CoordinatedRanks(timeout_s=_ANSWER_S)
@@ -44,11 +44,11 @@ class VoteMarks:
         self._thread: threading.Thread | None = None
 
     def request(self, wanted: bool) -> None:
-        """Requests a vote, or withdraws the request. No lock: signal handlers call it too."""
+        """Requests a vote, or withdraws the request. Lock-free, for calls in signal handlers."""
         self._wanted, self._asked_at = wanted, None
 
     def begin_dispatch(self) -> Callable[[], bool]:
-        """Counts a dispatch; whether the processes vote after it. Waits while one is marked."""
+        """Counts a dispatch, and returns a function that tells whether a vote follows it."""
         if self._thread is None:
             watch = weakref.WeakMethod(self._look)
             self._thread = threading.Thread(
@@ -61,13 +61,13 @@ class VoteMarks:
         return lambda: number in self._marked
 
     def close(self) -> None:
-        """Ends the thread, which must not return from a call in C++ while the program exits."""
+        """Ends the thread, because a return from a C++ call during the program's exit can crash."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_ENDS_WITHIN_S)
 
     def _look(self) -> None:
-        """Publishes the request of this process; marks a dispatch if there is a request."""
+        """Publishes this process's request, and marks a dispatch if any process requests a vote."""
         now = time.monotonic()
         if self._wanted and (self._asked_at is None or now - self._asked_at > _ASKS_AGAIN_S):
             self._asked_at = now
@@ -85,4 +85,4 @@ def _watch(look: Any, stop: threading.Event) -> None:
         try:
             method()
         except (jax.errors.JaxRuntimeError, OSError):
-            return  # another process has gone, or this program is at its end
+            return  # another process has ended, or this program is ending

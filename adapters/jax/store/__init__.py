@@ -1,9 +1,8 @@
-"""Checkpoint stores for JAX: on disk through Orbax, in host memory, and both.
+"""Checkpoint stores for JAX: on disk in Orbax's format, in host memory, and both.
 
-    store = TieredStore(MemoryStore(), OrbaxStore("checkpoints"))
-    store.save(step, {"params": params, "opt_state": opt_state})
-
-and to restore: `store.restore(step, {"params": params, "opt_state": opt_state}).state`.
+store = TieredStore(MemoryStore(), OrbaxStore("checkpoints"))
+store.save(step, {"params": params, "opt_state": opt_state})
+restored = store.restore(step, {"params": params, "opt_state": opt_state}).state
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ __all__ = ["Keep", "MemoryStore", "OrbaxStore", "TieredStore"]
 
 
 class MemoryStore(memory.SnapshotStore):
-    """Copies of a JAX state in host memory, pinned where the state is on an accelerator.
+    """Stores copies of a JAX state in host memory. Copies of arrays on a GPU are pinned.
 
     Args:
-        keep: how many copies of each kind stay; during a save there is one more.
-        nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are allowed.
+        keep: number of copies of each kind to keep. A save needs the memory of one more copy.
+        nonfinite_ok: patterns of array names (`params.*.mask`) in which NaN and Inf are allowed.
     """
 
     def __init__(self, keep: Keep = memory.SMALL, *, nonfinite_ok: Collection[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Copies of a JAX state in host memory, and the JSON structure of a state."""
+"""Copies a JAX state to host memory, and describes its structure as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from healcore.runtime.store.structure import Flat
 _PINNED = "pinned_host"
 
 Index = tuple[tuple[int, int], ...]
-"""Place of a part in its array: (start, stop) per axis."""
+"""Position of a shard in its array: (start, stop) per axis."""
 
 
 class HostArray(NamedTuple):
@@ -29,25 +29,25 @@ class HostArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: Any
-    """None for a NumPy array."""
-    parts: dict[Index, np.ndarray]
-    """The distinct parts of this process; empty while `pinned` holds them."""
+    """Sharding of the saved array, or None for a NumPy array."""
+    shards: dict[Index, np.ndarray]
+    """The distinct shards of this process, or empty if `pinned` holds them."""
     pinned: jax.Array | None = None
-    """The copy of an accelerator's array in pinned host memory, perhaps still incomplete."""
+    """Copy of a GPU array in pinned host memory, possibly incomplete, or None."""
 
     def data(self) -> dict[Index, np.ndarray]:
-        """The parts; waits until they are complete."""
+        """The distinct shards of this process. Waits until the copies are complete."""
         if self.pinned is None:
-            return self.parts
-        return {index: np.asarray(data) for index, data in parts(self.pinned)}
+            return self.shards
+        return {index: np.asarray(data) for index, data in shards_of(self.pinned)}
 
     def array(self) -> Any:
-        """The array in the snapshot's own memory, sharded as it was; NumPy where it was NumPy."""
+        """The array in the snapshot's own memory, with its saved type and sharding."""
         if self.pinned is not None:
             return self.pinned
         if self.sharding is None:
-            return next(iter(self.parts.values()))
-        return as_array(self.shape, self.sharding, self.parts.__getitem__)
+            return next(iter(self.shards.values()))
+        return as_array(self.shape, self.sharding, self.shards.__getitem__)
 
 
 class JaxSnapshot(Snapshot):
@@ -55,32 +55,32 @@ class JaxSnapshot(Snapshot):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory held."""
+        """Size of the snapshot in host memory, in bytes."""
         return self.arena.nbytes + sum(
-            data.nbytes for array in self._pinned for _, data in parts(array)
+            data.nbytes for array in self._pinned for _, data in shards_of(array)
         )
 
     @property
     def _pinned(self) -> list[jax.Array]:
-        return [each.pinned for each in self.flat.leaves.values() if each.pinned is not None]
+        return [leaf.pinned for leaf in self.flat.leaves.values() if leaf.pinned is not None]
 
     def settle(self) -> None:
-        """Waits for copies off an accelerator."""
+        """Waits for copies from a GPU."""
         jax.block_until_ready(self._pinned)
 
     def blocks(self) -> Iterator[Block]:
-        """The bytes of every part of every array."""
-        for each in self.flat.leaves.values():
-            for index, data in each.data().items():
-                yield _block(each, index, data)
+        """Yields the bytes of every shard of every array."""
+        for leaf in self.flat.leaves.values():
+            for index, data in leaf.data().items():
+                yield _block(leaf, index, data)
 
 
 class JaxCopier(Copier):
     """Copies JAX states to host memory.
 
-    Arrays on a CPU are copied into one block of memory before `take` returns, because their own
-    memory may be donated to the next step. JAX copies arrays on an accelerator to pinned host
-    memory asynchronously, and handles donation. `pinned` does this on a CPU too, for tests.
+    Arrays on a CPU are copied into one block of memory before `take` returns, because the next step
+    may reuse donated memory. JAX copies arrays on a GPU to pinned host memory asynchronously, and
+    handles donation. `pinned` also does this on a CPU, for tests.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -88,60 +88,60 @@ class JaxCopier(Copier):
         self._pinned = pinned
 
     def flatten(self, state: Mapping[str, Any], *, live: bool = False) -> Flat:
-        """The structure of a state and its arrays; a live state may hold ShapeDtypeStructs."""
-        flattening = _Flattening(shapes=live)
+        """Returns a state's structure and arrays. A live state may hold ShapeDtypeStructs."""
+        encoder = _Encoder(shapes=live)
         entries = {
-            name: flattening.entry(name, value)
+            name: encoder.encode(name, value)
             for name, value in structure.checked_names(state).items()
         }
-        return Flat(entries, flattening.leaves, flattening.treedefs)
+        return Flat(entries, encoder.leaves, encoder.treedefs)
 
     def take(self, state: Mapping[str, Any], recycled: JaxSnapshot | None = None) -> JaxSnapshot:
-        """A snapshot."""
+        """Takes a snapshot of a state, in the memory of `recycled` if possible."""
         flat = self.flatten(state)
-        sent = self._sent(flat)
-        rest = {
-            name: [(index, np.asarray(data)) for index, data in parts(leaf)]
+        pinned = self._copy_to_pinned(flat)
+        sources = {
+            name: [(index, np.asarray(data)) for index, data in shards_of(leaf)]
             for name, leaf in flat.leaves.items()
-            if name not in sent
+            if name not in pinned
         }
-        need = sum(rounded(data.nbytes) for each in rest.values() for _, data in each)
-        arena = Arena.reusing(recycled.arena if recycled is not None else None, need)
-        leaves, work = {}, []
+        size = sum(rounded(data.nbytes) for shards in sources.values() for _, data in shards)
+        arena = Arena.reusing(recycled.arena if recycled is not None else None, size)
+        leaves, pending = {}, []
         for name, leaf in flat.leaves.items():
             copies = {}
-            for index, data in rest.get(name, ()):
+            for index, data in sources.get(name, ()):
                 copies[index] = arena.deal(data.nbytes).view(data.dtype).reshape(data.shape)
-                work.append((copies[index], data))
+                pending.append((copies[index], data))
             sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
             shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-            leaves[name] = HostArray(name, shape, dtype, sharding, copies, sent.get(name))
-        map_in_threads(lambda pair: np.copyto(*pair), work, need)
+            leaves[name] = HostArray(name, shape, dtype, sharding, copies, pinned.get(name))
+        map_in_threads(lambda pair: np.copyto(*pair), pending, size)
         return JaxSnapshot(flat._replace(leaves=leaves), arena)
 
     def arrays(self, snapshot: JaxSnapshot) -> dict[str, Any]:
-        """The arrays in the snapshot's own memory."""
+        """Name -> array in the snapshot's own memory."""
         return {name: leaf.array() for name, leaf in snapshot.flat.leaves.items()}
 
     def copies(
         self, snapshot: JaxSnapshot, names: set[str], live: Flat, copy: CopyBlocks
     ) -> dict[str, Any]:
-        """Arrays in fresh memory, sharded as the live ones are."""
+        """Name -> copy of the array in new memory, with the sharding of the live array."""
         needed = [leaf for name, leaf in snapshot.flat.leaves.items() if name in names]
-        saved = [(entry, *part) for entry in needed for part in entry.data().items()]
-        copies = copy([_block(*each) for each in saved])
+        saved = [(entry, *shard) for entry in needed for shard in entry.data().items()]
+        copies = copy([_block(*arguments) for arguments in saved])
         fresh: dict[str, dict[Index, np.ndarray]] = {entry.name: {} for entry in needed}
         for (entry, index, data), raw in zip(saved, copies, strict=True):
             fresh[entry.name][index] = raw.view(entry.dtype).reshape(data.shape)
         return {
-            entry.name: _placed(entry, fresh[entry.name], live.leaves.get(entry.name))
+            entry.name: _restored(entry, fresh[entry.name], live.leaves.get(entry.name))
             for entry in needed
         }
 
     def fetch(
         self, name: str, tag: str, content: Any, arrays: Mapping[str, Any], live: Flat | None
     ) -> Any:
-        """An array, or a random key made of its data."""
+        """Returns an array, a NumPy scalar, or a random key."""
         array = arrays[content["name"]]
         if content["kind"] == "key":
             return jax.random.wrap_key_data(array, impl=content["impl"])
@@ -149,19 +149,19 @@ class JaxCopier(Copier):
             return array[()]
         return array
 
-    def _sent(self, flat: Flat) -> dict[str, jax.Array]:
-        """Arrays on accelerators, being copied to pinned host memory."""
-        away = {
+    def _copy_to_pinned(self, flat: Flat) -> dict[str, jax.Array]:
+        """Starts to copy GPU arrays to pinned host memory. Returns the copies by name."""
+        arrays = {
             name: leaf
             for name, leaf in flat.leaves.items()
             if isinstance(leaf, jax.Array) and leaf.size and (self._pinned or not _on_cpu(leaf))
         }
-        places = [leaf.sharding.with_memory_kind(_PINNED) for leaf in away.values()]
-        return dict(zip(away, jax.device_put(list(away.values()), places), strict=True))
+        shardings = [leaf.sharding.with_memory_kind(_PINNED) for leaf in arrays.values()]
+        return dict(zip(arrays, jax.device_put(list(arrays.values()), shardings), strict=True))
 
 
-class _Flattening:
-    """Collects the arrays while trees are encoded; with `shapes` ShapeDtypeStructs too."""
+class _Encoder:
+    """Encodes trees and collects their arrays; with `shapes` also ShapeDtypeStructs."""
 
     def __init__(self, shapes: bool) -> None:
         self.leaves: dict[str, Any] = {}
@@ -169,33 +169,34 @@ class _Flattening:
         self._names = structure.Names()
         self._arrays = (jax.Array, jax.ShapeDtypeStruct) if shapes else (jax.Array,)
 
-    def entry(self, name: str, value: Any) -> dict[str, Any]:
+    def encode(self, name: str, value: Any) -> dict[str, Any]:
         if hasattr(value, "state_dict"):
-            node = structure.encode(value.state_dict(), (name,), self._special)
+            node = structure.encode(value.state_dict(), (name,), self._encode_array)
             if not getattr(value, "per_rank", False):
                 return {"tree": node}
             if any(structure.arrays_of(node)):
                 raise UnsavableState(
-                    f'state["{name}"] is saved by each process for itself and holds an array: '
+                    f'state["{name}"] is saved by each process separately and contains an array: '
                     "Orbax writes such an array from one process only; make it a list of numbers"
                 )
             return {"tree": node, "per_rank": True}
         paths, self.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
         leaves = []
         for path, leaf in paths:
-            place = (name, *_parts(path))
-            node = structure.encode(leaf, place, self._special)
+            place = (name, *_readable(path))
+            node = structure.encode(leaf, place, self._encode_array)
             leaves.append([jax.tree_util.keystr(path), node])
         return {"leaves": leaves}
 
-    def _special(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
+    def _encode_array(self, path: tuple[Any, ...], value: Any) -> structure.Node | None:
+        """Encodes an array, NumPy scalar or random key. Returns None for any other value."""
         extra = {}
         if isinstance(value, self._arrays):
             kind = "jax"
             if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
                 if isinstance(value, jax.ShapeDtypeStruct):
                     raise UnsavableState(
-                        f"{structure.place(path)} is the shape of a random key: pass a key"
+                        f"{structure.place(path)} is the shape of a random key: pass a key instead"
                     )
                 kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
                 value = jax.random.key_data(value)
@@ -214,47 +215,48 @@ class _Flattening:
         return {"array": {"name": name, "kind": kind, "dtype": dtype, "shape": shape, **extra}}
 
 
-def _parts(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The readable part of each step into a pytree."""
+def _readable(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key, name or index of each element of a pytree path."""
     return tuple(
         next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key)
         for key in path
     )
 
 
-def _placed(entry: HostArray, fresh: dict[Index, np.ndarray], live: Any) -> Any:
-    """An array of the parts in `fresh`, placed as the live array is, else as it was saved."""
+def _restored(entry: HostArray, shards: dict[Index, np.ndarray], live: Any) -> Any:
+    """Makes an array of shards, with the sharding of the live array, or else of the saved array."""
     target = entry.sharding if live is None else getattr(live, "sharding", None)
     if (live is None and target is None) or isinstance(live, (np.ndarray, np.generic)):
-        return _whole(entry, fresh)
+        return _assembled(entry, shards)
     if target is None:  # a jax.ShapeDtypeStruct without a sharding
-        return jax.device_put(_whole(entry, fresh))
+        return jax.device_put(_assembled(entry, shards))
     wanted = {
-        tuple(s.indices(n)[:2] for s, n in zip(index, entry.shape, strict=True))
-        for index in target.addressable_devices_indices_map(entry.shape).values()
-        if index is not None
+        index_of(slices, entry.shape)
+        for slices in target.addressable_devices_indices_map(entry.shape).values()
+        if slices is not None
     }
-    if wanted <= fresh.keys():
+    if wanted <= shards.keys():
         if isinstance(live, jax.Array) and not live.committed:
-            return jax.device_put(next(iter(fresh.values())))
-        # Replicas on a CPU share memory. A donation does not overwrite it: XLA never writes to
+            return jax.device_put(next(iter(shards.values())))
+        # Replicas on a CPU share memory. This is safe with donation, because XLA never writes to
         # memory that belongs to NumPy.
-        return as_array(entry.shape, target, fresh.__getitem__)
-    return jax.device_put(_whole(entry, fresh), target)
+        return as_array(entry.shape, target, shards.__getitem__)
+    return jax.device_put(_assembled(entry, shards), target)
 
 
-def _whole(entry: HostArray, fresh: dict[Index, np.ndarray]) -> np.ndarray:
-    if len(fresh) == 1 and next(iter(fresh.values())).shape == entry.shape:
-        return next(iter(fresh.values()))
+def _assembled(entry: HostArray, shards: dict[Index, np.ndarray]) -> np.ndarray:
+    """The whole array. Raises ValueError if other processes hold some of its shards."""
+    if len(shards) == 1 and next(iter(shards.values())).shape == entry.shape:
+        return next(iter(shards.values()))
     result = np.empty(entry.shape, entry.dtype)
     filled = 0
-    for index, data in fresh.items():
-        result[tuple(slice(start, stop) for start, stop in index)] = data
+    for index, data in shards.items():
+        result[slices_of(index)] = data
         filled += data.size
     if filled != result.size:
         raise ValueError(
-            f"{entry.name} is on several processes and would need another sharding: "
-            "restore it into the sharding it was saved from"
+            f"{entry.name} spans several processes, and its live sharding differs: "
+            "restore the array into the sharding in which it was saved"
         )
     return result
 
@@ -270,8 +272,8 @@ def _on_cpu(array: jax.Array) -> bool:
     return next(iter(array.devices())).platform == "cpu"
 
 
-def parts(array: Any) -> Iterator[tuple[Index, Any]]:
-    """The distinct parts that this process has. A NumPy array is one part."""
+def shards_of(array: Any) -> Iterator[tuple[Index, Any]]:
+    """Yields this process's shards of an array, without replicas. A NumPy array is one shard."""
     if not isinstance(array, jax.Array):
         yield tuple((0, size) for size in array.shape), array
         return
@@ -286,22 +288,27 @@ def parts(array: Any) -> Iterator[tuple[Index, Any]]:
 def as_array(
     shape: tuple[int, ...],
     sharding: jax.sharding.Sharding,
-    part: Callable[[Index], np.ndarray],
+    shard: Callable[[Index], np.ndarray],
 ) -> jax.Array:
-    """An array of global `shape` from host memory; `part` is called once for each device.
+    """Makes an array of global `shape` from host memory. Calls `shard` once per device.
 
-    XLA on a CPU uses aligned memory without a copy, so `part` must return memory that nobody writes
-    to while the array lives.
+    XLA on a CPU uses aligned memory without a copy, so nobody may write to the memory that `shard`
+    returns while the array exists.
     """
     local = sharding.addressable_devices_indices_map(shape)
-    pieces = [
-        jax.device_put(part(index_of(index, shape)), device)
-        for device, index in local.items()
-        if index is not None
+    shards = [
+        jax.device_put(shard(index_of(slices, shape)), device)
+        for device, slices in local.items()
+        if slices is not None
     ]
-    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def index_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-    """The index of a part as (start, stop) per axis."""
-    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+def index_of(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    """Converts the slices of a shard to (start, stop) per axis."""
+    return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
+
+
+def slices_of(index: Index) -> tuple[slice, ...]:
+    """Converts (start, stop) per axis to slices."""
+    return tuple(slice(start, stop) for start, stop in index)

@@ -1,8 +1,7 @@
-"""Checkpoints on disk in Orbax's format (OCDBT with Zarr 3), written and read with TensorStore.
+"""Stores checkpoints on disk in Orbax's format (OCDBT with Zarr 3), using TensorStore.
 
-Orbax keeps the number of its current operation in a variable of the process. Two operations in two
-threads mix up their numbers and fail, and Orbax has no lock. The program may call Orbax at any
-time, so the store does not call it.
+The store does not call Orbax, because the program may call Orbax at the same time. Orbax has one
+operation number per process and no lock, so concurrent operations in two threads fail.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import tensorstore as ts
 import xxhash
 
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.jax.store.host_copy import Index, JaxCopier, as_array, index_of, parts
+from healcore.jax.store.host_copy import Index, JaxCopier, as_array, index_of, shards_of, slices_of
 from healcore.runtime.store import manifest, structure
 from healcore.runtime.store.directory import DirectoryStore
 from healcore.runtime.store.errors import StoreError
@@ -29,31 +28,31 @@ from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.structure import Flat
 
 _ITEM = "state"
-"""Name of the one checkpointable. Its tree is flat: array name -> array."""
+"""Name of the only checkpointable. Its tree is flat: array name -> array."""
 _LARGEST_CHUNK = 1 << 30
-"""Bytes. A chunk is compressed as a whole, in memory."""
+"""Largest chunk in bytes. A whole chunk is compressed in memory."""
 
 
 class OrbaxStore(DirectoryStore):
-    """Checkpoints on disk in Orbax's format, sharded as they are.
+    """Stores checkpoints on disk in Orbax's format. Each process saves its shards.
 
-    Orbax reads the arrays of a checkpoint without healcore:
+    Orbax can read the arrays of a checkpoint without healcore:
     ``ocp.load_checkpointables(step_directory / "data")["state"]["params.dense.kernel"]``. The
     program's own Orbax manager may save at the same time.
 
-    Between two saves it keeps the host memory of one copy of the state.
+    The store permanently holds host memory for one copy of the state.
 
-    In a program of several processes (`jax.distributed`) all processes make the store and call its
-    methods together. Each process writes and reads its own parts of an array that spans processes.
-    Arrays of one process alone (a counter, a key) have to be equal in all processes. A checkpoint
-    can be restored onto another mesh and by another number of processes.
+    In a program of several processes (`jax.distributed`), all processes construct the store and
+    call its methods together. Each process writes and reads its own shards of an array that spans
+    processes. An array that does not span processes (a counter, a key) has to be equal in all
+    processes. Another number of processes can restore a checkpoint, onto another mesh.
 
     Args:
-        root: directory of this run's checkpoints and of nothing else, the same for all processes;
-            created if necessary.
-        nonfinite_ok: patterns of array names (`params.*.mask`) where NaN and Inf are allowed.
-        compress: compress with zstd, as Orbax does by default. Trained weights shrink by some 8 %,
-            and saving takes two to three times as long: turn it off where disks are large.
+        root: directory for only this run's checkpoints, the same for all processes. Created if it
+            does not exist.
+        nonfinite_ok: patterns of array names (`params.*.mask`) in which NaN and Inf are allowed.
+        compress: whether to compress with zstd, as Orbax does by default. Trained weights shrink by
+            about 8 %, and a save takes two to three times as long.
 
     Raises:
         StoreError: the directory cannot be used.
@@ -73,34 +72,34 @@ class OrbaxStore(DirectoryStore):
         self.compress = compress
 
     def _write_arrays(self, arrays: dict[str, Any], folder: Path) -> dict[str, Digest]:
-        # Orbax saves no arrays without elements.
+        # Orbax does not save empty arrays.
         saved = {_escaped(name): array for name, array in arrays.items() if array.size}
         if self.processes.world > 1:
-            self._check_common(saved)
+            self._check_equal(saved)
         if saved:
             rank = self.processes.rank
-            _write_parts(saved, folder, process=rank, compress=self.compress)
+            _write_shards(saved, folder, process=rank, compress=self.compress)
         return {}
 
     def _complete_arrays(self, folder: Path) -> None:
         if folder.exists():
-            _complete(folder)
+            _merge_shards(folder)
 
-    def _check_common(self, arrays: dict[str, Any]) -> None:
-        """Raises StoreError unless the arrays of one process alone are equal in all processes."""
+    def _check_equal(self, arrays: dict[str, Any]) -> None:
+        """Raises StoreError unless arrays that do not span processes are equal in all processes."""
         digests = {
             name: xxhash.xxh3_128_hexdigest(np.asarray(array).tobytes())
             for name, array in arrays.items()
             if not _spans(array)
         }
-        every = self.processes.gather(digests)
-        for name in sorted(set().union(*every)):
-            if len({each.get(name) for each in every}) > 1:
+        gathered = self.processes.gather(digests)
+        for name in sorted(set().union(*gathered)):
+            if len({digests.get(name) for digests in gathered}) > 1:
                 raise StoreError(
-                    f"{name} is an array of each process alone, and not the same in all "
-                    f"{self.processes.world}: make it one array over the mesh of all processes, "
+                    f"{name} differs between the {self.processes.world} processes, and does not "
+                    "span them: make it one array over the mesh of all processes, "
                     "jax.make_array_from_process_local_data(NamedSharding(mesh, spec), part), or "
-                    "the same everywhere (a key without the process's number in it)"
+                    "make it equal everywhere (for instance a key without the process index)"
                 )
 
     def _read_arrays(
@@ -124,23 +123,23 @@ class OrbaxStore(DirectoryStore):
 
 
 def _spans(leaf: Any) -> bool:
-    """Whether other processes have parts of an array."""
+    """Whether other processes hold shards of an array."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def _empty(node: Mapping[str, Any], live: Flat) -> Any:
-    """An array without elements, which Orbax does not save."""
+    """Makes an empty array, because Orbax does not save empty arrays."""
     array, sharding = np.empty(node["shape"], np.dtype(node["dtype"])), _sharding(node, live)
     return array if sharding is None else jax.device_put(array, sharding)
 
 
 def _sharding(node: Mapping[str, Any], live: Flat) -> jax.sharding.Sharding | None:
-    """The live array's sharding, or None for a NumPy array."""
+    """The live array's sharding, or else the first device. None for a NumPy array."""
     leaf = live.leaves.get(node["name"])
     if isinstance(leaf, np.ndarray) or (leaf is None and node["kind"] in ("numpy", "scalar")):
         return None
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return getattr(leaf, "sharding", None) or here
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return getattr(leaf, "sharding", None) or first_device
 
 
 def _size(node: Mapping[str, Any]) -> int:
@@ -148,45 +147,45 @@ def _size(node: Mapping[str, Any]) -> int:
 
 
 def _escaped(name: str) -> str:
-    """A name that is one path component everywhere."""
-    return re.sub(r"[^A-Za-z0-9_.\-]", lambda found: f"%{ord(found[0]):02X}", name)
+    """Escapes a name, so that it is one path component on any platform."""
+    return re.sub(r"[^A-Za-z0-9_.\-]", lambda match: f"%{ord(match[0]):02X}", name)
 
 
 # -- files of Orbax -----------------------------------------------------------------------------
 
 
-def _write_parts(arrays: Mapping[str, Any], folder: Path, *, process: int, compress: bool) -> None:
-    """Writes this process's parts of arrays that have elements.
+def _write_shards(arrays: Mapping[str, Any], folder: Path, *, process: int, compress: bool) -> None:
+    """Writes this process's shards of arrays that are not empty.
 
-    The first process that holds a part writes it. Process 0 writes NumPy arrays, and arrays that
-    each process has for itself. Raises TensorStore's ValueError if a file cannot be written.
+    The first process that holds a shard writes it. Process 0 writes arrays that do not span
+    processes. Raises TensorStore's ValueError if a file cannot be written.
     """
-    context, index = _context(), _index_spec(_part_of(folder, process))
+    context, index = _context(), _index_spec(_process_folder(folder, process))
     opened = []
     for name, array in arrays.items():
-        own = [part for part in parts(array) if _owner(array, part[0]) == process]
-        if own:
-            spec = _new_array(array, own[0][1].shape, compress)
+        owned = [shard for shard in shards_of(array) if _writer(array, shard[0]) == process]
+        if owned:
+            spec = _array_spec(array, owned[0][1].shape, compress)
             spec["kvstore"] = {**index, "path": f"{name}/"}
-            opened.append((ts.open(spec, context=context), own))
-    written = []
-    for target, own in opened:
-        for place, data in own:
-            part = target.result()[_slices(place)]
+            opened.append((ts.open(spec, context=context), owned))
+    writes = []
+    for target, owned in opened:
+        for place, data in owned:
+            region = target.result()[slices_of(place)]
             # The caller keeps the data until this function returns.
-            written.append(part.write(data, can_reference_source_data_indefinitely=True))
-    for each in written:
-        each.result()
+            writes.append(region.write(data, can_reference_source_data_indefinitely=True))
+    for write in writes:
+        write.result()
 
 
-def _complete(folder: Path) -> None:
-    """Makes one checkpoint of the parts that all processes have written."""
+def _merge_shards(folder: Path) -> None:
+    """Merges the shards that all processes have written into one checkpoint."""
     context, item = _context(), folder / _ITEM
     whole = ts.KvStore.open(_index_spec(item), context=context).result()
     transaction = ts.Transaction(atomic=True)
     names = set()
-    for part in sorted(item.glob(_part_of(folder, "*").name)):
-        store = ts.KvStore.open(_index_spec(part), context=context).result()
+    for directory in sorted(item.glob(_process_folder(folder, "*").name)):
+        store = ts.KvStore.open(_index_spec(directory), context=context).result()
         store.experimental_copy_range_to(whole.with_transaction(transaction)).result()
         # A name is one path component, see `_escaped`.
         names |= {key.decode().partition("/")[0] for key in store.list().result()}
@@ -195,7 +194,7 @@ def _complete(folder: Path) -> None:
         "tree_metadata": {
             str((name,)): {
                 "key_metadata": [{"key": name, "key_type": 2}],  # a key of a dictionary
-                # Orbax restores a "jax.Array" only where the devices that saved it exist.
+                # Orbax can restore a "jax.Array" only on the devices that saved it.
                 "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
             }
             for name in sorted(names)
@@ -211,11 +210,11 @@ def _complete(folder: Path) -> None:
 def _read(
     folder: Path, wanted: Mapping[str, tuple[tuple[int, ...], np.dtype, Any]]
 ) -> dict[str, Any]:
-    """Arrays of a checkpoint in fresh memory.
+    """Reads arrays of a checkpoint into new memory.
 
     Args:
         folder: directory of the checkpoint.
-        wanted: name -> shape, dtype, and the sharding, or None for a NumPy array.
+        wanted: name -> shape, dtype, and sharding, or None for a NumPy array.
 
     Raises:
         ValueError: an array is missing, cannot be decoded, or has another shape or dtype.
@@ -234,20 +233,20 @@ def _read(
     for name, (shape, dtype, sharding) in wanted.items():
         stored = opened[name].result()
         if (stored.shape, stored.dtype.numpy_dtype) != (shape, dtype):
-            found = f"{stored.dtype.name}{list(stored.shape)}"
-            raise ValueError(f"{name} is stored as {found}, not as {dtype.name}{list(shape)}")
+            actual = f"{stored.dtype.name}{list(stored.shape)}"
+            raise ValueError(f"{name} is stored as {actual}, not as {dtype.name}{list(shape)}")
         places = {tuple((0, size) for size in shape)}
         if sharding is not None:
             devices = sharding.addressable_devices_indices_map(shape)
             places = {index_of(slices, shape) for slices in devices.values()}
-        pending[name] = {place: stored[_slices(place)].read() for place in places}
+        pending[name] = {place: stored[slices_of(place)].read() for place in places}
     result = {}
     for name, (shape, _, sharding) in wanted.items():
-        found = {place: each.result() for place, each in pending.pop(name).items()}
+        shards = {place: read.result() for place, read in pending.pop(name).items()}
         if sharding is None:
-            (result[name],) = found.values()
+            (result[name],) = shards.values()
         else:
-            result[name] = as_array(shape, sharding, found.__getitem__)
+            result[name] = as_array(shape, sharding, shards.__getitem__)
     return result
 
 
@@ -261,7 +260,7 @@ def _context() -> ts.Context:
     )
 
 
-def _part_of(folder: Path, process: int | str) -> Path:
+def _process_folder(folder: Path, process: int | str) -> Path:
     """The directory in which one process writes."""
     return folder / _ITEM / f"ocdbt.process_{process}"
 
@@ -276,11 +275,12 @@ def _index_spec(directory: Path) -> dict[str, Any]:
     }
 
 
-def _new_array(array: Any, part: tuple[int, ...], compress: bool) -> dict[str, Any]:
+def _array_spec(array: Any, shard: tuple[int, ...], compress: bool) -> dict[str, Any]:
+    """TensorStore's spec for a new array whose shards have the shape `shard`."""
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if compress:
         codecs.append({"name": "zstd", "configuration": {"level": 3}})
-    chunk = _chunk(part, array.dtype.itemsize)
+    chunk = _chunk(shard, array.dtype.itemsize)
     return {
         "driver": "zarr3",
         "dtype": np.dtype(array.dtype).name,
@@ -295,9 +295,9 @@ def _new_array(array: Any, part: tuple[int, ...], compress: bool) -> dict[str, A
     }
 
 
-def _chunk(part: tuple[int, ...], itemsize: int) -> list[int]:
-    """The shape of a chunk, which divides the shape of a part: two processes share no chunk."""
-    chunk = list(part)
+def _chunk(shard: tuple[int, ...], itemsize: int) -> list[int]:
+    """The shape of a chunk. It divides the shape of a shard, so processes share no chunk."""
+    chunk = list(shard)
     while np.prod(chunk, dtype=np.int64) * itemsize > _LARGEST_CHUNK:
         factor, axis = min((_smallest_factor(n), axis) for axis, n in enumerate(chunk) if n > 1)
         chunk[axis] //= factor
@@ -308,8 +308,8 @@ def _smallest_factor(number: int) -> int:
     return next((n for n in range(2, int(number**0.5) + 1) if number % n == 0), number)
 
 
-def _owner(array: Any, place: Index) -> int:
-    """The process that writes a part."""
+def _writer(array: Any, place: Index) -> int:
+    """Index of the process that writes a shard."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return 0
     devices = array.sharding.devices_indices_map(array.shape)
@@ -318,7 +318,3 @@ def _owner(array: Any, place: Index) -> int:
         for device, slices in devices.items()
         if slices is not None and index_of(slices, array.shape) == place
     )
-
-
-def _slices(place: Index) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in place)

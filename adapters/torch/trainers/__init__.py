@@ -1,4 +1,4 @@
-"""Heals the trainers of other libraries; each library is imported on first use."""
+"""Integrations with the trainers of other libraries, each imported on first use."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Replaces one object's attribute for the block, unless other code has replaced it since."""
-    own = vars(owner)
-    had, before = name in own, own.get(name)
+    """Sets an attribute for the block, then restores it, unless other code has replaced it."""
+    attributes = vars(owner)
+    on_instance, original = name in attributes, attributes.get(name)
     setattr(owner, name, new)
     try:
         yield
     finally:
-        if own.get(name) is new:
-            if had:
-                setattr(owner, name, before)
+        if attributes.get(name) is new:
+            if on_instance:
+                setattr(owner, name, original)
             else:
                 delattr(owner, name)

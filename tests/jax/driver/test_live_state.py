@@ -262,7 +262,7 @@ def test_a_state_without_its_healing_part_is_refused():
     assert driver.state is run.state
     with pytest.raises(HealStateError, match="no healing state in this dict"):
         JaxDriver({"params": run.state["params"]}, POLICY)
-    with pytest.raises(HealStateError, match="of another policy"):
+    with pytest.raises(HealStateError, match="to another policy"):
         JaxDriver(run.state, "default")
     with pytest.raises(HealStateError, match='"optimizer": optimizer'):
         JaxDriver((nnx.Linear(2, 3, rngs=nnx.Rngs(0)), run.state), POLICY)

@@ -183,7 +183,7 @@ def test_what_cannot_be_healed_is_refused_in_words(config: Any, reason: str):
 
 def test_mistakes_are_refused_in_words():
     loop = Loop(zero(1))
-    with pytest.raises(AttachError, match=r"pass what deepspeed\.initialize returns first"):
+    with pytest.raises(AttachError, match=r"pass the first result of deepspeed\.initialize"):
         heal_engine(loop.engine.optimizer)
     for wrong in (loop.engine, loop.engine.optimizer):
         with pytest.raises(AttachError, match=r"heal_engine\(engine\)"):

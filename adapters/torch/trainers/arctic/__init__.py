@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
 
 _MISSING = Action.SAVE | Action.ROLLBACK
-"""Actions that this integration does not carry out."""
-_OF_HOST = _MISSING | Action.STOP
-"""Actions of the host; the others are done within the step, or are alerts."""
+"""Actions that this integration does not execute."""
+_HOST_ACTIONS = _MISSING | Action.STOP
+"""Actions of the host between steps. Other actions take effect within the step, or are alerts."""
 
 
 def arctic_callbacks(
     policy: PolicyLike = "default", **overrides: Unpack[Overrides]
 ) -> list[tuple[str, Callable[..., None]]]:
-    """Callbacks for an ArcticTraining trainer: every step is judged, then clipped or skipped.
+    """Callbacks that heal an ArcticTraining trainer: the policy clips or skips each step.
 
         class MyTrainer(SFTTrainer):
             name = "mine"
             callbacks = arctic_callbacks("default")
 
-    The ranks agree on every reason to stop (iteration limits, the kill switch, the policy's stop),
-    between two optimizer steps. A rollback or a save that the policy orders is logged and not
-    carried out: the loop cannot go back.
+    Between two optimizer steps, the ranks agree on every reason to stop (iteration limits, the kill
+    switch, the policy's stop). If the policy orders a rollback or a save, the order is only logged,
+    because ArcticTraining's loop cannot roll back.
 
     Args:
         policy: as for `attach`.
@@ -70,11 +70,12 @@ def arctic_callbacks(
 
 
 class HealedRun:
-    """The state of healcore in one run of a trainer, as `trainer.healcore`.
+    """The state of healcore in one run of a trainer, available as `trainer.healcore`.
 
     Attributes:
         heal: the handle of the engine's optimizer.
-        cursor: the position in the data after the last optimizer step, saved with the weights.
+        cursor: epoch, batches of that epoch and micro-steps of the run after the last optimizer
+            step; saved with the weights.
     """
 
     def __init__(self, trainer: Any, heal: Healing) -> None:
@@ -90,12 +91,12 @@ class HealedRun:
 
     @property
     def between_steps(self) -> bool:
-        """Whether no micro-batch was accumulated since the last optimizer step."""
+        """Whether no micro-batch has been accumulated since the last optimizer step."""
         model = self._trainer.model
         return model.micro_steps % model.gradient_accumulation_steps() == 0
 
     def resume(self, record: dict[str, Any] | None) -> None:
-        """Loads the `record` of a checkpoint, if there is one."""
+        """Loads the `record` of a checkpoint, unless it is None."""
         if record is None:
             return
         self.cursor = dict(record["cursor"])
@@ -104,22 +105,19 @@ class HealedRun:
         self.heal.load_state_dict(record["policy"])
 
     def record(self) -> dict[str, Any]:
-        """The state to save with the weights, in the same file."""
+        """Returns the state to save with the weights, in the same file."""
         return {"cursor": dict(self.cursor), "policy": self.heal.state_dict()}
 
     def begin_epoch(self) -> None:
-        """Skips the batches that the steps before a resume have used."""
+        """Skips the batches that were used before a resume."""
         trainer, skip, self._skip = self._trainer, self._skip, 0
         if skip:
-            trainer.train_dataloader = WithoutFirst(trainer.train_dataloader, skip)
+            trainer.train_dataloader = SkipFirstBatches(trainer.train_dataloader, skip)
             trainer.train_batch_idx = self.cursor["micro_steps"]
         self._epoch_start = trainer.train_batch_idx - skip
 
     def note_step(self) -> None:
-        """Sets the trainer's counts and the cursor to the step of the weights.
-
-        ArcticTraining counts a step after it has saved.
-        """
+        """Sets the trainer's counts and the cursor to the step of the weights, before a save."""
         trainer = self._trainer
         step, micro_steps = trainer.model.global_steps, trainer.model.micro_steps
         trainer.global_step = step
@@ -129,7 +127,7 @@ class HealedRun:
             self.cursor = {"epoch": epoch, "batches": batches, "micro_steps": micro_steps}
 
     def is_healthy(self) -> bool:
-        """Whether on every rank all weights are finite and no incident is open. A sync."""
+        """Whether all weights are finite and no incident is open, on every rank. One sync."""
         self.heal.judge_dropped()
         params = self._trainer.model.module.parameters()
         finite = all(bool(p.isfinite().all()) for p in params)
@@ -137,7 +135,7 @@ class HealedRun:
         return not self._any_rank(not finite or incident)
 
     def _need_early_exit(self) -> bool:
-        """The trainer's own reasons and the policy's, agreed over the ranks."""
+        """Whether the trainer or the policy of any rank has a reason to stop."""
         trainer = self._trainer
         if not self.between_steps:
             return False  # the micro-batches of this step would be lost
@@ -153,40 +151,40 @@ class HealedRun:
         return agreed
 
     def _log_orders(self, decision: Decision) -> None:
-        """Logs the policy's orders to the host: the first ten, then each power of two."""
+        """Logs the policy's host actions: the first ten, then each power of two."""
         step = self._trainer.model.global_steps - 1
         line = order_line(step, decision.cause, decision.action)
         if line and step != self._ordered_at:
             self._orders, self._ordered_at = self._orders + 1, step
-            self.heal.hooks.incident_log.answered()  # its own line is about other loops
+            self.heal.hooks.incident_log.answered()  # whose message would describe other loops
             if is_logged(self._orders) and not (dist.is_initialized() and dist.get_rank()):
                 console.warning(line)
 
     def _any_rank(self, flag: bool) -> bool:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return flag
-        found = torch.tensor(float(flag), device=self._trainer.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
+        flags = torch.tensor(float(flag), device=self._trainer.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
 
 
 def order_line(step: int, cause: Cause, action: Action) -> str:
-    """The line about a step's action, or "" if the step has carried out all of it."""
-    if not action & _OF_HOST:
+    """The log message about a step's host actions, or an empty string if it has none."""
+    if not action & _HOST_ACTIONS:
         return ""
     orders = " and ".join(names(action)).lower()
     missing = " and ".join(names(action & _MISSING)).lower()
     line = f"step {step}: {cause_text(cause)}: the policy orders {orders}"
     if missing:
         line += (
-            f"; ArcticTraining's loop cannot carry out {missing}: to go back, start the same "
-            "command again, which resumes from the newest healthy checkpoint"
+            f"; ArcticTraining's loop cannot carry out {missing}: restart the same command to "
+            "resume from the newest healthy checkpoint"
         )
     return line
 
 
-class WithoutFirst:
-    """A loader whose first pass skips its first batches; later passes are complete."""
+class SkipFirstBatches:
+    """A loader whose first pass skips its first `skip` batches. Later passes are complete."""
 
     def __init__(self, loader: Any, skip: int) -> None:
         self._loader = loader

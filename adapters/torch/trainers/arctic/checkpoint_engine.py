@@ -1,8 +1,7 @@
 """Defines `ArcticCheckpointEngine`, whose DeepSpeed checkpoints can be resumed from exactly.
 
-With the engine that comes with ArcticTraining 0.8 the label of a checkpoint is one step behind its
-weights, a checkpoint may be taken within an accumulation, the position in the data is guessed from
-the step, and NaN weights become the latest checkpoint.
+The checkpoint engine of ArcticTraining 0.8 labels a checkpoint one step too low, and may save
+within an accumulation. It estimates the position in the data from the step, and saves NaN weights.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class ArcticCheckpointEngine(DSCheckpointEngine):
             callbacks = arctic_callbacks("default")
 
     In the recipe: `checkpoint: [{type: healcore, output_dir: ..., save_every_n_steps: 100}]`.
-    Checkpoints are taken between two optimizer steps, of finite weights outside of an incident.
-    They hold the step of the weights, the position in the data and the policy's state, in one file.
-    A resume replays no batch and loses none if the loader has the same order in each epoch, as
-    ArcticTraining's has.
+    A checkpoint is saved between two optimizer steps, if the weights are finite and no incident is
+    open. One file holds the step of the weights, the position in the data and the policy's state.
+    A resume neither repeats nor skips a batch, provided that the loader has the same order in each
+    epoch, as ArcticTraining's own loader does.
 
     Attributes:
-        resumed: the `HealedRun.record` of the checkpoint that was loaded, or None.
+        resumed: the `HealedRun.record` of the loaded checkpoint, or None.
     """
 
     name = "healcore"
@@ -53,14 +52,14 @@ class ArcticCheckpointEngine(DSCheckpointEngine):
         if not run.is_healthy():
             logger.warning(
                 f"healcore: no checkpoint at step {step}: the weights are not finite, or an "
-                "incident is open; the one before stays the latest"
+                "incident is open; the previous checkpoint stays the latest"
             )
             return False
         return True
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """ArcticTraining's own state, with the position in the data and the policy's state."""
+        """ArcticTraining's own state, plus the position in the data and the policy's state."""
         record = self.trainer.healcore.record()
         epoch = record["cursor"]["epoch"]
         return {**super().client_state, "end_of_epoch": epoch, "healcore": record}
@@ -71,19 +70,19 @@ class ArcticCheckpointEngine(DSCheckpointEngine):
         self._saved = self.trainer.global_step
 
     def load(self, model: Any) -> None:
-        """Loads the latest checkpoint, if there is one."""
-        original, seen = model.load_checkpoint, []
+        """Loads the latest checkpoint, if any."""
+        original, client_states = model.load_checkpoint, []
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            found = original(*args, **kwargs)
-            seen.append(found[1])
-            return found
+            loaded = original(*args, **kwargs)
+            client_states.append(loaded[1])
+            return loaded
 
         with replaced(model, "load_checkpoint", load_checkpoint):
             super().load(model)
-        if not seen:
+        if not client_states:
             return
-        self.resumed = seen[0].get("healcore")
+        self.resumed = client_states[0].get("healcore")
         self._saved = self.trainer.global_step
-        # ArcticTraining would guess the position; it is known, unless its own engine had saved.
+        # ArcticTraining estimates the position if `is_resume`. A record has the exact position.
         self.trainer.is_resume = self.resumed is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
@@ -29,68 +28,66 @@ def heal_engine(
     console: Console = "auto",
     **overrides: Unpack[Overrides],
 ) -> Healing:
-    """Heals a DeepSpeed engine: the policy judges every step, then clips it or skips it.
+    """Heals a DeepSpeed engine: the policy judges every step, and clips or skips the step.
 
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         heal = heal_engine(engine, "default")
 
-    Losses are taken from `engine.backward(loss)`; the loop stays as it is. With ZeRO-1 and ZeRO-2
-    the norm is taken over all groups and ranks. For rollbacks pass `engine_state(engine)` to a
-    `Healer`.
+    Losses are observed in `engine.backward(loss)`, so the loop does not change. With ZeRO-1 and
+    ZeRO-2 the norm is taken over all groups and ranks. For rollbacks pass `engine_state(engine)` to
+    a `Healer`.
 
-    DeepSpeed's `gradient_clipping` is taken over, because the policy has to see the norm before it:
-    it becomes the `max_norm` of the policy's clipping, or is enforced after it. Under "default" it
-    then clips alone, as without healcore. A step that DeepSpeed skips itself is judged when the
-    next loss is observed, or by the Healer before: as a non-finite one, unless a dynamic loss scale
-    is being searched for.
+    DeepSpeed's own clipping is switched off, because the policy needs the norm before clipping. Its
+    limit (`gradient_clipping`) becomes the `max_norm` of the policy's clipping, or is enforced
+    after it. Under "default" this limit is then the only clipping, as without healcore.
+
+    A step that DeepSpeed itself skips is judged when the next loss is observed, or earlier by the
+    Healer. It counts as non-finite, unless DeepSpeed is searching a dynamic loss scale.
 
     Args:
-        engine: what `deepspeed.initialize` returns first.
+        engine: the engine, first result of `deepspeed.initialize`.
         policy: as for `attach`.
         console: as for `attach`.
         **overrides: as for `attach`.
 
     Returns:
-        The handle, as of `attach`; `detach()` gives the engine back as it was.
+        The same handle as from `attach`. `detach()` restores the engine.
 
     Raises:
-        AttachError: a pipeline engine, ZeRO-3, offloading, experts, model parallelism, or what
-            `attach` does not take. Nothing has changed then.
-        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        AttachError: a pipeline engine, ZeRO-3, offloading, experts, model parallelism, or anything
+            that `attach` refuses. The engine is unchanged.
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
-    # Here: `import healcore.torch` loads no pydantic.
+    # Imported here, so that `import healcore.torch` does not load pydantic.
     from healcore.policy import engine_of
     from healcore.policy.loader import resolve
     from healcore.policy.trainer_limit import with_limit
 
-    def core() -> Engine:
-        return engine_of(with_limit(resolve(policy, overrides), gradient_clipping(engine)))
-
-    printed = checked(console)
+    console = checked(console)
+    check(engine)
+    core = engine_of(with_limit(resolve(policy, overrides), gradient_clipping(engine)))
     healing = heal_basic_optimizer(engine, core)
-    healing.hooks.incident_log.console = printed
+    healing.hooks.incident_log.console = console
     return healing
 
 
-def heal_basic_optimizer(
-    engine: Any, core_of: Callable[[], Engine], process_group: Any = "auto"
-) -> Healing:
-    """`heal_engine` with an engine of healcore instead of a policy."""
-    check(engine)
-    core = core_of()
+def heal_basic_optimizer(engine: Any, core: Engine, process_group: Any = "auto") -> Healing:
+    """Like `heal_engine`, for a checked engine and with a healcore Engine instead of a policy."""
     _check_policy(engine, core)
     basic, limit = engine.basic_optimizer, gradient_clipping(engine)
-    taken_over = None if core.mode == "observe" else limit
-    enforced_after = taken_over if taken_over and not _has_limit(core, taken_over) else 0.0
-    # What is enforced outside of one call of the optimizer has to be known on the host.
-    needs_host = enforced_after > 0.0 or (is_sharded(engine) and len(basic.param_groups) > 1)
+    adopted_limit = None if core.mode == "observe" else limit
+    enforced_limit = 0.0
+    if adopted_limit is not None and not _enforces(core, adopted_limit):
+        enforced_limit = adopted_limit
+    # A scale that is applied outside of a single call of the optimizer has to be on the host.
+    needs_host = enforced_limit > 0.0 or (is_sharded(engine) and len(basic.param_groups) > 1)
     healing = heal_optimizer(
         basic,
         lambda: core,
         engine="host" if needs_host else "auto",
         process_group=process_group,
         measurer=partial(EngineMeasurer, engine),
-        hooks=partial(EngineHooks, engine, taken_over, enforced_after),
+        hooks=partial(EngineHooks, engine, adopted_limit, enforced_limit),
     )
     backward = engine.backward
 
@@ -101,29 +98,30 @@ def heal_basic_optimizer(
 
     changes: ExitStack = healing.hooks.changes  # type: ignore[attr-defined]
     changes.enter_context(replaced(engine, "backward", observed))
-    if taken_over:
+    if adopted_limit:
         _set_clipping(engine, 0.0)
-        changes.callback(_set_clipping, engine, taken_over)
+        changes.callback(_set_clipping, engine, adopted_limit)
     return healing
 
 
 def gradient_clipping(engine: Any) -> float | None:
-    """The norm that DeepSpeed clips at, or the one that was taken over, or None."""
+    """DeepSpeed's max gradient norm, also while healcore enforces it, or None."""
     healing = healing_of(engine.basic_optimizer)
     if healing is not None and isinstance(healing.hooks, EngineHooks):
-        return healing.hooks.taken_over
+        return healing.hooks.adopted_limit
     return float(engine.gradient_clipping() or 0.0) or None
 
 
-def _has_limit(core: Engine, limit: float) -> bool:
-    """Whether the policy always clips at `limit` or below it, up to rounding."""
+def _enforces(core: Engine, limit: float) -> bool:
+    """Whether the policy always clips at `limit` or below, up to rounding."""
     rule, config = core.config.clip or ("none", None)
-    own = None if rule == "adagc" else getattr(config, "max_norm", None)  # adagc: in warm-up only
-    return own is not None and float(own) <= limit * (1 + 1e-6)
+    # adagc applies its max_norm during warm-up only.
+    max_norm = None if rule == "adagc" else getattr(config, "max_norm", None)
+    return max_norm is not None and float(max_norm) <= limit * (1 + 1e-6)
 
 
 def _set_clipping(engine: Any, limit: float) -> None:
-    """Sets DeepSpeed's own limit, 0 for none. Its wrapper of the optimizer has a copy."""
+    """Sets DeepSpeed's own limit, 0 for none, also in its wrapper of the optimizer."""
     engine._config.gradient_clipping = limit
     if engine.optimizer is not engine.basic_optimizer:
         engine.optimizer.clip_grad = limit
@@ -137,12 +135,12 @@ def check(engine: Any) -> None:
         for kind in type(engine).__mro__
     ):
         raise AttachError(
-            f"heal_engine takes the engine, got {type(engine).__name__}: pass what "
-            "deepspeed.initialize returns first, or use attach(optimizer) without DeepSpeed"
+            f"heal_engine takes a DeepSpeed engine, got {type(engine).__name__}: pass the first "
+            "result of deepspeed.initialize, or use attach(optimizer) without DeepSpeed"
         )
-    for applies, what in _obstacles(engine):
+    for applies, reason in _obstacles(engine):
         if applies:
-            raise AttachError(f"this DeepSpeed engine cannot be healed: {what}")
+            raise AttachError(f"this DeepSpeed engine cannot be healed: {reason}")
 
 
 def _check_policy(engine: Any, core: Engine) -> None:
@@ -155,12 +153,13 @@ def _check_policy(engine: Any, core: Engine) -> None:
         )
     if core.clips_updates and is_sharded(engine):
         raise AttachError(
-            "this policy has [update_clip], and with ZeRO the update of a step is made group by "
-            "group, on every rank its own part: use update_clip=None, or ZeRO stage 0"
+            "this policy has [update_clip], and with ZeRO each rank updates only its own part of "
+            "each group: use update_clip=None, or ZeRO stage 0"
         )
 
 
 def _obstacles(engine: Any) -> list[tuple[bool, str]]:
+    """Pairs of a condition and the reason why an engine with that condition cannot be healed."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     zero = engine._config.zero_config
     mpu = engine.mpu
@@ -174,18 +173,18 @@ def _obstacles(engine: Any) -> list[tuple[bool, str]]:
         (
             stage >= 3,
             "ZeRO-3 partitions the weights, steps them in sub-groups, and may swap them out in "
-            "between, so that no moment has the whole step; use stage 1 or 2, or FSDP2 with "
-            "attach()",
+            "between, so the whole step is never available at once; use stage 1 or 2, or FSDP2 "
+            "with attach()",
         ),
         (
             stage == 0 and engine.fp16_enabled(),
             "with fp16 and ZeRO stage 0 DeepSpeed 0.19 divides the gradients by its loss scale "
-            "without having multiplied the loss by it, so that their norm is wrong; use stage 1",
+            "but does not multiply the loss by it, so the norm is wrong; use stage 1",
         ),
         (
             bool(zero.offload_optimizer or zero.offload_param or engine.zenflow),
-            "with offloading the update runs outside of optimizer.step(); leave offload_optimizer, "
-            "offload_param and zenflow out",
+            "with offloading the update runs outside of optimizer.step(); remove "
+            "offload_optimizer, offload_param and zenflow",
         ),
         (
             stage in (1, 2) and not zero.compute_grad_norm,
@@ -195,8 +194,8 @@ def _obstacles(engine: Any) -> list[tuple[bool, str]]:
         (parallel > 1, "with model parallelism each rank has the norm of its part only"),
         (
             any(
-                getattr(each, name, None)
-                for each in (engine, optimizer)
+                getattr(owner, name, None)
+                for owner in (engine, optimizer)
                 for name in ("torch_autocast_z0_gradscaler", "torch_autocast_gradscaler")
             ),
             "torch_autocast with float16 has a GradScaler per group; use the fp16 or bf16 section",

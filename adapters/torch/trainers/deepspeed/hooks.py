@@ -1,8 +1,8 @@
 """Defines the step hooks of an optimizer that DeepSpeed steps.
 
-The engine steps the optimizer that was passed to it, its basic optimizer, within `engine.step()`.
-With ZeRO-1 and ZeRO-2 the basic optimizer has one flat piece of each parameter group, this rank's,
-and is stepped once for each group: its gradients are not the whole step's.
+The basic optimizer is the torch optimizer that `engine.step()` steps. With ZeRO-1 and ZeRO-2 it
+holds only this rank's flat piece of each parameter group, and DeepSpeed steps it once per group.
+Its gradients in one call are therefore only a part of the step's gradients.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from healcore.torch.step_hooks import StepHooks
 
 
 def is_sharded(engine: Any) -> bool:
-    """Whether each rank's optimizer has flat pieces of all parameters (ZeRO-1, ZeRO-2, BF16)."""
+    """Whether each rank's optimizer holds flat pieces of all parameters (ZeRO-1, ZeRO-2, BF16)."""
     return hasattr(engine.optimizer, "partition_count")
 
 
-def dynamic_scale(engine: Any) -> bool:
-    """Whether DeepSpeed searches a loss scale, so that overflows are normal."""
+def searches_scale(engine: Any) -> bool:
+    """Whether DeepSpeed uses a dynamic loss scale, so that overflows are normal."""
     optimizer = engine.optimizer
     config = getattr(optimizer, "loss_scale_config", None)
     return bool(getattr(config or optimizer, "dynamic_loss_scale", False))
@@ -50,55 +50,57 @@ class SkippedByDeepSpeed(DroppedSteps):
 
 
 class EngineMeasurer(Measurer):
-    """Measures a step of the engine: with ZeRO by the norm over all groups and ranks."""
+    """Measures a step of the engine. With ZeRO the norm is over all groups and ranks."""
 
     def __init__(self, deepspeed: Any, *args: Any) -> None:
         super().__init__(*args)
         self._deepspeed = deepspeed
         self._sharded = is_sharded(deepspeed)
         self.dropped = SkippedByDeepSpeed(deepspeed)
-        # Without a search for the scale an overflow is a non-finite gradient.
-        self.overflows = Overflows(self.home, SEARCH if dynamic_scale(deepspeed) else 0)
+        # With a fixed scale an overflow is a non-finite gradient.
+        self.overflows = Overflows(self.home, SEARCH if searches_scale(deepspeed) else 0)
 
     def measure(self, *args: Any, **kwargs: Any) -> Measurement:
         """See `Measurer.measure`."""
         measured = super().measure(*args, **kwargs)
         if not self._sharded:
             return measured
-        # DeepSpeed computes this norm before the basic optimizer's step: reduced over the ranks,
-        # without the loss scale, before clipping. get_global_grad_norm() is a step behind.
+        # DeepSpeed computes this norm before it calls the basic optimizer: reduced over the ranks,
+        # without the loss scale, before clipping. get_global_grad_norm() is one step behind.
         norm = self._deepspeed.optimizer._global_grad_norm
         norm = torch.as_tensor(norm, dtype=torch.float32).to(self.home, non_blocking=True)
-        # -1 stands for a norm that is not finite.
+        # DeepSpeed sets -1 if the norm is not finite.
         return measured._replace(grad_norm=norm.masked_fill(norm < 0, math.nan))
 
 
 class EngineHooks(StepHooks):
-    """Judges once for each step of the engine, and enforces the decision in every group.
+    """Judges once per step of the engine, and enforces the decision in every parameter group.
 
     Args:
         deepspeed: the engine.
-        taken_over: DeepSpeed's own `gradient_clipping`, which is switched off there, or None.
-        limit: the same if it is enforced after the policy; 0 if the policy's clipping holds it.
-        *args: of `StepHooks`.
+        adopted_limit: DeepSpeed's max gradient norm, which healcore enforces instead, or None.
+        enforced_limit: the same limit if the policy's own clipping does not enforce it, else 0.
+        *args: arguments of `StepHooks`.
 
     Attributes:
-        changes: what is changed on the engine until the hooks are removed.
+        changes: undoes the changes of the engine when the hooks are removed.
     """
 
-    def __init__(self, deepspeed: Any, taken_over: float | None, limit: float, *args: Any) -> None:
+    def __init__(
+        self, deepspeed: Any, adopted_limit: float | None, enforced_limit: float, *args: Any
+    ) -> None:
         super().__init__(*args)
-        self.taken_over = taken_over
+        self.adopted_limit = adopted_limit
         self.changes = ExitStack()
-        self._limit = limit
+        self._limit = enforced_limit
         self._first = gradients.parameters(self.optimizer)[0]
         self._group_order: HostOrder | None = None
         self._sharded = is_sharded(deepspeed)
-        # DeepSpeed keeps references to the moments.
+        # DeepSpeed refers to the moment tensors, so they must not be replaced.
         self._resets_moments = self.incident_log.resets_moments = False
 
     def limited(self, order: HostOrder, measured: Measurement) -> HostOrder:
-        """The order with DeepSpeed's own limit on top."""
+        """Lowers the order's gradient scale to DeepSpeed's limit."""
         norm = float(self.live_engine.state.last.grad_norm) if self._limit else 0.0
         if order.skip or not norm * order.grad_scale > self._limit:
             return order
@@ -120,5 +122,5 @@ class EngineHooks(StepHooks):
             self.enforcer.enforce(params, self._order, self.enforcer.amp_flags()[0])
 
     def _report(self, norms: StepNorms) -> None:
-        # Norms of flat pieces name no parameter.
+        # A norm of a flat piece belongs to no single parameter.
         super()._report(StepNorms([], [], None) if self._sharded else norms)

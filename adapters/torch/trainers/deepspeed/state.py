@@ -1,7 +1,7 @@
-"""Defines `engine_state`, which a Healer saves and restores of a DeepSpeed engine.
+"""Defines `engine_state`, the state of a DeepSpeed engine that a Healer saves and restores.
 
-DeepSpeed's own `load_checkpoint` reads from disk and rebuilds parts. A rollback writes into the
-live tensors instead, because ZeRO's flat buffers are views of each other.
+A rollback writes into the live tensors, because ZeRO's flat buffers are views of each other.
+DeepSpeed's own `load_checkpoint` reads from disk and rebuilds parts of the engine.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def engine_state(engine: nn.Module) -> dict[str, Any]:
                 engine.backward(loss)
                 engine.step()
 
-    The Healer heals the engine, as by `heal_engine`, unless that was called before. Checkpoints
-    hold the module, the basic optimizer, DeepSpeed's float32 copies of the weights, its loss scale
-    and counters, and the scheduler. With ZeRO each rank saves its own pieces, so the number of
-    ranks has to stay.
+    The Healer also heals the engine, unless `heal_engine` was called before. Checkpoints hold the
+    module, the basic optimizer, DeepSpeed's float32 copies of the weights, its loss scale and
+    counters, and the scheduler. With ZeRO each rank saves its own pieces, so a resume needs the
+    same number of ranks.
 
     Args:
-        engine: what `deepspeed.initialize` returns first.
+        engine: the engine, first result of `deepspeed.initialize`.
 
     Returns:
-        Name -> part. More can be added: `{**engine_state(engine), "ema": ema}`.
+        Name -> part. Other parts can be added: `{**engine_state(engine), "ema": ema}`.
 
     Raises:
         AttachError: as for `heal_engine`.
@@ -64,15 +64,15 @@ def engine_state(engine: nn.Module) -> dict[str, Any]:
 
 
 class BasicOptimizer(Optimizer):
-    """The basic optimizer of an engine, as an item of a state. It is never stepped itself.
+    """Wraps the basic optimizer of an engine as a part of the state. `step` is never called.
 
     Attributes:
         per_rank: whether the moments differ between ranks.
-        trainer_limit: the norm that DeepSpeed clips at (`gradient_clipping`), or None.
+        trainer_limit: DeepSpeed's max gradient norm (`gradient_clipping`), or None.
     """
 
     def __init__(self, engine: Any) -> None:
-        # Not super().__init__(): the wrapped optimizer has the hooks.
+        # super().__init__() is not called, because the wrapped optimizer has the hooks.
         self._engine = engine
         self.optimizer = engine.basic_optimizer
         self.per_rank = is_sharded(engine) and engine.dp_world_size > 1
@@ -84,17 +84,17 @@ class BasicOptimizer(Optimizer):
         unknown = sorted(name for name, value in options.items() if value is not None)
         if unknown:
             raise AttachError(
-                f"a DeepSpeed engine takes no attach={{{unknown[0]!r}: ...}}: where it decides and "
-                "how it skips follows from DeepSpeed's config; leave it out"
+                f"a DeepSpeed engine takes no attach={{{unknown[0]!r}: ...}}: this option follows "
+                "from DeepSpeed's config; omit it"
             )
-        return heal_basic_optimizer(self._engine, lambda: core, group)
+        return heal_basic_optimizer(self._engine, core, group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the basic optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Loads it into the existing tensors, to which DeepSpeed keeps references."""
+        """Loads a state into the existing tensors, because DeepSpeed refers to them."""
         before = {p: dict(moments) for p, moments in self.optimizer.state.items()}
         self.optimizer.load_state_dict(state_dict)
         for p, moments in self.optimizer.state.items():
@@ -110,7 +110,7 @@ class BasicOptimizer(Optimizer):
 
 
 class EngineParts:
-    """The rest of an engine: float32 weights, loss scale, counters.
+    """Float32 weights, loss scale and counters of an engine, as a part of the state.
 
     Attributes:
         per_rank: whether each rank has its own pieces of the weights.
@@ -122,14 +122,14 @@ class EngineParts:
 
     @property
     def mid_accumulation(self) -> bool:
-        """Whether there are gradients that no step has used."""
+        """Whether gradients have been accumulated since the last step."""
         engine = self._engine
         if not engine.managed_gradient_accumulation():
             return engine._unmanaged_backward_count > 0
         return engine.micro_steps % engine.gradient_accumulation_steps() != 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors are not copied."""
+        """Returns the state, with references to the live tensors."""
         scale = self._scale()
         return {
             "masters": self._masters(),
@@ -139,7 +139,7 @@ class EngineParts:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads it in place, and drops accumulated gradients."""
+        """Loads a state into the live tensors, and drops accumulated gradients."""
         for live, saved in zip(self._masters(), state["masters"], strict=True):
             live.copy_(saved)
         scale = self._scale()
@@ -150,10 +150,10 @@ class EngineParts:
         self._drop_gradients()
 
     def _masters(self) -> list[Tensor]:
-        """The weights that the optimizer steps, except the module's own."""
-        own = {id(p) for p in self._engine.module.parameters()}
+        """The optimizer's tensors that are not parameters of the module (float32 weights)."""
+        module_ids = {id(p) for p in self._engine.module.parameters()}
         params = gradients.parameters(self._engine.basic_optimizer)
-        return [p.detach() for p in params if id(p) not in own]
+        return [p.detach() for p in params if id(p) not in module_ids]
 
     def _scale(self) -> Any:
         """The object that holds the loss scale, or None."""
@@ -167,8 +167,8 @@ class EngineParts:
         engine.module.zero_grad()
         optimizer.zero_grad()
         for name in ("averaged_gradients", "all_grad_tensors"):  # ZeRO-1 and ZeRO-2
-            held = getattr(optimizer, name, {})
-            for key in held:
-                held[key] = None
+            gradients_by_group = getattr(optimizer, name, {})
+            for group in gradients_by_group:
+                gradients_by_group[group] = None
         if hasattr(optimizer, "clear_hp_grads"):  # BF16_Optimizer
             optimizer.clear_hp_grads()

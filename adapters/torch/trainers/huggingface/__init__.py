@@ -1,4 +1,4 @@
-"""Heals transformers.Trainer, and the trainers of TRL, which are Trainers."""
+"""Heals `transformers.Trainer` and its subclasses in TRL."""
 
 from __future__ import annotations
 

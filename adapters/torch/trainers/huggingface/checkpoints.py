@@ -1,9 +1,8 @@
 """Records which `checkpoint-N` folders of a transformers Trainer are good, and moves bad ones.
 
 A checkpoint is a candidate until `probation` healthy steps have followed it; then it is known-good.
-A candidate that turns out bad is moved into the folder `_healcore`, where neither
-`get_last_checkpoint` nor `save_total_limit` nor an upload to the hub finds it. healcore deletes no
-checkpoint.
+A bad candidate is moved into the folder `_healcore`. `get_last_checkpoint`, `save_total_limit` and
+uploads to the Hub ignore that folder. This module never deletes a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from healcore.runtime.checkpoints.catalog import probation_passed
 from healcore.runtime.store import Saved, files
 
 FOLDER = "_healcore"
-"""A folder in output_dir; an upload to the hub ignores names that begin with `_`."""
+"""Quarantine folder in output_dir. Uploads to the Hub ignore names that begin with `_`."""
 
 RECORD = "healcore.json"
-"""Name of the file with healcore's record in each checkpoint folder."""
+"""Name of the file in each checkpoint folder that holds its `Record`."""
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
@@ -38,31 +37,32 @@ class Record(NamedTuple):
     step: int
     status: Literal["candidate", "good", "quarantined"]
     in_trouble: bool = False
-    """Saved within an incident that skipping alone does not explain."""
+    """Whether it was saved during an incident other than non-finite losses or gradients."""
     why: str = ""
-    """Why it was quarantined."""
+    """Reason for the quarantine, or an empty string."""
 
 
-class Checkpoints:
+class TrainerCheckpoints:
     """The checkpoints of one run in a Trainer's output_dir. Only one process writes.
 
     Args:
-        folder: where the Trainer saves: output_dir, or a trial's folder in it.
-        probation: healthy steps after which a checkpoint is known-good.
-        writes: whether this rank saves; True on one rank only.
+        folder: folder in which the Trainer saves: output_dir, or a trial's folder in it.
+        probation: number of healthy steps after which a checkpoint is known-good.
+        writes: whether this rank moves checkpoints and writes records; True on one rank only.
     """
 
     def __init__(self, folder: Path, *, probation: int, writes: bool) -> None:
         self._folder = folder
         self._probation = probation
         self._writes = writes
-        self._records = {record.step: record for record in map(read, found(folder)) if record}
+        records = map(read_record, list_checkpoints(folder))
+        self._records = {record.step: record for record in records if record}
         self.quarantined: list[int] = []
         """Steps of the checkpoints that this run has quarantined."""
 
     @property
     def last_good(self) -> int | None:
-        """Step of the newest known-good checkpoint."""
+        """Step of the newest known-good checkpoint, or None."""
         return max((r.step for r in self._existing() if r.status == "good"), default=None)
 
     def path(self, step: int) -> Path:
@@ -70,50 +70,51 @@ class Checkpoints:
         return self._folder / f"checkpoint-{step}"
 
     def add(self, step: int, *, in_trouble: bool) -> None:
-        """Takes a checkpoint that the Trainer has just saved."""
+        """Records a checkpoint that the Trainer has just saved."""
         self._put(Record(step, "candidate", in_trouble))
 
-    def mark_good(self, unhealthy: Iterable[int], now: int) -> list[int]:
-        """Marks the candidates whose probation is over, and returns their steps.
+    def mark_good(self, unhealthy: Iterable[int], next_step: int) -> list[int]:
+        """Marks the candidates that have passed probation, and returns their steps.
 
-        `unhealthy` steps do not count. Called after every step, so it reads no disk.
+        `unhealthy` steps do not count towards probation. Does not read the disk, because it runs
+        after every step.
         """
         candidates = [
             Saved(r.step, "candidate", True, 0, 0.0, True, None)
             for r in self._records.values()
-            if r.status == "candidate" and r.step <= now
+            if r.status == "candidate" and r.step <= next_step
         ]
         if not candidates:
             return []
         passed = probation_passed(
-            candidates, unhealthy=unhealthy, now=now, probation=self._probation
+            candidates, unhealthy=unhealthy, now=next_step, probation=self._probation
         )
         for step in passed:
             self._put(Record(step, "good"))
         return passed
 
     def keep_last_good(self) -> None:
-        """Keeps `save_total_limit` from deleting the newest known-good checkpoint.
+        """Prevents `save_total_limit` from deleting the newest known-good checkpoint.
 
-        The Trainer deletes the folders that were modified least recently, so this one is touched.
+        The Trainer deletes the least recently modified folders, so this method touches the folder.
         """
         step = self.last_good
         if step is not None and self._writes:
             os.utime(self.path(step))
 
     def quarantine(self, since: int, why: str) -> list[tuple[Path, Path]]:
-        """Moves the candidates saved after step `since` away; returns (old, new) folders."""
+        """Moves candidates saved after step `since` to `_healcore`; returns (old, new) folders."""
         moved = []
         for record in self._existing():
             if record.status == "candidate" and record.step > since:
                 path = self.path(record.step)
                 del self._records[record.step]
                 self.quarantined.append(record.step)
-                moved.append((path, set_aside(path, why) if self._writes else path))
+                moved.append((path, move_to_quarantine(path, why) if self._writes else path))
         return moved
 
     def _existing(self) -> list[Record]:
-        """The records of checkpoints that the Trainer has not deleted meanwhile."""
+        """Records of the checkpoints that still exist, in the order of their steps."""
         self._records = {s: r for s, r in self._records.items() if self.path(s).is_dir()}
         return [self._records[step] for step in sorted(self._records)]
 
@@ -126,16 +127,16 @@ class Checkpoints:
 # -- before training ------------------------------------------------------------------------------
 
 
-def found(folder: Path) -> list[Path]:
-    """The Trainer's checkpoints in a folder, by their step."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The Trainer's checkpoints in a folder, in the order of their steps."""
     if not folder.is_dir():
         return []
-    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(named, key=_step)
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=_step)
 
 
-def read(path: Path) -> Record | None:
-    """The record of a checkpoint, or None if there is none that can be read."""
+def read_record(path: Path) -> Record | None:
+    """The record of a checkpoint, or None if it is missing or unreadable."""
     try:
         data = json.loads(regular_file.read(path / RECORD))
         return Record(**{name: data[name] for name in Record._fields})
@@ -146,39 +147,38 @@ def read(path: Path) -> Record | None:
 def resume_target(
     folder: Path, nonfinite_ok: frozenset[str] = frozenset()
 ) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint to resume from, and the newer ones with what is wrong with each.
+    """Returns the newest checkpoint to resume from, or None, and the defects of newer checkpoints.
 
-    A checkpoint that was saved in trouble is taken only if there is no other. `nonfinite_ok` as for
-    `defect`.
+    A candidate that was saved in trouble is used only if no better checkpoint exists.
     """
-    wrong: dict[Path, str] = {}
+    defects: dict[Path, str] = {}
     in_trouble: Path | None = None
-    for path in reversed(found(folder)):
-        record = read(path)
-        if problem := defect(path, nonfinite_ok):
-            wrong[path] = problem
+    for path in reversed(list_checkpoints(folder)):
+        record = read_record(path)
+        if defect := find_defect(path, nonfinite_ok):
+            defects[path] = defect
         elif record is not None and record.in_trouble and record.status == "candidate":
             in_trouble = in_trouble or path
-            wrong[path] = "saved while the model was getting worse"
+            defects[path] = "saved while the model was getting worse"
         else:
-            return path, wrong
+            return path, defects
     if in_trouble is None:
-        return None, wrong
-    return in_trouble, {p: why for p, why in wrong.items() if _step(p) > _step(in_trouble)}
+        return None, defects
+    return in_trouble, {p: why for p, why in defects.items() if _step(p) > _step(in_trouble)}
 
 
-def defect(path: Path, nonfinite_ok: frozenset[str] = frozenset()) -> str:
-    """Why a checkpoint cannot be resumed from, or an empty string.
+def find_defect(path: Path, nonfinite_ok: frozenset[str] = frozenset()) -> str:
+    """Reason why a checkpoint cannot be resumed from, or an empty string.
 
-    `nonfinite_ok` are names of tensors in which NaN and Inf are allowed, see `nonfinite_in`.
+    NaN and Inf are allowed in tensors named in `nonfinite_ok`; see `nonfinite_tensors`.
     """
     try:
         json.loads(regular_file.read(path / _STATE))
     except OSError:
         return f"incomplete: it has no {_STATE}, which the Trainer writes last"
     except ValueError:
-        return f"incomplete: its {_STATE} is cut off"
-    record = read(path)
+        return f"incomplete: its {_STATE} is truncated"
+    record = read_record(path)
     if record is not None and record.status == "quarantined":
         return record.why
     weights = sorted(path.glob("*.safetensors"))
@@ -189,16 +189,16 @@ def defect(path: Path, nonfinite_ok: frozenset[str] = frozenset()) -> str:
     return f"NaN or Inf in {name}" if name else ""
 
 
-def nonfinite_in(model: torch.nn.Module) -> frozenset[str]:
-    """Tensors that are not finite in a model as it was built, such as a mask of -Inf."""
+def nonfinite_tensors(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the tensors in a model that hold NaN or Inf, such as an attention mask of -Inf."""
     return frozenset(
         name
-        for name, each in model.state_dict().items()
-        if isinstance(each, torch.Tensor) and not each.is_meta and not _finite(each)
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor) and not value.is_meta and not _finite(value)
     )
 
 
-def set_aside(path: Path, why: str) -> Path:
+def move_to_quarantine(path: Path, why: str) -> Path:
     """Moves a checkpoint to `_healcore`, and returns its new folder."""
     _write(path, Record(_step(path), "quarantined", why=why))
     folder = path.parent / FOLDER
@@ -217,7 +217,7 @@ def _write(path: Path, record: Record) -> None:
     try:
         content = json.dumps({"schema": 1, **record._asdict()}, indent=2)
         files.replace(path / RECORD, f"{content}\n".encode("ascii"))
-        # The Trainer orders checkpoints by the time at which their folders were modified.
+        # The Trainer orders checkpoints by the modification times of their folders.
         os.utime(path, ns=(modified.st_atime_ns, modified.st_mtime_ns))
     except OSError as error:  # a full disk must not end the training
         console.warning(f"the record of {path} could not be written: {error}")

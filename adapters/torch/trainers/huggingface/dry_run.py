@@ -1,4 +1,4 @@
-"""Trains a copy of a trainer for a few steps, to see what a policy would do."""
+"""Trains a copy of a trainer for a few steps, to show how a policy would respond."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ class DryRun(NamedTuple):
     finite: bool
     """Whether all losses and norms are finite."""
     would: tuple[tuple[str, ...], ...]
-    """Causes and actions of the policy at each step, without clipping."""
+    """Names of the policy's causes and actions at each step, without clipping."""
     peak_bytes: int | None
-    """Peak memory on the accelerator, including the copy; None on a CPU."""
+    """Peak memory on the GPU in bytes, including the copy, or None on a CPU."""
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What to look at, for each cause that the policy has found."""
+        """A diagnosis for each cause that the policy found."""
         names = {name for step in self.would for name in step}
-        causes = reduce(or_, (each for each in Cause if each.name in names), Cause(0))
+        causes = reduce(or_, (cause for cause in Cause if cause.name in names), Cause(0))
         if not self.finite and not causes & NONFINITE:
             causes |= NONFINITE
         return tuple(row.diagnosis for row in failures_of(causes))
 
 
 @contextmanager
-def copy_of(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
-    """A copy to train for some steps, and a temporary directory for its files.
+def trainer_copy(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
+    """Yields a copy that trains for `steps` steps, and a temporary directory for its files.
 
     Model and optimizer are copied; the dataset is shared. The end of the block restores the random
-    states and accelerate's state of the process.
+    states and accelerate's gradient state, which the whole process shares.
     """
     if getattr(trainer, "use_vllm", False):
         raise AttachError(
@@ -72,7 +72,7 @@ def copy_of(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
     gradient_state = {**shared}
     try:
         with tempfile.TemporaryDirectory(prefix="healcore-dry-run-") as folder:
-            yield _copied(trainer, steps, folder), Path(folder)
+            yield _copy(trainer, steps, folder), Path(folder)
     finally:
         shared.clear()
         shared.update(gradient_state)
@@ -82,7 +82,7 @@ def copy_of(trainer: Any, steps: int) -> Iterator[tuple[Any, Path]]:
 
 
 def add_hint(error: Exception) -> None:
-    """Adds a hint to the error of a dry run, if its kind is known."""
+    """Adds a diagnosis to the error of a dry run, if the error is of a known kind."""
     fault = classify(error)
     hint = shape_diagnosis(error) or (
         "" if fault.cause is Cause.UNKNOWN else fault.failure.diagnosis
@@ -91,8 +91,8 @@ def add_hint(error: Exception) -> None:
         error.add_note(f"healcore: {hint}")
 
 
-def findings(metrics: Path) -> DryRun:
-    """Reads what was judged from a file of the Healer's metrics."""
+def read_metrics(metrics: Path) -> DryRun:
+    """Reads the result of a dry run from the Healer's metrics file."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "step"]
     losses = tuple(float(row.get("loss", "nan")) for row in rows)
@@ -107,7 +107,7 @@ def findings(metrics: Path) -> DryRun:
     )
 
 
-def _copied(trainer: Any, steps: int, folder: str) -> Any:
+def _copy(trainer: Any, steps: int, folder: str) -> Any:
     from transformers.trainer_callback import (
         CallbackHandler,
         DefaultFlowCallback,
@@ -133,7 +133,7 @@ def _copied(trainer: Any, steps: int, folder: str) -> Any:
         setattr(new.args, name, value)
     new.model = new.model_wrapped = copy.deepcopy(trainer.model)
     new.model_init = None
-    new.optimizer = _optimizer(trainer, new.model)
+    new.optimizer = _copy_optimizer(trainer, new.model)
     new.lr_scheduler, new._created_lr_scheduler = None, False
     new.accelerator = copy.copy(trainer.accelerator)
     for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
@@ -144,7 +144,7 @@ def _copied(trainer: Any, steps: int, folder: str) -> Any:
         [DefaultFlowCallback()], new.model, trainer.processing_class, None, None
     )
     new._memory_tracker = copy.copy(trainer._memory_tracker)
-    # What TRL's trainers collect between two logs.
+    # TRL's trainers collect metrics between two logs in these attributes.
     for name, value in vars(trainer).items():
         if name.startswith("_") and isinstance(value, (dict, deque)):
             setattr(new, name, copy.deepcopy(value))
@@ -152,9 +152,9 @@ def _copied(trainer: Any, steps: int, folder: str) -> Any:
 
 
 def _rebind(new: Any, trainer: Any) -> None:
-    """Binds methods that were set on the trainer object to the copy, and drops their wrappers.
+    """Binds methods that were set on the trainer object to the copy, without their wrappers.
 
-    A wrapper closes over the trainer's own method: called on the copy, it would train the trainer.
+    A wrapper refers to the original trainer: called on the copy, it would train the original.
     """
     for name, value in list(vars(new).items()):
         method = inspect.unwrap(value) if callable(value) else None
@@ -164,21 +164,22 @@ def _rebind(new: Any, trainer: Any) -> None:
                 setattr(new, name, types.MethodType(value.__func__, new))
 
 
-def _optimizer(trainer: Any, model: torch.nn.Module) -> Optimizer | None:
-    """An optimizer of the same class for the copy, or None if Trainer has to make one.
+def _copy_optimizer(trainer: Any, model: torch.nn.Module) -> Optimizer | None:
+    """An optimizer of the same class for the copy, or None if the Trainer creates its optimizer.
 
-    Not a deep copy: a learning-rate schedule has replaced `step` of the optimizer, which would step
-    the original.
+    A deep copy would step the original, because a learning-rate scheduler replaces
+    `optimizer.step` by a wrapper of the original's method.
     """
     if trainer.optimizer is None:
         return None
-    own = unwrapped(trainer.optimizer)
+    original = unwrapped(trainer.optimizer)
     pairs = zip(trainer.model.parameters(), model.parameters(), strict=True)
     copies = {id(old): new for old, new in pairs}
     groups = [
-        {**group, "params": [copies[id(p)] for p in group["params"]]} for group in own.param_groups
+        {**group, "params": [copies[id(p)] for p in group["params"]]}
+        for group in original.param_groups
     ]
-    kind: Any = type(own)
+    kind: Any = type(original)
     new = kind(groups)
-    new.load_state_dict(copy.deepcopy(own.state_dict()))
+    new.load_state_dict(copy.deepcopy(original.state_dict()))
     return new

@@ -1,10 +1,11 @@
-"""Repeats an accumulation window of a Trainer: in smaller parts when memory runs out.
+"""Repeats the micro-batches of a Trainer's step after an out-of-memory error or network failure.
 
-After a failure in the network, of a reward function for instance, it is repeated as it was.
+After an out-of-memory error the window (the micro-batches of one step) is repeated in smaller
+parts. After a network failure, for instance in a reward function, it is repeated unchanged.
 
-The effective batch stays exactly what it was: no batch size and no number of accumulation steps is
-changed, and no sample is lost. A loss that is divided by the items of the whole window (tokens of
-a causal language model) adds up over the parts; any other is weighted by the part's share.
+Batch size and accumulation steps do not change, and no sample is lost. A loss that is divided by
+the items of the window (tokens of a causal language model) is summed over the parts. Any other loss
+is weighted by the part's share of its micro-batch.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from healcore.runtime.microbatches.splitting import measure
 from healcore.torch.trainers.huggingface.progress import WindowCounts
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
-"""Trainers whose batch has all chosen rows first, and then the rejected ones."""
-_WHOLE = ("KTOTrainer",)
-"""Trainers whose loss compares the samples of a batch with each other: it cannot be split."""
+"""Trainers whose batch has first all chosen rows, then all rejected rows."""
+_INDIVISIBLE = ("KTOTrainer",)
+"""Trainers whose batches cannot be split, because the loss compares samples with each other."""
 
 
 class SplitSteps:
@@ -34,52 +35,54 @@ class SplitSteps:
     Args:
         trainer: the Trainer.
         healer: returns the open Healer.
-        stack: closed when the training ends; gradient checkpointing is then off again.
+        stack: closed when the training ends. Gradient checkpointing is then switched off again.
 
     Attributes:
-        before: what the trainer had counted before the first micro-batch of this or the last step.
+        counts_before: the trainer's counts before the newest window, or None before the first.
     """
 
     def __init__(self, trainer: Any, healer: Callable[[], Healer[Any]], stack: ExitStack) -> None:
         self._trainer = trainer
         self._healer = healer
         self._stack = stack
-        self.before: WindowCounts | None = None
+        self.counts_before: WindowCounts | None = None
         self._window: list[Any] = []
         """Inputs of the micro-batches since the last step."""
-        self._todo: list[Any] = []
-        """Those that the next attempt trains on."""
-        self._begun = False
+        self._pending: list[Any] = []
+        """Inputs of the micro-batches that the next attempt trains on."""
+        self._accumulated = False
         """Whether a part of the window was trained on."""
         self._tokens = 0
-        """Tokens that `training_step` has counted itself, in this window."""
+        """Number of tokens that `training_step` has counted itself in this window."""
         self._gradients: Any = None
         self._attempt: Callable[..., Tensor] | None = None
 
     def training_step(
-        self, own: Callable[..., Tensor], model: Any, inputs: Any, items: Any = None
+        self, original: Callable[..., Tensor], model: Any, inputs: Any, items: Any = None
     ) -> Tensor:
-        """One micro-batch; redoes the whole window if it does not fit, or if the network fails.
+        """Trains on one micro-batch. Repeats the window if it does not fit or the network fails.
+
+        `original` is the Trainer's own `training_step`; the other arguments are passed to it.
 
         Raises:
-            RunStopped: a single sample does not fit, or the budget is used.
-            Exception: what `classify` calls OOM, if the policy has no rule for it or the batch
-                cannot be split; a failure in the network, after `[retry]`; and every other error.
+            RunStopped: a single sample does not fit, or the budget is exhausted.
+            Exception: an out-of-memory error, if the policy has no rule for it or the batch
+                cannot be split; a network failure, after the retries of `[retry]`; any other error.
         """
-        attempt = self._attempt or self._repeated()
+        attempt = self._attempt or self._make_attempt()
         if not self._window:
-            self.before = WindowCounts(self._trainer)
+            self.counts_before = WindowCounts(self._trainer)
             self._gradients.begin_window()
-            self._begun, self._tokens = False, 0
+            self._accumulated, self._tokens = False, 0
         self._window.append(inputs)
-        self._todo = [inputs]
-        loss = attempt(own, model, items)
+        self._pending = [inputs]
+        loss = attempt(original, model, items)
         if self._trainer.accelerator.gradient_state.sync_gradients:
             self._window.clear()
         return loss
 
-    def _repeated(self) -> Callable[..., Tensor]:
-        """`_run`, and again with the whole window after a failure in the network."""
+    def _make_attempt(self) -> Callable[..., Tensor]:
+        """Wraps `_run`, so that a retry after a network failure repeats the whole window."""
 
         def attempt(*args: Any) -> Tensor:
             try:
@@ -88,74 +91,75 @@ class SplitSteps:
                 if classify(error).transient:
                     self._gradients.redo_window([], clear_cache=False)
                     self._restore_counts()
-                    self._todo = list(self._window)
+                    self._pending = list(self._window)
                 raise
 
         attempt.__qualname__ = f"{type(self._trainer).__name__}.training_step"
         self._gradients = self._healer().driver.gradient_window()
-        alone = self._trainer.accelerator.num_processes == 1  # others would wait within the step
-        self._attempt = self._healer().retrying(attempt) if alone else attempt
+        single = self._trainer.accelerator.num_processes == 1  # else other ranks would wait
+        self._attempt = self._healer().retrying(attempt) if single else attempt
         return self._attempt
 
-    def _run(self, own: Callable[..., Tensor], model: Any, items: Any) -> Tensor:
-        """Trains on `_todo`; returns the loss of its last micro-batch."""
-        found: list[Tensor] = []
-        for inputs in self._todo:
-            found.clear()
-            if why_not := self._why_not():
+    def _run(self, original: Callable[..., Tensor], model: Any, items: Any) -> Tensor:
+        """Trains on the pending micro-batches; returns the loss of the last micro-batch."""
+        losses: list[Tensor] = []
+        for inputs in self._pending:
+            losses.clear()
+            if obstacle := self._split_obstacle():
                 try:
-                    found.append(self._train(own, model, inputs, items))
+                    losses.append(self._train(original, model, inputs, items))
                 except Exception as error:
                     if classify(error).cause is Cause.OOM:
-                        error.add_note(f"healcore has not tried smaller parts: {why_not}")
+                        error.add_note(f"healcore has not tried smaller parts: {obstacle}")
                     raise
                 continue
-            batch = {"inputs": self._rows(inputs), "of": id(inputs)}
-            count = None if self._adds_up(items) else self._count
+            batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
+            count = None if self._is_sum(items) else self._loss_items
             for part in self._healer().microbatches(
                 batch, count=count, last_resort=lambda: self._checkpoint_activations(model)
             ):
-                if part.first and self._begun:
-                    found.clear()
+                if part.first and self._accumulated:
+                    losses.clear()
                     self._restore_counts()
                 with part:
-                    self._begun = True
-                    rows = self._rows(part.batch["inputs"], back=True)
-                    loss = self._train(own, model, rows, items, part.weight)
-                    if part.batch["of"] == id(inputs):  # not of an earlier one that comes again
-                        found.append(loss)
-        return found[0] if len(found) == 1 else torch.stack(found).sum()
+                    self._accumulated = True
+                    rows = self._pair_rows(part.batch["inputs"], join=False)
+                    loss = self._train(original, model, rows, items, part.weight)
+                    # A repeated window begins with parts of the earlier micro-batches.
+                    if part.batch["micro_batch"] == id(inputs):
+                        losses.append(loss)
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _train(
-        self, own: Callable[..., Tensor], model: Any, inputs: Any, items: Any, weight: float = 1.0
+        self, call: Callable[..., Tensor], model: Any, inputs: Any, items: Any, weight: float = 1.0
     ) -> Tensor:
-        """Forward and backward pass of a part of a micro-batch; `weight` is its share."""
+        """Runs forward and backward on a part whose share of its micro-batch is `weight`."""
         trainer, state = self._trainer, self._trainer.state
         per_step, tokens = trainer.current_gradient_accumulation_steps, state.num_input_tokens_seen
         factor = per_step if weight == 1.0 else per_step / weight
-        if not self._adds_up(items):
+        if not self._is_sum(items):
             # Trainer divides the loss of each micro-batch by this number.
             trainer.current_gradient_accumulation_steps = factor
         try:
-            loss = own(model, inputs, items)
+            loss = call(model, inputs, items)
         finally:
             trainer.current_gradient_accumulation_steps = per_step
             self._tokens += state.num_input_tokens_seen - tokens
-        # See `signals.observed_losses`. The Healer weights it by the part's share.
+        # See `signals.observed_losses`. The Healer multiplies the loss by the part's share.
         self._healer().observe(loss if factor == 1 else loss * factor)
         return loss
 
     def _restore_counts(self) -> None:
-        """Restores what the trainer had counted before the window."""
-        trainer, before = self._trainer, self.before
+        """Restores the trainer's counts before the window."""
+        trainer, before = self._trainer, self.counts_before
         assert before is not None
         before.in_loss.restore()
         if "_step" in before.counters:
             trainer._step, trainer._buffered_inputs = before.counters["_step"], before.buffered
         trainer.state.num_input_tokens_seen -= self._tokens
-        self._begun, self._tokens = False, 0
+        self._accumulated, self._tokens = False, 0
 
-    def _adds_up(self, items: Any) -> bool:
+    def _is_sum(self, items: Any) -> bool:
         """Whether the loss is divided by the items of the window; as in `Trainer.training_step`."""
         trainer = self._trainer
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
@@ -164,60 +168,60 @@ class SplitSteps:
             scaled = by_model or trainer.compute_loss_func is not None
         return bool(scaled)
 
-    def _count(self, batch: Any) -> int:
-        """What a mean loss is a mean over: tokens with a label, or samples."""
-        inputs = self._rows(batch["inputs"], back=True)
+    def _loss_items(self, batch: Any) -> int:
+        """The number of tokens with a label, or of samples, that a mean loss averages over."""
+        inputs = self._pair_rows(batch["inputs"], join=False)
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
             shifted = getattr(self._trainer, "_loss_shifts_labels", True)
             return int((labels[..., 1:] if shifted else labels).ne(-100).sum())
         return measure(batch).samples
 
-    def _rows(self, inputs: Any, *, back: bool = False) -> Any:
-        """Inputs with one row for each sample, and `back`.
+    def _pair_rows(self, inputs: Any, *, join: bool) -> Any:
+        """Joins the chosen and rejected row of each pair, or separates them again.
 
-        A pair's chosen and rejected row become one: (pairs, 2, ...) instead of (2 * pairs, ...).
+        A joined tensor is (pairs, 2, ...) instead of (2 * pairs, ...), so a split keeps each pair.
         """
-        if not _is_one_of(self._trainer, _PAIRS):
+        if not _is_instance_by_name(self._trainer, _PAIRS):
             return inputs
-        rows = max(len(each) for each in inputs.values() if isinstance(each, Tensor))
+        rows = max(len(value) for value in inputs.values() if isinstance(value, Tensor))
         changed = dict(inputs)
-        for name, each in inputs.items():
-            if not isinstance(each, Tensor) or len(each) != rows:
+        for name, value in inputs.items():
+            if not isinstance(value, Tensor) or len(value) != rows:
                 continue
-            if not back:
-                changed[name] = each.unflatten(0, (2, -1)).transpose(0, 1)
-            elif each.dim() > 1 and each.shape[1] == 2:
-                changed[name] = each.transpose(0, 1).flatten(0, 1)
+            if join:
+                changed[name] = value.unflatten(0, (2, -1)).transpose(0, 1)
+            elif value.dim() > 1 and value.shape[1] == 2:
+                changed[name] = value.transpose(0, 1).flatten(0, 1)
         return changed
 
-    def _why_not(self) -> str:
-        """Why a window cannot be done again in parts, or an empty string."""
+    def _split_obstacle(self) -> str:
+        """Reason why the window cannot be repeated in smaller parts, or an empty string."""
         from transformers import Trainer
 
         trainer = self._trainer
         name = type(trainer).__name__
         if trainer.accelerator.num_processes > 1:
-            return "the other ranks would wait for this one"
+            return "the other ranks would wait for this rank"
         if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
-            return f"{name} makes its batches itself: lower its batch or completion sizes"
-        if _is_one_of(trainer, _WHOLE):
+            return f"{name} generates its batches: lower its batch or completion sizes"
+        if _is_instance_by_name(trainer, _INDIVISIBLE):
             return f"the loss of {name} compares the samples of a batch with each other"
         return ""
 
     def _checkpoint_activations(self, model: Any) -> str:
-        """Switches gradient checkpointing on; "" if it was on, or the model has none."""
-        own = self._trainer.accelerator.unwrap_model(model)
+        """Switches gradient checkpointing on. Returns a message, or an empty string on failure."""
+        unwrapped = self._trainer.accelerator.unwrap_model(model)
         name = "activation_checkpointing"
-        if not hasattr(own, f"{name}_enable"):  # transformers before 5.20
+        if not hasattr(unwrapped, f"{name}_enable"):  # transformers before 5.20
             name = "gradient_checkpointing"
-        on = getattr(own, f"is_{name}", True)
-        if on or not getattr(own, "supports_gradient_checkpointing", False):
+        on = getattr(unwrapped, f"is_{name}", True)
+        if on or not getattr(unwrapped, "supports_gradient_checkpointing", False):
             return ""
-        getattr(own, f"{name}_enable")()
-        self._stack.callback(getattr(own, f"{name}_disable"))
-        return "gradient checkpointing is on from now"
+        getattr(unwrapped, f"{name}_enable")()
+        self._stack.callback(getattr(unwrapped, f"{name}_disable"))
+        return "gradient checkpointing is now on"
 
 
-def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
+def _is_instance_by_name(trainer: Any, names: tuple[str, ...]) -> bool:
     return any(kind.__name__ in names for kind in type(trainer).__mro__)

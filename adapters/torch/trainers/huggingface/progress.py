@@ -1,4 +1,4 @@
-"""Saves and restores what a `transformers.Trainer` counts in Python together with the weights."""
+"""Saves and restores the Python counters of a `transformers.Trainer` together with the weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STATE = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Fields of `TrainerState`; the others (max_steps, save_steps, ...) are settings."""
+"""Fields of `TrainerState` that count. Other fields (max_steps, save_steps, ...) are settings."""
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
 COUNTERS = ("current_flos", "_step", "_total_train_tokens")
-"""Attributes of Trainer, of GRPO and RLOO, and of SFT and DPO, as far as a trainer has them."""
+"""Attributes of Trainer, of TRL's GRPO and RLOO, and of TRL's SFT and DPO. Each may be absent."""
 _SETTINGS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -40,9 +40,9 @@ _SETTINGS = (
 
 
 class LossCounts:
-    """A copy of what TRL's trainers count in `compute_loss`: metrics and a number of tokens.
+    """A copy of the counts that TRL's trainers change in `compute_loss`: metrics and tokens.
 
-    The metrics are lists with one entry for each micro-batch since the last log.
+    The metrics are lists with one entry per micro-batch since the last log.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -56,7 +56,7 @@ class LossCounts:
         }
 
     def restore(self) -> None:
-        """Removes what was added since."""
+        """Restores the counts. Removes the list entries that were added since."""
         if self._tokens is not None:
             self._trainer._total_train_tokens = self._tokens
         for mode, lists in self._lists.items():
@@ -68,7 +68,7 @@ class LossCounts:
 
 
 class WindowCounts:
-    """The counts before the first micro-batch of a step. Copies one scalar, and reads none."""
+    """The counts before the first micro-batch of a step. Copies one tensor, without a sync."""
 
     def __init__(self, trainer: Any) -> None:
         self.step = trainer.state.global_step
@@ -76,7 +76,7 @@ class WindowCounts:
         self.tokens_seen = trainer.state.num_input_tokens_seen
         self.tr_loss = trainer._tr_loss.clone()
         self.buffered = getattr(trainer, "_buffered_inputs", None)
-        """GRPO's and RLOO's generated batches, which a later micro-batch of the step replaces."""
+        """GRPO's and RLOO's generated batches. A later micro-batch of the step replaces them."""
         self.counters = {
             name: copy.deepcopy(getattr(trainer, name))
             for name in COUNTERS
@@ -86,55 +86,55 @@ class WindowCounts:
 
 @dataclass(eq=False)
 class Progress:
-    """The trainer's counters as an item of the Healer's state.
+    """The trainer's counters, as an entry of the Healer's state.
 
-    Saved as one JSON text, because TrainerState holds None, text and dictionaries. Within a step
-    the counters are those after the step before, because the batches of this step come again.
+    The counters are one JSON string, because TrainerState holds None, text and dictionaries. Within
+    a step, the counters before the step are saved, because a resume repeats the step.
     """
 
     trainer: Any
     feed: EpochFeed
     split: SplitSteps
     training: bool = False
-    """Whether Trainer's loop has begun. Before, it sets its sums of the loss itself."""
+    """Whether Trainer's loop has begun. The loop resets its loss sums when it begins."""
     max_steps: int | None = None
-    """`max_steps` of the run that was loaded, or None."""
+    """`max_steps` of the loaded run, or None."""
 
     @property
     def run_settings(self) -> dict[str, Any]:
-        """The arguments that decide what is learnt, apart from the optimizer's.
+        """The arguments that determine the training result, except the optimizer's.
 
-        Without the seed, because a resumed run has the random states of its checkpoint.
+        The seed is not one of them, because a resumed run has the random states of its checkpoint.
         """
         args = self.trainer.args
         length = "max_steps" if args.max_steps > 0 else "num_train_epochs"
         names = (*_SETTINGS, length)
-        found = {name: json_setting(_plain(getattr(args, name, None))) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
+        settings = {name: json_setting(_as_number(getattr(args, name, None))) for name in names}
+        return {name: value for name, value in settings.items() if value is not None}
 
     def state_dict(self) -> dict[str, str]:
-        """The current counters. Reads one scalar from the device."""
+        """Returns the counters. Reads one scalar from the device."""
         trainer, state = self.trainer, self.trainer.state
         counters = {name: getattr(trainer, name) for name in COUNTERS if hasattr(trainer, name)}
         fields = {name: getattr(state, name) for name in _STATE}
         loss = trainer._tr_loss if self.training else 0.0
-        before = self.split.before
+        before = self.split.counts_before
         if self.feed.received and before is not None and before.step == state.global_step:
             counters, loss = before.counters, before.tr_loss
             fields["num_input_tokens_seen"] = before.tokens_seen
         saved = {
             "state": fields,
             "max_steps": state.max_steps,
-            "counters": {name: _plain(value) for name, value in counters.items()},
+            "counters": {name: _as_number(value) for name, value in counters.items()},
             "logging": {name: getattr(trainer, name) for name in _LOGGING if self.training},
             "tr_loss": float(loss),
-            "callbacks": [[type(each).__name__, each.state()] for each in self._stateful()],
+            "callbacks": [[type(c).__name__, c.state()] for c in self._stateful_callbacks()],
             "data": self.feed.position(),
         }
         return {"json": json.dumps(saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the counters, including the counters of callbacks."""
+        """Sets the counters of the trainer and its callbacks."""
         trainer, saved = self.trainer, json.loads(state["json"])
         self.max_steps = saved.get("max_steps")
         for name, value in saved["state"].items():
@@ -142,43 +142,44 @@ class Progress:
         for name, value in saved["counters"].items():
             setattr(trainer, name, value)
         if self.training:
-            # A first snapshot is older than Trainer's sums: they were 0 then.
+            # The first snapshot has no loss sums, because it is taken before Trainer's loop.
             for name in _LOGGING:
                 setattr(trainer, name, saved["logging"].get(name, 0))
             trainer._tr_loss.fill_(saved["tr_loss"])
-            self._hide_undone()
-        for callback, (name, own) in zip(self._stateful(), saved["callbacks"], strict=False):
+            self._hide_undone_rows()
+        callbacks = self._stateful_callbacks()
+        for callback, (name, exported) in zip(callbacks, saved["callbacks"], strict=False):
             if type(callback).__name__ == name:
-                for key, value in own["attributes"].items():
+                for key, value in exported["attributes"].items():
                     setattr(callback, key, value)
         self.feed.go_to(*saved["data"])
-        # The steps that asked to stop, to save or to evaluate are undone.
+        # Requests to stop, to save or to evaluate came from steps that are undone.
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
         if hasattr(trainer, "_buffered_inputs"):
-            trainer._buffered_inputs = None  # completions of other weights: generated again
-        metrics = getattr(trainer, "_metrics", None)  # TRL's, since the last log
+            trainer._buffered_inputs = None  # completions that other weights have generated
+        metrics = getattr(trainer, "_metrics", None)  # TRL's metrics since the last log
         if isinstance(metrics, dict) and "train" in metrics:
             metrics["train"].clear()
 
-    def _hide_undone(self) -> None:
-        """Lets TensorBoard hide the rows of the steps that are taken again."""
+    def _hide_undone_rows(self) -> None:
+        """Makes TensorBoard hide the rows of undone steps."""
         for callback in self.trainer.callback_handler.callbacks:
             writer: Any = getattr(callback, "tb_writer", None)  # of report_to="tensorboard"
-            # Not tensorboardX's, which may be there without TensorBoard itself.
+            # A writer of tensorboardX does not imply that TensorBoard is installed.
             if type(writer).__module__.startswith("torch.") and writer.file_writer is not None:
                 from healcore.runtime.trackers.tensorboard_files import hide_undone
 
-                hide_undone(writer, self.trainer.state.global_step + 1)  # the next that it logs
+                hide_undone(writer, self.trainer.state.global_step + 1)
 
-    def _stateful(self) -> list[Any]:
-        """Callbacks that count, such as EarlyStoppingCallback."""
+    def _stateful_callbacks(self) -> list[Any]:
+        """Callbacks with a state, such as EarlyStoppingCallback."""
         from transformers.trainer_callback import ExportableState
 
         callbacks = self.trainer.callback_handler.callbacks
-        return [each for each in callbacks if isinstance(each, ExportableState)]
+        return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
 
-def _plain(value: Any) -> Any:
-    """A counter as Python's number: some are tensors."""
+def _as_number(value: Any) -> Any:
+    """Converts a tensor of one element to a Python number; returns other values unchanged."""
     return value.item() if hasattr(value, "item") else value

@@ -1,4 +1,4 @@
-"""Defines `TrainingRun`: one `train()` call of a transformers Trainer, healed between its steps."""
+"""Defines `TrainingRun`: one `train()` call of a transformers Trainer with `HealingCallback`."""
 
 from __future__ import annotations
 
@@ -40,36 +40,35 @@ from healcore.torch.attachment import unwrapped
 from healcore.torch.driver import TorchDriver
 from healcore.torch.errors import AttachError
 from healcore.torch.trainers.huggingface import signals
-from healcore.torch.trainers.huggingface.checkpoints import FOLDER, Checkpoints
+from healcore.torch.trainers.huggingface.checkpoints import FOLDER, TrainerCheckpoints
 
 LAG = 1
-"""Steps after which a step's decision is read on the host: by then it has arrived."""
+"""Number of steps after which a decision is read on the host, so that reading does not wait."""
 
-_ELSEWHERE = (
-    "a callback cannot roll back within train(): healcore.torch.heal_trainer(trainer, policy) "
-    "does, or "
-    "resume from the last known-good checkpoint"
+_ALTERNATIVES = (
+    "a callback cannot roll back within train(): use healcore.torch.heal_trainer(trainer, policy), "
+    "which can, or resume from the last known-good checkpoint"
 )
 
 
 class TrainerSaver(Saver):
-    """Leaves the saves to the Trainer, and marks the Trainer's known-good checkpoints.
+    """Requests saves from the Trainer, and marks the Trainer's known-good checkpoints.
 
-    `wants_save` is whether an order to save waits for the Trainer.
+    `wants_save` is whether the policy has requested a save that the Trainer has not begun.
     """
 
-    def __init__(self, checkpoints: Checkpoints, ledger: Ledger, log: RunLog) -> None:
+    def __init__(self, checkpoints: TrainerCheckpoints, ledger: Ledger, log: RunLog) -> None:
         self.checkpoints = checkpoints
         self.wants_save = False
         self._ledger = ledger
         self._log = log
 
     def save(self, why: str) -> None:
-        """Asks the Trainer to save."""
+        """Requests a save from the Trainer."""
         self.wants_save = True
 
     def poll(self) -> None:
-        """Marks the checkpoints whose probation is over."""
+        """Marks the checkpoints that have passed probation."""
         ledger = self._ledger
         if not ledger.open:
             for step in self.checkpoints.mark_good(ledger.unhealthy, ledger.next_step):
@@ -77,10 +76,10 @@ class TrainerSaver(Saver):
 
 
 class TrainingRun:
-    """One `train()` call, from `on_train_begin` on; `close` ends it.
+    """One `train()` call, from `on_train_begin` to `close`.
 
-    `events`, `engine` and `console` are arguments of `HealingCallback`. Raises AttachError for a
-    Trainer that it cannot heal. Nothing has changed then.
+    `events`, `engine` and `console` are arguments of `HealingCallback`. Raises AttachError, before
+    any change, for a Trainer that cannot be healed.
     """
 
     def __init__(
@@ -136,11 +135,12 @@ class TrainingRun:
         group = RankGroup(self.ranks, driver, LAG, votes=False)
         loaders, ledger = LoaderRegistry(), Ledger(next_step=step)
         writes = trainer.args.should_save and not policy.observes
-        checkpoints = Checkpoints(_folder(trainer), probation=policy.probation, writes=writes)
+        folder = _folder(trainer)
+        checkpoints = TrainerCheckpoints(folder, probation=policy.probation, writes=writes)
 
         def newest_good() -> tuple[int | None, str | None]:
-            good = checkpoints.last_good
-            return good, None if good is None else str(checkpoints.path(good))
+            newest = checkpoints.last_good
+            return newest, None if newest is None else str(checkpoints.path(newest))
 
         data = Data(
             loaders=loaders,
@@ -177,13 +177,11 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        """Steps that the Trainer has done."""
+        """Number of completed steps."""
         return self._loop.data.step
 
-    # -- begin and end --------------------------------------------------------------------------
-
     def start(self, saved: Any) -> None:
-        """Logs the start; `saved` is what `exported` gave when the checkpoint was written."""
+        """Logs the start. `saved` is the `state_dict` in the Trainer's checkpoint, or None."""
         policy, step, args = self.policy, self.step, self._trainer.args
         where = f"checkpoints of the Trainer in {args.output_dir}"
         if self.log.events.path is not None:
@@ -204,8 +202,8 @@ class TrainingRun:
         )
         self.log.info(line)
 
-    def exported(self) -> dict[str, Any]:
-        """What the Trainer's checkpoints hold, JSON-safe. Waits for an accelerator."""
+    def state_dict(self) -> dict[str, Any]:
+        """The state for the Trainer's checkpoints, which JSON can hold. One sync."""
         return {
             "step": self.step,
             "engines": self.driver.healing(),
@@ -213,12 +211,12 @@ class TrainingRun:
         }
 
     def _load(self, saved: Any) -> None:
-        """Continues from a saved state; a checkpoint without one begins with fresh baselines."""
+        """Loads a saved state. Without a usable state, warns and keeps the initial baselines."""
         try:
             if saved is None or saved["step"] != self.step:
                 self.log.warning(
-                    f"the checkpoint of step {self.step} holds no state of healcore for that step: "
-                    "baselines, budgets and the learning-rate multiplier start again"
+                    f"the checkpoint of step {self.step} has no healcore state for that step: "
+                    "baselines, budgets and the learning-rate multiplier are reset"
                 )
                 return
             self.driver.load_healing(saved["engines"])
@@ -226,14 +224,14 @@ class TrainingRun:
             self.ledger.take_over(ledger, self.step, ledger)
         except (HealcoreError, KeyError, TypeError, ValueError) as error:
             self.log.warning(
-                f"healcore's state in the checkpoint of step {self.step} was not loaded, and "
-                f"starts again: {error}"
+                f"healcore's state in the checkpoint of step {self.step} was not loaded, and is "
+                f"reset: {error}"
             )
             return
         self._recovery.read_engines()
 
     def close(self, error: BaseException | None) -> None:
-        """Detaches everything, and writes how the run has ended. A second call does nothing."""
+        """Restores the Trainer, and logs how the run ended. A second call does nothing."""
         if self.ending:
             return
         ending = ending_of(error)
@@ -256,32 +254,30 @@ class TrainingRun:
             self._loop.finalizer.detach()
             self._open.close()
 
-    # -- between steps --------------------------------------------------------------------------
+    def after_step(self, step: int, *, wait: bool) -> None:
+        """Processes an optimizer step; `step` counts from 1. Raises RunStopped if the policy stops.
 
-    def after_step(self, step: int, *, now: bool) -> None:
-        """Takes an optimizer step; `step` counts from 1. `now`: its decision is waited for.
-
-        Raises RunStopped if the policy ends the run.
+        With `wait`, waits for the decision of this step.
         """
         loop = self._loop
         loop.data.go_to(step - 1)
         loop.after_step()
         loop.data.go_to(step)  # also after a step that a GradScaler has skipped
-        if now:
+        if wait:
             loop.read(all=True)
             loop.saver.poll()
 
-    def takes_save(self) -> bool:
-        """Whether the Trainer has to save now, by an order; False at the next call."""
+    def take_save_request(self) -> bool:
+        """Returns whether the policy has requested a save, and clears the request."""
         saver = self._loop.saver
-        wanted, saver.wants_save = saver.wants_save, False
-        return wanted
+        requested, saver.wants_save = saver.wants_save, False
+        return requested
 
     def may_save(self) -> bool:
-        """Whether the state is fit to be saved. One sync.
+        """Whether the weights are finite and can be saved. One sync.
 
-        Raises RunStopped if the weights hold NaN or Inf and the policy does not let that pass: the
-        steps that follow would all be skipped.
+        Raises RunStopped if the weights hold NaN or Inf, unless the policy only alerts: every
+        following step would be skipped.
         """
         if self.policy.observes:
             return True
@@ -298,16 +294,16 @@ class TrainingRun:
         if self.policy.nonfinite_state == "alert":
             self.log.problem(self.step, problem)
         else:
-            self._recovery.stop(f"{problem}; {_ELSEWHERE}")
+            self._recovery.stop(f"{problem}; {_ALTERNATIVES}")
         return False
 
-    def saved(self) -> None:
-        """Takes a checkpoint that the Trainer has just written."""
+    def record_save(self) -> None:
+        """Records a checkpoint that the Trainer has just written."""
         if self.policy.observes:
             return
         self.checkpoints.add(self.step, in_trouble=self.in_trouble)
         self.log.event("save", step=self.step)
-        # save_strategy="best" decides on a save after the last event in which it can be prevented.
+        # save_strategy="best" decides to save after the last event that could prevent the save.
         if self._checked_step != self.step and not self._finite():
             self._quarantine(self.step - 1, "its weights hold NaN or Inf")
 
@@ -317,38 +313,36 @@ class TrainingRun:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether an incident is open that skipping its steps does not explain."""
+        """Whether an incident other than non-finite losses or gradients is open."""
         if not self.ledger.open or not self.ledger.incidents:
             return False
         return bool(Cause(self.ledger.incidents[-1].cause) & ~NONFINITE)
 
     def _quarantine(self, since: int, why: str) -> None:
-        """Moves checkpoints saved after step `since` away that are not known-good."""
+        """Moves the candidate checkpoints that were saved after step `since` to `_healcore`."""
         state = self._trainer.state
         for old, new in self.checkpoints.quarantine(since, why):
             self.log.event("quarantine", step=self.step, checkpoint=int(old.name.split("-")[-1]))
-            self.log.warning(f"{old.name} is no place to resume from ({why}): moved to {new}")
+            self.log.warning(f"{old.name} must not be resumed from ({why}): moved to {new}")
             best = state.best_model_checkpoint
             if best is not None and Path(best).absolute() == old.absolute():
-                state.best_model_checkpoint = str(new)  # the best by its evaluation all the same
+                state.best_model_checkpoint = str(new)  # its evaluation is still the best
 
     def _cannot_roll_back(self, order: Rollback) -> None:
-        """Reports an order to roll back, and moves the checkpoints of the trouble away."""
+        """Reports an ordered rollback, and quarantines the checkpoints since the incident began."""
         cause = cause_text(Cause(order.cause))
         if not self._finite():
-            self._recovery.stop(f"{cause}, and the weights hold NaN or Inf; {_ELSEWHERE}")
-        self._quarantine(order.since, f"saved after {cause} had begun at step {order.since}")
+            self._recovery.stop(f"{cause}, and the weights hold NaN or Inf; {_ALTERNATIVES}")
+        self._quarantine(order.since, f"saved after {cause} began at step {order.since}")
         self.not_carried_out += 1
-        line = f"step {order.index}: {cause}: the policy orders a rollback; {_ELSEWHERE}"
+        line = f"step {order.index}: {cause}: the policy orders a rollback; {_ALTERNATIVES}"
         if self.not_carried_out == 1:
             self.log.problem(order.index, line)
         else:
             self.log.event("problem", step=order.index, problem=line)
 
-    # -- reports --------------------------------------------------------------------------------
-
     def report(self) -> HealingReport:
-        """What was seen and done so far."""
+        """The report of the run so far."""
         return HealingReport.of(
             self._recovery.run_end(Ending.COMPLETED),
             policy=self.policy.name,
@@ -364,21 +358,21 @@ class TrainingRun:
 
 
 def _check(trainer: Any) -> None:
-    """AttachError for a Trainer whose optimizer steps healcore does not see as they are."""
+    """Raises AttachError for a Trainer whose optimizer steps a policy cannot judge."""
     kind = str(getattr(trainer.accelerator.distributed_type, "value", ""))
     if kind == "DEEPSPEED":
         raise AttachError(
-            "HealingCallback does not heal a Trainer with DeepSpeed, whose engine clips, skips and "
-            "steps by itself: use healcore.torch.heal_engine in a loop of your own, or train "
+            "HealingCallback does not support a Trainer with DeepSpeed, whose engine clips, skips "
+            "and steps by itself: use healcore.torch.heal_engine in a loop of your own, or train "
             "without DeepSpeed"
         )
     if kind == "FSDP" and not trainer.accelerator.is_fsdp2:
         raise AttachError(
-            "HealingCallback does not heal FSDP 1, where a rank sees the norm of its shard only: "
+            "HealingCallback does not support FSDP 1, where a rank has only the norm of its shard: "
             'use FSDP 2, TrainingArguments(fsdp_config={"fsdp_version": 2})'
         )
     if trainer.optimizer is None:
-        raise AttachError("the Trainer has no optimizer yet: call train(), which makes it")
+        raise AttachError("the Trainer has no optimizer yet: call train(), which creates it")
 
 
 def _scaler(trainer: Any) -> torch.amp.GradScaler | None:
@@ -387,11 +381,12 @@ def _scaler(trainer: Any) -> torch.amp.GradScaler | None:
 
 
 def _folder(trainer: Any) -> Path:
-    """Where the Trainer saves: output_dir, or a folder in it of a hyperparameter search's trial."""
+    """Folder in which the Trainer saves: output_dir, or a hyperparameter trial's folder in it."""
     return Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))
 
 
-def _events(given: Any, trainer: Any) -> Path | None:
-    if given != "auto":
-        return None if given is None else Path(given).absolute()
+def _events(option: Any, trainer: Any) -> Path | None:
+    """Path of the events file for the callback's option `events`, or None for no file."""
+    if option != "auto":
+        return None if option is None else Path(option).absolute()
     return _folder(trainer).absolute() / FOLDER / "healcore.events.jsonl"

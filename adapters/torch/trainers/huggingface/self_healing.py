@@ -31,8 +31,8 @@ from healcore.torch.errors import AttachError
 from healcore.torch.trainers import replaced
 from healcore.torch.trainers.huggingface import signals
 from healcore.torch.trainers.huggingface.callback import HealingCallback
-from healcore.torch.trainers.huggingface.dry_run import DryRun, add_hint, copy_of, findings
-from healcore.torch.trainers.huggingface.epochs import EpochFeed, EpochFraction, run_epochs
+from healcore.torch.trainers.huggingface.dry_run import DryRun, add_hint, read_metrics, trainer_copy
+from healcore.torch.trainers.huggingface.epochs import EpochFeed, TrainerEvents, run_epochs
 from healcore.torch.trainers.huggingface.out_of_memory import SplitSteps
 from healcore.torch.trainers.huggingface.progress import Progress
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
 
 _METHODS = ("_prepare_for_training", "_run_epoch")
-"""Private methods of the Trainer that are replaced while it trains; they may change."""
+"""Private methods of the Trainer that are replaced while it trains. A release may remove them."""
 
 Store = str | os.PathLike[str] | CheckpointStore | None
 
@@ -67,44 +67,45 @@ def heal_trainer(
         healed = heal_trainer(trainer, "default")
         healed.train()
 
-    From then on `trainer.train()` is healed too. To train it unhealed, build another Trainer.
+    `heal_trainer` also replaces `trainer.train`. To train without healing, create another Trainer.
 
-    Every step is judged by its loss and its gradient norm, then clipped or skipped. When the model
-    is damaged, weights, optimizer, learning-rate schedule, random states, data and Trainer's own
-    counters go back together to a known-good checkpoint, within the same call of `train()`.
+    The policy judges every step by its loss and its gradient norm, and clips or skips the step.
+    When the model is damaged, a rollback restores a known-good checkpoint within the same call of
+    `train()`: weights, optimizer, learning-rate schedule, random states, data and the Trainer's
+    counters.
 
-    The policy clips, and has to see the norm before clipping: `max_grad_norm` of the
-    TrainingArguments becomes the `max_norm` of the policy's clipping where that is higher.
-    Under "default" it then clips alone, as without healcore.
+    The Trainer does not clip, because the policy needs the norm before clipping. Instead,
+    `max_grad_norm` of the TrainingArguments becomes the `max_norm` of the policy's clipping if that
+    is higher. Under "default" this limit is then the only clipping, as without healcore.
 
     Args:
-        trainer: the Trainer, built as usual.
+        trainer: the Trainer, constructed as usual.
         policy: as for `healcore.Healer`.
-        store: a directory for checkpoints, a store, or None: host memory only, which is lost with
-            the process. "auto": `_healcore` in the trainer's `output_dir`. Started again with the
-            same store, the program continues.
-        loss_fn: the loss of one batch, by which the current weights are compared with earlier ones.
-            "auto": the trainer's own `compute_loss`, except in a trainer that generates its own
-            training data (GRPO, RLOO). With None, no weights are compared.
+        store: a directory for checkpoints, a store, or None for host memory only, which is lost
+            with the process. "auto" is `_healcore` in the trainer's `output_dir`. A restarted
+            program with the same store continues the run.
+        loss_fn: function that returns the loss of one batch, to compare the current weights with
+            earlier weights. "auto" is the trainer's own `compute_loss`, except in a trainer that
+            generates its own training data (GRPO, RLOO). With None, no weights are compared.
         checkpoints: as for `healcore.Healer`. A restart point is also saved as often as the
             trainer saves (`save_steps`).
         logging: as for `healcore.Healer`.
         trackers: as for `healcore.Healer`, in addition to the trainer's `report_to`.
         hooks: as for `healcore.Healer`.
-        resume: "auto" and True continue an interrupted run, and do not train one again that has
-            completed; with other arguments than that run had, "auto" raises StoreNotEmpty instead.
-            False refuses a store that is not empty.
+        resume: "auto" and True continue an interrupted run, and do not repeat a completed run. If
+            the arguments have changed since that run, "auto" raises StoreNotEmpty. False raises
+            StoreNotEmpty if the store is not empty.
         attach: options of `healcore.torch.attach`.
         rerun: as for `healcore.Healer`.
         stop_file: as for `healcore.Healer`.
         **overrides: values to replace in the policy, `clip={"max_norm": 1.0}`.
 
     Returns:
-        The trainer with healing; everything but `train` is the trainer's own.
+        A wrapper whose `train` heals; it takes all other attributes from the trainer.
 
     Raises:
-        AttachError: it is no Trainer, or it is set up in a way that cannot be healed.
-        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        AttachError: `trainer` is not a Trainer, or its configuration cannot be healed.
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
     reject_grouped_options(overrides)
     options: dict[str, Any] = {
@@ -123,13 +124,13 @@ def heal_trainer(
 
 
 class SelfHealingTrainer:
-    """A trainer that rolls back by itself. Created by `heal_trainer`.
+    """A trainer that rolls back automatically. Created by `heal_trainer`.
 
-    `train` of this one trainer object is replaced. While it trains, other methods are replaced too,
-    and restored afterwards. Methods of a user's subclass are called as always.
+    The method `train` of the trainer object is replaced. During `train()` other methods are
+    replaced too, and restored afterwards. Methods of a user's subclass are still called.
 
     Attributes:
-        trainer: the trainer that was given.
+        trainer: the original trainer.
     """
 
     def __init__(
@@ -152,18 +153,18 @@ class SelfHealingTrainer:
         loss_fn = signals.loss_fn_of(trainer) if loss_fn == "auto" else loss_fn
         self._options = {**options, "policy": policy, "store": store, "loss_fn": loss_fn}
         self._run: _Run | None = None
-        Healer(state={}, **self._options)  # raises at once if an option or the policy is invalid
-        self._own_train = _heal_train(trainer, self)
+        Healer(state={}, **self._options)  # raises if an option or the policy is invalid
+        self._original_train = _replace_train(trainer, self)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the trainer's own."""
-        if name in ("trainer", "_run"):  # not set: __init__ has raised
+        """Returns the trainer's attribute."""
+        if name in ("trainer", "_run"):  # unset if __init__ raised
             raise AttributeError(name)
         return getattr(self.trainer, name)
 
     @property
     def healer(self) -> Healer[Any] | None:
-        """The Healer of the running or the last `train()`, or None before the first."""
+        """The Healer of the current or last `train()`, or None before the first."""
         return None if self._run is None else self._run.healer
 
     def train(
@@ -172,23 +173,23 @@ class SelfHealingTrainer:
         *,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Trains as `Trainer.train` does, and returns what it returns.
+        """Trains like `Trainer.train`, and returns its result.
 
         Args:
-            resume_from_checkpoint: True or None. Both continue from the store, if there is
-                something in it.
+            resume_from_checkpoint: True or None. Both continue from the store, unless the store is
+                empty.
             ignore_keys_for_eval: as for `Trainer.train`.
 
         Raises:
-            AttachError: another checkpoint is named, or only the Trainer has saved some: only the
-                store can be resumed from.
+            AttachError: `resume_from_checkpoint` names a checkpoint, or it is True and only the
+                Trainer has saved checkpoints. A run can resume from the store only.
             RunStopped: the policy ends the run, with a diagnosis; a SystemExit of status 1.
         """
         if resume_from_checkpoint not in (None, True, False):
             raise AttachError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} with heal_trainer(): only one "
-                "of the two can own the position of the run. Leave it out: the run continues from "
-                f"the store, {self._options['store']}; to begin a new run from those weights, load "
+                f"resume_from_checkpoint={resume_from_checkpoint!r} conflicts with heal_trainer(), "
+                "which continues the run from its store. Omit the argument to continue from "
+                f"{self._options['store']}; to start a new run from those weights, load "
                 "the model from that directory and pass an empty store"
             )
         if resume_from_checkpoint:
@@ -196,10 +197,10 @@ class SelfHealingTrainer:
         _check(self.trainer)
         with ExitStack() as stack:
             self._run = _Run(self.trainer, self._options, self._limit, stack)
-            return self._own_train(ignore_keys_for_eval=ignore_keys_for_eval)
+            return self._original_train(ignore_keys_for_eval=ignore_keys_for_eval)
 
     def report(self) -> HealingReport:
-        """What has happened so far: incidents, rollbacks, learning rate, how it ended.
+        """Returns the report of the run so far: incidents, rollbacks, learning rate, ending.
 
         Raises:
             AttachError: `train()` has not begun yet.
@@ -210,17 +211,17 @@ class SelfHealingTrainer:
         return run.healer.report()
 
     def dry_run(self, steps: int = 2) -> DryRun:
-        """Trains a copy for some steps in observe mode, and says what was found.
+        """Trains a copy for some steps in observe mode, and returns the results.
 
-        The trainer is untouched: weights, optimizer, random states, disk, `state` and callbacks.
-        It takes the memory of a second model.
+        The trainer does not change: weights, optimizer, random states, files, `state` and
+        callbacks. The copy needs the memory of a second model.
 
         Args:
-            steps: optimizer steps, at least 1.
+            steps: number of optimizer steps, at least 1.
 
         Raises:
-            ValueError: `steps` is no whole number >= 1.
-            Exception: what the training raises, with a note about what to look at.
+            ValueError: `steps` is not a whole number >= 1.
+            Exception: an exception of the training, with a diagnosis as its note.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps is a whole number >= 1, not {steps!r}")
@@ -229,7 +230,7 @@ class SelfHealingTrainer:
             policy = load(policy, mode="observe")
         else:
             policy = policy.config._replace(mode="observe")
-        with copy_of(self.trainer, steps) as (trainer, folder):
+        with trainer_copy(self.trainer, steps) as (trainer, folder):
             metrics = folder / "metrics.jsonl"
             logging = Logging(metrics=metrics)
             options: dict[str, Any] = {"logging": logging, "attach": self._options["attach"]}
@@ -238,27 +239,27 @@ class SelfHealingTrainer:
             except Exception as error:
                 add_hint(error)
                 raise
-            return findings(metrics)
+            return read_metrics(metrics)
 
     def _refuse_other_checkpoints(self) -> None:
-        """Raises AttachError if True could only mean the checkpoints of a run without healing."""
+        """Raises AttachError if the store is empty and the Trainer itself has saved checkpoints."""
         from transformers.trainer_utils import get_last_checkpoint
 
         store, folder = self._options["store"], self.trainer.args.output_dir
         if not isinstance(store, str | os.PathLike) or os.path.exists(os.path.join(store, NAME)):
             return
-        found = get_last_checkpoint(folder) if folder and os.path.isdir(folder) else None
-        if found is not None:
+        checkpoint = get_last_checkpoint(folder) if folder and os.path.isdir(folder) else None
+        if checkpoint is not None:
             raise AttachError(
-                "resume_from_checkpoint=True with heal_trainer() continues from the store, "
-                f"{store}, where no run has begun yet, and not from {found}, which the Trainer has "
-                "saved. Leave it out to train from step 0, load the model from that directory to "
-                "begin with its weights, or finish that run without heal_trainer()"
+                "resume_from_checkpoint=True with heal_trainer() continues from the store "
+                f"{store}, which is empty, and not from {checkpoint}, which the Trainer "
+                "saved. Omit the argument to train from step 0, load the model from that directory "
+                "to start with its weights, or finish that run without heal_trainer()"
             )
 
 
 class _Run:
-    """One call of `train()`: what is replaced on the trainer, until `stack` is closed."""
+    """One call of `train()`. Replaces methods of the trainer until `stack` is closed."""
 
     def __init__(
         self, trainer: Any, options: dict[str, Any], limit: float | None, stack: ExitStack
@@ -270,7 +271,7 @@ class _Run:
         self._stack = stack
         self._feed: EpochFeed | None = None
         self._progress: Progress | None = None
-        self.split = SplitSteps(trainer, self._opened, stack)
+        self.split = SplitSteps(trainer, self._open_healer, stack)
         for name, replacement in (
             ("_prepare_for_training", self._prepare),
             ("_run_epoch", self._run_epoch),
@@ -282,10 +283,10 @@ class _Run:
         stack.enter_context(signals.unclipped(trainer))
         stack.enter_context(signals.extended_log(trainer, self._metrics))
 
-    def _prepare(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """Opens the Healer: the optimizer exists from here on, and nothing has been trained."""
+    def _prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Opens the Healer after the Trainer has created the optimizer, before the first step."""
         trainer, stack = self._trainer, self._stack
-        model, loader = own(*args, **kwargs)
+        model, loader = original(*args, **kwargs)
         feed = self._feed = EpochFeed(loader)
         progress = self._progress = Progress(trainer, feed, self.split)
         state = {
@@ -295,7 +296,7 @@ class _Run:
             "scaler": getattr(trainer.accelerator, "scaler", None),
             "progress": progress,
         }
-        state = {name: each for name, each in state.items() if each is not None}
+        state = {name: part for name, part in state.items() if part is not None}
         saves = trainer.args.save_strategy == "steps"
         every = trainer.state.save_steps if saves else None
         checkpoints = self._options["checkpoints"]
@@ -305,27 +306,26 @@ class _Run:
         self.healer = stack.enter_context(healer)
         same = progress.max_steps == trainer.state.max_steps
         feed.open(healer, nothing_to_do=healer.run.data.had_completed and same)
-        if self._limit is not None:  # the policy's clipping does not hold it
+        if self._limit is not None:  # the policy's clipping does not enforce it
             optimizer = unwrapped(trainer.optimizer)
             stack.enter_context(signals.clipped_after(trainer, optimizer, self._limit))
         callbacks = trainer.callback_handler.callbacks
-        callback = _TrainerEvents(feed, healer)
+        callback = TrainerEvents(feed, healer)
         callbacks.insert(0, callback)
         stack.callback(callbacks.remove, callback)
         return model, loader
 
-    def _run_epoch(self, own: Any, **call: Any) -> None:
-        """Runs the epoch, again from an earlier batch after a rollback."""
+    def _run_epoch(self, original: Any, **call: Any) -> None:
         assert self._feed is not None
         assert self._progress is not None
         self._progress.training = True
-        run_epochs(self._trainer, self._feed, own, call)
+        run_epochs(self._trainer, self._feed, original, call)
 
-    def _push(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pushes a checkpoint to the Hub, again after a failure of the network."""
-        return self._opened().retrying(own)(*args, **kwargs)
+    def _push(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pushes a checkpoint to the Hub; retries after a network failure."""
+        return self._open_healer().retrying(original)(*args, **kwargs)
 
-    def _opened(self) -> Healer[Any]:
+    def _open_healer(self) -> Healer[Any]:
         assert self.healer is not None
         return self.healer
 
@@ -333,37 +333,24 @@ class _Run:
         return {} if self.healer is None else self.healer.metrics()
 
 
-class _TrainerEvents(EpochFraction):
-    """Reports the loss of each evaluation, and corrects `state.epoch`."""
+def _replace_train(trainer: Any, healed: SelfHealingTrainer) -> Callable[..., Any]:
+    """Replaces `trainer.train` by `healed.train`, and returns the original method."""
+    original = trainer.train
+    if hasattr(original, "__healed__"):  # by an earlier heal_trainer(), under another policy
+        original = original.__wrapped__
 
-    def __init__(self, feed: EpochFeed, healer: Healer[Any]) -> None:
-        super().__init__(feed)
-        self._healer = healer
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        metrics = kwargs.get("metrics") or {}
-        if "eval_loss" in metrics:
-            self._healer.observe_eval(metrics["eval_loss"])
-
-
-def _heal_train(trainer: Any, healed: SelfHealingTrainer) -> Callable[..., Any]:
-    """Makes the trainer's own `train` heal, for `heal_trainer(trainer)`, and returns it."""
-    own = trainer.train
-    if hasattr(own, "__healed__"):  # by an earlier heal_trainer(), under another policy
-        own = own.__wrapped__
-
-    @functools.wraps(own)
+    @functools.wraps(original)
     def train(*args: Any, trial: Any = None, **kwargs: Any) -> Any:
         if trial is not None or len(args) > 1:
             raise AttachError(
-                "hyperparameter_search with heal_trainer(): the trials would share one store and "
-                "one history; search with a Trainer that has HealingCallback among its callbacks"
+                "hyperparameter_search is not supported with heal_trainer(), because the trials "
+                "would share one store: search with a Trainer that has a HealingCallback"
             )
         return healed.train(*args, **kwargs)
 
     train.__healed__ = healed  # type: ignore[attr-defined]
     trainer.train = train
-    return own
+    return original
 
 
 def _check(trainer: Any) -> None:
@@ -371,8 +358,8 @@ def _check(trainer: Any) -> None:
 
     if isinstance(trainer, SelfHealingTrainer):
         raise AttachError(
-            "heal_trainer takes a trainer that is not healed yet, and this one is healed already: "
-            "call its train(), or pass its .trainer to heal it under another policy"
+            "this trainer is healed already: call its train(), or pass its .trainer to "
+            "heal_trainer() to heal it under another policy"
         )
     if not isinstance(trainer, Trainer):
         raise AttachError(
@@ -381,17 +368,18 @@ def _check(trainer: Any) -> None:
         )
     if any(not hasattr(Trainer, name) for name in _METHODS):
         raise AttachError(
-            f"heal_trainer needs transformers 5.3 or later, and this is {__version__}: upgrade it, "
-            "or use HealingCallback, which needs less of it and does not go back"
+            f"heal_trainer needs transformers 5.3 or later, and this is {__version__}: upgrade "
+            "transformers, or use HealingCallback, which cannot roll back"
         )
-    if any(isinstance(each, HealingCallback) for each in trainer.callback_handler.callbacks):
+    callbacks = trainer.callback_handler.callbacks
+    if any(isinstance(callback, HealingCallback) for callback in callbacks):
         raise AttachError(
-            "one policy heals a trainer, and this one has a HealingCallback among its callbacks, "
-            "which would judge the same steps as heal_trainer(): leave the callback out, or write "
-            "trainer.remove_callback(HealingCallback) before"
+            "this trainer has a HealingCallback, which would judge the same steps as "
+            "heal_trainer(): omit the callback, or call "
+            "trainer.remove_callback(HealingCallback) first"
         )
     if trainer.args.auto_find_batch_size:
         raise AttachError(
-            "auto_find_batch_size=True begins the training again when memory runs out, and changes "
+            "auto_find_batch_size=True restarts the training when memory runs out, and changes "
             "the batch size: set it to False; heal_trainer() splits the batch and keeps its size"
         )

@@ -1,7 +1,7 @@
-"""Lets a policy see a Trainer's unclipped gradient norms and the true loss of each step.
+"""Gives a policy a Trainer's unclipped gradient norms and the loss of each step.
 
-Each context manager changes one Trainer for its block, and nothing in the Trainer's arguments,
-which are saved with every checkpoint and read by the trackers.
+Each context manager changes one Trainer for its block. The Trainer's arguments stay unchanged,
+because every checkpoint saves them and trackers read them.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from healcore.torch.trainers.huggingface.progress import LossCounts
 
 
 def max_grad_norm(trainer: Any) -> float | None:
-    """The limit that the Trainer clips at (TrainingArguments.max_grad_norm), or None."""
+    """The Trainer's own clipping limit (TrainingArguments.max_grad_norm), or None."""
     limit = trainer.args.max_grad_norm
     return float(limit) if limit is not None and limit > 0 else None
 
 
 @contextmanager
 def unclipped(trainer: Any) -> Iterator[None]:
-    """The Trainer measures the norm of the gradients, for its log, and does not clip them.
+    """Makes the Trainer measure the gradient norm for its log without clipping the gradients.
 
-    It would clip before the optimizer's step hooks: a norm of 700 would be judged as 1.0. The
+    The Trainer clips before the optimizer's step hooks: a norm of 700 would be judged as 1.0. The
     policy or `clipped_after` has to enforce the limit instead.
     """
-    active = True  # other code may wrap `measure_only` and keep it: it clips again afterwards
+    active = True  # other code may keep a reference to `measure_only` after the block
 
-    def measures(function: Callable[..., Any]) -> Callable[..., Any]:
+    def without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def measure_only(of: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            return function(of, math.inf if active else max_norm, *args, **kwargs)
+        def measure_only(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            return function(parameters, math.inf if active else max_norm, *args, **kwargs)
 
         return measure_only
 
     accelerator = trainer.accelerator
     with ExitStack() as stack:
-        measure = measures(accelerator.clip_grad_norm_)
+        measure = without_limit(accelerator.clip_grad_norm_)
         stack.enter_context(replaced(accelerator, "clip_grad_norm_", measure))
-        # Parameters on several device meshes: the Trainer has a function of its own for them.
-        of_meshes = getattr(trainer, "_mixed_mesh_grad_norm", None)
-        if of_meshes is not None:
-            stack.enter_context(replaced(trainer, "_mixed_mesh_grad_norm", measures(of_meshes)))
+        # The Trainer clips parameters on several device meshes by a separate function.
+        mixed = getattr(trainer, "_mixed_mesh_grad_norm", None)
+        if mixed is not None:
+            stack.enter_context(replaced(trainer, "_mixed_mesh_grad_norm", without_limit(mixed)))
         try:
             yield
         finally:
@@ -59,11 +59,11 @@ def unclipped(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def clipped_after(trainer: Any, optimizer: Optimizer, limit: float) -> Iterator[None]:
-    """Clips the global norm to `limit` at each step, after hooks that were registered before.
+    """Clips the global norm to `limit` at each step, after the hooks that are already registered.
 
-    The result has the same bits as the Trainer's own clipping where those hooks changed nothing:
-    the order of the parameters is the model's. `optimizer` is the torch optimizer, not accelerate's
-    wrapper.
+    If those hooks change nothing, the result is bit-identical to the Trainer's own clipping,
+    because the parameters are in the model's order. `optimizer` is the torch optimizer, not
+    accelerate's wrapper.
     """
 
     def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -79,13 +79,12 @@ def clipped_after(trainer: Any, optimizer: Optimizer, limit: float) -> Iterator[
 
 @contextmanager
 def observed_losses(trainer: Any, observe: Callable[[Tensor], None]) -> Iterator[None]:
-    """Calls `observe` after each micro-batch, so that their mean is the loss of the step.
+    """Calls `observe` with a loss after each micro-batch; the mean of these is the step's loss.
 
-    It is the loss whose gradients the step applies: before the Trainer filters NaN, averages over
-    its logging steps and rounds. `training_step` returns a loss that is divided by the number of
-    micro-batches, or by the items of all of them (tokens of a causal language model). In both cases
-    the step's loss is their sum, so each is multiplied by the number of micro-batches. No host
-    sync.
+    `training_step` returns a loss that is divided by the number of micro-batches, or by the items
+    in all micro-batches (tokens of a causal language model). In both cases the sum of these losses
+    is the step's loss, so each is multiplied by the number of micro-batches. This loss precedes the
+    Trainer's NaN filter, its average over logging steps and its rounding. No host sync.
     """
     original = trainer.training_step
 
@@ -104,7 +103,7 @@ def observed_losses(trainer: Any, observe: Callable[[Tensor], None]) -> Iterator
 def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
     """Adds the entries of `metrics()` that have changed to each training row of the log.
 
-    It does so before any callback sees the row: the trackers' callbacks come before the user's.
+    A callback could not do this, because the callbacks of trackers run before the user's callbacks.
     """
     original, changed = trainer.log, ChangedMetrics(metrics)
 
@@ -120,8 +119,8 @@ def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
     """The trainer's own `compute_loss` of one batch, or None if its losses cannot be compared.
 
     Trainers that override `_prepare_inputs` (GRPO, RLOO) train on completions that the current
-    weights generate. The loss of such a batch does not measure the model: its advantages have mean
-    zero, so it is about 0 for any weights that generated it.
+    weights generate. The loss of such a batch does not measure the model: advantages have mean
+    zero, so the loss is about 0 for any weights.
     """
     from transformers import Trainer
 
@@ -129,13 +128,13 @@ def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
         return None
 
     def loss_of(batch: Any) -> Any:
-        # TRL's compute_loss changes its inputs, and adds to the metrics that are logged next.
+        # TRL's compute_loss changes its inputs and the metrics of the next log.
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
-        before = LossCounts(trainer)
+        counts = LossCounts(trainer)
         try:
             with trainer.compute_loss_context_manager():
                 return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
         finally:
-            before.restore()
+            counts.restore()
 
     return loss_of

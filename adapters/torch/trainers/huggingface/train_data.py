@@ -19,21 +19,21 @@ _END = object()
 
 
 class RewindableBatches:
-    """Yields the batches of Trainer's own dataloader, and can rewind to an earlier one.
+    """Yields the batches of Trainer's own dataloader, and can rewind to an earlier batch.
 
     The order of an epoch follows from its number and from the random numbers that its sampler
-    draws. Both are recorded when an epoch begins. To rewind, both are set again, and the batches
-    before the position are skipped by index, without reading the data. So the order is Trainer's,
-    whatever the sampler: accelerate's seeded one, GRPO's, groups by length, or shards over ranks.
+    draws. Both are recorded when an epoch begins. A rewind restores both, and skips the batches
+    before the position by index, without reading the data. Therefore the order is Trainer's for any
+    sampler: accelerate's seeded sampler, GRPO's, groups by length, or shards over ranks.
 
-    A collator that draws random numbers in the main process draws new ones after a rewind, because
-    accelerate reads one batch ahead. An IterableDataset that begins again with the same first batch
-    is read from its beginning, and the batches before the position are dropped. Any other (a
+    A collator that draws random numbers in the main process draws new numbers after a rewind,
+    because accelerate reads one batch ahead. An IterableDataset is rewound by reading it from its
+    beginning, provided that its first batch is the same again. Any other IterableDataset (a
     generator, or a stream in random order) cannot be rewound and continues forward.
 
     Attributes:
         epoch: epoch of the next batch, from 0.
-        index: index of the next batch in its epoch.
+        index: index of the next batch in its epoch, from 0.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -43,26 +43,26 @@ class RewindableBatches:
         self._random: dict[str, Any] | None = None
         """The random state at the beginning of this epoch, or None before its beginning."""
         self._loaded = False
-        self._streams = isinstance(
-            getattr(loader, "dataset", None), torch.utils.data.IterableDataset
-        )
-        self._firsts: dict[int, str] = {}
+        dataset = getattr(loader, "dataset", None)
+        self._is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+        self._first_digests: dict[int, str] = {}
         """Epoch -> digest of its first batch, for an IterableDataset."""
         self._running: Iterator[Any] | None = None
-        self._begun: Iterator[Any] | None = None
-        """The rest of an epoch that `_check_begins_again` has begun."""
-        self._rest: Iterator[Any] | None = None
-        """What `_check_begins_again` has read of a stream that does not begin again, or None.
+        self._repeated: Iterator[Any] | None = None
+        """The batches of an epoch that `_check_repeats` has begun, or None."""
+        self._unrepeated: Iterator[Any] | None = None
+        """The rest of a stream that cannot be read again, including its batch that was read.
 
-        Not closed before its end: a generator would end with an iterator that delegates to it.
+        None unless `_check_repeats` has failed. A reference is kept, because deleting the iterator
+        would close a generator that other iterators delegate to.
         """
 
     def __len__(self) -> int:
-        """The batches of an epoch; TypeError if the loader does not know."""
+        """The number of batches of an epoch; TypeError if unknown."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch after `load_state_dict`, otherwise the next one."""
+        """Yields the rest of the epoch after `load_state_dict`, otherwise the next epoch."""
         if self._loaded:
             self._loaded = False
             if self._running is not None:
@@ -73,27 +73,27 @@ class RewindableBatches:
         return self._running
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch."""
-        first = self._firsts.get(self.epoch)
+        """Returns the position of the next batch."""
+        first = self._first_digests.get(self.epoch)
         return {"epoch": self.epoch, "index": self.index, "random": self._random, "first": first}
 
     def advanced(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """The position `count` batches later in the same epoch."""
+        """Returns the position `count` batches later in the same epoch."""
         return {**state, "index": state["index"] + count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a position for the next `iter`.
+        """Sets the position for the next `iter`.
 
         Raises:
-            DataError: the data do not begin again. The position has not changed then.
+            DataError: the data cannot be read again. The position is unchanged.
         """
         epoch, index = int(state["epoch"]), int(state["index"])
-        here = (epoch, index) == (self.epoch, self.index)
-        if not (self._streams and here):
-            first = self._firsts.get(epoch, state.get("first"))
-            if self._streams and first is not None:
-                self._check_begins_again(epoch, state["random"], first)
-                self._firsts[epoch] = first
+        unmoved = (epoch, index) == (self.epoch, self.index)
+        if not (self._is_stream and unmoved):
+            first = self._first_digests.get(epoch, state.get("first"))
+            if self._is_stream and first is not None:
+                self._check_repeats(epoch, state["random"], first)
+                self._first_digests[epoch] = first
             self.epoch, self.index, self._random = epoch, index, state["random"]
             self._running = None
         self._loaded = True
@@ -104,62 +104,62 @@ class RewindableBatches:
     def _batches(self) -> Iterator[Any]:
         self._set_epoch()
         generators = _generators(self._loader)
-        now = _random_state(generators)
-        again, self._random = self._random is not None, self._random or now
-        if again:
+        current = _random_state(generators)
+        repeats, self._random = self._random is not None, self._random or current
+        if repeats:
             _set_random_state(self._random, generators)
-        begun, self._begun = self._begun, None
-        if begun is None:
-            batches = iterate(self._from(self.index))
+        repeated, self._repeated = self._repeated, None
+        if repeated is None:
+            batches = iterate(self._skip_to(self.index))
         else:
-            batches = itertools.islice(begun, self.index, None)
+            batches = itertools.islice(repeated, self.index, None)
         while True:
             try:
                 batch = next(batches, _END)
-                if batch is _END and self._rest is not None:
-                    batch = next(self._rest, _END)
+                if batch is _END and self._unrepeated is not None:
+                    batch = next(self._unrepeated, _END)
                 if batch is _END:
                     break
             finally:
-                if again:  # the sampler has drawn its order now
-                    _set_random_state(now, [])
-                    again = False
-            if self._streams and not self.index:
-                self._firsts[self.epoch] = _digest(batch)
+                if repeats:  # the sampler has drawn its order
+                    _set_random_state(current, [])
+                    repeats = False
+            if self._is_stream and not self.index:
+                self._first_digests[self.epoch] = _digest(batch)
             self.index += 1
             yield batch
         self._running = None
         self._next_epoch()
 
-    def _check_begins_again(self, epoch: int, drawn: Mapping[str, Any] | None, first: str) -> None:
-        """Begins an epoch of an IterableDataset; DataError if its first batch differs."""
-        problem = "the train_dataset is an IterableDataset that does not begin again as it did"
-        if self._rest is not None:
+    def _check_repeats(self, epoch: int, drawn: Mapping[str, Any] | None, first: str) -> None:
+        """Begins an epoch of an IterableDataset; raises DataError if its first batch differs."""
+        problem = "the train_dataset is an IterableDataset that cannot be read again in its order"
+        if self._unrepeated is not None:
             raise DataError(problem)
         generators = _generators(self._loader)
-        now = _random_state(generators)
+        current = _random_state(generators)
         self._set_epoch(epoch)
         if drawn is not None:
             _set_random_state(drawn, generators)
         batches = iterate(self._loader)
         batch = next(batches, _END)
-        _set_random_state(now, generators)
+        _set_random_state(current, generators)
         if batch is not _END and _digest(batch) == first:
-            self._begun = itertools.chain([batch], batches)
+            self._repeated = itertools.chain([batch], batches)
             return
         self._set_epoch(self.epoch)
-        self._rest = batches if batch is _END else itertools.chain([batch], batches)
+        self._unrepeated = batches if batch is _END else itertools.chain([batch], batches)
         raise DataError(problem)
 
     def _set_epoch(self, epoch: int | None = None) -> None:
-        """Calls `set_epoch` as `Trainer._run_epoch` does it."""
+        """Calls `set_epoch` on the same objects as `Trainer._run_epoch`."""
         inner = getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)
-        for each in (self._loader, inner):
-            set_epoch = getattr(each, "set_epoch", None)
+        for owner in (self._loader, inner):
+            set_epoch = getattr(owner, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self.epoch if epoch is None else epoch)
 
-    def _from(self, index: int) -> Any:
+    def _skip_to(self, index: int) -> Any:
         if not index:
             return self._loader
         if isinstance(self._loader, torch.utils.data.DataLoader):
@@ -170,39 +170,39 @@ class RewindableBatches:
 
 
 def _digest(batch: Any) -> str:
-    """A digest of the values of a batch. A sync if they are on an accelerator."""
-    found = hashlib.blake2b(digest_size=16)
+    """Hexadecimal digest of the values of a batch. One sync per tensor on a GPU."""
+    digest = hashlib.blake2b(digest_size=16)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             flat = leaf.detach().cpu().contiguous().reshape(-1)
-            found.update(flat.view(torch.uint8).numpy().tobytes())
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
         else:
-            found.update(repr(leaf).encode())
-    return found.hexdigest()
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
     """The generators of a loader and its samplers, including those in accelerate's shards."""
-    found: dict[int, torch.Generator] = {}
+    generators: dict[int, torch.Generator] = {}
     parts = [loader]
     for part in parts:
         for name in ("sampler", "batch_sampler"):
             inner = getattr(part, name, None)
-            if inner is not None and all(inner is not each for each in parts):
+            if inner is not None and all(inner is not other for other in parts):
                 parts.append(inner)
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-    return list(found.values())
+            generators[id(generator)] = generator
+    return list(generators.values())
 
 
 def _random_state(generators: list[torch.Generator]) -> dict[str, Any]:
-    """The states of all generators that a sampler may draw from, all on the host."""
+    """The states of the global generators on the host and of `generators`."""
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 (the global one)
+        "numpy": np.random.get_state(),  # noqa: NPY002 (the global generator)
         "torch": torch.get_rng_state(),
-        "generators": [each.get_state() for each in generators],
+        "generators": [generator.get_state() for generator in generators],
     }
 
 
@@ -210,6 +210,7 @@ def _set_random_state(state: Mapping[str, Any], generators: list[torch.Generator
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
-    # accelerate's sampler makes its generator when it begins, and seeds it by the epoch.
-    for generator, own in zip(generators, state["generators"], strict=False):
-        generator.set_state(own)
+    # The lists may differ: accelerate's sampler creates its generator when it begins an epoch, and
+    # seeds it by the epoch.
+    for generator, saved in zip(generators, state["generators"], strict=False):
+        generator.set_state(saved)

@@ -1,1 +1,1 @@
-"""Heals `trainer.fit` of Lightning by a callback."""
+"""Heals Lightning's `trainer.fit` with a callback."""

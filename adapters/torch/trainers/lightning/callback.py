@@ -1,4 +1,4 @@
-"""Defines `LightningHealingCallback`: in `callbacks=[...]` it heals `trainer.fit`."""
+"""Defines `LightningHealingCallback`, a callback that heals Lightning's `trainer.fit`."""
 
 from __future__ import annotations
 
@@ -55,35 +55,35 @@ class FitOptions(Overrides, total=False):
 
 
 class LightningHealingCallback(Callback):
-    """Heals `trainer.fit`: clips and skips in the step, rolls back in place, or stops the run.
+    """Heals `trainer.fit`: clips and skips steps, rolls back within the fit, or stops the run.
 
         trainer = Trainer(max_epochs=3, callbacks=[LightningHealingCallback(store="healing")])
         trainer.fit(module, loader)
 
-    The Trainer's loggers receive its counts (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) when
+    The Trainer's loggers receive the counts (`heal/skips`, `heal/clips`, `heal/lr_scale`, ...) when
     they change. Automatic and manual optimization, several optimizers, accumulation, validation and
-    other callbacks work as before. After a kill the same program continues from the store. Works
+    other callbacks work as usual. After a kill the same program continues from the store. Works
     with `lightning` and with `pytorch_lightning`.
 
-    `Trainer(gradient_clip_val=...)` is taken over during the fit as the policy's `clip.max_norm`,
-    because Lightning clips before a policy could see the norm. Under "default" it then clips alone,
-    as without healcore.
+    Lightning does not clip during the fit, because the policy needs the norm before clipping.
+    Instead, `Trainer(gradient_clip_val=...)` becomes the policy's `clip.max_norm`. Under "default"
+    this limit is then the only clipping, as without healcore.
 
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
         store: a directory for checkpoints, a store, or None for host memory, which is lost with the
-            process. `ModelCheckpoint` works as before.
-        in_step_only: only clips and skips, without checkpoints, rollbacks and stops. The policy's
-            state is then in Lightning's own checkpoints. Always so under `fast_dev_run`.
-        loss_fn: the loss of one batch on the module's device, `lambda batch: module.loss(batch)`,
-            by which the current weights are compared with earlier ones; see `healcore.Healer`.
+            process. `ModelCheckpoint` works as usual.
+        in_step_only: only clips and skips, without checkpoints, rollbacks and stops. Lightning's
+            own checkpoints then hold the policy's state. Implied by `fast_dev_run`.
+        loss_fn: function that returns the loss of one batch on the module's device, to compare the
+            current weights with earlier weights; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
         **options: further arguments of `healcore.Healer` (`checkpoints`, `logging`, `resume`, ...)
-            and values to replace in the policy. With `in_step_only` only `attach`, values of
+            and values to replace in the policy. With `in_step_only`, only `attach`, values of
             the policy, and `console` of `logging`.
 
     Raises:
-        healcore.policy.PolicyError: there is no such policy, or it is not a valid one.
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
         ValueError, TypeError: an option is out of range or unknown.
     """
 
@@ -97,60 +97,53 @@ class LightningHealingCallback(Callback):
         eval_loss: str | None = None,
         **options: Unpack[FitOptions],
     ) -> None:
-        given: dict[str, Any] = dict(options)
-        reject_grouped_options(given)
-        overrides = {name: given.pop(name) for name in _OVERRIDES & given.keys()}
+        healer_options: dict[str, Any] = dict(options)
+        reject_grouped_options(healer_options)
+        overrides = {n: healer_options.pop(n) for n in _OVERRIDES & healer_options.keys()}
         self._policy = resolve(policy, overrides)
         self._in_step_only = in_step_only
         self._eval_loss = eval_loss
         if in_step_only:
             if store is not None or loss_fn is not None:
-                raise ValueError(
-                    "in_step_only=True has no checkpoints: leave store and loss_fn out"
-                )
-            if unknown := given.keys() - {"attach", "logging"}:
+                raise ValueError("in_step_only=True saves no checkpoints: omit store and loss_fn")
+            if unknown := healer_options.keys() - {"attach", "logging"}:
                 raise TypeError(
-                    f"in_step_only=True has no Healer to give {', '.join(sorted(unknown))} to: "
-                    "leave it out; values of the policy, attach={...} and logging are taken"
+                    f"in_step_only=True does not accept {', '.join(sorted(unknown))}: omit it; "
+                    "only values of the policy, attach={...} and logging apply"
                 )
         else:
-            given |= {"store": store, "loss_fn": loss_fn}
-            Healer(self._policy, state={}, **given)  # raises at once if an option is invalid
-        self._options = given
+            healer_options |= {"store": store, "loss_fn": loss_fn}
+            Healer(self._policy, state={}, **healer_options)  # raises if an option is invalid
+        self._options = healer_options
         self._run: InStep | WholeRun | None = None
         self._last_run: InStep | WholeRun | None = None
-        self._waiting: list[Tensor] = []
-        """Losses since the last step, where there are several optimizers."""
+        self._pending_losses: list[Tensor] = []
+        """Losses since the last step, if the fit has several optimizers."""
         self._clip_value: float | None = None
-        """The Trainer's `gradient_clip_val` during a fit that has taken it over."""
+        """The Trainer's `gradient_clip_val` while the policy enforces it, or None."""
         self._fit_policy = self._policy
         self._engines: Mapping[str, Any] = {}
 
     @property
     def healings(self) -> Mapping[str, Healing]:
-        """The handle of each optimizer of the last fit, by name ("optimizer", "optimizer0")."""
+        """Handles of the optimizers of the last fit, by name ("optimizer", "optimizer0")."""
         return {} if self._last_run is None else self._last_run.healings
 
     @property
     def healer(self) -> Healer[Any] | None:
-        """The Healer of the last fit, with `step`, `good`, `rollbacks`; None with `in_step_only`.
-
-        Also None before the first batch.
-        """
+        """The Healer of the last fit, or None with `in_step_only` or before the first batch."""
         return self._last_run.healer if isinstance(self._last_run, WholeRun) else None
 
-    # -- hooks of Lightning ---------------------------------------------------------------------
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the strategy, and takes the Trainer's gradient clipping over."""
+        """Checks the strategy, and makes the policy enforce the Trainer's `gradient_clip_val`."""
         if stage != "fit":
             return
-        self._restore_clip_value(trainer)  # of a fit that has raised before it began
+        self._restore_clip_value(trainer)  # an earlier fit may have raised before it began
         strategy = type(trainer.strategy)
-        if not any(each.__name__ in _STRATEGIES for each in strategy.__mro__):
+        if not any(base.__name__ in _STRATEGIES for base in strategy.__mro__):
             raise AttachError(
-                f"Trainer(strategy={strategy.__name__}) shards or replaces the optimizer in a way "
-                f"that healcore does not know: use one of {', '.join(_STRATEGIES)}"
+                f"Trainer(strategy={strategy.__name__}) is not supported, because it may shard or "
+                f"replace the optimizer: use one of {', '.join(_STRATEGIES)}"
             )
         self._fit_policy = self._policy
         limit = trainer.gradient_clip_val
@@ -160,7 +153,7 @@ class LightningHealingCallback(Callback):
             trainer.gradient_clip_val = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attaches, or puts the Healer between Lightning and its dataloaders."""
+        """Attaches the policy, or inserts the Healer between Lightning and its dataloaders."""
         options, policy = self._options, self._fit_policy
         if self._in_step_only or trainer.fast_dev_run:  # type: ignore[attr-defined]
             logging = options.get("logging", LOGGING)
@@ -171,10 +164,10 @@ class LightningHealingCallback(Callback):
             self._run.feed()
         self._last_run = self._run
         self._metrics = ChangedMetrics(self._run.metrics)
-        self._waiting.clear()
+        self._pending_losses.clear()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Feeds dataloaders that were reloaded (`reload_dataloaders_every_n_epochs`)."""
+        """Wraps dataloaders that were reloaded (`reload_dataloaders_every_n_epochs`)."""
         if isinstance(self._run, WholeRun):
             self._run.feed()
 
@@ -187,7 +180,7 @@ class LightningHealingCallback(Callback):
         metrics = self._metrics() if trainer.loggers else {}
         if metrics:
             for logger in trainer.loggers:
-                # As LearningRateMonitor does it; `self.log` would copy each number to the device.
+                # Like LearningRateMonitor, because `self.log` would copy each number to the device.
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_before_backward(
@@ -195,20 +188,20 @@ class LightningHealingCallback(Callback):
     ) -> None:
         """Observes the loss of one (micro-)batch as `training_step` returned it. No sync.
 
-        With several optimizers (manual optimization) it belongs to the optimizer that steps next: a
-        GAN's generator is not judged by the discriminator's loss.
+        With several optimizers (manual optimization), the loss belongs to the optimizer that steps
+        next. A GAN's generator is therefore not judged by the discriminator's loss.
         """
         if self._run is None:
             return
-        # Lightning has divided it by accumulate_grad_batches (only in automatic optimization), and
-        # multiplied it by the scale of a GradScaler, which stays on the device here.
+        # Undoes two changes by Lightning: the GradScaler's scale, and the division by
+        # accumulate_grad_batches (only in automatic optimization). The scale stays on the device.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             loss = loss.detach() / scaler.scale(torch.ones((), device=loss.device))
         if trainer.accumulate_grad_batches != 1:
             loss = loss.detach() * trainer.accumulate_grad_batches
         if len(trainer.optimizers) > 1:
-            self._waiting.append(loss.detach())
+            self._pending_losses.append(loss.detach())
         else:
             for healing in self._run.healings.values():
                 healing.observe(loss)
@@ -216,12 +209,12 @@ class LightningHealingCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Gives the losses since the last step to the optimizer that steps."""
+        """Observes the losses since the last step for the optimizer that steps."""
         for healing in self.healings.values():
             if healing.optimizer is optimizer:
-                for loss in self._waiting:
+                for loss in self._pending_losses:
                     healing.observe(loss)
-        self._waiting.clear()
+        self._pending_losses.clear()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observes the loss of the evaluation."""
@@ -233,40 +226,38 @@ class LightningHealingCallback(Callback):
                 healing.observe_eval(value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the last state."""
+        """Ends the run, which saves the last state."""
         self._close(None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Ends the Healer's block with the exception, which writes a postmortem."""
+        """Ends the run with the exception, which writes a postmortem."""
         self._close(exception)
-        self._restore_clip_value(trainer)  # Lightning calls no teardown then
+        self._restore_clip_value(trainer)  # Lightning skips `teardown` after an exception
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restores the Trainer's options."""
+        """Ends the run, and restores the Trainer's `gradient_clip_val`."""
         self._close(None)
         self._restore_clip_value(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The engines, for Lightning's checkpoints. A sync on an accelerator."""
+        """Returns the states of the engines for Lightning's checkpoints. One sync on a GPU."""
         engines = {name: healing.state_dict() for name, healing in self.healings.items()}
         return {"engines": engines} if engines else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the engines of a Lightning checkpoint, for the fit that begins."""
+        """Keeps the engine states of a Lightning checkpoint for the fit that begins."""
         self._engines = state_dict.get("engines", {})
 
     def on_init_end(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises TypeError: this is an event of transformers, and the callback is Lightning's."""
+        """Raises TypeError: only a transformers Trainer calls this hook."""
         raise TypeError(
             "LightningHealingCallback is for a Lightning Trainer, and transformers has called it: "
             "write callbacks=[healcore.torch.HealingCallback(policy)]"
         )
 
-    on_train_begin = on_init_end  # of a callback that was added later
-
-    # -- within ---------------------------------------------------------------------------------
+    on_train_begin = on_init_end  # the first hook of a callback added by `trainer.add_callback`
 
     def _restore_clip_value(self, trainer: Trainer) -> None:
         if self._clip_value is not None:
@@ -281,26 +272,27 @@ class LightningHealingCallback(Callback):
 
 
 def _with_limit_of(trainer: Trainer, policy: Policy | Engine, limit: float) -> Policy:
-    """The policy with the Trainer's limit as `clip.max_norm`, or with its own if that is lower.
+    """The policy, with the lower of the Trainer's limit and its own `clip.max_norm`.
 
     Raises AttachError for clipping by value, for `adagc`, which has no limit for the whole
     gradient, and for an Engine.
     """
-    given = f"Trainer(gradient_clip_val={limit:g}"
+    setting = f"Trainer(gradient_clip_val={limit:g}"
     if getattr(trainer.gradient_clip_algorithm, "value", "norm") != "norm":
         raise AttachError(
-            f'{given}, gradient_clip_algorithm="value") changes each element before the policy '
-            'sees the norm: write gradient_clip_algorithm="norm", or leave both out'
+            f'{setting}, gradient_clip_algorithm="value") changes each element before the policy '
+            'can measure the norm: use gradient_clip_algorithm="norm", or omit both arguments'
         )
     if isinstance(policy, Engine):
         raise AttachError(
-            f"{given}) clips before the policy sees the norm, and an Engine cannot be given a "
-            "limit: write it into the engine's config, and leave gradient_clip_val out"
+            f"{setting}) clips before the policy can measure the norm, and the limit of an Engine "
+            "is fixed: set the limit in the engine's config, and omit gradient_clip_val"
         )
     if policy.clip.kind == "adagc":
         raise AttachError(
-            f'{given}) clips before the policy sees the norm, and [clip] kind = "adagc" has no '
-            "limit for the whole gradient: leave gradient_clip_val out, or use another kind"
+            f"{setting}) clips before the policy can measure the norm, and [clip] kind = "
+            '"adagc" has no limit for the whole gradient: omit gradient_clip_val, or use another '
+            "kind"
         )
     if policy.clip.kind == "none":
         return load(policy, clip={"kind": "fixed", "max_norm": limit})

@@ -1,4 +1,4 @@
-"""Feeds the batches of a Healer to Lightning's training loop."""
+"""Passes the batches of a Healer to Lightning's training loop."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _END = object()
 class Feed:
     """Replaces `trainer.fit_loop._data_fetcher`, with the attributes that Lightning's loops use.
 
-    Lightning asks for the next batch between two steps: the Healer then saves, rolls back or ends
+    Lightning requests the next batch between two steps. The Healer then saves, rolls back or ends
     the run.
 
     Attributes:
         loader: the loader that the Healer reads, or None before the first batch.
-        fetched: batches of this epoch so far.
-        done: whether the batch fetched last is the last one of its epoch.
-        length: batches per epoch, or None if it is not known.
-        nothing_to_do: whether the run in the store was complete.
+        fetched: number of batches of this epoch so far.
+        done: whether the last fetched batch is the last batch of its epoch.
+        length: number of batches per epoch, or None if unknown.
+        nothing_to_do: whether the run in the store is complete.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Feed:
         self.done = False
         self.nothing_to_do = False
         self._done_before = 0
-        """Batches of the first epoch that were trained on before Lightning's checkpoint."""
+        """Number of batches of the first epoch that precede Lightning's checkpoint."""
         self._healer: Healer | None = None
         self._batches: Iterator[TrainBatch] | None = None
         self._start_profiler: Callable[[], None] = lambda: None
@@ -58,11 +58,11 @@ class Feed:
         return self._fetcher.combined_loader
 
     def __iter__(self) -> Feed:
-        """Called by Lightning before every epoch but the first."""
+        """Begins an epoch. Lightning calls this before every epoch except the first."""
         if self.loader is None:
-            iter(self._fetcher)  # dataloaders that were reloaded: Lightning begins them twice
+            iter(self._fetcher)  # Lightning begins reloaded dataloaders twice
         elif self.fetched and not self.done:
-            self._batches = None  # the epoch was left early: the Healer begins the next one
+            self._batches = None  # the epoch ended early: the Healer begins the next epoch
         self.fetched, self.done = 0, False
         return self
 
@@ -77,7 +77,7 @@ class Feed:
             self._stop_profiler()
 
     def _next(self) -> tuple[Any, int, int]:
-        if self.loader is None:  # now Lightning has loaded its own checkpoint
+        if self.loader is None:  # created here, after Lightning has loaded its own checkpoint
             self._done_before = self._loop.batch_progress.current.ready
             self.loader = TrainLoader(self._fetcher, self.length, self._done_before)
         if self._healer is None:
@@ -87,7 +87,7 @@ class Feed:
             if self.nothing_to_do:
                 raise StopIteration
         if self._batches is None:
-            # One iteration over all epochs: a rollback may lead into an earlier one.
+            # One iterator for all epochs, because a rollback may return to an earlier epoch.
             self._batches = self._healer.batches(self.loader, epochs=None)
         batch = next(self._batches)
         if len(self._healer.run.data.unused) == 1:
@@ -95,64 +95,64 @@ class Feed:
         self.fetched += 1
         length = self.loader.length
         ends = length is not None and self._healer.run.data.loaders.is_last(length)
-        self.done = batch.is_last or ends or self._is_of_next_epoch()
+        self.done = batch.is_last or ends or self._belongs_to_next_epoch()
         if self.done and self.length is not None:
-            self._progress.count_left_out(self.length)
+            self._progress.count_skipped(self.length)
         return batch.fetched
 
-    def _is_of_next_epoch(self) -> bool:
-        """Whether the batch is of the next epoch, because no later one of this epoch is readable.
+    def _belongs_to_next_epoch(self) -> bool:
+        """Whether the batch belongs to the next epoch, because the rest of this one is unreadable.
 
-        Lightning's epoch then ends with this batch: its last step and its validation have to follow
-        a batch.
+        Lightning's current epoch then ends after this batch, because its last step and its
+        validation have to follow a batch.
         """
         assert self._healer is not None
-        which = self._healer.run.data.unused[-1]
-        before = self._loop.batch_progress.current.ready
-        if not which.epoch:
-            before -= self._done_before
-        return which.index < before
+        batch = self._healer.run.data.unused[-1]
+        count = self._loop.batch_progress.current.ready
+        if not batch.epoch:
+            count -= self._done_before
+        return batch.index < count
 
     def reset(self) -> None:
         """Resets the counts, as Lightning's data fetcher does."""
         self.fetched, self.done = 0, False
 
     def teardown(self) -> None:
-        """Shuts the workers of the dataloaders down."""
+        """Shuts down the workers of the dataloaders."""
         self._batches = None
         self._fetcher.teardown()
 
 
 class TrainBatch(NamedTuple):
-    """What `TrainLoader` yields."""
+    """An item of `TrainLoader`."""
 
     fetched: tuple[Any, int, int]
-    """Batch, its index and its dataloader's, as Lightning's `CombinedLoader` yields them."""
+    """Batch, batch index and dataloader index, as from Lightning's `CombinedLoader`."""
     is_last: bool
-    """Whether it is known to be the last batch of its epoch."""
+    """Whether the batch is known to be the last of its epoch."""
 
 
 class TrainLoader:
     """Lightning's train dataloaders as one loader, within `limit_train_batches`.
 
-    Reads one batch ahead where the length is not known: Lightning has to know which batch is the
-    last one.
+    If the length is unknown, reads one batch ahead, because Lightning has to know which batch is
+    the last.
 
     Args:
-        fetcher: Lightning's data fetcher. It has begun the first epoch, which is continued.
-        length: batches per epoch, or None if it is not known.
-        done: batches of the first epoch that were trained on before Lightning's checkpoint.
+        fetcher: Lightning's data fetcher, which has begun the first epoch.
+        length: number of batches per epoch, or None if unknown.
+        done: number of batches of the first epoch that precede Lightning's checkpoint.
 
     Attributes:
-        length: batches of the current epoch, or None if it is not known.
-        why_not: why the loader cannot be rewound, or None if it can.
+        length: number of batches of the current epoch, or None if unknown.
+        why_not: reason why the loader cannot be rewound, or None.
     """
 
     def __init__(self, fetcher: Any, length: int | None, done: int = 0) -> None:
         self._combined = fetcher.combined_loader
-        # Not iter(combined), which would begin the epoch again, with other random numbers.
-        begun = iter(self._combined.__next__, _END)
-        self._begun: Iterator[Any] | None = chain(getattr(fetcher, "batches", ()), begun)
+        # iter(combined) would restart the epoch with other random numbers.
+        rest = iter(self._combined.__next__, _END)
+        self._first_epoch: Iterator[Any] | None = chain(getattr(fetcher, "batches", ()), rest)
         self._index = 0
         self._full_length = length
         self.length = None if length is None else max(length - done, 0)
@@ -160,7 +160,7 @@ class TrainLoader:
         loaders = self._combined.flattened
         self._only: Any = loaders[0] if len(loaders) == 1 else None
         self.why_not = self._why_not()
-        # The Healer saves the generators of samplers, and calls their `set_epoch`.
+        # The Healer saves the generators of these samplers, and calls their `set_epoch`.
         self.sampler = getattr(self._only, "sampler", None)
         self.batch_sampler = getattr(self._only, "batch_sampler", None)
         self.dataset = getattr(self._only, "dataset", None)
@@ -168,31 +168,31 @@ class TrainLoader:
         self.in_order = getattr(self._only, "in_order", True)
 
     def __len__(self) -> int:
-        """The number of batches of the current epoch; TypeError if it is not known."""
+        """The number of batches of the current epoch; TypeError if unknown."""
         if self.length is None:
             raise TypeError("the train dataloader has no length")
         return self.length
 
     def __iter__(self) -> Iterator[Any]:
-        """`TrainBatch`es, with an `UnreadableBatch` in place of a batch that cannot be read."""
+        """Yields a `TrainBatch`, or an `UnreadableBatch` for a batch that cannot be read."""
         batches = TolerantIterator(self._begin())
         return self._unsized(batches) if self.length is None else self._sized(batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for a dataloader that has a state."""
+        """Returns the position of a dataloader that has a state."""
         return {"loader": self._only.state_dict(), "index": self._index, "length": self.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a position with the next `iter`."""
+        """Sets the position for the next `iter`."""
         self._only.load_state_dict(state["loader"])
-        self._loaded, self._begun = state, None
+        self._loaded, self._first_epoch = state, None
 
     def _begin(self) -> Iterator[Any]:
-        """The batches of the next epoch, or the rest of the epoch that was loaded."""
+        """The batches of the next epoch, or the rest of an epoch that is begun or loaded."""
         loaded, self._loaded = self._loaded, None
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            return begun
+        first_epoch, self._first_epoch = self._first_epoch, None
+        if first_epoch is not None:
+            return first_epoch
         self._index, self.length = 0, self._full_length
         if loaded is not None:
             self._index, self.length = loaded["index"], loaded["length"]
@@ -216,12 +216,12 @@ class TrainLoader:
 
     def _why_not(self) -> str | None:
         if self._only is None:
-            return "there are several train dataloaders, and only a single one can be rewound"
+            return "the fit has several train dataloaders, and only one can be rewound"
         has = [callable(getattr(self._only, n, None)) for n in ("state_dict", "load_state_dict")]
         if not all(has):
             return why_no_state(self._only)
         if self.length is None:
-            return "the train dataloader has no length: a batch is always read ahead"
+            return "the train dataloader has no length, so one batch is always read ahead"
         return None
 
 

@@ -9,29 +9,29 @@ from healcore.runtime.driver import json_setting
 
 
 class Progress:
-    """The counters of `trainer.fit_loop` as an item of the Healer's state.
+    """The counters of `trainer.fit_loop`, as a part of the Healer's state.
 
     `global_step`, the number of optimizer steps, is restored with the weights. Epoch and batch are
-    the position in the data: they are restored only where the data are rewound.
+    the position in the data, so they are restored only if the data are rewound.
 
-    The Healer saves and restores them where Lightning asks for the next batch. At an exception
-    within a step they are saved as they were before the first batch of that step.
+    The Healer saves and restores the counters when Lightning requests the next batch. After an
+    exception within a step, it saves the counters before the first batch of that step.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._fit = trainer.fit_loop
-        self.data_goes_back = True
-        """Whether the data are rewound to the checkpoint."""
+        self.rewinds_data = True
+        """Whether a rollback rewinds the data to the checkpoint."""
         self.within_step: Callable[[], bool] = bool
-        """Whether batches have been fetched since the last step."""
+        """Returns whether batches have been fetched since the last step."""
         self._before: dict[str, Any] = {}
         self._saved_limits: dict[str, int] | None = None
 
     def is_complete(self, *, had_completed: bool) -> bool:
-        """Whether `max_steps` or `max_epochs` is reached, or the same fit had ended before.
+        """Whether `max_steps` or `max_epochs` is reached, or an earlier fit has completed.
 
-        `had_completed`: the fit in the store ended by itself, by early stopping perhaps. With
-        another limit it is trained further.
+        `had_completed` is whether the fit in the store completed, for instance by early stopping.
+        That fit counts only if its limits were the same as the current limits.
         """
         if had_completed and self._saved_limits == self._limits():
             return True
@@ -41,37 +41,37 @@ class Progress:
         return steps or (epochs and fit.epoch_progress.current.processed >= fit.max_epochs)
 
     def _limits(self) -> dict[str, int]:
-        """Lightning's limits of a fit; -1 is no limit."""
-        found = {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
-        return {name: -1 if limit is None else limit for name, limit in found.items()}
+        """Lightning's limits of a fit. A value of -1 is no limit."""
+        limits = {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
+        return {name: -1 if limit is None else limit for name, limit in limits.items()}
 
     @property
     def run_settings(self) -> dict[str, Any]:
-        """The options that decide what is learnt: the Trainer's, and the module's `hparams`."""
+        """The options that determine the training result, and the module's `hparams`."""
         trainer = self._fit.trainer
-        loaders = self._fit._combined_loader
-        sizes = [getattr(each, "batch_size", None) for each in getattr(loaders, "flattened", ())]
+        loaders = getattr(self._fit._combined_loader, "flattened", ())
+        sizes = [getattr(loader, "batch_size", None) for loader in loaders]
         hparams = getattr(trainer.lightning_module, "hparams", {})
-        found = {
+        settings = {
             **{f"hparams.{name}": value for name, value in hparams.items()},
             **self._limits(),
             "batch_size": sizes[0] if len(sizes) == 1 else sizes,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "precision": str(trainer.precision),
         }
-        plain = {name: json_setting(value) for name, value in found.items()}
-        return {name: value for name, value in plain.items() if value is not None}
+        encoded = {name: json_setting(value) for name, value in settings.items()}
+        return {name: value for name, value in encoded.items() if value is not None}
 
-    def count_left_out(self, length: int) -> None:
-        """Counts the skipped batches of an epoch before the last of its `length` batches.
+    def count_skipped(self, length: int) -> None:
+        """Adds an epoch's skipped batches to Lightning's count, before its last batch.
 
-        Lightning validates at the end of an epoch when the count of batches is complete.
+        Lightning validates at the end of an epoch only if the count reaches `length`.
         """
         batch = self._fit.epoch_loop.batch_progress
         batch.increment_by(max(length - 1 - batch.current.ready, 0))
 
     def begin_step(self) -> None:
-        """Records the number of batches before the first one of a step."""
+        """Records the counts before the first batch of a step."""
         batch = self._fit.epoch_loop.batch_progress
         self._before = {
             "current": batch.current.ready,
@@ -80,7 +80,7 @@ class Progress:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All counters, as numbers."""
+        """Returns all counters as numbers."""
         loop = self._fit.epoch_loop
         epoch, batch = self._fit.epoch_progress.state_dict(), loop.batch_progress.state_dict()
         if self.within_step():
@@ -99,10 +99,10 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Puts them into the running loops."""
+        """Sets the counters of the running loops."""
         loop = self._fit.epoch_loop
         self._saved_limits = dict(state["limits"])
-        if self.data_goes_back:
+        if self.rewinds_data:
             self._fit.epoch_progress.load_state_dict(state["epoch"])
             loop.batch_progress.load_state_dict(state["batch"])
         loop.scheduler_progress.load_state_dict(state["scheduler"])
@@ -112,7 +112,7 @@ class Progress:
 
 
 def _to_next_epoch(epoch: dict[str, Any], batch: dict[str, Any]) -> None:
-    """Moves counters that were taken after an epoch's last batch to the start of the next epoch."""
+    """Changes counters at the end of an epoch, in place, to the start of the next epoch."""
     current = epoch["current"]
     if not batch["is_last_batch"] and current["processed"] < current["ready"]:
         return

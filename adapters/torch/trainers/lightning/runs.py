@@ -1,4 +1,4 @@
-"""What the callback does during one fit: `InStep` clips and skips, `WholeRun` runs a Healer."""
+"""Defines the two modes of the callback: `InStep` clips and skips, `WholeRun` runs a Healer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from healcore.torch.trainers.lightning.progress import Progress
 
 
 class InStep:
-    """The optimizers of a fit, each with its own engine.
+    """Attaches an engine to each optimizer of a fit.
 
     Attributes:
-        healings: the handle of each optimizer, by the names of `_named_optimizers`.
+        healings: handles of the optimizers, by the names of `_named_optimizers`.
     """
 
     def __init__(
@@ -45,38 +45,36 @@ class InStep:
         _load_engines(self.healings, engines)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last step for a logger. A sync on an accelerator."""
-        found: dict[str, float] = {}
+        """Metrics of the last step for a logger. One sync on a GPU."""
+        logged: dict[str, float] = {}
         for name, healing in self.healings.items():
             prefix = "heal/" if len(self.healings) == 1 else f"heal/{name}/"
             values = healing.metrics()
-            numbers = torch.stack([values[f"heal/{each}"].float() for each in METRICS]).tolist()
-            found |= {
-                f"{prefix}{each}": number for each, number in zip(METRICS, numbers, strict=True)
-            }
-        return found
+            numbers = torch.stack([values[f"heal/{key}"].float() for key in METRICS]).tolist()
+            logged |= {f"{prefix}{key}": n for key, n in zip(METRICS, numbers, strict=True)}
+        return logged
 
     def close(self, error: BaseException | None = None) -> None:
-        """Detaches."""
+        """Detaches the engines."""
         for healing in self.healings.values():
             healing.detach()
 
 
 @dataclass(eq=False)
 class WholeRun:
-    """Puts a Healer into the running fit loop, between Lightning and its dataloaders.
+    """Inserts a Healer into the running fit loop, between Lightning and its dataloaders.
 
-    The Healer is opened when Lightning asks for the first batch. From there on every checkpoint is
-    taken at the same point of the loop, so its counters can be exchanged.
+    The Healer opens when Lightning requests the first batch. Every checkpoint is then taken at the
+    same point of the loop, so a rollback can restore the loop's counters.
     """
 
     trainer: Any
     module: Any
     policy: Any
     options: dict[str, Any]
-    """For the Healer."""
+    """Arguments of the Healer."""
     engines: Mapping[str, Any]
-    """States of the engines in a Lightning checkpoint, by optimizer."""
+    """States of the engines in a Lightning checkpoint, by name of the optimizer."""
 
     def __post_init__(self) -> None:
         self.healer: Healer[Any] | None = None
@@ -85,24 +83,24 @@ class WholeRun:
 
     @property
     def healings(self) -> Mapping[str, Healing]:
-        """The handle of each optimizer; empty before the first batch."""
+        """Handles of the optimizers. Empty before the first batch."""
         return {} if self.healer is None else self.healer.driver.healings  # type: ignore[attr-defined]
 
     def feed(self) -> None:
-        """Puts a `Feed` around the dataloaders, which Lightning may have reloaded."""
+        """Wraps the dataloaders in a `Feed`, again if Lightning has reloaded them."""
         fit = self.trainer.fit_loop
         if isinstance(fit._data_fetcher, Feed):
             return
         if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fit._data_fetcher).__mro__):
             raise AttachError(
-                "training_step takes dataloader_iter and reads the data itself, so no rollback can "
-                "lead it back: write training_step(self, batch, batch_idx), or pass "
+                "training_step takes dataloader_iter and reads the data itself, so a rollback "
+                "cannot rewind the data: write training_step(self, batch, batch_idx), or pass "
                 "in_step_only=True to the callback"
             )
         fit._data_fetcher = Feed(self.trainer, fit._data_fetcher, self._progress, self._open)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a logger; no sync. Empty before the first step was read."""
+        """Metrics for a logger, without a sync. Empty before the first step is read."""
         return {} if self.healer is None else self.healer.metrics()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -111,17 +109,15 @@ class WholeRun:
         if self.healer is None:
             return
         if type(error).__name__ == "SIGTERMException":
-            # Lightning raises it after a step, before the Healer has seen that step.
+            # Lightning raises this after a step, before the Healer has processed the step.
             try:
                 self.healer.after_step()
             except BaseException as ended:
                 error = ended
         self.healer.__exit__(type(error) if error else None, error, None)
 
-    # -- within ---------------------------------------------------------------------------------
-
     def _open(self, feed: Feed) -> Healer[Any]:
-        """Opens the Healer at the first call, which resumes the run in its store."""
+        """Returns the Healer. The first call opens it and resumes the run in its store."""
         assert feed.loader is not None
         if self.healer is None:
             ckpt_path = self.trainer.ckpt_path
@@ -135,21 +131,21 @@ class WholeRun:
             if options["loss_fn"] is not None:
                 options["loss_fn"] = self._loss_of
             healer = Healer(self.policy, state=self._state(), **options)
-            self._progress.data_goes_back = True
+            self._progress.rewinds_data = True
             try:
                 self.healer = healer.__enter__()
             except StoreNotEmpty as error:
                 if ckpt_path is None:
                     raise
                 raise AttachError(
-                    f"both ckpt_path={str(ckpt_path)!r} and the callback's store have a run to "
-                    "resume, and only one can: leave ckpt_path out to go on from the store, or "
-                    "pass an empty store to begin from ckpt_path"
+                    f"ckpt_path={str(ckpt_path)!r} and the callback's store both have a run to "
+                    "resume: omit ckpt_path to continue from the store, or "
+                    "pass an empty store to start from ckpt_path"
                 ) from error
             self._progress.within_step = lambda: bool(healer.run.data.unused)
             if ckpt_path is not None:
                 _load_engines(self.healings, self.engines)
-        self._progress.data_goes_back = feed.loader.why_not is None
+        self._progress.rewinds_data = feed.loader.why_not is None
         return self.healer
 
     def _state(self) -> dict[str, Any]:
@@ -159,38 +155,38 @@ class WholeRun:
         return {
             "model": self.module,
             **_named_optimizers(trainer),
-            **{f"scheduler{i}": each.scheduler for i, each in enumerate(configs)},
+            **{f"scheduler{i}": config.scheduler for i, config in enumerate(configs)},
             **({} if scaler is None else {"scaler": scaler}),
             "progress": self._progress,
         }
 
     def _saves_every(self) -> int | None:
-        """Steps after which a ModelCheckpoint saves, or None if none saves by steps."""
+        """Shortest interval of a ModelCheckpoint in steps, or None if none saves by steps."""
         callbacks = self.trainer.checkpoint_callbacks
-        steps = [getattr(each, "_every_n_train_steps", 0) for each in callbacks]
+        steps = [getattr(callback, "_every_n_train_steps", 0) for callback in callbacks]
         return min(filter(None, steps), default=None)
 
     def _loss_of(self, batch: Any) -> Any:
         return self.options["loss_fn"](self.trainer.strategy.batch_to_device(batch.fetched[0]))
 
     def _replace_hooks(self) -> ExitStack:
-        """Replaces two methods of Lightning's loops, which have no callback at that moment."""
+        """Replaces two methods of Lightning's loops, because no callback runs at their moment."""
         fit, loop = self.trainer.fit_loop, self.trainer.fit_loop.epoch_loop
-        fit_advanced, advanced = fit.on_advance_end, loop.on_advance_end
+        fit_on_advance_end, loop_on_advance_end = fit.on_advance_end, loop.on_advance_end
 
         def end_if_complete() -> None:
-            """Lets `fit` return without the end of an epoch that had no batch."""
+            """Makes `fit` return without the end of an epoch that had no batch."""
             if getattr(fit._data_fetcher, "nothing_to_do", False):
                 raise StopIteration  # leaves FitLoop.run
-            fit_advanced()
+            fit_on_advance_end()
 
         def read_last_steps(data_fetcher: Any) -> None:
-            """Reads the last steps of an epoch, which may still send the run back into it.
+            """Reads the last steps of an epoch, which may roll the run back into the epoch.
 
-            Lightning asks for no batch after the last one. Its callbacks come before the loop's
-            counters are complete, or after the loop was left.
+            Lightning requests no batch after the last batch. Its callbacks run before the loop's
+            counters are complete, or after the end of the loop.
             """
-            advanced(data_fetcher)
+            loop_on_advance_end(data_fetcher)
             if self.healer is not None and loop.done:
                 self.healer.after_step(last=True)
 
@@ -204,14 +200,14 @@ def _named_optimizers(trainer: Any) -> dict[str, Optimizer]:
     """Lightning's optimizers by their names in checkpoints and events."""
     if len(trainer.optimizers) == 1:
         return {"optimizer": trainer.optimizers[0]}
-    return {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
+    return {f"optimizer{i}": optimizer for i, optimizer in enumerate(trainer.optimizers)}
 
 
 def _load_engines(healings: Mapping[str, Healing], engines: Mapping[str, Any]) -> None:
-    """Loads the engine states of a Lightning checkpoint, except the states of another policy."""
+    """Loads the engine states of a Lightning checkpoint. Warns about states of another policy."""
     for name, healing in healings.items():
         if name in engines:
             try:
                 healing.load_state_dict(engines[name])
             except StateError as error:
-                console.warning(f"the baselines of {name} start again: {error}")
+                console.warning(f"the baselines of {name} are reset: {error}")

@@ -75,7 +75,7 @@ def test_healthy_steps_make_a_checkpoint_known_good(tmp_path: Path):
     callback = HealingCallback(rollback=SHORT)
     run = trainer(tmp_path, scaled={12: math.nan}, callbacks=[callback], **SAVES)
     run.train()
-    status = {p.name: checkpoints.read(p) for p in checkpoints.found(tmp_path)}
+    status = {p.name: checkpoints.read_record(p) for p in checkpoints.list_checkpoints(tmp_path)}
     found = {name: record.status for name, record in status.items() if record is not None}
     assert found == {
         "checkpoint-10": "good",

@@ -186,7 +186,7 @@ def test_a_trainer_that_generates_its_batches_is_not_split(tmp_path: Path):
     limit(trainer, 1, until=100)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         heal_trainer(trainer, store=tmp_path / "store").train()
-    assert "makes its batches itself" in "".join(raised.value.__notes__)
+    assert "generates its batches" in "".join(raised.value.__notes__)
 
 
 def test_a_window_that_is_done_again_is_counted_once(tmp_path: Path):

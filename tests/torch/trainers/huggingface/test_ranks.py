@@ -40,13 +40,13 @@ def test_one_rank_reads_the_checkpoints(tmp_path: Path):
 
 
 def resume(folder: Path) -> None:
-    read, begun, defect = [], [], checkpoints.defect
+    read, begun, find_defect = [], [], checkpoints.find_defect
 
     def counted(path: Path, *arguments: Any) -> str:
         read.append(path.name)
-        return defect(path, *arguments)
+        return find_defect(path, *arguments)
 
-    checkpoints.defect = counted
+    checkpoints.find_defect = counted
     run = trainer(folder, steps=24, callbacks=[HealingCallback()], ddp_backend="gloo", max_steps=12)
     assert run.args.world_size == 2
     own = run.training_step

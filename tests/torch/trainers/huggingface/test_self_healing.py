@@ -313,10 +313,10 @@ def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     with pytest.raises(AttachError, match="auto_find_batch_size"):
         heal_trainer(tiny.plain(tmp_path, auto_find_batch_size=True))
     healed: Any = heal_trainer(tiny.plain(tmp_path))
-    with pytest.raises(AttachError, match="only one of the two can own"):
+    with pytest.raises(AttachError, match="conflicts with heal_trainer"):
         healed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
     (tmp_path / "checkpoint-10").mkdir()  # of a run without heal_trainer()
-    with pytest.raises(AttachError, match=r"no run has begun yet, and not from .*checkpoint-10"):
+    with pytest.raises(AttachError, match=r"is empty, and not from .*checkpoint-10"):
         healed.train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="every is a whole number"):
         heal_trainer(tiny.plain(tmp_path), checkpoints=Checkpoints(every=0))

@@ -61,7 +61,7 @@ def test_two_sources_are_refused(tmp_path: Any):
     saves = checkpoints(tmp_path / "lightning")
     fit(saves, LightningHealingCallback(store=tmp_path / "store"), enable_checkpointing=True)
     again = LightningHealingCallback(store=tmp_path / "store")
-    with pytest.raises(AttachError, match="only one can: leave ckpt_path out"):
+    with pytest.raises(AttachError, match="omit ckpt_path to continue"):
         fit(again, ckpt_path=tmp_path / "lightning" / "step=10.ckpt")
 
 

@@ -184,7 +184,7 @@ def test_observing_leaves_the_clipping_to_the_trainer():
     ("options", "clip", "words"),
     [
         ({"gradient_clip_algorithm": "value"}, None, 'gradient_clip_algorithm="norm"'),
-        ({}, {"kind": "adagc"}, "leave gradient_clip_val out"),
+        ({}, {"kind": "adagc"}, "omit gradient_clip_val"),
     ],
 )
 def test_what_cannot_be_taken_over_is_refused(options: Any, clip: Any, words: str):
