@@ -33,8 +33,8 @@ class Logged(NamedTuple):
 def logged(trace: Trace, signal: str) -> Iterator[Logged]:
     """Yields the values of a signal in chunks, without rows that a resume replaced."""
     for rows in lineage(trace):
-        if signal in rows.given and rows.given[signal].any():
-            there = rows.given[signal]
+        if signal in rows.logged and rows.logged[signal].any():
+            there = rows.logged[signal]
             value = rows.values[signal][there].astype(np.float64)
             yield Logged(rows.index[there], rows.step[there], value)
 

@@ -1,6 +1,6 @@
 """Scores the orders of many settings: events found, latency, false orders, cost in steps.
 
-Orders are compared with events as in a replay (`healcore.tools.replay.scores.compare`).
+Orders are compared with events as in a replay (`healcore.tools.replay.scores.compare_orders`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.replay.scores import IN_TIME, Label, compare
+from healcore.tools.replay.scores import IN_TIME_ROWS, Label, compare_orders
 from healcore.tools.sweep.series import RecoveryOrders, Series
 
 PER = 10_000
@@ -33,7 +33,7 @@ _TIE = 1e-6  # weight of the second criterion: less than one event in any sweep
 class Costs(NamedTuple):
     """Parameters of the scores."""
 
-    within: int = IN_TIME
+    within: int = IN_TIME_ROWS
     """Rows after its onset within which an event counts as found in time."""
     recovery: int = 100
     """Steps that a recovery costs: back to the checkpoint, and the steps done again."""
@@ -71,7 +71,7 @@ def count_orders(
 ) -> OrderCounts:
     """Counts one series' orders; `events` is from `own_events`."""
     at, variants = series.index[orders.row], len(orders.skipped)
-    delay, false = compare(at, orders.variant, variants, series.bad, events)
+    delay, false = compare_orders(at, orders.variant, variants, series.bad, events)
     length = np.array([zone.end - zone.onset + 1 for zone in events.spikes], np.int64)
     until = np.where(delay < 0, length, np.minimum(delay, length)).sum(axis=1)
     lost = orders.skipped + costs.recovery * orders.recovered.astype(np.int64) + until

@@ -18,7 +18,7 @@ from healcore.core.signals import Signals
 from healcore.plugins.rows import rolled_back
 from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, step, variants_of
 from healcore.policy import Policy, PolicySource, load
-from healcore.tools.replay.scores import FEWEST, Label, Labels
+from healcore.tools.replay.scores import MIN_ROWS, Label, Labels
 from healcore.tools.sweep import choice, hindsight, space
 from healcore.tools.sweep.scores import OBJECTIVES, Costs, OrderCounts, count_orders, own_events
 from healcore.tools.sweep.series import Series, pack, series_of, unpack
@@ -201,8 +201,8 @@ def _read(
         if not found:
             left_out.append(Unreadable(trace.name, "no row has a loss or a gradient norm"))
         for each in found:
-            if each.length - each.own < FEWEST:
-                left_out.append(Unreadable(trace.name, f"fewer than {FEWEST} rows"))
+            if each.length - each.own < MIN_ROWS:
+                left_out.append(Unreadable(trace.name, f"fewer than {MIN_ROWS} rows"))
             else:
                 series.append(each)
     if not series:

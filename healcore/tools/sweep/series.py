@@ -10,7 +10,7 @@ import numpy as np
 from healcore.core.engine import Engine
 from healcore.plugins.rows import SignalLayout
 from healcore.plugins.sweep import WORD, PackedRows, PackedSeries
-from healcore.tools.replay.trace_replay import layout_of, rows_of
+from healcore.tools.replay.trace_replay import choose_layout, select_judged
 from healcore.tools.traces.trace import Trace
 
 GROUPS = 512
@@ -66,13 +66,13 @@ class RecoveryOrders(NamedTuple):
 def series_of(trace: Trace, engine: Engine) -> list[Series]:
     """Reads a whole trace, or raises TraceError; one series per attempt that has rows to judge."""
     survey = trace.survey()
-    layout = layout_of(engine, survey.combinations)
+    layout = choose_layout(engine, survey.combinations)
     if not layout.combinations:
         return []
     columns: list[dict[str, np.ndarray]] = []
     others: list[tuple[np.ndarray, ...]] = []
     for chunk in trace.rows():
-        values, kind, places = rows_of(layout, engine, chunk.values, chunk.given)
+        values, kind, places = select_judged(layout, engine, chunk.values, chunk.logged)
         columns.append(values)
         others.append((kind, chunk.index[places], np.full(len(places), chunk.attempt)))
     values = {name: np.concatenate([each[name] for each in columns]) for name in layout.signals}
