@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from healcore.policy import load
-from healcore.tools.replay.scores import FEWEST, Label
+from healcore.tools.replay.scores import MIN_ROWS, Label
 from healcore.tools.sweep.scores import Costs, own_events
 from healcore.tools.sweep.search import scan_all, scan_of
 from healcore.tools.sweep.series import series_of
@@ -56,7 +56,7 @@ def main() -> int:
     policy = load("pretraining")
     traces, _ = open_traces([str(path) for path in sorted(TRACES.rglob("*.csv"))])
     series = [s for trace in traces for s in series_of(trace, policy.engine())]
-    series = [each for each in series if each.length >= FEWEST]
+    series = [each for each in series if each.length >= MIN_ROWS]
     events = [own_events(each, Label(each.trace, each.length, (), ())) for each in series]
     rows = sum(each.length for each in series)
     print(f"{len(series)} runs, {rows:,} rows; {arguments.variants:,} settings that differ")

@@ -116,7 +116,7 @@ def test_a_record_of_tensorboard_without_end(reader, tmp_path, length):
     path.write_bytes(framed(start) + rows + framed(b"x", length))
     result = reader.probe("loss", path)
     assert result.status in (0, 1)
-    assert "torn or damaged" in reader.run("replay", path).text
+    assert "truncated or damaged" in reader.run("replay", path).text
 
 
 def test_a_tensor_of_no_dtype(reader, tmp_path):

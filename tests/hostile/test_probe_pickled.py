@@ -25,7 +25,7 @@ def test_a_run_of_now_has_none(framework, tmp_path):
     cut_short(framework, tmp_path)
     result, checks = probed(tmp_path)
     assert "pickled" not in checks
-    assert "every file is what was written" in checks["digests"].message
+    assert "every file has its recorded digest" in checks["digests"].message
     assert all(not row["pickled"] for row in result.facts["checkpoints"])
 
 

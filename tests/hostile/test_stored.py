@@ -11,7 +11,7 @@ import torch
 
 from healcore.runtime.store import checksummed_json
 from healcore.runtime.store.manifest import MANIFEST, SCHEMA
-from healcore.tools.probe.saved_state import parsed
+from healcore.tools.probe.saved_state import parse_key_path
 from healcore.torch.store import DCPStore
 
 
@@ -106,7 +106,7 @@ def test_its_index_runs_nothing(reader, folder, tmp_path):
 
 
 def test_parts_of_a_path():
-    assert parsed(".opt_state[0].nu['dense'][\"it's\"][<flat index 3>]") == (
+    assert parse_key_path(".opt_state[0].nu['dense'][\"it's\"][<flat index 3>]") == (
         "opt_state", "0", "nu", "dense", "it's", "3",
     )  # fmt: skip
-    assert parsed(".a?b.c") == ("a", "?b.c")
+    assert parse_key_path(".a?b.c") == ("a", "?b.c")

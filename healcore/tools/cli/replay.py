@@ -108,12 +108,12 @@ def _run(
     known: Any,
 ) -> tuple[list[ReplayResult], list[Unreadable]]:
     """Replays, shows the tables and writes the files."""
-    from healcore.tools.replay.command import ReplayResult, draw, replay_all, show, surveyed
+    from healcore.tools.replay.command import ReplayResult, draw, replay_all, show, survey_all
 
     results: list[ReplayResult] = []
     with outputs.lines() as file, progress_bar() as progress:
         reading = progress.add_task("reading", total=len(opened))
-        readable, failed = surveyed(opened, lambda: progress.advance(reading))
+        readable, failed = survey_all(opened, lambda: progress.advance(reading))
         rows = sum(trace.survey().rows for trace in readable) * len(policies)
         task = progress.add_task("replaying", total=rows)
         for result in replay_all(

@@ -148,14 +148,14 @@ def sweep(
 
 
 def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
-    from healcore.tools.sweep.report import shown, to_json
+    from healcore.tools.sweep.report import render, to_json
 
     if as_json:
         document = to_json(found) | {"written": str(output)}
         echo_json(json.dumps(document, indent=2, allow_nan=False))
         return
     printer = console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
-    printer.print(shown(found))
+    printer.print(render(found))
     printer.print(f"policy written: {output}", markup=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Finds Adam's second moments in a saved tree, or the reason why they are missing."""
+"""Finds Adam's second moments in a saved tree, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from healcore.plugins.checkpoint_contents import Array, Contents
 
 Path = tuple[str, ...]
 
-_FACTORED = "Adafactor keeps factored second moments, not one per element"
+_FACTORED = "Adafactor has factored second moments, not one per element"
 _SGD = "SGD with momentum has no second moments"
-_MOMENTUM = "there is momentum without second moments, as in Lion and Muon"
+_MOMENTUM = "the state has momentum without second moments, as in Lion and Muon"
 _UNLIKE = "is not like Adam"
 
 _TORCH = {
     "exp_avg_sq_row": _FACTORED,
     "row_var": _FACTORED,
     "momentum_buffer": _SGD,
-    "exp_avg_var": f"AdaBelief keeps the variance of gradients and {_UNLIKE}",
+    "exp_avg_var": f"AdaBelief saves the variance of gradients and {_UNLIKE}",
     "square_avg": f"RMSprop (or Adadelta) {_UNLIKE}",
     "sum": f"Adagrad {_UNLIKE}",
     "exp_inf": f"Adamax {_UNLIKE}",
@@ -28,7 +28,7 @@ _TORCH = {
     "exp_avg": _MOMENTUM,
     "state1": _MOMENTUM,
 }
-"""Last part of a path below `state` -> the reason. The first matching entry applies."""
+"""Reason by the last part of a path below `state`. The first matching entry applies."""
 _OPTAX = {
     "v_row": _FACTORED,
     "trace": _SGD,
@@ -36,10 +36,10 @@ _OPTAX = {
     "nu": f"RMSprop, or another state with nu but without mu of the same shape, {_UNLIKE}",
     "mu": _MOMENTUM,
 }
-"""Any part of a path except the first -> the reason."""
-_QUANTIZED = "8-bit states ({}) are quantized: they cannot be judged until they are unpacked"
+"""Reason by any part of a path except the first."""
+_QUANTIZED = "8-bit states ({}) are quantized: dequantize them to judge them"
 
-_WRAPPED = ("value", "raw_value")
+_WRAPPERS = ("value", "raw_value")
 """Keys under which flax.nnx stores an array."""
 
 
@@ -50,10 +50,11 @@ class AdamState(NamedTuple):
     parameter: Path
     """Path or number of the parameter."""
     second: Array
+    """Second moments."""
     others: tuple[Array, ...]
-    """Other moments, which must be finite too."""
+    """The other moments, which must also be finite."""
     step: float | None
-    """None if the state does not contain it; likewise `beta2` and `group`."""
+    """Number of updates. `step`, `beta2` and `group` are None if the state lacks the value."""
     beta2: float | None
     group: int | None = None
 
@@ -66,18 +67,18 @@ class Tree:
         for array in contents.arrays:
             path = array.path
             if path:
-                self.arrays[path[:-1] if len(path) > 1 and path[-1] in _WRAPPED else path] = array
+                self.arrays[path[:-1] if len(path) > 1 and path[-1] in _WRAPPERS else path] = array
         self.values: Mapping[Path, Any] = contents.values
         self.groups: dict[Path, dict[str, int]] = {}
-        """Optimizer -> parameter -> index of its parameter group."""
+        """Index of the parameter group by optimizer and parameter."""
         for path, value in self.values.items():
-            list_, group, kind = path[-4:-1] if len(path) > 3 else ("", "", "")
-            known = list_ == "param_groups" and kind == "params"
-            if known and group.isdecimal() and len(group) < 10:
+            table, group, kind = path[-4:-1] if len(path) > 3 else ("", "", "")
+            is_member = table == "param_groups" and kind == "params"
+            if is_member and group.isdecimal() and len(group) < 10:
                 self.groups.setdefault(path[:-4], {})[str(value)] = int(group)
 
     def number(self, path: Path) -> float | None:
-        """A number that was saved as a number or as an array of one element, or None."""
+        """Returns a value saved as a number or as an array of one element, or None."""
         value = self.values.get(path)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value) if abs(value) < 1e300 else math.inf
@@ -86,29 +87,29 @@ class Tree:
 
 
 def adam_states(tree: Tree) -> list[AdamState]:
-    """All states of Adam-like optimizers, torch's first, each in the order of the checkpoint."""
+    """Finds all states of Adam-like optimizers: torch states, then optax states, in saved order."""
     return [*_torch_states(tree), *_optax_states(tree)]
 
 
 def _torch_states(tree: Tree) -> Iterator[AdamState]:
     for path, array in tree.arrays.items():
-        # bitsandbytes names them state1 and state2; its 8-bit states are integers.
+        # bitsandbytes names the moments state1 and state2; its 8-bit states are integers.
         if path[-1] == "exp_avg_sq":
             names = ("exp_avg", "max_exp_avg_sq")
         elif path[-1] == "state2" and "float" in array.dtype:
             names = ("state1",)
         else:
             continue
-        at = path[:-1]
-        optimizer, parameter = _cut(at)
+        state = path[:-1]
+        optimizer, parameter = _split(state)
         group = tree.groups.get(optimizer, {}).get(".".join(parameter))
         yield AdamState(
             optimizer,
             parameter,
             array,
-            tuple(tree.arrays[(*at, name)] for name in names if (*at, name) in tree.arrays),
-            _first(tree, (*at, "step"), *_of_group(optimizer, parameter, group, "step")),
-            _first(tree, *_of_group(optimizer, parameter, group, "betas", "1")),
+            tuple(tree.arrays[(*state, name)] for name in names if (*state, name) in tree.arrays),
+            _number(tree, (*state, "step"), *_group_paths(optimizer, parameter, group, "step")),
+            _number(tree, *_group_paths(optimizer, parameter, group, "betas", "1")),
             group,
         )
 
@@ -121,43 +122,43 @@ def _optax_states(tree: Tree) -> Iterator[AdamState]:
             if first is None or first.shape != array.shape:
                 continue
             largest = tree.arrays.get((*optimizer, "nu_max", *parameter))
-            given = (optimizer[:end] for end in range(len(optimizer), -1, -1))
+            parents = (optimizer[:end] for end in range(len(optimizer), -1, -1))
             yield AdamState(
                 optimizer,
                 parameter,
                 array,
                 (first,) if largest is None else (first, largest),
                 tree.number((*optimizer, "count")),
-                _first(tree, *((*above, "hyperparams", "b2") for above in given)),
+                _number(tree, *((*parent, "hyperparams", "b2") for parent in parents)),
             )
             break
 
 
-def _cut(path: Path) -> tuple[Path, Path]:
-    """Splits a path into optimizer and parameter, at the last `state` before its end."""
+def _split(path: Path) -> tuple[Path, Path]:
+    """Splits a path into optimizer and parameter at the last key `state`."""
     for at in range(len(path) - 2, -1, -1):
         if path[at] == "state":
             return path[:at], path[at + 1 :]
     return path[:-1], path[-1:]
 
 
-def _of_group(optimizer: Path, parameter: Path, group: int | None, *keys: str) -> Iterator[Path]:
-    """Possible paths of a hyper-parameter: in the parameter's group, or per parameter."""
+def _group_paths(optimizer: Path, parameter: Path, group: int | None, *keys: str) -> Iterator[Path]:
+    """Yields possible paths of a hyper-parameter: in the parameter's group, or per parameter."""
     if group is not None:
         yield (*optimizer, "param_groups", str(group), *keys)
     yield (*optimizer, "param_groups", *parameter, *keys)
 
 
-def _first(tree: Tree, *paths: Path) -> float | None:
-    return next((found for path in paths if (found := tree.number(path)) is not None), None)
+def _number(tree: Tree, *paths: Path) -> float | None:
+    return next((number for path in paths if (number := tree.number(path)) is not None), None)
 
 
 def unsupported_optimizer(tree: Tree, judged: Collection[Array]) -> str | None:
-    """Why some optimizer states cannot be judged, or None if `judged` are all states."""
-    known = {array.path for array in judged}
+    """Reason why some optimizer states cannot be judged, or None if `judged` are all states."""
+    judged_paths = {array.path for array in judged}
     below_state, anywhere = set(), set()
     for path, array in tree.arrays.items():
-        if array.path in known:
+        if array.path in judged_paths:
             continue
         if array.dtype in ("uint8", "int8") and path[-1] in ("state1", "state2"):
             return _QUANTIZED.format("bitsandbytes")
@@ -165,18 +166,18 @@ def unsupported_optimizer(tree: Tree, judged: Collection[Array]) -> str | None:
             return _QUANTIZED.format("torchao")
         if "state" in path[:-1]:
             below_state.add(path[-1])
-        anywhere.update(name for name in path[1:] if name != "mu" or _counted(tree, path))
+        anywhere.update(name for name in path[1:] if name != "mu" or _has_count(tree, path))
     return next(
         (
-            why
+            reason
             for names, table in ((below_state, _TORCH), (anywhere, _OPTAX))
-            for name, why in table.items()
+            for name, reason in table.items()
             if name in names
         ),
         None,
     )
 
 
-def _counted(tree: Tree, path: Path) -> bool:
-    """Whether there is a `count` next to `mu`; otherwise `mu` may be a parameter."""
+def _has_count(tree: Tree, path: Path) -> bool:
+    """Whether `mu` has a sibling `count`; without `count`, `mu` may be a parameter."""
     return (*path[: path.index("mu")], "count") in tree.arrays

@@ -1,8 +1,8 @@
-"""The checkpoint probe: is a checkpoint intact, finite and known-good?
+"""The checkpoint probe: checks that a checkpoint is intact, finite and known-good.
 
-It reads a healcore store with the functions of `runtime.store`. A store object would delete stale
-files. It takes no lock, so a run may write at the same time; checkpoints that the run deletes
-meanwhile are listed in the notes. For other checkpoints known-good is not recorded.
+The probe reads a healcore store with the functions of `runtime.store`, because a store object
+would delete stale files. The probe takes no lock, so a run may write at the same time. A note lists
+checkpoints that the run deletes meanwhile. Other formats do not record known-good checkpoints.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from healcore.tools.probe.result import (
     Check,
     NothingToProbe,
     ProbeResult,
-    several,
+    first_three,
 )
 
 
 def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
     """Probes a store, one checkpoint of it, or a checkpoint of torch, safetensors, DCP or Orbax.
 
-    Raises ProbeError if it cannot be read, NothingToProbe if there is no checkpoint or array.
+    Raises ProbeError if the path cannot be read, NothingToProbe without a checkpoint or an array.
     """
     return run_probe("checkpoint", path, inputs or CheckpointInputs())
 
 
 def judge(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    """`probe_checkpoint` in this process."""
+    """Runs the probe in the current process, without limits."""
     if not path.exists():
-        raise ProbeError(f"{path}: there is no such file or directory")
+        raise ProbeError(f"{path}: no such file or directory")
     return (_probe_store if is_store(path) else _probe_other)(path, inputs)
 
 
@@ -61,12 +61,13 @@ class FiniteCheck(NamedTuple):
 
     arrays: int
     nonfinite: dict[str, int]
-    """Name of an array -> number of its elements that are NaN or Inf."""
+    """Number of NaN and Inf elements by array name."""
     unreadable: tuple[str, ...]
+    """Error messages of arrays that could not be read."""
 
 
 def check_finite(contents: Contents) -> FiniteCheck:
-    """Reads every floating-point array, in pieces, and each shared storage once."""
+    """Counts NaN and Inf in every floating-point array; reads each shared storage once."""
     nonfinite: dict[str, int] = {}
     unreadable = []
     seen = set()
@@ -81,7 +82,7 @@ def check_finite(contents: Contents) -> FiniteCheck:
             for piece in array.read():
                 bad += len(piece) - int(np.count_nonzero(np.isfinite(piece)))
         except (ProbeError, ValueError, TypeError, RuntimeError, MemoryError) as error:
-            unreadable.append(str(error) or f"{dotted(array.path)} asks for too much memory")
+            unreadable.append(str(error) or f"{dotted(array.path)} needs too much memory")
             continue
         if bad:
             nonfinite[dotted(array.path)] = bad
@@ -92,17 +93,19 @@ def check_finite(contents: Contents) -> FiniteCheck:
 
 
 def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    # First, because torch may read wrong values from a damaged archive.
+    # Checked first, because torch may read wrong values from a damaged archive.
     archives = check_archives(path)
     try:
         contents = open_contents(path)
     except ProbeError as error:
         if archives is None or not archives.damage or not archives.records:
-            raise  # probably not an archive: a report of damage would be misleading
+            raise  # the file is probably no archive, and a report of damage would mislead
         unread = Check("readable", ERROR, str(error))
-        return ProbeResult("checkpoint", str(path), (unread, _archived(archives)))
+        return ProbeResult("checkpoint", str(path), (unread, _archive_digests(archives)))
     if not contents.arrays:
-        raise NothingToProbe(f"{path} is a {contents.format} without arrays: nothing to look at")
+        raise NothingToProbe(
+            f"{path} is a {contents.format} without arrays: there is nothing to check"
+        )
     found = check_finite(contents)
     bad = inspection.disallowed(found.nonfinite, inputs.nonfinite_ok)
     checks = []
@@ -111,18 +114,18 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     else:
         checks.append(Check("readable", PASS, f"all {found.arrays} arrays"))
     if bad:
-        message = f"NaN or Inf in {len(bad)} of {found.arrays} arrays: {several(bad)}"
+        message = f"NaN or Inf in {len(bad)} of {found.arrays} arrays: {first_three(bad)}"
         checks.append(Check("finite", FAIL, message, len(bad), 0))
     else:
         message = f"no NaN and no Inf in {found.arrays - len(found.unreadable)} arrays"
         checks.append(Check("finite", PASS, message, 0, 0))
     if archives is None:
-        none = f"not known: a {contents.format} has no digests"
-        checks.append(Check("digests", SKIP, none, decides=False))
+        message = f"not known: a {contents.format} has no digests"
+        checks.append(Check("digests", SKIP, message, decides=False))
     else:
-        checks.append(_archived(archives))
-    good = "not known: only a healcore store records the steps after a checkpoint"
-    checks.append(Check("known_good", SKIP, good, decides=inputs.require_good))
+        checks.append(_archive_digests(archives))
+    message = "not known: only a healcore store records the health of later steps"
+    checks.append(Check("known_good", SKIP, message, decides=inputs.require_good))
     facts = {
         "format": contents.format,
         "arrays": found.arrays,
@@ -132,48 +135,47 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, contents.notes)
 
 
-def _archived(found: ArchiveCheck) -> Check:
-    if found.damage:
-        return Check("digests", FAIL, "; ".join(found.damage[:3]), len(found.damage), 0)
-    return Check("digests", PASS, f"the CRC-32 of all {found.records} records hold", 0, 0)
+def _archive_digests(archives: ArchiveCheck) -> Check:
+    if archives.damage:
+        return Check("digests", FAIL, "; ".join(archives.damage[:3]), len(archives.damage), 0)
+    return Check("digests", PASS, f"the CRC-32 of all {archives.records} records match", 0, 0)
 
 
 # -- a healcore store, or one checkpoint of it -----------------------------------------------------
 
 
 class ProbedCheckpoint(NamedTuple):
-    """One checkpoint of a store."""
+    """One checkpoint of a store, with the results of the probe."""
 
     saved: Saved
     damage: tuple[CheckpointDamaged, ...]
     counts: bool
-    """Whether a store would use this save; a step can be saved more than once."""
-    gone: bool = False
-    """Whether it was deleted during the probe."""
+    """Whether the store uses this save; a step can have several saves."""
+    deleted: bool = False
+    """Whether the checkpoint was deleted during the probe."""
     pickled: tuple[str, ...] = ()
     """Names of pickled parts, which may run code when they are read."""
 
     @property
     def restorable(self) -> bool:
-        """Whether a run could roll back to it: intact, finite and known-good."""
+        """Whether a run could roll back to the checkpoint: intact, finite and known-good."""
         return not self.damage and self.saved.finite and self.saved.status == "good"
 
 
 def is_store(path: Path) -> bool:
     """Whether a directory is a store, or one checkpoint in a store."""
-    return path.is_dir() and (
-        manifest.step_of(path) is not None
-        or any(manifest.step_of(each) is not None for each in path.iterdir())
+    return path.is_dir() and any(
+        manifest.step_of(folder) is not None for folder in (path, *path.iterdir())
     )
 
 
 def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    one = manifest.step_of(path) is not None
-    root = path.parent if one else path
+    is_checkpoint = manifest.step_of(path) is not None
+    root = path.parent if is_checkpoint else path
 
     def wanted(folder: Path) -> bool:
         of_step = inputs.step is None or manifest.step_of(folder) == inputs.step
-        return of_step and (not one or folder.name == path.name)
+        return of_step and (not is_checkpoint or folder.name == path.name)
 
     try:
         complete = manifest.complete(root)
@@ -182,40 +184,47 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     except (StoreError, OSError) as error:
         raise ProbeError(str(error)) from None
     probed = [
-        _probed(found, found is manifest.newest(saves), inputs)
+        _probe_saved(found, found is manifest.newest(saves), inputs)
         for saves in complete.values()
         for found in saves
         if wanted(found.folder)
     ]
-    there = [each for each in probed if not each.gone]
-    if not there and not broken:
+    present = [each for each in probed if not each.deleted]
+    if not present and not broken:
         which = "" if inputs.step is None else f" of step {inputs.step}"
-        raise NothingToProbe(f"{path} holds no checkpoint{which}")
-    checks = [_digests(there, broken), _finite(there), _known_good(there, inputs), *_pickled(there)]
-    newest = next((each.saved.step for each in reversed(there) if each.restorable), None)
+        raise NothingToProbe(f"{path} contains no checkpoint{which}")
+    checks = [
+        _digests(present, broken),
+        _finite(present),
+        _known_good(present, inputs),
+        *_pickled(present),
+    ]
+    newest = next((each.saved.step for each in reversed(present) if each.restorable), None)
     facts = {
         "format": "store of healcore",
-        "checkpoints": [_row(each) for each in there],
+        "checkpoints": [_row(each) for each in present],
         "newest_good": newest,
         "known_good": newest is not None,
     }
     names = {Path(each.path).name for each in broken}
     notes = [problem for problem in problems if not any(name in problem for name in names)]
-    notes += [f"step {each.saved.step} was deleted meanwhile" for each in probed if each.gone]
+    notes += [f"step {each.saved.step} was deleted meanwhile" for each in probed if each.deleted]
     if (root / LOCK).exists():
         notes.append(f"{LOCK} exists: a run may be writing; nothing was changed")
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, tuple(notes))
 
 
-def _probed(found: StoredCheckpoint, counts: bool, inputs: CheckpointInputs) -> ProbedCheckpoint:
+def _probe_saved(
+    found: StoredCheckpoint, counts: bool, inputs: CheckpointInputs
+) -> ProbedCheckpoint:
     saved = manifest.saved(found, inputs.nonfinite_ok)
     damage = manifest.find_damage(found, sorted(found.manifest.files))
     if damage and not found.folder.exists():
-        return ProbedCheckpoint(saved, (), counts, gone=True)
+        return ProbedCheckpoint(saved, (), counts, deleted=True)
     if inputs.deep and not damage:
         read = check_finite(open_contents(found.folder))
         damage = [
-            found.damaged(name, "holds NaN or Inf that was not there when it was saved")
+            found.damaged(name, "holds NaN or Inf that its manifest does not record")
             for name in read.nonfinite
             if name not in found.manifest.nonfinite
         ]
@@ -225,64 +234,64 @@ def _probed(found: StoredCheckpoint, counts: bool, inputs: CheckpointInputs) -> 
 
 
 def _pickled_parts(folder: Path) -> tuple[str, ...]:
-    """Names of the pickled parts of a checkpoint except DCP's index, which is read safely."""
-    found: list[str] = []
+    """Returns the names of the pickled parts, except DCP's index, which is read safely."""
+    parts: list[str] = []
     for file in sorted(folder.glob("state*.json")):
         try:
             for name, entry in json.loads(regular_file.read(file)).items():
                 tree = "tree" in entry
                 nodes = [entry["tree"]] if tree else [node for _, node in entry.get("leaves", ())]
-                found += [at for node in nodes for at in structure.pickles_in(node, (name,))]
-                # A loader's state is JSON within a string.
+                parts += [part for node in nodes for part in structure.pickles_in(node, (name,))]
+                # A loader's state is a JSON document within a string.
                 if name == "healcore" and '{\\"pickle\\":' in json.dumps(entry):
-                    found.append("the state of a loader in state['healcore']['data']")
+                    parts.append("the state of a loader in state['healcore']['data']")
         except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ProbeError(f"{file} is damaged: {error}") from None
-    return tuple(found)
+    return tuple(parts)
 
 
 def _digests(probed: list[ProbedCheckpoint], broken: list[CheckpointDamaged]) -> Check:
-    """Whether every file has the digest that was recorded when it was written."""
+    """Compares the digest of every file with the recorded digest."""
     bad = [
         f"step {each.saved.step}: {wrong.file} {wrong.difference}"
         for each in probed
         for wrong in each.damage
     ]
     bad += [f"{Path(each.path).name}: {each.file} {each.difference}" for each in broken]
-    number = sum(1 for each in probed if each.damage) + len(broken)
+    number = sum(bool(each.damage) for each in probed) + len(broken)
     if not bad:
         which = f"all {len(probed)} checkpoint{'s' * (len(probed) != 1)}"
-        message = "every file is what was written"
+        message = "every file has its recorded digest"
         if any(each.pickled for each in probed):
             # An attacker who replaces a pickle can replace its digest too.
-            message = "every digest holds; digests show damage, not malice"
+            message = "every digest matches; digests show damage, not malice"
         return Check("digests", PASS, f"{which}: {message}", 0, 0)
     # The run has already noticed damage in a quarantined checkpoint.
     known = not broken and all(each.saved.status == "quarantined" for each in probed if each.damage)
-    return Check("digests", WARN if known else FAIL, several(bad, "; "), number, 0)
+    return Check("digests", WARN if known else FAIL, first_three(bad, "; "), number, 0)
 
 
 def _pickled(probed: list[ProbedCheckpoint]) -> list[Check]:
-    found = [f"step {each.saved.step}: {part}" for each in probed for part in each.pickled]
-    if not found:
+    parts = [f"step {each.saved.step}: {part}" for each in probed for part in each.pickled]
+    if not parts:
         return []
     message = (
-        f"{several(found, '; ')}: reading a pickle can run code, and healcore reads these with "
+        f"{first_three(parts, '; ')}: a pickle can run code, so healcore reads it with "
         "trust=True only"
     )
-    return [Check("pickled", WARN, message, len(found), 0)]
+    return [Check("pickled", WARN, message, len(parts), 0)]
 
 
 def _finite(probed: list[ProbedCheckpoint]) -> Check:
-    """Whether an array holds NaN or Inf that `nonfinite_ok` does not allow."""
+    """Checks the arrays for NaN and Inf that `nonfinite_ok` does not allow."""
     bad = [each for each in probed if not each.saved.finite]
     if not bad:
-        return Check("finite", PASS, "no NaN and no Inf, as recorded at the save", 0, 0)
+        return Check("finite", PASS, "no NaN and no Inf were recorded at the save", 0, 0)
     first = bad[0].saved
     names = ", ".join(first.nonfinite[:3]) or "more arrays than are listed"
     message = f"NaN or Inf in step {first.step}: {names}"
     if first.status == "good":
-        message += "; it was marked good, so NaN was allowed: pass --nonfinite-ok NAME"
+        message += "; the run marked it good, so it allowed NaN: pass --nonfinite-ok NAME"
     if len(bad) > 1:
         message += f"; and in {len(bad) - 1} more checkpoints"
     usable = any(each.restorable for each in probed) or all(
@@ -294,13 +303,13 @@ def _finite(probed: list[ProbedCheckpoint]) -> Check:
 def _known_good(probed: list[ProbedCheckpoint], inputs: CheckpointInputs) -> Check:
     good = [each.saved.step for each in probed if each.restorable]
     if good:
-        message = f"{len(good)} of {len(probed)}; the newest is step {good[-1]}"
+        message = f"{len(good)} of {len(probed)} checkpoints; the newest is step {good[-1]}"
         return Check("known_good", PASS, message, len(good), 1)
     marked = any(each.saved.status == "good" for each in probed)
     message = (
         "every checkpoint marked good is damaged or not finite"
         if marked
-        else "none yet: a checkpoint is good after healthy steps"
+        else "none yet: a checkpoint becomes known-good after healthy steps"
     )
     return Check("known_good", FAIL if marked or inputs.require_good else WARN, message, 0, 1)
 

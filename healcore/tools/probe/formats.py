@@ -1,4 +1,4 @@
-"""Finds the format of a checkpoint and opens its contents. Writes nothing, takes no lock."""
+"""Recognizes the format of a checkpoint and opens its contents. Writes nothing, takes no lock."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from healcore.tools.probe.result import NothingToProbe
 from healcore.tools.probe.safetensors_file import is_safetensors, read_safetensors
 from healcore.tools.probe.saved_state import open_stored
 
-_TORCH = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
+_TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
-"""Numbers and switches that trainers save with a checkpoint."""
-_MOST_PACKED = 16
+"""Numbers and flags that trainers save with a checkpoint."""
+_MAX_UNPACKED_RATIO = 16
 """Largest allowed ratio of unpacked to packed size; TorchScript compresses its source text."""
-_LARGEST_JSON = 1 << 24
-"""Bytes; a `trainer_state.json` has a line for each logged step."""
+_MAX_JSON_BYTES = 1 << 24
+"""A `trainer_state.json` is large, because it has an entry for each logged step."""
 
 
 def open_contents(path: Path, step: int | None = None) -> Contents:
@@ -33,87 +33,87 @@ def open_contents(path: Path, step: int | None = None) -> Contents:
     Args:
         path: a file of torch or safetensors; a directory of DCP, Orbax, the Hugging Face Trainer
             or Accelerate; a healcore store, or one checkpoint in it (`checkpoints/step-…`).
-        step: which checkpoint of a store. By default the newest known-good checkpoint, or the
-            newest checkpoint if none is known-good.
+        step: the checkpoint of a store. By default the newest known-good checkpoint, or the
+            newest checkpoint if no checkpoint is known-good.
 
     Raises:
-        ProbeError: it cannot be read.
-        MissingExtraError: the framework that reads it is not installed.
+        ProbeError: the checkpoint cannot be read.
+        MissingExtraError: the framework for its format is not installed.
     """
     if not path.exists():
-        raise ProbeError(f"{path}: there is no such file or directory")
+        raise ProbeError(f"{path}: no such file or directory")
     if not path.is_dir():
-        return _file(path)
-    contents = _of_store(path, step)
+        return _open_file(path)
+    contents = _open_store(path, step)
     if contents is not None:
         return contents
-    contents = _folder(path)
+    contents = _open_folder(path)
     return contents._replace(values={**_training_facts(path), **contents.values})
 
 
 def _training_facts(folder: Path) -> dict[tuple[str, ...], Any]:
-    """The numbers and switches named in `TRAINING_FACTS` of a directory's JSON files, by path."""
+    """Reads the values named in `TRAINING_FACTS` from the JSON files of a directory."""
     facts: dict[tuple[str, ...], Any] = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            content = json.loads(regular_file.read(path, _LARGEST_JSON))
+            content = json.loads(regular_file.read(path, _MAX_JSON_BYTES))
         except (OSError, ValueError, RecursionError):
             continue
-        given = content if isinstance(content, dict) else {}
-        for name in TRAINING_FACTS:
-            if isinstance(given.get(name), (bool, int, float)):
-                facts[(path.stem, name)] = given[name]
+        if isinstance(content, dict):
+            for name in TRAINING_FACTS:
+                if isinstance(content.get(name), (bool, int, float)):
+                    facts[(path.stem, name)] = content[name]
     return facts
 
 
-def _file(path: Path) -> Contents:
+def _open_file(path: Path) -> Contents:
     if path.name == ".metadata" or path.suffix == ".distcp":
-        return _folder(path.parent)
+        return _open_folder(path.parent)
     if path.stat().st_size == 0:
         raise ProbeError(f"{path} is empty")
     if is_safetensors(path):
         return read_safetensors(path)
     with open(path, "rb", opener=regular_file.opener) as file:
         start = file.read(2)
-    # A zip archive, or a pickle of protocol 2 or later as torch wrote before 1.6.
+    # torch writes a zip archive; torch before 1.6 wrote a pickle of protocol 2.
     if start == b"PK" or start[:1] == b"\x80":
         return adapter_registry.find("torch", "checkpoint_reader").open_file(path)
     raise ProbeError(
-        _log(path)
+        _advice_for_log(path)
         or f"{path} is neither a torch checkpoint nor a safetensors file: pass such a file, or the "
         "directory of a checkpoint"
     )
 
 
-def _of_store(root: Path, step: int | None) -> Contents | None:
-    """One checkpoint of a store, or None if the directory is no store."""
-    if not any(manifest.step_of(each) is not None for each in root.iterdir()):
+def _open_store(root: Path, step: int | None) -> Contents | None:
+    """Opens one checkpoint of a store. Returns None if the directory is no store."""
+    if not any(manifest.step_of(folder) is not None for folder in root.iterdir()):
         return None
     saves = manifest.current_saves(root)
     if not saves or (step is not None and step not in saves):
-        there = ", ".join(map(str, saves)) or "none"
+        steps = ", ".join(map(str, saves)) or "none"
         which = "complete checkpoint" if step is None else f"checkpoint of step {step}"
-        raise NothingToProbe(f"{root} has no {which}; there: {there}")
-    good = [at for at, found in saves.items() if manifest.read_status(found.folder) == "good"]
-    newest = max(good or saves) if step is None else step
-    found = saves[newest]
+        raise NothingToProbe(f"{root} has no {which}; complete steps: {steps}")
+    good = [at for at, save in saves.items() if manifest.read_status(save.folder) == "good"]
+    chosen = max(good or saves) if step is None else step
+    found = saves[chosen]
     contents = open_stored(found.folder, found.manifest.format)
     status = manifest.read_status(found.folder)
-    # The note includes checkpoints that the store itself skips.
-    complete = [each for same_step in manifest.complete(root).values() for each in same_step]
-    quarantined = sum(manifest.read_status(each.folder) == "quarantined" for each in complete)
-    broken = len(manifest.incomplete(root))
+    # The note counts checkpoints that the store itself skips.
+    complete = [save for same_step in manifest.complete(root).values() for save in same_step]
+    quarantined = sum(manifest.read_status(save.folder) == "quarantined" for save in complete)
+    incomplete = len(manifest.incomplete(root))
     counts = [f"{quarantined} quarantined"] * bool(quarantined)
-    counts += [f"{broken} not complete"] * bool(broken)
+    counts += [f"{incomplete} incomplete"] * bool(incomplete)
     others = f" ({', '.join(counts)})" if counts else ""
-    number = len(complete) + broken
-    note = f"step {newest} ({status}) of {number} checkpoints{others}"
-    if max(saves) > newest:
-        note += f"; to probe the newest one, pass --step {max(saves)}"
+    number = len(complete) + incomplete
+    note = f"step {chosen} ({status}) of {number} checkpoints{others}"
+    if max(saves) > chosen:
+        note += f"; to probe the newest checkpoint, pass --step {max(saves)}"
     return contents._replace(notes=(note, *contents.notes))
 
 
-def _folder(path: Path) -> Contents:
+def _open_folder(path: Path) -> Contents:
     if (path / "manifest.json").is_file() and (path / "state.json").is_file():
         try:
             return open_stored(path, manifest.read(path).format)
@@ -123,25 +123,25 @@ def _folder(path: Path) -> Contents:
         return adapter_registry.find("torch", "checkpoint_reader").open_directory(path)
     if any(path.glob("*.distcp")):
         raise ProbeError(
-            f"{path} has shards of torch.distributed.checkpoint and no .metadata, the list "
-            "of their contents: it was not written or copied completely"
+            f"{path} has shards of torch.distributed.checkpoint, but no .metadata with the list "
+            "of their contents: the checkpoint was not written or copied completely"
         )
     if (path / "_METADATA").is_file() or any(path.glob("*/_METADATA")):
         return open_orbax(path)
-    steps = sorted((int(each.name), each) for each in path.iterdir() if each.name.isdecimal())
+    steps = sorted((int(item.name), item) for item in path.iterdir() if item.name.isdecimal())
     for _, newest in reversed(steps):
         if newest.is_dir() and any(newest.glob("*/_METADATA")):
-            contents = _folder(newest)
+            contents = _open_folder(newest)
             return contents._replace(notes=(f"the newest of {len(steps)} steps: {newest.name}",))
-    return _files_of(path)
+    return _open_files(path)
 
 
-def _files_of(folder: Path) -> Contents:
-    """Combines all checkpoint files of a directory: the Trainer and Accelerate write several."""
+def _open_files(folder: Path) -> Contents:
+    """Combines all checkpoint files of a directory: Trainer and Accelerate write several files."""
     parts, notes = [], []
-    for path in _files(folder):
+    for path in _checkpoint_files(folder):
         try:
-            part = _file(path)
+            part = _open_file(path)
         except Damaged:
             raise
         except ProbeError as error:
@@ -155,8 +155,8 @@ def _files_of(folder: Path) -> Contents:
         if notes:
             raise ProbeError("; ".join(notes))
         raise NothingToProbe(
-            _log(folder)
-            or f"{folder} holds no checkpoint that healcore knows: no torch or safetensors file, "
+            _advice_for_log(folder)
+            or f"{folder} contains no checkpoint of a known format: no torch or safetensors file, "
             "no DCP or Orbax checkpoint, no healcore store"
         )
     return Contents(
@@ -167,60 +167,57 @@ def _files_of(folder: Path) -> Contents:
     )
 
 
-def _log(path: Path) -> str | None:
-    """The advice to use the loss probe, if the path is a log or a directory of logs."""
+def _advice_for_log(path: Path) -> str | None:
+    """Advice to use the loss probe if the path is a log or a directory of logs, or None."""
     from healcore.tools.traces import open_traces
 
-    opened, _ = open_traces([str(path)])
-    if not opened:
+    traces, _ = open_traces([str(path)])
+    if not traces:
         return None
-    what = "the log of a run" if len(opened) == 1 else f"the logs of {len(opened)} runs"
+    what = "the log of a run" if len(traces) == 1 else f"the logs of {len(traces)} runs"
     return f"{path} is {what}, not a checkpoint: healcore probe loss {shlex.quote(str(path))}"
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _checkpoint_files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
-        if path.is_file() and (path.suffix in _TORCH or path.suffix == ".safetensors"):
+        if path.is_file() and (path.suffix in _TORCH_SUFFIXES or path.suffix == ".safetensors"):
             yield path
 
 
-# -- archives of torch -----------------------------------------------------------------------------
+# -- zip archives of torch -------------------------------------------------------------------------
 
 
 class ArchiveCheck(NamedTuple):
-    """What was found in the zip archives of a path."""
+    """Number of records in the zip archives of a path, and their damage."""
 
     records: int
     damage: tuple[str, ...]
-    """A sentence about each damaged archive."""
+    """One message for each damaged archive."""
 
 
 def check_archives(path: Path) -> ArchiveCheck | None:
-    """Checks the CRC-32 of every record in the archives of `torch.save` at a path.
-
-    Returns None if the file, or the directory, has no such archive.
-    """
+    """Checks the CRC-32 of every record in archives of `torch.save`; None without an archive."""
     count, records, damage = 0, 0, []
-    for file in [path] if path.is_file() else _files(path):
+    for file in [path] if path.is_file() else _checkpoint_files(path):
         with open(file, "rb", opener=regular_file.opener) as opened:
             if file.suffix == ".distcp" or opened.read(2) != b"PK":
                 continue
-            found, why = _check_records(opened)
-        count, records = count + 1, records + found
-        damage += [why if file == path else f"{file.name}: {why}"] if why else []
+            checked, problem = _check_records(opened)
+        count, records = count + 1, records + checked
+        if problem:
+            damage.append(problem if file == path else f"{file.name}: {problem}")
     return ArchiveCheck(records, tuple(damage)) if count else None
 
 
 def _check_records(file: BinaryIO) -> tuple[int, str]:
-    """Number of records, and the damage or an empty string."""
+    """Returns the number of records, and the damage or an empty string."""
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
             unpacked = sum(record.file_size for record in records)
-            if unpacked > _MOST_PACKED * os.fstat(file.fileno()).st_size + (1 << 20):
-                return 0, f"it would unpack to {unpacked} bytes, and torch.save packs nothing"
+            if unpacked > _MAX_UNPACKED_RATIO * os.fstat(file.fileno()).st_size + (1 << 20):
+                return 0, f"it would unpack to {unpacked} bytes, but torch.save does not compress"
             damaged = archive.testzip()
-    except Exception as error:  # a flipped bit makes zipfile and zlib raise anything
+    except Exception as error:  # a flipped bit makes zipfile and zlib raise any exception
         return 0, f"the archive is damaged: {error}"
-    wrong = damaged and f"{damaged} is not what was written: its CRC-32 differs"
-    return len(records), wrong or ""
+    return len(records), f"{damaged} is damaged: its CRC-32 differs" if damaged else ""

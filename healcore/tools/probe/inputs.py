@@ -1,4 +1,4 @@
-"""The thresholds of each probe; `healcore probe` makes an option of each field."""
+"""Inputs of the probes; each field is an option of `healcore probe`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from healcore import regular_file
 from healcore.plugins.checkpoint_contents import ProbeError
 
-_LARGEST_SPEC = 1 << 20
-"""Bytes."""
+_MAX_SPEC_BYTES = 1 << 20
 EVENT_SIGMAS, EVENT_POINTS, ROLLING_WINDOW = 5.0, 3, 16
 LOSS_CHECKS = (
     "finite",
@@ -26,16 +25,16 @@ LOSS_CHECKS = (
 
 
 def read_spec(path: Path) -> dict[str, Any]:
-    """The inputs of a probe in a TOML file; ProbeError if it cannot be read."""
+    """Reads the inputs of a probe from a TOML file. Raises ProbeError if that fails."""
     try:
-        return tomllib.loads(regular_file.read(path, _LARGEST_SPEC).decode())
+        return tomllib.loads(regular_file.read(path, _MAX_SPEC_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ProbeError(f"{path} is no spec in TOML: {reason}") from None
+        raise ProbeError(f"{path} cannot be read as a TOML spec: {reason}") from None
 
 
 class LossInputs(BaseModel):
-    """Inputs of the loss probe; the defaults pass healthy runs, however noisy."""
+    """Inputs of the loss probe. The defaults pass healthy runs with any noise."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -46,17 +45,19 @@ class LossInputs(BaseModel):
     goal: Literal["down", "up"] = Field(
         default="down", description="down, or up for a reward or an accuracy; the default is down."
     )
-    min_steps: int = Field(default=10, ge=4, description="Fewer finite values are not judged.")
-    # An end has at least 3 values; its median is taken.
+    min_steps: int = Field(
+        default=10, ge=4, description="A curve with fewer finite values is not judged."
+    )
+    # Each end has at least 3 values.
     ends: float = Field(
         default=0.05,
         gt=0,
         le=0.5,
-        description="Fraction of the curve that its start and its end each are.",
+        description="Fraction of the curve that counts as its start, and as its end.",
     )
-    # With goal `up`, FAIL below.
+    # With goal `up`, lower is worse.
     max_final_loss: float | None = Field(
-        default=None, description="FAIL if the end is beyond it; no bound by default."
+        default=None, description="FAIL if the end is worse; no bound by default."
     )
     # Checked only for losses above 0.
     max_convergence_ratio: float = Field(
@@ -66,35 +67,40 @@ class LossInputs(BaseModel):
     min_smoothness: float = Field(
         default=-2.0, le=1, description="WARN if the smoothness is lower; pure noise has -1."
     )
-    trend_sigmas: float = Field(default=3.0, gt=0, description="A larger rise or fall is a trend.")
+    trend_sigmas: float = Field(
+        default=3.0, gt=0, description="Standard deviations from which a rise or fall counts."
+    )
     warn_regret: float = Field(
-        default=0.1, ge=0, description="WARN if this fraction of the improvement is lost again."
+        default=0.1, ge=0, description="WARN if a larger fraction of the improvement is lost."
     )
-    fail_regret: float = Field(default=0.5, ge=0, description="FAIL if this fraction is.")
+    fail_regret: float = Field(default=0.5, ge=0, description="FAIL if a larger fraction is lost.")
     event_sigmas: float = Field(
-        default=EVENT_SIGMAS, gt=0, description="Least height of an instability event."
+        default=EVENT_SIGMAS,
+        gt=0,
+        description="Smallest height of an instability event, in noise units.",
     )
-    # Fewer high values are a jump, which is reported but not counted as an event.
+    # Fewer high values are a jump, which is reported and does not count as an event.
     event_points: int = Field(
-        default=EVENT_POINTS, ge=1, description="How many of 5 values are that high."
+        default=EVENT_POINTS, ge=1, description="How many of 5 values must be that high."
     )
     rolling_window: int = Field(
         default=ROLLING_WINDOW,
         ge=4,
         le=1000,
-        description="How many values before each value are its level.",
+        description="Number of preceding values whose median is the level of a value.",
     )
     max_events: int = Field(default=0, ge=0, description="WARN if there are more events.")
-    # A curve that ends in NaN or Inf fails whatever the value.
+    # A curve that ends in NaN or Inf always fails.
     max_nonfinite: int = Field(default=0, ge=0, description="WARN if more values are NaN or Inf.")
     curve_points: int = Field(
         default=512,
         ge=8,
         le=100_000,
-        description="Points of the curve in the JSON; extremes are kept.",
+        description="Largest number of points of the curve in the JSON; extremes are kept.",
     )
-    # Of each check in the score; the others count 1.
-    weights: dict[str, float] = Field(default={}, description="Weights of the checks in the score.")
+    weights: dict[str, float] = Field(
+        default={}, description="Weight of each check in the score; the default is 1."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> LossInputs:
@@ -106,17 +112,17 @@ class LossInputs(BaseModel):
         unknown = [name for name in self.weights if name not in LOSS_CHECKS]
         if unknown:
             raise ProbeError(
-                f"weights has {unknown[0]!r}, which is no check: the checks are "
+                f"weights has {unknown[0]!r}, which is not a check: the checks are "
                 f"{', '.join(LOSS_CHECKS)}"
             )
         wrong = [name for name, weight in self.weights.items() if not weight >= 0]
         if wrong or not any(self.weights.get(name, 1.0) for name in LOSS_CHECKS):
             raise ProbeError(
-                f"weights is {self.weights}: each weight is at least 0, and one is above 0"
+                f"weights is {self.weights}: each weight must be at least 0, and one above 0"
             )
         if self.event_points > 5:
             raise ProbeError(
-                f"event_points is at most 5, of five in a row; not {self.event_points}"
+                f"event_points is {self.event_points}, of 5 consecutive values: pass at most 5"
             )
         return self
 
@@ -129,41 +135,46 @@ class OptimizerInputs(BaseModel):
     step: int | None = Field(
         default=None,
         ge=0,
-        description="Which checkpoint of a store; by default the newest known-good one.",
+        description="Checkpoint of a store; by default the newest known-good checkpoint.",
     )
-    min_step: int = Field(default=50, ge=1, description="Moments of earlier steps are not judged.")
+    min_step: int = Field(default=50, ge=1, description="Moments before this step are not judged.")
     global_step: int | None = Field(
-        default=None, ge=0, description="The step, if the state does not contain it."
+        default=None, ge=0, description="Training step, if the state does not contain it."
     )
     fail_young: bool = Field(
         default=False, description="FAIL instead of SKIP before --min-step, or without a step."
     )
-    # For the bias correction; optax does not store it in the state.
+    # The bias correction needs beta2; optax does not store it in the state.
     beta2: float = Field(
-        default=0.999, ge=0, lt=1, description="Used if the state does not contain it."
+        default=0.999, ge=0, lt=1, description="Adam's beta2, if the state does not contain it."
     )
     fail_nonfinite: int = Field(
-        default=2, ge=1, description="FAIL if as many parameters have NaN; WARN if fewer."
+        default=2,
+        ge=1,
+        description="FAIL if at least this many parameters have NaN; WARN if fewer.",
     )
     # A parameter is dead if all its second moments are exactly 0.
     fail_dead: float = Field(
         default=0.3,
         ge=0,
         le=1,
-        description="FAIL if a larger fraction of layers is dead; WARN if any.",
+        description="FAIL if a larger fraction of layers is dead; WARN if any layer is.",
     )
     # In robust standard deviations of log v-hat.
     outlier_sigmas: float = Field(
-        default=5.0, gt=0, description="Least distance of an outlier from similar parameters."
+        default=5.0, gt=0, description="Smallest distance of an outlier from similar parameters."
     )
-    # First and last layers of healthy nets reach about 30.
+    # The first and last layers of healthy networks reach a factor of about 30.
     outlier_ratio: float = Field(
-        default=50.0, ge=1, description="Least factor between an outlier and similar parameters."
+        default=50.0, ge=1, description="Smallest factor between an outlier and similar parameters."
     )
     fail_outliers: float = Field(
-        default=0.3, ge=0, le=1, description="FAIL if a larger fraction of layers is; WARN if any."
+        default=0.3,
+        ge=0,
+        le=1,
+        description="FAIL if a larger fraction of layers is outliers; WARN if any layer is.",
     )
-    top: int = Field(default=3, ge=1, description="How many layers are listed.")
+    top: int = Field(default=3, ge=1, description="Number of layers to list.")
 
 
 class CheckpointInputs(BaseModel):
@@ -172,14 +183,11 @@ class CheckpointInputs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int | None = Field(default=None, ge=0, description="Only this checkpoint of a store.")
-    # Patterns of array names, as in `model.*.mask`.
+    # Patterns such as `model.*.mask`.
     nonfinite_ok: tuple[str, ...] = Field(
-        default=(), description="Arrays that may hold NaN and Inf; may be repeated."
+        default=(),
+        description="Name or pattern of arrays that may hold NaN and Inf; may be repeated.",
     )
-    # Without a known-good checkpoint FAIL, or SKIP where it is not recorded.
-    require_good: bool = Field(
-        default=False, description="Do not pass without a known-good checkpoint."
-    )
-    deep: bool = Field(
-        default=False, description="Read every number, even if all digests are right."
-    )
+    # FAIL without a known-good checkpoint; SKIP if the format does not record it.
+    require_good: bool = Field(default=False, description="Pass only with a known-good checkpoint.")
+    deep: bool = Field(default=False, description="Read every number, even if all digests match.")

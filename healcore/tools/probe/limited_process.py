@@ -1,12 +1,12 @@
-"""Probes checkpoints in a child process, within limits that the operating system sets.
+"""Probes checkpoints in a child process, within limits that the operating system enforces.
 
-The libraries that read a checkpoint allocate what the file asks for, and damage can end them. In a
-child process that costs only the verdict of one path. The child gets memory and time in proportion
-to the stored bytes, and may write small files only. It reads one path after the other, and is
-replaced if it ends. Results come back as JSON.
+The libraries that read a checkpoint allocate as much memory as the file asks for, and a damaged
+file can crash them. In a child process a crash costs only the verdict of one path. The child gets
+memory and time in proportion to the stored bytes, and may write only small files. One child reads
+many paths, and a new child replaces a child that ended. Results are sent as JSON.
 
-A command has one thread and forks the child, which takes milliseconds. A program with more threads
-could hang after a fork, so it starts a new Python.
+A process with one thread forks the child, which takes milliseconds. A process with more threads
+starts a new Python process, because a fork could deadlock.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ except ImportError:  # Windows
     _resource = None
 resource: Any = _resource
 
-NO_LIMITS = "read without limits on memory and time: this system has none"
-NO_MEMORY_LIMIT = "read without a limit on memory: this system enforces none"
-_MEMORY, _MEMORY_A_BYTE = 4 << 30, 4
-"""Bytes for any checkpoint, and for each stored byte, which may be compressed."""
-_SECONDS, _BYTES_A_SECOND = 15, 4 << 20
-"""Processor time for any checkpoint, including the import of torch, and for stored bytes."""
-_WAIT = 10
+NO_LIMITS = "read without limits on memory and time: this system does not support them"
+NO_MEMORY_LIMIT = "read without a limit on memory: this system does not enforce it"
+_BASE_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 4
+"""Memory limit in bytes, plus bytes for each stored byte, which may be compressed."""
+_BASE_SECONDS, _BYTES_PER_SECOND = 15, 4 << 20
+"""Limit of processor time, including the import of torch, plus time to read the stored bytes."""
+_WALL_TIME_FACTOR = 10
 """Limit of the wall time, as a multiple of the processor time."""
 _IDLE_SECONDS = 60
-_LARGEST_OUTPUT = 1 << 20
-"""Bytes of a file that the child writes: torch tests the temporary directory."""
-_ERRORS = {each.__name__: each for each in (ProbeError, Damaged, NothingToProbe, MissingExtraError)}
-_START = "import sys; from healcore.tools.probe import limited_process as its; its.serve(sys.argv)"
+_MAX_OUTPUT = 1 << 20
+"""Largest file in bytes that the child may write: torch tests the temporary directory."""
+_ERRORS = {kind.__name__: kind for kind in (ProbeError, Damaged, NothingToProbe, MissingExtraError)}
+_START = "import sys; from healcore.tools.probe import limited_process as p; p.serve(sys.argv)"
 
 
 class Limits(NamedTuple):
@@ -64,19 +64,22 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Limits:
-        """The limits for a file or a directory, by its size."""
+        """Returns the limits for a file or a directory, by its size."""
         files = [path] if path.is_file() else [
             Path(at, name) for at, _, names in os.walk(path) for name in names
         ]  # fmt: skip
         stored = 0
         for file in files:
-            with contextlib.suppress(OSError):  # a run deletes checkpoints meanwhile
+            with contextlib.suppress(OSError):  # a run may delete checkpoints meanwhile
                 stored += file.lstat().st_size
-        return cls(_MEMORY + _MEMORY_A_BYTE * stored, _SECONDS + stored // _BYTES_A_SECOND)
+        return cls(
+            _BASE_MEMORY + _MEMORY_PER_BYTE * stored,
+            _BASE_SECONDS + stored // _BYTES_PER_SECOND,
+        )
 
 
 def run_probe(probe: str, path: str | Path, inputs: BaseModel) -> ProbeResult:
-    """Runs a probe, named as its module ("checkpoint" or "optimizer"), for one path.
+    """Runs the probe "checkpoint" or "optimizer" for one path.
 
     Raises ProbeError if the path cannot be read within its limits, and the errors of the probe.
     """
@@ -84,30 +87,30 @@ def run_probe(probe: str, path: str | Path, inputs: BaseModel) -> ProbeResult:
     if resource is None:
         result = _judge(probe, path, inputs)
         return result._replace(notes=(*result.notes, NO_LIMITS))
-    given = [probe, os.fspath(path), type(inputs).__name__, inputs.model_dump(mode="json")]
+    request = [probe, os.fspath(path), type(inputs).__name__, inputs.model_dump(mode="json")]
     with _lock:
         if _running and _running[-1].owner != os.getpid():
-            _running.clear()  # a child of the parent of this forked process
+            _running.clear()  # the child belongs to the parent of this forked process
         if not _running:
             _running.append(_Process())
-        answer = _running[-1].ask(given, Limits.of(path))
-        if answer is None:  # the child ended after being idle
+        answer = _running[-1].ask(request, Limits.of(path))
+        if answer is None:  # the idle child had already ended
             close()
             _running.append(_Process())
-            answer = _running[-1].ask(given, Limits.of(path))
+            answer = _running[-1].ask(request, Limits.of(path))
         if answer is None or "ended" in answer:
             _running.clear()
-    answer = answer or {"ended": "it was killed"}
+    answer = answer or {"ended": "killed"}
     if "ended" in answer:
-        raise ProbeError(f"{path}: reading it ended the reader process ({answer['ended']})")
+        raise ProbeError(f"{path}: the reader process ended while reading it ({answer['ended']})")
     if "error" in answer:
         raise _ERRORS[answer["error"]](answer["message"])
-    found = answer["result"]
-    found["checks"] = tuple(
-        Check(name, ProbeVerdict(verdict), *rest) for name, verdict, *rest in found["checks"]
+    result = answer["result"]
+    result["checks"] = tuple(
+        Check(name, ProbeVerdict(verdict), *rest) for name, verdict, *rest in result["checks"]
     )
-    notes = (*found["notes"], *([NO_MEMORY_LIMIT] if sys.platform == "darwin" else []))
-    return ProbeResult(**{**found, "notes": notes})
+    notes = (*result["notes"], *([NO_MEMORY_LIMIT] if sys.platform == "darwin" else []))
+    return ProbeResult(**{**result, "notes": notes})
 
 
 def close() -> None:
@@ -117,42 +120,42 @@ def close() -> None:
 
 
 class _Process:
-    """The child process, as its parent sees it."""
+    """A running child process."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self._channel, theirs = socket.socketpair()
+        self._channel, channel_of_child = socket.socketpair()
         self._pid: int
         self._status: Callable[[], int]
-        with theirs:
+        with channel_of_child:
             if _threads() == 1:
                 self._pid = os.fork()
                 if not self._pid:
                     self._channel.close()
-                    _answer_all(theirs)
+                    _answer_all(channel_of_child)
                 self._status = lambda: os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             else:
-                found = (str(Path(healcore.__file__).parents[1]), *filter(None, sys.path))
-                started = subprocess.Popen(
-                    # -P: no import from the current directory.
-                    [sys.executable, "-P", "-c", _START, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
+                search_path = (str(Path(healcore.__file__).parents[1]), *filter(None, sys.path))
+                process = subprocess.Popen(
+                    # -P prevents imports from the current directory.
+                    [sys.executable, "-P", "-c", _START, str(channel_of_child.fileno())],
+                    pass_fds=[channel_of_child.fileno()],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path)},
                 )
-                self._pid, self._status = started.pid, started.wait
+                self._pid, self._status = process.pid, process.wait
         self._answers = self._channel.makefile("rb")
 
-    def ask(self, given: list[Any], limits: Limits) -> dict[str, Any] | None:
-        """The answer, or why the child ended, or None if it had already ended."""
-        wait = _WAIT * limits.seconds
+    def ask(self, request: list[Any], limits: Limits) -> dict[str, Any] | None:
+        """Returns the answer, {"ended": reason} if the child ends, or None if it had ended."""
+        wait = _WALL_TIME_FACTOR * limits.seconds
         self._channel.settimeout(wait)
         try:
-            self._channel.sendall(json.dumps([*given, limits]).encode() + b"\n")
+            self._channel.sendall(json.dumps([*request, limits]).encode() + b"\n")
             line = self._answers.readline()
         except TimeoutError:
             os.kill(self._pid, signal.SIGKILL)
             self.end()
-            return {"ended": f"it took more than {wait} s"}
+            return {"ended": f"no answer within {wait} s"}
         except OSError:
             line = b""
         if line.endswith(b"\n"):
@@ -161,13 +164,13 @@ class _Process:
         if not status:
             return None
         if status == -signal.SIGXCPU:
-            why = f"it takes more than {limits.seconds} s of processor time for what is stored"
+            reason = f"its limit for this size is {limits.seconds} s of processor time"
         else:
-            why = (signal.strsignal(-status) if status < 0 else None) or f"status {status}"
-        return {"ended": why}
+            reason = (signal.strsignal(-status) if status < 0 else None) or f"status {status}"
+        return {"ended": reason}
 
     def end(self) -> int:
-        """Ends the child. Returns its exit status, or minus the number of a signal."""
+        """Ends the child. Returns its exit status, or the negative number of a signal."""
         self._answers.close()
         self._channel.close()
         return self._status()
@@ -178,7 +181,7 @@ _lock = threading.Lock()
 
 
 def _threads() -> int:
-    """Number of threads of this process, or 0 if unknown."""
+    """Returns the number of threads of the current process, or 0 if unknown."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
@@ -196,27 +199,29 @@ def serve(arguments: list[str]) -> None:
 def _answer_all(channel: socket.socket) -> None:
     """Answers requests until the channel is closed or idle, and exits."""
     try:
-        faulthandler.disable()  # pytest's handler writes to a standard error of its own
-        nothing = os.open(os.devnull, os.O_RDWR)
+        faulthandler.disable()  # the handler of pytest would write to its own standard error
+        null = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
-            os.dup2(nothing, standard)
+            os.dup2(null, standard)
         _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_FSIZE, _LARGEST_OUTPUT)
+        _limit(resource.RLIMIT_FSIZE, _MAX_OUTPUT)
         channel.settimeout(_IDLE_SECONDS)
         with channel.makefile("rb") as requests:
             for line in requests:
-                channel.sendall(json.dumps(_answer(*json.loads(line)), default=_plain).encode())
+                channel.sendall(
+                    json.dumps(_answer(*json.loads(line)), default=_json_default).encode()
+                )
                 channel.sendall(b"\n")
     except OSError:
-        pass  # the parent is gone
+        pass  # the parent has ended
     finally:
         os._exit(0)
 
 
 def _limit(kind: int, value: int) -> None:
-    _, most = resource.getrlimit(kind)
-    with contextlib.suppress(ValueError, OSError):  # macOS refuses some
-        resource.setrlimit(kind, (value if most < 0 else min(value, most), most))
+    _, hard = resource.getrlimit(kind)
+    with contextlib.suppress(ValueError, OSError):  # macOS rejects some limits
+        resource.setrlimit(kind, (value if hard < 0 else min(value, hard), hard))
 
 
 def _answer(probe: str, at: str, kind: str, inputs: dict, limits: list[int]) -> dict[str, Any]:
@@ -232,23 +237,19 @@ def _answer(probe: str, at: str, kind: str, inputs: dict, limits: list[int]) -> 
     except OSError as error:
         message = f"{at} cannot be read: {error.strerror or error}"
     except MemoryError:
-        message = f"{at} asks for more memory than its limit of {memory} bytes"
+        message = f"{at} needs more memory than its limit of {memory} bytes"
     except Exception as error:  # the libraries may raise anything for damaged bytes
         message = f"{at} could not be judged: {type(error).__name__}: {first_line(error)}"
     return {"error": "ProbeError", "message": message}
 
 
 def _judge(probe: str, path: Path, inputs: Any) -> ProbeResult:
-    """Runs the function `judge` of a probe's module. A new Python has not imported that module."""
-    if probe == "checkpoint":
-        module = importlib.import_module("healcore.tools.probe.checkpoint")
-    else:
-        module = importlib.import_module("healcore.tools.probe.optimizer")
-    return module.judge(path, inputs)
+    """Runs `judge` of the probe's module, imported late because the module imports this one."""
+    return importlib.import_module(f"healcore.tools.probe.{probe}").judge(path, inputs)
 
 
-def _plain(value: Any) -> Any:
-    """Converts a number or array of NumPy, an enum or a path for JSON."""
+def _json_default(value: Any) -> Any:
+    """Converts a NumPy number or array, an enum or a path for JSON."""
     if isinstance(value, ProbeVerdict):
         return value.value
     return value.tolist() if hasattr(value, "tolist") else str(value)

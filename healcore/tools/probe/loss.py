@@ -1,4 +1,4 @@
-"""The loss probe: is this the curve of a healthy run?"""
+"""The loss probe: checks that a curve is the curve of a healthy run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from healcore.history.curves import Envelope
 from healcore.tools.probe.inputs import LOSS_CHECKS, LossInputs
-from healcore.tools.probe.loss_curve import CurveStatistics, Shape, logged, shape
-from healcore.tools.probe.loss_events import Events, Incidents
+from healcore.tools.probe.loss_curve import CurveStatistics, Shape, logged, measure_shape
+from healcore.tools.probe.loss_events import DetectorEventFinder, WindowEventFinder
 from healcore.tools.probe.result import FAIL, PASS, SKIP, WARN, Check, NothingToProbe, ProbeResult
 from healcore.tools.traces.trace import Survey, Trace
 
-_SMOOTHNESS_NEEDS = 30
-_ALTERNATES = 3.0
-"""Minus the lowest smoothness, which a curve has that alternates between two values."""
+_MIN_VALUES_FOR_SMOOTHNESS = 30
+_LOWEST_SMOOTHNESS = -3.0
+"""Smoothness of a curve that alternates between two values."""
 
 
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
@@ -29,18 +29,18 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     inputs = inputs or LossInputs()
     survey = trace.survey()
     if inputs.signal not in survey.signals:
-        there = ", ".join(sorted(survey.signals)) or "nothing that healcore knows"
+        logged_names = ", ".join(sorted(survey.signals)) or "no known signal"
         raise NothingToProbe(
-            f"{trace.name} logs no {inputs.signal}, only {there}: pass --signal for another one, "
-            f"or --column {inputs.signal}=NAME if a column has it"
+            f"{trace.name} logs no {inputs.signal}, only {logged_names}: pass --signal for another "
+            f"signal, or --column {inputs.signal}=NAME for a column with another name"
         )
-    # The checks assume that lower is better; messages and facts show the numbers as logged.
+    # The checks assume that lower is better. Messages and facts show the numbers as logged.
     sign = 1.0 if inputs.goal == "down" else -1.0
     curve = CurveStatistics()
-    events = Events(inputs.event_sigmas, inputs.event_points, inputs.rolling_window)
-    # Only for losses: in healthy norms the detector reports many events.
-    losses = inputs.signal in ("loss", "eval_loss")
-    incidents = Incidents(inputs.event_sigmas, inputs.event_points) if losses else None
+    finder = WindowEventFinder(inputs.event_sigmas, inputs.event_points, inputs.rolling_window)
+    # The detector reports many events in healthy norms, so only losses are passed to it.
+    is_loss = inputs.signal in ("loss", "eval_loss")
+    detector = DetectorEventFinder(inputs.event_sigmas, inputs.event_points) if is_loss else None
     thinned = Envelope(inputs.curve_points)
     by_step = None
     for chunk in logged(trace, inputs.signal):
@@ -50,12 +50,12 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         thinned.add(places, {"value": chunk.value})
         values = curve.add(chunk.step, sign * chunk.value)
         steps = chunk.step[np.isfinite(chunk.value)]
-        events.add(steps, values)
-        if incidents is not None:
-            incidents.add(steps, values)
-    events.finish()
-    if incidents is not None:
-        events.include(incidents.finish())
+        finder.add(steps, values)
+        if detector is not None:
+            detector.add(steps, values)
+    finder.finish()
+    if detector is not None:
+        finder.include(detector.finish())
     places, columns = thinned.kept()
     facts: dict[str, Any] = {
         "values": curve.values,
@@ -64,23 +64,23 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         "last": sign * curve.last if curve.finite else None,
         "best": sign * curve.best if curve.finite else None,
         "nonfinite": curve.nonfinite,
-        "events": events.found,
-        "jumps": events.jumps,
+        "events": finder.events,
+        "jumps": finder.jumps,
         "curve": {
             "step" if by_step else "row": places,
             "value": columns.get("value", np.empty(0)),
         },
     }
-    checks = _checks(curve, events, inputs, sign, facts)
+    checks = _checks(curve, finder, inputs, sign, facts)
     facts["score"] = score(checks, inputs)
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(_notes(survey)))
 
 
 def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
-    """How well the curve keeps the bounds, from 0 to 1, or None if it could not be judged.
+    """Returns the score of a curve from 0 to 1, or None if the curve is too short.
 
-    The weighted mean over the checks that count: 1 for PASS, 0 for FAIL, and for WARN a number that
-    decreases with the distance to the bound. A curve that ends in NaN or Inf has 0.
+    The score is the weighted mean over the checks that count: 1 for PASS, 0 for FAIL, and for WARN
+    a number that decreases with the distance to the bound. A curve that ends in NaN or Inf has 0.
     """
     counted = [check for check in checks if check.decides and check.name in LOSS_CHECKS]
     if any(check.name == "finite" and check.verdict is FAIL for check in counted):
@@ -89,24 +89,24 @@ def score(checks: Sequence[Check], inputs: LossInputs) -> float | None:
     if len(counted) < len(checks) and any(check.name == "length" for check in checks):
         return None
     total = sum(weights)
-    kept = sum(map(operator.mul, weights, map(_closeness, counted)))
-    return kept / total if total > 0 else None
+    weighted = sum(map(operator.mul, weights, map(_closeness, counted)))
+    return weighted / total if total > 0 else None
 
 
 def _closeness(check: Check) -> float:
-    """1 for a check within its bound, 0 for a failed check."""
+    """Returns 1 for PASS, 0 for FAIL, and for WARN a number that falls with the distance."""
     if check.verdict is not WARN:
         return float(check.verdict is PASS)
     value, bound = check.value, check.bound
     if check.name == "convergence_ratio":
         return bound / value
     if check.name == "smoothness":
-        return max(0.0, (value + _ALTERNATES) / (bound + _ALTERNATES))
+        return max(0.0, (value - _LOWEST_SMOOTHNESS) / (bound - _LOWEST_SMOOTHNESS))
     if check.name == "regret":
         return (bound[1] - value) / (bound[1] - bound[0])
     if check.name in ("finite", "instability_events"):
         return (1 + bound) / (1 + value)
-    return 0.5  # no progress: its bound is a certainty, not a distance
+    return 0.5  # the bound of "progress" is a significance, not a distance
 
 
 def _notes(survey: Survey) -> list[str]:
@@ -114,128 +114,132 @@ def _notes(survey: Survey) -> list[str]:
     if survey.problem_count > len(notes):
         notes.append(f"{survey.problem_count - len(notes)} further problems in this trace")
     if survey.stale:
-        notes.append(f"{survey.stale} rows were replaced by a resume; the last value counts")
+        notes.append(f"{survey.stale} rows were repeated by a resume; the last value counts")
     return notes
 
 
 def _checks(
-    curve: CurveStatistics, events: Events, inputs: LossInputs, sign: float, facts: dict[str, Any]
+    curve: CurveStatistics,
+    events: WindowEventFinder,
+    inputs: LossInputs,
+    sign: float,
+    facts: dict[str, Any],
 ) -> list[Check]:
     finite = _finite(curve, inputs)
     if curve.finite < inputs.min_steps:
         message = (
-            f"{curve.finite} finite value{'s' * (curve.finite != 1)}, at least "
-            f"{inputs.min_steps} are needed to judge the curve"
+            f"{curve.finite} finite value{'s' * (curve.finite != 1)}; a verdict needs at least "
+            f"{inputs.min_steps}"
         )
         return [finite, Check("length", SKIP, message, curve.finite, inputs.min_steps)]
-    seen = shape(curve.blocks.medians(), inputs.ends)
+    shape = measure_shape(curve.blocks.medians(), inputs.ends)
     facts |= {
-        "start": sign * seen.start,
-        "end": sign * seen.end,
-        "best_so_far": sign * seen.best,
-        "regret": seen.regret,
-        "noise": seen.noise,
+        "start": sign * shape.start,
+        "end": sign * shape.end,
+        "best_so_far": sign * shape.best,
+        "regret": shape.regret,
+        "noise": shape.noise,
     }
     return [
         finite,
-        _final_loss(seen, inputs, sign),
-        _progress(seen, curve, inputs, sign),
-        _convergence_ratio(seen, curve, inputs),
-        _regret(seen, inputs, sign),
+        _final_loss(shape, inputs, sign),
+        _progress(shape, curve, inputs, sign),
+        _convergence_ratio(shape, curve, inputs),
+        _regret(shape, inputs, sign),
         _smoothness(curve, inputs),
         _events(events, inputs),
     ]
 
 
 def _finite(curve: CurveStatistics, inputs: LossInputs) -> Check:
-    """NaN and Inf: FAIL at the end of the curve, at most WARN if the run recovered."""
-    bad, of = curve.nonfinite, curve.values
+    """Counts NaN and Inf: FAIL at the end of the curve, WARN if the run recovered."""
+    bad, total = curve.nonfinite, curve.values
     name, bound = "finite", inputs.max_nonfinite
     if curve.trailing:
         last = "value is" if curve.trailing == 1 else f"{curve.trailing} values are"
-        message = f"it ends in NaN or Inf: the last {last} not finite ({bad} of {of} in all)"
+        message = f"it ends in NaN or Inf: the last {last} not finite ({bad} of {total} in all)"
         return Check(name, FAIL, message, bad, bound)
     if bad > bound:
         message = (
-            f"{bad} of {of} values are NaN or Inf, the first at step {curve.first_nonfinite:.15g}"
+            f"{bad} of {total} values are NaN or Inf, first at step {curve.first_nonfinite:.15g}"
         )
         return Check(name, WARN, message, bad, bound)
-    message = f"all {of} values are finite" if not bad else f"{bad} of {of} values are NaN or Inf"
+    message = f"{bad} of {total} values are NaN or Inf" if bad else f"all {total} values are finite"
     return Check(name, PASS, message, bad, bound)
 
 
-def _final_loss(seen: Shape, inputs: LossInputs, sign: float) -> Check:
-    value, bound = sign * seen.end, inputs.max_final_loss
+def _final_loss(shape: Shape, inputs: LossInputs, sign: float) -> Check:
+    value, bound = sign * shape.end, inputs.max_final_loss
     if bound is None:
-        return Check("final_loss", PASS, f"{value:.6g}, no bound is set", value)
+        return Check("final_loss", PASS, f"{value:.6g}; no bound is set", value)
     bad = value > bound if inputs.goal == "down" else value < bound
-    wanted = "at most" if inputs.goal == "down" else "at least"
-    message = f"{value:.6g}, {wanted} {bound:g} is wanted"
+    limit = "at most" if inputs.goal == "down" else "at least"
+    message = f"{value:.6g}; should be {limit} {bound:g}"
     return Check("final_loss", FAIL if bad else PASS, message, value, bound)
 
 
-def _progress(seen: Shape, curve: CurveStatistics, inputs: LossInputs, sign: float) -> Check:
-    """Whether the curve moves in the right direction, by its trend or by its two ends."""
+def _progress(shape: Shape, curve: CurveStatistics, inputs: LossInputs, sign: float) -> Check:
+    """Checks that the curve moves in the right direction, by its trend or by its two ends."""
     name, bound = "progress", inputs.trend_sigmas
-    way = f"from {sign * seen.start:.4g} to {sign * seen.end:.4g}"
-    rise, of_noise = seen.end - seen.start, math.sqrt(2) * seen.noise
-    apart = rise / of_noise if of_noise > 0 else math.copysign(math.inf, rise) if rise else 0.0
+    span = f"from {sign * shape.start:.4g} to {sign * shape.end:.4g}"
+    rise, sigma = shape.end - shape.start, math.sqrt(2) * shape.noise
+    distance = rise / sigma if sigma > 0 else math.copysign(math.inf, rise) if rise else 0.0
     wrong, right = ("rises", "falls") if inputs.goal == "down" else ("falls", "rises")
     if not curve.level.variance > 0:
-        message = f"it never changes: {sign * seen.end:.4g} at every step"
-        return Check(name, WARN, message, sign * seen.trend, bound)
+        message = f"the curve is constant: {sign * shape.end:.4g} at every step"
+        return Check(name, WARN, message, sign * shape.trend, bound)
     measured = (
-        f"trend {sign * seen.trend:+.1f} sigma, end against start {sign * apart:+.1f} sigma; "
-        f"either counts from {bound:g} on"
+        f"trend {sign * shape.trend:+.1f} sigma, end against start {sign * distance:+.1f} sigma; "
+        f"significant from {bound:g} sigma"
     )
-    if rise and max(seen.trend * math.copysign(1, rise), abs(apart)) > bound:
-        # The number that decides.
-        by_trend = seen.trend * math.copysign(1, rise) > bound
-        value = sign * (seen.trend if by_trend else apart)
-        verdict, goes = (FAIL, wrong) if rise > 0 else (PASS, right)
-        return Check(name, verdict, f"it {goes}, {way} ({measured})", value, bound)
-    if seen.drop > bound:
+    if rise and max(shape.trend * math.copysign(1, rise), abs(distance)) > bound:
+        by_trend = shape.trend * math.copysign(1, rise) > bound
+        value = sign * (shape.trend if by_trend else distance)
+        verdict, verb = (FAIL, wrong) if rise > 0 else (PASS, right)
+        return Check(name, verdict, f"it {verb}, {span} ({measured})", value, bound)
+    if shape.drop > bound:
         message = (
-            f"it {right} within its first values, the first is {seen.drop:.1f} sigma away, and "
-            f"holds {sign * seen.end:.4g}"
+            f"it {right} within its first values, by {shape.drop:.1f} sigma, and stays at "
+            f"{sign * shape.end:.4g}"
         )
-        return Check(name, PASS, message, seen.drop, bound)
-    value = sign * max(seen.trend, apart, key=abs)
-    if abs(seen.trend) > bound:  # opposite to its ends
-        message = f"{way}, and a trend the other way ({measured})"
+        return Check(name, PASS, message, shape.drop, bound)
+    value = sign * max(shape.trend, distance, key=abs)
+    if abs(shape.trend) > bound:
+        message = f"{span}, but the trend has the opposite direction ({measured})"
     else:
-        message = f"{way}: no more than its noise ({measured})"
+        message = f"{span}: the change is within the noise ({measured})"
     if curve.signed:
         # The loss of a policy gradient is about 0 by construction.
-        return Check(name, PASS, f"{message}; it takes both signs, so it need not", value, bound)
-    return Check(name, WARN, f"{message}: nothing is learnt", value, bound)
+        message += "; a curve with both signs need not progress"
+        return Check(name, PASS, message, value, bound)
+    return Check(name, WARN, f"{message}: no progress", value, bound)
 
 
-def _convergence_ratio(seen: Shape, curve: CurveStatistics, inputs: LossInputs) -> Check:
+def _convergence_ratio(shape: Shape, curve: CurveStatistics, inputs: LossInputs) -> Check:
     name, bound = "convergence_ratio", inputs.max_convergence_ratio
-    if inputs.goal == "up" or curve.best <= 0 or seen.start <= 0:
-        message = "only losses above 0 that should fall have one"
+    if inputs.goal == "up" or curve.best <= 0 or shape.start <= 0:
+        message = "only defined for losses above 0 that should fall"
         return Check(name, SKIP, message, None, bound, decides=False)
-    value = seen.end / seen.start
-    noise = math.sqrt(2) * inputs.trend_sigmas * seen.noise / seen.start if bound >= 1 else 0.0
+    value = shape.end / shape.start
+    noise = math.sqrt(2) * inputs.trend_sigmas * shape.noise / shape.start if bound >= 1 else 0.0
     verdict = WARN if value > bound + noise else PASS
-    message = f"the end is {value:.4g} of the start, at most {bound:g} is wanted"
+    message = f"the end is {value:.4g} of the start; should be at most {bound:g}"
     return Check(name, verdict, message, value, bound)
 
 
-def _regret(seen: Shape, inputs: LossInputs, sign: float) -> Check:
+def _regret(shape: Shape, inputs: LossInputs, sign: float) -> Check:
     name, bound = "regret", [inputs.warn_regret, inputs.fail_regret]
-    lost = seen.relative_regret
+    lost = shape.relative_regret
     if lost is None:
-        message = "it was never better than at its start"
+        message = "the curve was never better than at its start"
         return Check(name, SKIP, message, None, bound, decides=False)
-    # The lowest of many medians is below the curve by noise alone: twice the usual bound.
-    if seen.regret <= 2 * inputs.trend_sigmas * seen.noise:
-        message = f"it ends at its best, {sign * seen.best:.4g}, up to its noise"
+    # The bound is doubled, because noise alone puts the lowest of many medians below the curve.
+    if shape.regret <= 2 * inputs.trend_sigmas * shape.noise:
+        message = f"the curve ends at its best, {sign * shape.best:.4g}, within the noise"
         return Check(name, PASS, message, lost, bound)
     verdict = FAIL if lost > bound[1] else WARN if lost > bound[0] else PASS
     message = (
-        f"at the end {lost:.1%} of the way to its best ({sign * seen.best:.4g}) is lost again; "
+        f"at the end, {lost:.1%} of the progress to the best ({sign * shape.best:.4g}) is lost; "
         f"WARN above {bound[0]:.0%}, FAIL above {bound[1]:.0%}"
     )
     return Check(name, verdict, message, lost, bound)
@@ -244,26 +248,26 @@ def _regret(seen: Shape, inputs: LossInputs, sign: float) -> Check:
 def _smoothness(curve: CurveStatistics, inputs: LossInputs) -> Check:
     name, bound, value = "smoothness", inputs.min_smoothness, curve.smoothness
     if value is None:
-        message = "a curve that does not change has none"
+        message = "not defined for a constant curve"
         return Check(name, SKIP, message, None, bound, decides=False)
-    message = f"{value:.3f}, at least {bound:g} is wanted (noise around a level has -1)"
-    # Its standard deviation for pure noise is 2 / sqrt(n): too large with few values.
-    many = curve.finite >= _SMOOTHNESS_NEEDS
-    return Check(name, WARN if value < bound else PASS, message, value, bound, decides=many)
+    message = f"{value:.3f}; should be at least {bound:g} (noise around a level has -1)"
+    # For pure noise, its standard deviation is 2 / sqrt(n), which is too large for small n.
+    reliable = curve.finite >= _MIN_VALUES_FOR_SMOOTHNESS
+    return Check(name, WARN if value < bound else PASS, message, value, bound, decides=reliable)
 
 
-def _events(found: Events, inputs: LossInputs) -> Check:
+def _events(finder: WindowEventFinder, inputs: LossInputs) -> Check:
     name, bound = "instability_events", inputs.max_events
-    jumps = f"{found.jumps} single high value{'s' * (found.jumps != 1)} besides"
-    if not found.count:
+    count = finder.count
+    jumps = f"{finder.jumps} single high value{'s' * (finder.jumps != 1)}"
+    if not count:
         return Check(name, PASS, f"none ({jumps})", 0, bound)
-    first = found.found[0]
-    times = "1 time" if found.count == 1 else f"{found.count} times"
+    first = finder.events[0]
     message = (
-        f"{times} it was far above where it had been, first at step {first.step:.15g} for "
-        f"{first.values} values ({jumps})"
+        f"{count} event{'s' * (count != 1)} far above the level before, the first at step "
+        f"{first.step:.15g} for {first.values} values ({jumps})"
     )
-    if found.unfinished is not None:
-        message += f"; it ends in the one that began at step {found.unfinished.step:.15g}"
-        return Check(name, FAIL, message, found.count, bound)
-    return Check(name, WARN if found.count > bound else PASS, message, found.count, bound)
+    if finder.unfinished is not None:
+        message += f"; the curve ends in the event of step {finder.unfinished.step:.15g}"
+        return Check(name, FAIL, message, count, bound)
+    return Check(name, WARN if count > bound else PASS, message, count, bound)

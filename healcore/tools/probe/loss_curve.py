@@ -1,4 +1,4 @@
-"""Measures a loss curve of any length in bounded memory: finite values, ends, noise."""
+"""Measures a loss curve of any length in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from numpy.lib.stride_tricks import sliding_window_view
 from healcore.tools.traces import Trace, lineage
 
 BLOCKS = 1024
-OF_DEVIATION = 1.4826
-"""Standard deviation of Gaussian noise over its median absolute deviation."""
-_OF_MEDIAN = 1.2533
-"""Ratio of the standard deviations of a median and a mean, for many values: sqrt(pi / 2)."""
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of Gaussian noise divided by its median absolute deviation."""
+_MEDIAN_TO_MEAN_SIGMA = 1.2533
+"""Standard deviation of a median divided by that of a mean, for many values: sqrt(pi / 2)."""
 _TREND_POINTS = 64
 
 
 class Logged(NamedTuple):
-    """Consecutive values of one signal, (n,) each."""
+    """Consecutive values of one signal. All arrays have shape (n,)."""
 
     index: np.ndarray
     """int64: row numbers in the trace."""
     step: np.ndarray
+    """float64."""
     value: np.ndarray
-    """float64, NaN and Inf included."""
+    """float64, with NaN and Inf as logged."""
 
 
 def logged(trace: Trace, signal: str) -> Iterator[Logged]:
-    """The values of a signal in chunks, without rows that a resume replaced."""
+    """Yields the values of a signal in chunks, without rows that a resume replaced."""
     for rows in lineage(trace):
-        if signal in rows.given and rows.given[signal].any():
-            there = rows.given[signal]
+        if signal in rows.logged and rows.logged[signal].any():
+            there = rows.logged[signal]
             value = rows.values[signal][there].astype(np.float64)
             yield Logged(rows.index[there], rows.step[there], value)
 
 
 class Blocks:
-    """Medians of equally long pieces of a curve, fewer than `most` (an even number).
+    """Medians of equally long blocks of a curve, fewer than `most` (an even number).
 
-    First each value is a block. Whenever there are `most` blocks, two neighbours become one block,
-    their mean. A long curve has at least `most / 2` blocks.
+    At first, each value is a block. When `most` blocks are full, each pair of neighbours becomes
+    one block with their mean. A long curve has at least `most / 2` blocks.
     """
 
     def __init__(self, most: int = BLOCKS) -> None:
@@ -67,7 +68,7 @@ class Blocks:
         self._waiting = waiting
 
     def medians(self) -> np.ndarray:
-        """The medians, float64 (b,), with the last block if it is at least half full."""
+        """Returns the medians, float64 (b,), with the last block if it is at least half full."""
         whole = np.asarray(self._medians, np.float64)
         if 2 * len(self._waiting) >= self.size:
             return np.append(whole, np.median(self._waiting))
@@ -75,7 +76,7 @@ class Blocks:
 
 
 class Variance:
-    """Variance of a stream in float64 (pairwise update of Chan, Golub and LeVeque)."""
+    """Variance of a stream, float64 (pairwise update of Chan, Golub and LeVeque)."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -90,9 +91,9 @@ class Variance:
             mean = float(values.mean())
             squares = float(((values - mean) ** 2).sum())
             total = self.count + len(values)
-            apart = mean - self._mean
-            self._squares += squares + apart * apart * self.count * len(values) / total
-            self._mean += apart * len(values) / total
+            shift = mean - self._mean
+            self._squares += squares + shift * shift * self.count * len(values) / total
+            self._mean += shift * len(values) / total
         self.count = total
 
     @property
@@ -102,11 +103,16 @@ class Variance:
 
 
 class CurveStatistics:
-    """Statistics of a curve, in one pass.
+    """Statistics of a curve, collected in one pass.
 
-    `values` and `nonfinite` are counts, `trailing` the number of NaN and Inf at the end. `level` is
-    the variance of the finite values, `change` the variance of differences of finite neighbours.
-    `best` is the lowest and `worst` the highest finite value.
+    Attributes:
+        values: number of values.
+        nonfinite: number of NaN and Inf.
+        trailing: number of consecutive NaN and Inf at the end.
+        level: variance of the finite values.
+        change: variance of the differences of finite neighbours.
+        best: lowest finite value.
+        worst: highest finite value.
     """
 
     def __init__(self) -> None:
@@ -120,7 +126,7 @@ class CurveStatistics:
         self.best = np.inf
         self.worst = -np.inf
         self.last = np.nan
-        self._before = np.nan
+        self._previous = np.nan
 
     def add(self, steps: np.ndarray, logged: np.ndarray) -> np.ndarray:
         """Adds the next values, float64 (n,). Returns the finite values, (m,)."""
@@ -137,9 +143,9 @@ class CurveStatistics:
             self.first_nonfinite = float(steps[bad[0]])
         self.trailing = len(finite) - 1 - int(good[-1]) if len(good) else self.trailing + len(bad)
         with np.errstate(invalid="ignore", over="ignore"):
-            changes = np.diff(np.concatenate([[self._before], logged]))
+            changes = np.diff(np.concatenate([[self._previous], logged]))
         self.change.add(changes[np.isfinite(changes)])
-        self._before = logged[-1]
+        self._previous = logged[-1]
         values = logged[finite]
         if len(values):
             self.blocks.add(values)
@@ -156,7 +162,7 @@ class CurveStatistics:
 
     @property
     def signed(self) -> bool:
-        """Whether the curve has values on both sides of 0, or 0."""
+        """Whether 0 lies within the range of the curve."""
         return self.best <= 0 <= self.worst
 
     @property
@@ -168,16 +174,16 @@ class CurveStatistics:
 
 
 class Shape(NamedTuple):
-    """Level of a curve at its start, end and best, and its noise; lower is better."""
+    """Level of a curve at its start, end and best, with its noise and trend. Lower is better."""
 
     start: float
     end: float
     best: float
-    """Lowest of the running medians, each over as many values as `end`."""
+    """Lowest running median over as many values as `end` has."""
     noise: float
     """Standard deviation of a running median."""
     drop: float
-    """First value minus `end`, in deviations of one value: a short log shows a fast start there."""
+    """First value minus `end`, in standard deviations of one value. Large after a fast start."""
     trend: float
     """Mann-Kendall statistic in standard deviations; positive where the curve rises."""
 
@@ -188,22 +194,22 @@ class Shape(NamedTuple):
 
     @property
     def relative_regret(self) -> float | None:
-        """`regret` over start minus best, or None if the curve was never below its start."""
-        way = self.start - self.best
-        return self.regret / way if way > 0 else None
+        """`regret` divided by start minus best, or None if the curve was never below its start."""
+        progress = self.start - self.best
+        return self.regret / progress if progress > 0 else None
 
 
-def shape(curve: np.ndarray, ends: float) -> Shape:
+def measure_shape(curve: np.ndarray, ends: float) -> Shape:
     """Measures a finite curve, float64 (b,) with b >= 4; `ends` is the fraction of one end."""
-    # Divided by the largest value, so that differences of very large values stay finite.
+    # Scaled by the largest value, so that differences of very large values stay finite.
     unit = float(np.abs(curve).max()) or 1.0
     scaled = curve / unit
     width = max(3, round(ends * len(curve)))
     medians = np.median(sliding_window_view(scaled, width), axis=1)
     single = _deviation(scaled)
-    # The larger of two estimates: from single values as if they were independent, and from the
-    # medians of adjacent windows, which include slow drift.
-    noise = max(single * _OF_MEDIAN / math.sqrt(width), _deviation(medians[::-width]))
+    # The larger of two estimates: from single values as if they were independent, and from medians
+    # of adjacent windows, which include slow drift.
+    noise = max(single * _MEDIAN_TO_MEAN_SIGMA / math.sqrt(width), _deviation(medians[::-width]))
     drop = float(scaled[0] - medians[-1])
     return Shape(
         start=unit * float(medians[0]),
@@ -216,22 +222,22 @@ def shape(curve: np.ndarray, ends: float) -> Shape:
 
 
 def _deviation(curve: np.ndarray) -> float:
-    """Robust standard deviation of the noise of a curve (b,); 0 for fewer than 4 values.
+    """Estimates the standard deviation of the noise of a curve (b,); 0 for fewer than 4 values.
 
-    Computed from second differences: they remove a slope and multiply the variance of white noise
-    by six. Enlarged for few values, whose median may be small by chance.
+    Uses second differences, which remove a slope and multiply the variance of white noise by six.
+    The estimate is enlarged for few values, whose median may be small by chance.
     """
     if len(curve) < 4:
         return 0.0
     bends = np.abs(np.diff(curve, 2))
-    return OF_DEVIATION * float(np.median(bends)) / math.sqrt(6) * (1 + 4 / len(bends))
+    return MAD_TO_SIGMA * float(np.median(bends)) / math.sqrt(6) * (1 + 4 / len(bends))
 
 
 def _trend(curve: np.ndarray) -> float:
-    """Mann-Kendall statistic of a finite curve (b,), on at most 64 means.
+    """Computes the Mann-Kendall statistic of a finite curve (b,), over at most 64 means.
 
-    The variance is corrected for the autocorrelation around the Theil-Sen slope, as Hamed and Rao
-    do; without that every slowly drifting curve of enough values has a significant trend.
+    The variance is corrected for the autocorrelation around the Theil-Sen slope (Hamed and Rao,
+    1998). Without the correction, any long curve with slow drift has a significant trend.
     """
     parts = np.array_split(curve, min(_TREND_POINTS, len(curve)))
     points = np.array([part.mean() for part in parts])

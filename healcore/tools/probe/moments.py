@@ -1,14 +1,15 @@
 """Measures the moments of each parameter and compares them with the moments of similar parameters.
 
-Similar parameters have the same name in other layers and the same shape (without names, the same
-place in repeated blocks, or the same shape): a bias has other gradients than an embedding, and both
-are healthy. With three or more similar parameters, log v-hat is compared with their median; the
-unit is the median absolute deviation over all parameters, or over the similar parameters if that is
-larger. Otherwise log v-hat is compared with all parameters in a coarser unit: the embedding of a
-healthy network may have 400 times the median.
+Similar parameters have the same name in other layers and the same shape. Without names, they have
+the same place in repeated blocks. A healthy bias has other gradients than a healthy embedding.
 
-If the moments of many layers rise together, the median is among the risen moments. So where similar
-parameters form groups, the lowest group is the baseline (`_lowest_group`).
+With three or more similar parameters, log v-hat is compared with their median. The unit is the
+median absolute deviation over all parameters, or over the similar parameters if that is larger.
+Without similar parameters, log v-hat is compared with all parameters in a coarser unit, because the
+embedding of a healthy network may have 400 times the median.
+
+If the moments of many layers rise together, the median is among the risen moments. So if the layers
+form groups, the lowest group is the baseline (`_lowest_group`).
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from typing import NamedTuple
 import numpy as np
 
 from healcore.tools.probe.adam_states import AdamState
-from healcore.tools.probe.loss_curve import OF_DEVIATION
+from healcore.tools.probe.loss_curve import MAD_TO_SIGMA
 from healcore.tools.probe.parameter_names import Parameter, Shape
 
-_FEWEST_SIMILAR = 3
-_LEAST = 0.1
+_MIN_SIMILAR = 3
+_MIN_SPREAD = 0.1
 """Lower bound of the spread of log v-hat among similar parameters, which may hardly differ."""
-_LEAST_OF_ALL = 1.5
-"""Lower bound of the spread among all parameters, which are of different kinds."""
-_ROUNDING = math.log(1e-10)
-"""log v-hat of rounding errors relative to the largest of the layer: 1e-5 of the gradient."""
-_FEWEST = 4
-_GAP = math.log(10)
-"""Least distance of two groups of similar parameters, since healthy layers differ gradually."""
-_TOGETHER = 0.3
+_MIN_SPREAD_OF_ALL = 1.5
+"""Lower bound of the spread of log v-hat among all parameters, which differ in kind."""
+_LOG_ROUNDING = math.log(1e-10)
+"""log v-hat of rounding errors relative to the largest in the layer: 1e-5 of the gradient."""
+_MIN_PARAMETERS = 4
+_MIN_GAP = math.log(10)
+"""Smallest distance of two groups of layers, because healthy layers differ gradually."""
+_RISEN_FRACTION = 0.3
 """If a larger fraction of the layers is above the lowest group, that group is the baseline."""
 
 
@@ -44,14 +45,16 @@ class Moments(NamedTuple):
     name: str
     layer: str
     kind: tuple[str, Shape]
-    """As in `Parameter`."""
+    """Key for comparisons, see `Parameter`."""
     size: int
     nonfinite: int
-    """Number of NaN and Inf in all of its moments."""
+    """Number of NaN and Inf in all moments."""
     negative: int
-    """Number of second moments below 0, which an average of squares cannot be."""
+    """Number of second moments below 0, which no average of squares can be."""
     zeros: int
+    """Number of second moments that are exactly 0."""
     mean: float
+    """Mean of the finite second moments."""
     step: float | None
     beta2: float
 
@@ -71,15 +74,15 @@ class Moments(NamedTuple):
         return math.log(self.mean) - math.log(correction)
 
 
-def measured(state: AdamState, parameter: Parameter, beta2: float, step: float | None) -> Moments:
-    """Reads the moments of a parameter. `beta2` and `step` are used if the state has none."""
+def measure(state: AdamState, parameter: Parameter, beta2: float, step: float | None) -> Moments:
+    """Reads the moments of a parameter. `beta2` and `step` are the defaults for missing values."""
     size = nonfinite = negative = zeros = finite = 0
     total = 0.0
     for read in state.second.read():
-        # For a complex parameter torch averages the squares of the real and imaginary parts.
+        # For a complex parameter, torch averages squares of real and imaginary parts separately.
         piece = read.view(np.real(read).dtype) if np.iscomplexobj(read) else read
-        good = np.isfinite(piece)
-        values = piece if good.all() else piece[good]
+        is_finite = np.isfinite(piece)
+        values = piece if is_finite.all() else piece[is_finite]
         size += len(piece)
         nonfinite += len(piece) - len(values)
         negative += int(np.count_nonzero(values < 0))
@@ -111,37 +114,37 @@ class Deviation(NamedTuple):
     name: str
     layer: str
     rms: float
-    """Square root of v-hat: the RMS of its gradients."""
+    """Square root of v-hat: the RMS of the gradients."""
     ratio: float
-    """v-hat over v-hat of similar parameters."""
+    """v-hat divided by the v-hat of similar parameters."""
     sigmas: float
     """log(ratio) in robust standard deviations."""
     similar: bool
-    """Whether at least two other parameters are similar."""
+    """Whether the parameter has at least two similar parameters."""
     risen: bool
-    """Whether its layer is in a group of layers above the baseline."""
+    """Whether the layer is in a group of layers above the baseline."""
 
 
-def rounding(moments: Iterable[Moments]) -> set[str]:
-    """Names of parameters whose gradients are rounding errors, such as a bias before a norm."""
+def find_rounding(moments: Iterable[Moments]) -> set[str]:
+    """Names the parameters whose gradients are rounding errors, such as a bias before a norm."""
     logs = [(each, log) for each in moments if (log := each.log_v_hat) is not None]
     largest: dict[str, float] = {}
     for each, log in logs:
         largest[each.layer] = max(log, largest.get(each.layer, log))
-    return {each.name for each, log in logs if log - largest[each.layer] < _ROUNDING}
+    return {each.name for each, log in logs if log - largest[each.layer] < _LOG_ROUNDING}
 
 
 def deviations(moments: Iterable[Moments]) -> list[Deviation]:
-    """The deviation of each parameter that is not dead; empty for fewer than four."""
+    """Compares parameters that are not dead; returns an empty list for fewer than four."""
     logs = [(each, log) for each in moments if (log := each.log_v_hat) is not None]
-    if len(logs) < _FEWEST:
+    if len(logs) < _MIN_PARAMETERS:
         return []
     members: dict[tuple[str, Shape], list[tuple[str, float]]] = {}
     for each, log in logs:
         members.setdefault(each.kind, []).append((each.layer, log))
-    members = {kind: found for kind, found in members.items() if len(found) >= _FEWEST_SIMILAR}
+    members = {kind: found for kind, found in members.items() if len(found) >= _MIN_SIMILAR}
     centre = float(np.median([log for _, log in logs]))
-    among = _spread([log - centre for _, log in logs], _LEAST_OF_ALL)
+    spread_of_all = _spread([log - centre for _, log in logs], _MIN_SPREAD_OF_ALL)
     baselines = _baselines(members)
     by_kind = {
         kind: np.array([log for layer, log in found if layer in baselines[kind]])
@@ -149,21 +152,21 @@ def deviations(moments: Iterable[Moments]) -> list[Deviation]:
     }
     centres = {kind: float(np.median(found)) for kind, found in by_kind.items()}
     residuals = [found - centres[kind] for kind, found in by_kind.items()]
-    within = _spread(np.concatenate(residuals), _LEAST) if residuals else _LEAST
+    within = _spread(np.concatenate(residuals), _MIN_SPREAD) if residuals else _MIN_SPREAD
     # Some parameters vary more between layers than others (the first bias of a block).
     spreads = {kind: _spread(found - centres[kind], within) for kind, found in by_kind.items()}
     found = []
     for each, log in logs:
-        away = log - centres.get(each.kind, centre)
+        distance = log - centres.get(each.kind, centre)
         found.append(
             Deviation(
                 each.name,
                 each.layer,
                 math.exp(log / 2),
-                math.exp(min(away, 700.0)),
-                away / spreads.get(each.kind, among),
+                math.exp(min(distance, 700.0)),
+                distance / spreads.get(each.kind, spread_of_all),
                 each.kind in members,
-                each.kind in members and each.layer not in baselines[each.kind] and away > 0,
+                each.kind in members and each.layer not in baselines[each.kind] and distance > 0,
             )
         )
     return found
@@ -172,14 +175,14 @@ def deviations(moments: Iterable[Moments]) -> list[Deviation]:
 def _baselines(
     members: Mapping[tuple[str, Shape], Sequence[tuple[str, float]]],
 ) -> dict[tuple[str, Shape], set[str]]:
-    """The baseline layers for each kind of parameter.
+    """Returns the baseline layers for each kind of parameter.
 
     The level of a layer is the median over its parameters. If layers form no groups by level, each
     kind of parameter has its own baseline.
     """
-    certain = {kind: found for kind, found in members.items() if kind[0]}
+    named = {kind: found for kind, found in members.items() if kind[0]}
     logs: dict[str, list[float]] = {}
-    for found in certain.values():
+    for found in named.values():
         middle = float(np.median([log for _, log in found]))
         for layer, log in found:
             logs.setdefault(layer, []).append(log - middle)
@@ -187,33 +190,32 @@ def _baselines(
     baselines = {}
     for kind, found in members.items():
         layers = {layer for layer, _ in found}
-        if kind in certain and len(low) == len(logs):
+        if kind in named and len(low) == len(logs):
             own: dict[str, list[float]] = {}
             for layer, log in found:
                 own.setdefault(layer, []).append(log)
             layers = _lowest_group(own)
-        elif kind in certain:
+        elif kind in named:
             layers = low & layers or layers
         baselines[kind] = layers
     return baselines
 
 
 def _lowest_group(logs: Mapping[str, Sequence[float]]) -> set[str]:
-    """The layers of the lowest group, or all layers if most layers are in that group.
+    """Returns the layers of the lowest group, or all layers if few layers are above that group.
 
-    A group has at least two layers, and a gap of `_GAP` separates it from the next group. More than
-    the fraction `_TOGETHER` of the layers has to be in higher groups.
+    A group has at least two layers, and a gap of `_MIN_GAP` separates it from the next group.
     """
     levels = sorted((float(np.median(found)), layer) for layer, found in logs.items())
     groups = [levels[:1]]
-    for before, each in pairwise(levels):
-        if each[0] - before[0] > _GAP:
+    for before, level in pairwise(levels):
+        if level[0] - before[0] > _MIN_GAP:
             groups.append([])
-        groups[-1].append(each)
+        groups[-1].append(level)
     low, *above = [group for group in groups if len(group) > 1] or [levels]
-    risen = sum(map(len, above)) > _TOGETHER * len(levels)
+    risen = sum(map(len, above)) > _RISEN_FRACTION * len(levels)
     return {layer for _, layer in (low if risen else levels)}
 
 
 def _spread(values: Sequence[float] | np.ndarray, least: float) -> float:
-    return max(OF_DEVIATION * float(np.median(np.abs(values))), least)
+    return max(MAD_TO_SIGMA * float(np.median(np.abs(values))), least)

@@ -1,4 +1,4 @@
-"""The optimizer probe: do Adam's moments show that every layer learns?"""
+"""The optimizer probe: checks by Adam's moments that every layer learns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from healcore.tools.probe.adam_states import AdamState, Tree, adam_states, unsup
 from healcore.tools.probe.formats import TRAINING_FACTS, open_contents
 from healcore.tools.probe.inputs import OptimizerInputs
 from healcore.tools.probe.limited_process import run_probe
-from healcore.tools.probe.moments import Deviation, Moments, deviations, measured, rounding
+from healcore.tools.probe.moments import Deviation, Moments, deviations, find_rounding, measure
 from healcore.tools.probe.parameter_names import ParameterNames
 from healcore.tools.probe.result import (
     FAIL,
@@ -21,43 +21,43 @@ from healcore.tools.probe.result import (
     Check,
     NothingToProbe,
     ProbeResult,
-    several,
+    first_three,
 )
 
 
 def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
     """Probes the optimizer state in a checkpoint (any path that `open_contents` opens).
 
-    Raises ProbeError if it cannot be read, NothingToProbe without an Adam-like optimizer.
+    Raises ProbeError if the path cannot be read, NothingToProbe without an Adam-like optimizer.
     """
     return run_probe("optimizer", path, inputs or OptimizerInputs())
 
 
 def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
-    """`probe_optimizer` in this process."""
+    """Runs the probe in the current process, without limits."""
     contents = open_contents(path, inputs.step)
     tree = Tree(contents)
-    everything = adam_states(tree)
-    found = [state for state in everything if state.second.size and not _is_integer(state)]
-    why_not = unsupported_optimizer(
-        tree, [array for state in found for array in (state.second, *state.others)]
+    states = adam_states(tree)
+    supported = [state for state in states if state.second.size and not _is_integer(state)]
+    unsupported = unsupported_optimizer(
+        tree, [array for state in supported for array in (state.second, *state.others)]
     )
-    if not found:
-        why = _unjudged(everything) or why_not or "it holds no optimizer state that healcore knows"
+    if not supported:
+        why = _unjudged(states) or unsupported or "it holds no optimizer state that healcore knows"
         why = "; ".join([why, *contents.notes])
         raise NothingToProbe(f"{path} has no second moments to judge: {why}")
-    names = ParameterNames(tree, found)
+    names = ParameterNames(tree, supported)
     training = _training(tree)
     step = training.get("global_step") if inputs.global_step is None else inputs.global_step
     step = None if step is None else float(step)
-    moments = [measured(state, names.of(state), inputs.beta2, step) for state in found]
+    moments = [measure(state, names.of(state), inputs.beta2, step) for state in supported]
     age = _step(moments, inputs)
     checks = [age, _finite(moments, inputs)]
     compared: list[Deviation] = []
     noise: set[str] = set()
     if age.verdict is PASS:
         judged = [each for each in moments if each.step is None or each.step >= inputs.min_step]
-        noise = rounding(judged)
+        noise = find_rounding(judged)
         compared = deviations(
             each for each in judged if not each.negative and each.name not in noise
         )
@@ -74,25 +74,27 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         "top": _top(compared, inputs),
     }
     notes = [*contents.notes]
-    if why_not is not None:
-        notes.append(f"some states were not judged: {why_not}")
+    if unsupported is not None:
+        notes.append(f"some states were not judged: {unsupported}")
     if training:
         notes.append(", ".join(f"{name} {value}" for name, value in training.items()))
     if noise:
-        few = ", ".join(sorted(noise)[:3])
+        first = ", ".join(sorted(noise)[:3])
         notes.append(
-            f"{len(noise)} parameters get no more than rounding errors, like a bias before a norm, "
-            f"and are not compared: {few}"
+            f"{len(noise)} parameters have only rounding errors as gradients, like a bias before a "
+            f"norm, and are not compared: {first}"
         )
     if names.by_order:
         notes.append("names come from the model's parameters, matched by order and shape")
     if names.missing:
-        notes.append("torch numbers parameters: a parameter without a certain name has a number")
+        notes.append(
+            "a parameter without a certain name has its number in the optimizer as its name"
+        )
     return ProbeResult("optimizer", str(path), tuple(checks), facts, tuple(notes))
 
 
 def _training(tree: Tree) -> dict[str, Any]:
-    """The values of `TRAINING_FACTS` in the checkpoint, each from its shortest path."""
+    """Returns the values of `TRAINING_FACTS` in the checkpoint, each from its shortest path."""
     found: dict[str, Any] = {}
     for path, value in sorted(tree.values.items(), key=lambda pair: len(pair[0])):
         known = bool(path) and path[-1] in TRAINING_FACTS
@@ -106,114 +108,118 @@ def _is_integer(state: AdamState) -> bool:
 
 
 def _unjudged(states: Sequence[AdamState]) -> str | None:
-    """Why no state can be judged, or None without states."""
+    """Reason why the states cannot be judged, or None without states."""
     if not states:
         return None
     kinds = sorted({state.second.dtype for state in states if _is_integer(state)})
     if not kinds:
-        return "none of them has an element"
-    return f"they are whole numbers ({', '.join(kinds)}): quantized, or no moments"
+        return "the second moments have no elements"
+    return f"the values are integers ({', '.join(kinds)}): quantized moments, or other state"
 
 
 def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[str, Any]]:
-    """The layers with the largest deviations, outliers first, and their worst parameters."""
+    """Returns the layers with the largest deviations, outliers first."""
 
     def rank(each: Deviation) -> tuple[bool, float]:
         return not _is_outlier(each, inputs), -abs(each.sigmas)
 
     farthest: dict[str, Deviation] = {}
     for each in compared:
-        of = each.layer
-        if of not in farthest or rank(each) < rank(farthest[of]):
-            farthest[of] = each
+        farthest[each.layer] = min(farthest.get(each.layer, each), each, key=rank)
     ranked = sorted(farthest.items(), key=lambda pair: rank(pair[1]))
     return [
         {
-            "layer": of,
+            "layer": layer,
             "parameter": each.name,
             "gradient_rms": each.rms,
             "ratio": each.ratio,
             "sigmas": each.sigmas,
             "outlier": _is_outlier(each, inputs),
         }
-        for of, each in ranked[: inputs.top]
+        for layer, each in ranked[: inputs.top]
     ]
 
 
 def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """NaN, Inf and negative second moments, which make the parameter NaN in the next step."""
+    """Counts NaN, Inf and negative second moments, which make the parameter NaN in a step."""
     bad = [each for each in moments if each.nonfinite or each.negative]
     bound = inputs.fail_nonfinite
     if not bad:
-        return Check("finite", PASS, f"the moments of all {len(moments)} are finite", 0, bound)
+        return Check(
+            "finite", PASS, f"the moments of all {len(moments)} parameters are finite", 0, bound
+        )
     what = "NaN or Inf" if any(each.nonfinite for each in bad) else "below 0"
     message = (
         f"the moments of {len(bad)} of {len(moments)} parameters are not finite or below 0 "
-        f"({what} in {several([each.name for each in bad])})"
+        f"({what} in {first_three([each.name for each in bad])})"
     )
     return Check("finite", FAIL if len(bad) >= bound else WARN, message, len(bad), bound)
 
 
 def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     known = [each.step for each in moments if each.step is not None]
-    young = FAIL if inputs.fail_young else SKIP
+    undecided = FAIL if inputs.fail_young else SKIP
     if not known:
-        message = "the state does not hold its step: pass --global-step"
-        return Check("step", young, message, None, inputs.min_step)
-    odd = next((number for number in known if not math.isfinite(number)), None)
-    if odd is not None:
-        message = f"step is {odd:g}, which is not a number of updates"
-        return Check("step", FAIL, message, odd, inputs.min_step)
+        message = "the state does not contain its step: pass --global-step"
+        return Check("step", undecided, message, None, inputs.min_step)
+    invalid = next((number for number in known if not math.isfinite(number)), None)
+    if invalid is not None:
+        message = f"step is {invalid:g}, which is not a number of updates"
+        return Check("step", FAIL, message, invalid, inputs.min_step)
     latest = max(known)
     if not latest >= inputs.min_step:
         message = f"step {latest:g}: second moments cannot be judged before step {inputs.min_step}"
-        return Check("step", young, message, latest, inputs.min_step)
-    few = sum(1 for number in known if number < inputs.min_step)
-    note = f"; {few} are younger than {inputs.min_step} and not judged" if few else ""
+        return Check("step", undecided, message, latest, inputs.min_step)
+    young = sum(number < inputs.min_step for number in known)
+    note = f"; {young} parameters have fewer steps and are not judged" if young else ""
     return Check("step", PASS, f"step {latest:g}{note}", latest, inputs.min_step)
 
 
 def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    """Parameters whose gradients were always 0."""
+    """Finds parameters whose gradients were always 0."""
     layers = {each.layer for each in moments}
     dead = [each.name for each in moments if each.dead]
-    of = {each.layer for each in moments if each.dead}
-    part, bound = len(of) / len(layers), inputs.fail_dead
+    dead_layers = {each.layer for each in moments if each.dead}
+    fraction, bound = len(dead_layers) / len(layers), inputs.fail_dead
     if not dead:
         return Check("dead", PASS, "every parameter has had gradients", 0.0, bound)
     message = (
         f"the second moments of {len(dead)} of {len(moments)} parameters are all 0, in "
-        f"{len(of)} of {len(layers)} layers: they never had a gradient ({several(dead)})"
+        f"{len(dead_layers)} of {len(layers)} layers: they never had a gradient "
+        f"({first_three(dead)})"
     )
-    all_of_them = len(dead) == len(moments)
-    return Check("dead", FAIL if part > bound or all_of_them else WARN, message, part, bound)
+    failed = fraction > bound or len(dead) == len(moments)
+    return Check("dead", FAIL if failed else WARN, message, fraction, bound)
 
 
-def _outliers(found: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
-    """Layers whose gradients are far larger or smaller than the gradients of similar layers."""
+def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
+    """Finds layers whose gradients are far larger or smaller than those in similar layers."""
     name, bound = "outliers", inputs.fail_outliers
-    if not found:
+    if not compared:
         message = "fewer than 4 parameters can be compared"
         return Check(name, SKIP, message, None, bound, decides=False)
-    far = [each for each in found if _is_outlier(each, inputs)]
-    layers = {each.layer for each in found}
-    of = {each.layer for each in far}
-    # Risen layers are counted among similar layers, without embedding and head.
-    alike = {each.layer for each in found if each.similar}
+    far = [each for each in compared if _is_outlier(each, inputs)]
+    layers = {each.layer for each in compared}
+    far_layers = {each.layer for each in far}
+    # The embedding and the head have no similar layers, so risen layers exclude them.
+    similar = {each.layer for each in compared if each.similar}
     risen = {each.layer for each in far if each.risen}
-    part = max(len(of) / len(layers), len(risen) / max(1, len(alike)))
+    fraction = max(len(far_layers) / len(layers), len(risen) / max(1, len(similar)))
     if not far:
-        most = max(found, key=lambda each: abs(math.log(each.ratio)))
+        most = max(compared, key=lambda each: abs(math.log(each.ratio)))
         message = f"none; the farthest is {most.name}, {_compared(most)}"
         return Check(name, PASS, message, 0.0, bound)
     far.sort(key=lambda each: -abs(each.sigmas))
-    together = f", {len(risen)} of {len(alike)} that are alike" if risen else ""
-    message = f"{len(of)} of {len(layers)} layers{together}: {far[0].name} has {_compared(far[0])}"
-    return Check(name, FAIL if part > bound else WARN, message, part, bound)
+    together = f", {len(risen)} of {len(similar)} similar layers" if risen else ""
+    message = (
+        f"{len(far_layers)} of {len(layers)} layers{together}: "
+        f"{far[0].name} has {_compared(far[0])}"
+    )
+    return Check(name, FAIL if fraction > bound else WARN, message, fraction, bound)
 
 
 def _is_outlier(each: Deviation, inputs: OptimizerInputs) -> bool:
-    """Whether it exceeds both bounds, the factor and the standard deviations."""
+    """Whether a deviation exceeds both bounds, the factor and the standard deviations."""
     far = abs(math.log(each.ratio)) > math.log(inputs.outlier_ratio)
     return far and abs(each.sigmas) > inputs.outlier_sigmas
 

@@ -1,7 +1,8 @@
 """Reads Orbax checkpoints array by array, one chunk in memory at a time.
 
-It uses TensorStore directly: Orbax needs the devices of the run and reads whole trees. TensorStore
-allocates as much as a file asks for, and some damage ends the process: see `limited_process`.
+Uses TensorStore directly, because Orbax needs the devices of the run and reads whole trees.
+TensorStore allocates as much memory as a file asks for, and some damaged files crash the process.
+`limited_process` therefore runs these functions in a child process.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from healcore.plugins.checkpoint_contents import (
 )
 
 _ITEM = "state"
-_LARGEST_CHUNK = 1 << 38
-"""Bytes; a larger array of TensorStore ends the process instead of raising an error."""
+_MAX_CHUNK_BYTES = 1 << 38
+"""TensorStore ends the process on a larger array instead of raising an error."""
 
 
 def open_orbax(folder: Path) -> Contents:
     """Opens an item of an Orbax checkpoint, or a checkpoint with all of its items.
 
-    Raises ProbeError if it is damaged, or of an older format without `_METADATA`.
+    Raises ProbeError if the checkpoint is damaged, or has an older format without `_METADATA`.
     """
     items = (
         [folder]
@@ -46,7 +47,7 @@ def open_orbax(folder: Path) -> Contents:
     )
     if not items:
         raise ProbeError(
-            f"{folder} has no _METADATA: it is no Orbax checkpoint of the current format"
+            f"{folder} has no _METADATA: it is not an Orbax checkpoint of the current format"
         )
     arrays, values = [], {}
     for item in items:
@@ -62,23 +63,21 @@ def open_orbax(folder: Path) -> Contents:
 
 
 def stored_arrays(data: Path, names: Iterable[str]) -> dict[str, Array]:
-    """The named arrays in the directory `data` of an `OrbaxStore` checkpoint that exist."""
+    """Opens those of the named arrays that exist in the `data` of an `OrbaxStore` checkpoint."""
     tree = _Tree(data / _ITEM)
-    wanted = {name: (_escaped(name),) for name in names}
-    return {
-        name: tree.array(keys, keys[0]) for name, keys in wanted.items() if keys in tree.entries
-    }
+    wanted = {name: _escape(name) for name in names}
+    return {name: tree.array((key,), key) for name, key in wanted.items() if (key,) in tree.entries}
 
 
 class _Tree:
-    """One item: its index, and the settings to open its arrays."""
+    """The index of one item, and the settings to open its arrays."""
 
     def __init__(self, item: Path) -> None:
-        at = item / "_METADATA"
+        index = item / "_METADATA"
         try:
-            if not at.is_file():
+            if not index.is_file():
                 raise ValueError
-            data = regular_file.read(at)
+            data = regular_file.read(index)
             content, budget = json.loads(data), PathBudget(len(data))
             self.entries: dict[tuple[str, ...], Mapping[str, Any]] = {
                 budget.take(tuple(str(key["key"])[:1000] for key in entry["key_metadata"])): {
@@ -89,26 +88,26 @@ class _Tree:
             self._ocdbt = bool(content.get("use_ocdbt", (item / "manifest.ocdbt").exists()))
             self._driver = "zarr3" if content.get("use_zarr3", False) else "zarr"
         except OSError as error:
-            raise ProbeError(f"{at} cannot be read: {error.strerror}") from None
+            raise ProbeError(f"{index} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ProbeError(f"{at} is damaged") from None
+            raise ProbeError(f"{index} is damaged") from None
         require("jax", "tensorstore")
         import tensorstore
 
         self._open = tensorstore.open
-        # Shared by all arrays, so that their common index is read once.
+        # All arrays share the context, so that TensorStore reads their common index once.
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})
         self._item = item
 
     def array(self, path: tuple[str, ...], name: str) -> Array:
-        """Opens one array, or raises ProbeError if it is damaged."""
-        place = f"{self._item}/"
-        store: dict[str, Any] = {"driver": "file", "path": f"{place}{name}/"}
+        """Opens one array. Raises ProbeError if the array is damaged."""
+        root = f"{self._item}/"
+        store: dict[str, Any] = {"driver": "file", "path": f"{root}{name}/"}
         if self._ocdbt:
-            base = {"driver": "file", "path": place}
+            base = {"driver": "file", "path": root}
             store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-        elif os.path.commonpath((place, os.path.normpath(store["path"]))) != place[:-1]:
-            raise ProbeError(f"{self._item}: {name[:200]} is outside of it")
+        elif os.path.commonpath((root, os.path.normpath(store["path"]))) != root[:-1]:
+            raise ProbeError(f"{self._item}: {name[:200]} is outside this directory")
         spec = {"driver": self._driver, "kvstore": store}
         try:
             opened = self._open(spec, open=True, read=True, context=self._context).result()
@@ -129,15 +128,15 @@ class _Tree:
 
 
 def _pieces(opened: Any) -> Iterator[np.ndarray]:
-    """The elements of an array, 1-d, in dtypes that NumPy can compare and add.
+    """Yields the elements of an array, 1-d, in dtypes that NumPy can compare and add.
 
-    Reads chunk by chunk: reading across chunks would decode some chunks twice.
+    Reads chunk by chunk, because a read across chunks would decode some chunks twice.
     """
     shape = tuple(opened.shape)
     chunk = opened.chunk_layout.read_chunk.shape or shape
     steps = [max(1, step or size) for size, step in zip(shape, chunk, strict=True)]
-    if math.prod(steps) * opened.dtype.numpy_dtype.itemsize > _LARGEST_CHUNK:
-        raise ValueError("a chunk of it is larger than any memory")
+    if math.prod(steps) * opened.dtype.numpy_dtype.itemsize > _MAX_CHUNK_BYTES:
+        raise ValueError("a chunk is larger than any memory")
     starts = (range(0, size, step) for size, step in zip(shape, steps, strict=True))
     for corner in itertools.product(*starts):
         box = tuple(slice(at, at + step) for at, step in zip(corner, steps, strict=True))
@@ -147,9 +146,9 @@ def _pieces(opened: Any) -> Iterator[np.ndarray]:
         values = np.asarray(opened[box].read().result()).reshape(-1)
         for at in range(0, len(values), PIECE):
             piece = values[at : at + PIECE]
-            # NumPy does not know the NaN of ml_dtypes' floats.
+            # NumPy does not recognize NaN in the floats of ml_dtypes.
             yield piece if piece.dtype.kind in "fiubc" else piece.astype(np.float32)
 
 
-def _escaped(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.\-]", lambda found: f"%{ord(found[0]):02X}", name)
+def _escape(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.\-]", lambda match: f"%{ord(match[0]):02X}", name)

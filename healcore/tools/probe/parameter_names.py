@@ -1,7 +1,7 @@
-"""Finds names for parameters that torch only numbers, and the layer of a name.
+"""Finds the names and layers of parameters in a torch optimizer state.
 
-A torch optimizer numbers its parameters in the order in which the program passed them. A name is
-used only if it is certain, because a wrong name points to the wrong layer.
+A torch optimizer state has numbers instead of names, in the order in which the program passed the
+parameters. A name is used only if it is certain, because a wrong name points to the wrong layer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from healcore.plugins.checkpoint_contents import dotted
 from healcore.tools.probe.adam_states import AdamState, Path, Tree
 
 _NUMBER = re.compile(r"\d+")
-_FEWEST_BLOCKS, _LARGEST_BLOCK = 3, 256
+_MIN_BLOCKS, _MAX_BLOCK_SIZE = 3, 256
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 Shape = tuple[int, ...]
 
 
 def layer(name: str) -> str:
-    """The layer of a parameter: its name up to the first part that contains a number.
+    """Returns the layer of a parameter: its name up to the first part that contains a number.
 
     >>> layer("model.layers.3.mlp.up.weight"), layer("Dense_0.kernel"), layer("embed.weight")
     ('model.layers.3', 'Dense_0', 'embed')
@@ -36,48 +36,49 @@ def layer(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
-class Repeats(NamedTuple):
-    """Consecutive blocks of parameters with the same shapes."""
+class RepeatedBlocks(NamedTuple):
+    """`count` consecutive blocks of `size` parameters each, with equal shapes in every block."""
 
     start: int
     size: int
     count: int
 
     def place(self, at: int) -> tuple[int, int] | None:
-        """Block of the parameter at a position, and place in the block, or None outside."""
+        """Returns block and place in the block of parameter `at`, or None outside the blocks."""
         block, place = divmod(at - self.start, self.size) if self.size else (-1, 0)
         return (block, place) if 0 <= block < self.count else None
 
 
-def repeats(shapes: Sequence[Shape | None]) -> Repeats:
-    """The longest run of at least three blocks of the same shapes; `count` is 0 without a run.
+def find_blocks(shapes: Sequence[Shape | None]) -> RepeatedBlocks:
+    """Finds the longest run of at least three equal blocks; without a run `count` is 0.
 
-    Layers of most networks have equal shapes, so blocks of parameters without names are layers.
+    The layers of most networks have equal shapes, so such blocks are taken for layers.
     """
     numbers = {shape: at for at, shape in enumerate(dict.fromkeys(shapes))}
     kinds = np.array([numbers[shape] for shape in shapes])
-    best, found = 0, Repeats(0, 0, 0)
-    for size in range(1, min(len(kinds) // _FEWEST_BLOCKS, _LARGEST_BLOCK) + 1):
+    best, blocks = 0, RepeatedBlocks(0, 0, 0)
+    for size in range(1, min(len(kinds) // _MIN_BLOCKS, _MAX_BLOCK_SIZE) + 1):
         edges = np.diff(
             np.concatenate([[False], kinds[size:] == kinds[:-size], [False]]).astype(int)
         )
         begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
         longest = int((ends - begins).argmax()) if len(begins) else 0
         length = int(ends[longest] - begins[longest]) if len(begins) else 0
-        if length > best and length >= (_FEWEST_BLOCKS - 1) * size:
-            best, found = length, Repeats(int(begins[longest]), size, length // size + 1)
-    return found
+        if length > best and length >= (_MIN_BLOCKS - 1) * size:
+            best = length
+            blocks = RepeatedBlocks(int(begins[longest]), size, length // size + 1)
+    return blocks
 
 
 class _ModelLayer(NamedTuple):
-    """One layer of a model whose order within layers is unknown."""
+    """One layer of a model. The order of the parameters within the layer is unknown."""
 
     name: str
     parameters: list[tuple[str, Shape]]
 
     def parameter(self, shape: Shape, number: str, kind: str) -> Parameter:
-        """The parameter of a shape. With several candidates, the name has `*` where they differ."""
-        names = [name.split(".") for name, its in self.parameters if its == shape]
+        """Names a parameter by its shape; `*` replaces parts in which several candidates differ."""
+        names = [name.split(".") for name, known in self.parameters if known == shape]
         if len(names) == 1:
             return _named(".".join(names[0]), shape)
         alike = len({*map(len, names)}) == 1
@@ -90,23 +91,25 @@ class _ModelParameters(NamedTuple):
     parameters: list[tuple[str, Shape]]
     in_order: bool
 
-    def layers_of(self, blocks: Repeats, shapes: Sequence[Shape | None]) -> list[_ModelLayer]:
-        """The layer of each block, or an empty list if the shapes do not match.
+    def layers_of(
+        self, blocks: RepeatedBlocks, shapes: Sequence[Shape | None]
+    ) -> list[_ModelLayer]:
+        """Returns the layer of each block, or an empty list if the shapes do not match.
 
-        safetensors files and adapters (PEFT) are sorted by name: layers keep their order, and
-        parameters within a layer do not.
+        safetensors files and adapters (PEFT) are sorted by name. Sorting keeps the order of the
+        layers and loses the order of the parameters within a layer.
         """
-        found: dict[str, list[tuple[str, Shape]]] = {}
+        by_layer: dict[str, list[tuple[str, Shape]]] = {}
         for name, shape in self.parameters:
             if _NUMBER.search(layer(name)):
-                found.setdefault(layer(name), []).append((name, shape))
-        if len(found) != blocks.count or len({_NUMBER.sub("*", name) for name in found}) > 1:
+                by_layer.setdefault(layer(name), []).append((name, shape))
+        if len(by_layer) != blocks.count or len({_NUMBER.sub("*", name) for name in by_layer}) > 1:
             return []
-        layers = [_ModelLayer(name, found[name]) for name in sorted(found, key=_natural)]
-        for at, each in enumerate(layers):
+        layers = [_ModelLayer(name, by_layer[name]) for name in sorted(by_layer, key=_natural)]
+        for at, found in enumerate(layers):
             begin = blocks.start + at * blocks.size
             block = Counter(shapes[begin : begin + blocks.size])
-            if not block <= Counter(shape for _, shape in each.parameters):
+            if not block <= Counter(shape for _, shape in found.parameters):
                 return []
         return layers
 
@@ -117,46 +120,46 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class Parameter(NamedTuple):
-    """Name of a parameter, and its kind for comparisons."""
+    """Name, layer and kind of a parameter."""
 
     name: str
-    """Its name, or its group and number."""
+    """The name, or the group and number of a parameter without a name."""
     layer: str
-    """Its layer, or the numbers of the parameters in its block."""
+    """The layer, or the numbers of the parameters in the same block."""
     kind: tuple[str, Shape]
-    """Equal for the same parameter of similar layers; the text is empty if unknown."""
+    """Key for comparisons: equal for the same parameter of similar layers, "" if unknown."""
 
 
 class ParameterNames:
-    """Names of the parameters in a checkpoint.
+    """Names of the parameters in a checkpoint."""
 
-    `by_order` is whether names were matched by order or shape, `missing` whether names are missing.
-    """
-
-    def __init__(self, tree: Tree, found: Sequence[AdamState]) -> None:
-        self.by_order = self.missing = False
+    def __init__(self, tree: Tree, states: Sequence[AdamState]) -> None:
+        self.by_order = False
+        """Whether names were matched by order or shape."""
+        self.missing = False
+        """Whether a parameter has no name."""
         self._tree = tree
         self._shapes: dict[Path, dict[str, Shape]] = {}
-        for state in found:
+        for state in states:
             shapes = self._shapes.setdefault(state.optimizer, {})
             shapes[dotted(state.parameter)] = state.second.shape
         self._models = _models(tree, self._shapes)
         self._known: dict[Path, Mapping[str, Parameter]] = {}
 
     def of(self, state: AdamState) -> Parameter:
-        """Name, layer and kind of a parameter."""
+        """Returns the name, layer and kind of a parameter."""
         number, shape = dotted(state.parameter), state.second.shape
         if number.isdecimal():
             if state.optimizer not in self._known:
                 self._known[state.optimizer] = self._numbered(state.optimizer)
-            found = self._known[state.optimizer][number]
+            parameter = self._known[state.optimizer][number]
         else:
-            found = _named(number or "parameter", shape)
-        self.missing = self.missing or not found.kind[0] or "parameter " in found.name
+            parameter = _named(number or "parameter", shape)
+        self.missing = self.missing or not parameter.kind[0] or "parameter " in parameter.name
         if len(self._shapes) == 1:
-            return found
+            return parameter
         prefix = f"{dotted(state.optimizer)}: "
-        return found._replace(name=prefix + found.name, layer=prefix + found.layer)
+        return parameter._replace(name=prefix + parameter.name, layer=prefix + parameter.layer)
 
     def _numbered(self, optimizer: Path) -> Mapping[str, Parameter]:
         place = (*optimizer, "param_groups")
@@ -169,27 +172,25 @@ class ParameterNames:
         groups.setdefault("0", []).extend(number for number in shapes if number not in listed)
         known: dict[str, Parameter] = {}
         for group, numbers in groups.items():
-            known |= self._of_group(
-                (*place, group), numbers, [shapes.get(each) for each in numbers]
-            )
+            known |= self._of_group((*place, group), numbers, list(map(shapes.get, numbers)))
         return known
 
     def _of_group(
         self, group: Path, numbers: Sequence[str], shapes: Sequence[Shape | None]
     ) -> dict[str, Parameter]:
-        """The parameters of one group, by number. A shape is None without a state."""
-        given = [
+        """Returns the parameters of one group by number. A shape is None without a state."""
+        saved = [
             self._tree.values.get((*group, "param_names", str(at))) for at in range(len(numbers))
         ]
-        names = [str(name) if isinstance(name, str) else None for name in given]
-        blocks = repeats(shapes)
+        names = [str(name) if isinstance(name, str) else None for name in saved]
+        blocks = find_blocks(shapes)
         layers: list[_ModelLayer] = []
         if not all(names):
             for model in self._models:
                 match = in_order if model.in_order else by_shape
-                names = max(names, match(shapes, model.parameters), key=_certain)
+                names = max(names, match(shapes, model.parameters), key=_count_names)
                 layers = layers or model.layers_of(blocks, shapes)
-            self.by_order = self.by_order or bool(_certain(names)) or bool(layers)
+            self.by_order = self.by_order or bool(_count_names(names)) or bool(layers)
         known = {}
         for at, (number, name, shape) in enumerate(zip(numbers, names, shapes, strict=True)):
             if shape is not None and name is not None:
@@ -199,7 +200,7 @@ class ParameterNames:
         return known
 
 
-def _certain(names: Sequence[str | None]) -> int:
+def _count_names(names: Sequence[str | None]) -> int:
     return sum(name is not None for name in names)
 
 
@@ -212,14 +213,14 @@ def _unnamed(
     numbers: Sequence[str],
     at: int,
     shape: Shape,
-    blocks: Repeats,
+    blocks: RepeatedBlocks,
     layers: Sequence[_ModelLayer],
 ) -> Parameter:
-    """A parameter with a number for a name, in a repeated block if there is one."""
-    name, found = f"group {group}, parameter {numbers[at]}", blocks.place(at)
-    if found is None:
+    """Names a parameter by its number, and by its layer or block if `blocks` contain it."""
+    name, position = f"group {group}, parameter {numbers[at]}", blocks.place(at)
+    if position is None:
         return Parameter(name, name, ("", shape))
-    block, place = found
+    block, place = position
     kind = f"group {group}, place {place}"
     if layers:
         return layers[block].parameter(shape, numbers[at], kind)
@@ -232,10 +233,10 @@ def _unnamed(
 def in_order(
     shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]
 ) -> list[str | None]:
-    """Names of parameters in the model's order, matched by shape; None where not certain.
+    """Matches parameters in the model's order by shape; a name is None where not certain.
 
-    Each is placed at the first possible parameter of the model, and from the back at the last
-    possible parameter. A name is certain if both agree. A shape is None without a state.
+    Each parameter is matched with the first possible parameter of the model, and from the back with
+    the last possible parameter. A name is certain if both agree. A shape is None without a state.
     """
     front = _places(shapes, [shape for _, shape in model])
     back = _places(shapes[::-1], [shape for _, shape in model[::-1]])
@@ -248,22 +249,22 @@ def in_order(
 def by_shape(
     shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]
 ) -> list[str | None]:
-    """Names of parameters whose shape is unique, for a model with an unknown order."""
-    there = Counter(shape for _, shape in model)
+    """Names the parameters whose shape is unique, for a model with an unknown order."""
+    in_model = Counter(shape for _, shape in model)
     wanted = Counter(shapes)
     names = {shape: name for name, shape in model}
     return [
-        names[shape] if shape is not None and there[shape] == wanted[shape] == 1 else None
+        names[shape] if shape is not None and in_model[shape] == wanted[shape] == 1 else None
         for shape in shapes
     ]
 
 
-def _places(shapes: Sequence[Shape | None], there: Sequence[Shape]) -> list[int] | None:
+def _places(shapes: Sequence[Shape | None], model: Sequence[Shape]) -> list[int] | None:
     places, at = [], 0
     for shape in shapes:
-        while at < len(there) and shape is not None and there[at] != shape:
+        while at < len(model) and shape is not None and model[at] != shape:
             at += 1
-        if at == len(there):
+        if at == len(model):
             return None
         places.append(at)
         at += 1
@@ -271,7 +272,7 @@ def _places(shapes: Sequence[Shape | None], there: Sequence[Shape]) -> list[int]
 
 
 def _models(tree: Tree, optimizers: Collection[Path]) -> list[_ModelParameters]:
-    """Candidates for the model: arrays outside optimizers, by top-level key and all together."""
+    """Returns possible models: arrays outside optimizers, by top-level key and all together."""
     roots: dict[str, list[tuple[str, Shape]]] = {}
     everything: list[tuple[str, Shape]] = []
     ordered: dict[str, bool] = {}

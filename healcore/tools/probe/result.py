@@ -39,17 +39,17 @@ _LEAST_SEVERE_FIRST = (PASS, SKIP, WARN, ERROR, FAIL)
 
 
 class Check(NamedTuple):
-    """One question and its answer."""
+    """One check and its verdict."""
 
     name: str
     verdict: ProbeVerdict
     message: str
-    """A sentence with the number and the bound."""
+    """A sentence with the value and the bound."""
     value: Any = None
     bound: Any = None
-    """Bound of `value`, or None without a bound."""
+    """Bound of `value`, or None for no bound."""
     decides: bool = True
-    """Whether it counts for the overall verdict; optional checks without an answer do not."""
+    """Whether the check counts for the overall verdict; optional checks without a value do not."""
 
 
 class ProbeResult(NamedTuple):
@@ -64,7 +64,7 @@ class ProbeResult(NamedTuple):
 
     @property
     def verdict(self) -> ProbeVerdict:
-        """The worst of the checks that count."""
+        """The most severe verdict of the checks that count."""
         return worst(check.verdict for check in self.checks if check.decides)
 
 
@@ -73,19 +73,19 @@ class NothingToProbe(ProbeError):
 
 
 def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
-    """The overall verdict; SKIP without verdicts."""
+    """Returns the most severe verdict, or SKIP without verdicts."""
     return max(verdicts, key=_LEAST_SEVERE_FIRST.index, default=SKIP)
 
 
 def unreadable(probe: str, subject: str, error: Exception) -> ProbeResult:
-    """The result for a subject that could not be probed."""
+    """Returns the result for a subject that could not be probed."""
     skip, fail = isinstance(error, NothingToProbe), isinstance(error, Damaged)
     verdict = SKIP if skip else FAIL if fail else ERROR
     return ProbeResult(probe, subject, (Check("readable", verdict, str(error)),))
 
 
 def unexpected(probe: str, subject: str, error: Exception) -> ProbeResult:
-    """The result for a path whose reading raised an unexpected exception.
+    """Returns the result for a path whose reading raised an unexpected exception.
 
     Damaged files can raise anything, and a traceback would exit with 1, the status of WARN.
     """
@@ -94,14 +94,14 @@ def unexpected(probe: str, subject: str, error: Exception) -> ProbeResult:
     return unreadable(probe, subject, ProbeError(f"{subject} could not be judged: {message}"))
 
 
-def several(items: Sequence[str], separator: str = ", ") -> str:
-    """The first three items, and the number of the others."""
+def first_three(items: Sequence[str], separator: str = ", ") -> str:
+    """Joins the first three items, and adds the number of the others."""
     more = f" and {len(items) - 3} more" if len(items) > 3 else ""
     return separator.join(items[:3]) + more
 
 
 def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
-    """The document that `--json` prints, with fixed keys and without NaN and Infinity."""
+    """Returns the document that `--json` prints: strict JSON, without NaN and Infinity."""
     verdict = worst(result.verdict for result in results)
     document = {
         "schema": SCHEMA,
@@ -110,27 +110,27 @@ def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
         "inputs": inputs.model_dump(),
         "results": [{**result._asdict(), "verdict": result.verdict} for result in results],
     }
-    text = json.dumps(_plain(document), indent=2, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(_json_safe(document), indent=2, allow_nan=False, ensure_ascii=False)
     # A lone surrogate in a file name cannot be encoded; JSON writes it as \udc80.
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _plain(value: Any) -> Any:
-    """A JSON-safe value: arrays as lists, non-finite numbers as "nan", "inf" and "-inf"."""
+def _json_safe(value: Any) -> Any:
+    """Converts a value for JSON: arrays to lists, non-finite numbers to "nan", "inf" and "-inf"."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): _json_safe(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return _json_safe(value.tolist())
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return _json_safe(value.item())
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(value._asdict())  # type: ignore[attr-defined]
+        return _json_safe(value._asdict())  # type: ignore[attr-defined]
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(part) for part in value]
+        return [_json_safe(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value

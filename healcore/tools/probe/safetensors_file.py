@@ -1,4 +1,4 @@
-"""Reads safetensors files in pieces. The library of the format checks the header."""
+"""Reads safetensors files in pieces. The safetensors library validates the header."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from healcore.plugins.checkpoint_contents import (
 )
 
 _LARGEST_HEADER = 100_000_000
-"""Bytes; the library refuses a larger one too."""
+"""Bytes. The safetensors library also rejects a larger header."""
 _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
     "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
@@ -30,12 +30,12 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
     "C64": "complex64",
 }  # fmt: skip
-_SMALL = {"bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"}
-_NUMPY = {*_DTYPES.values(), "complex128"} - _SMALL
+_NOT_IN_NUMPY = {"bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"}
+_NUMPY = {*_DTYPES.values(), "complex128"} - _NOT_IN_NUMPY
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins like a safetensors file and is long enough for its header."""
+    """Whether a file begins with a safetensors header that fits into the file."""
     with open(path, "rb", opener=regular_file.opener) as file:
         start = file.read(9)
     length = int.from_bytes(start[:8], "little")
@@ -44,52 +44,52 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_safetensors(path: Path) -> Contents:
-    """Opens a file, with about 30 bytes of memory per byte of its header.
+    """Opens a file. Needs about 30 bytes of memory per byte of the header.
 
     Raises:
-        Damaged: the library refuses the header, or it does not match the bytes of the arrays.
-        ProbeError: names or shapes are larger than any model has.
+        Damaged: the header is invalid, or does not match the bytes of the arrays.
+        ProbeError: names or shapes are larger than in any model.
     """
     try:
         with safe_open(path, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise Damaged(f"{path}: safetensors refuses its header: {first_line(error)}") from None
+        raise Damaged(f"{path}: safetensors rejects its header: {first_line(error)}") from None
     with open(path, "rb", opener=regular_file.opener) as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(begin - 8))
     header.pop("__metadata__", None)
     budget, arrays = PathBudget(begin), []
     for name, entry in header.items():
-        named, (first, last) = str(entry["dtype"]), entry["data_offsets"]
-        dtype = _DTYPES.get(named, named)
+        code, (first, last) = str(entry["dtype"]), entry["data_offsets"]
+        dtype = _DTYPES.get(code, code)
         try:
-            at, shape = budget.take(tuple(name.split("."))), shape_of(entry["shape"])
+            keys, shape = budget.take(tuple(name.split("."))), shape_of(entry["shape"])
         except ValueError as error:
             raise ProbeError(f"{path}: {error}") from None
         reader = _reader(path, begin + first, last - first, dtype)
-        # Not in the model's order: writers sort by size and name.
-        arrays.append(Array(at, dtype, shape, reader, in_order=False))
+        # Writers sort by size and name, so the order of the model is lost.
+        arrays.append(Array(keys, dtype, shape, reader, in_order=False))
     return Contents("safetensors", arrays, {})
 
 
 def _reader(path: Path, at: int, length: int, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
-    most = PIECE * (np.dtype(dtype).itemsize if dtype in _NUMPY else 2)
+    piece = PIECE * (np.dtype(dtype).itemsize if dtype in _NUMPY else 2)
 
     def read() -> Iterator[np.ndarray]:
         with open(path, "rb", opener=regular_file.opener) as file:
             file.seek(at)
-            for left in range(length, 0, -most):
-                data = file.read(min(left, most))
-                if len(data) != min(left, most):
-                    raise ProbeError(f"{path} has become shorter while it was read")
-                yield widened(np.frombuffer(data, np.uint8), dtype)
+            for rest in range(length, 0, -piece):
+                data = file.read(min(rest, piece))
+                if len(data) != min(rest, piece):
+                    raise ProbeError(f"{path} was truncated while it was read")
+                yield decode_elements(np.frombuffer(data, np.uint8), dtype)
 
     return read
 
 
-def widened(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """The elements in an array's bytes (uint8, little-endian), in a dtype that NumPy can add.
+def decode_elements(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """Converts an array's bytes (uint8, little-endian) to elements of a dtype that NumPy can add.
 
     Raises ValueError for an unknown dtype.
     """

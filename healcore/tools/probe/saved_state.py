@@ -15,17 +15,17 @@ import numpy as np
 from healcore import adapter_registry, regular_file
 from healcore.plugins.checkpoint_contents import Array, Contents, PathBudget, ProbeError, shape_of
 from healcore.tools.probe import orbax_arrays
-from healcore.tools.probe.safetensors_file import widened
+from healcore.tools.probe.safetensors_file import decode_elements
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
 _KEY = re.compile(rf"\.(\w+)|\[({_QUOTED})\]|\[<flat index (\d+)>\]|\[([^\]]*)\]")
-"""One part of a path as JAX writes it: an attribute, a string, a leaf number, a number."""
+"""One part of a JAX key path: an attribute, a string key, a leaf number or another key."""
 _NUMBER = re.compile(r"[a-z]{1,8}\d{0,3}")
-"""A numeric dtype. `np.dtype` would also accept the description of a large structure."""
+"""Name of a numeric dtype. `np.dtype` would also accept a long description of a structure."""
 
 
 def open_stored(folder: Path, format: str) -> Contents:
-    """Opens one checkpoint of a store; `format` comes from its manifest."""
+    """Opens one checkpoint of a store; `format` is the format in its manifest, "dcp" or "orbax"."""
     if format not in ("dcp", "orbax"):
         raise ProbeError(f"{folder} is of format {format!r}, which this version cannot read")
     data = folder / "data"
@@ -36,33 +36,33 @@ def open_stored(folder: Path, format: str) -> Contents:
         dcp = format == "dcp"
         reader = adapter_registry.find("torch", "checkpoint_reader") if dcp else orbax_arrays
         arrays = reader.stored_arrays(data, names)
-    found, values, notes = [], {}, []
+    opened, values, notes = [], {}, []
     for path, tag, content in leaves:
         if tag == "array":
             array = _array(path, content, arrays.get(content["name"]))
             if array is None:
-                raise ProbeError(f"{folder}: the data of {content['name']} is not there")
-            found.append(array)
+                raise ProbeError(f"{folder}: the data of {content['name']} is missing")
+            opened.append(array)
         elif tag == "value":
             values[path] = content
         else:
             notes.append(f"{'.'.join(path)} was not read: it is a pickled object")
-    return Contents(f"checkpoint of healcore ({format})", found, values, tuple(notes))
+    return Contents(f"checkpoint of healcore ({format})", opened, values, tuple(notes))
 
 
 def _leaves(folder: Path) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-    """Path, kind ("array", "value" or "pickle") and content of each leaf of the saved state."""
+    """Yields path, kind ("array", "value" or "pickle") and content of each leaf of the state."""
     for file in sorted(folder.glob("state*.json")):
         try:
             if not file.is_file():
-                raise ValueError("it is no file")
+                raise ValueError("it is not a regular file")
             content = regular_file.read(file)
             budget = PathBudget(len(content))
             for name, entry in json.loads(content).items():
                 if "tree" in entry:
                     yield from _walk(entry["tree"], (name,), budget)
                 for keys, node in entry.get("leaves", ()):
-                    yield from _walk(node, (name, *parsed(keys)), budget)
+                    yield from _walk(node, (name, *parse_key_path(keys)), budget)
         except (
             OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, SyntaxError
         ) as error:  # fmt: skip
@@ -97,22 +97,22 @@ def _walk(
             yield path, tag, content
 
 
-def parsed(keys: str) -> tuple[str, ...]:
-    """The parts of a path as JAX writes it: `.opt_state[0].nu['dense']['kernel']`.
+def parse_key_path(keys: str) -> tuple[str, ...]:
+    """Splits a JAX key path such as `.opt_state[0].nu['dense']['kernel']` into its parts.
 
-    Matches part by part, because a search is slow in a hostile text full of brackets. The rest from
-    the first mismatch on is one part.
+    Matches part by part, because a search takes quadratic time in a hostile text full of brackets.
+    The text after the first mismatch is one part.
     """
     parts, at = [], 0
     while at < len(keys):
-        found = _KEY.match(keys, at)
-        if found is None:
+        match = _KEY.match(keys, at)
+        if match is None:
             return (*parts, keys[at:])
-        attribute, text, leaf, number = found.groups()
+        attribute, text, leaf, number = match.groups()
         parts.append(
             str(ast.literal_eval(text)) if text is not None else attribute or leaf or number
         )
-        at = found.end()
+        at = match.end()
     return tuple(parts)
 
 
@@ -126,13 +126,13 @@ def _array(path: tuple[str, ...], node: Mapping[str, Any], saved: Array | None) 
     if saved.dtype == "uint8" and node["kind"] in ("numpy", "scalar") and saved.shape != shape:
         dtype = node["dtype"].removeprefix("<")
         name = np.dtype(dtype).name if _NUMBER.fullmatch(dtype) else dtype
-        return Array(path, name, shape, _viewed(saved, name), saved.storage)
+        return Array(path, name, shape, _reader(saved, name), saved.storage)
     return saved._replace(path=path, shape=shape)
 
 
-def _viewed(saved: Array, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
+def _reader(saved: Array, dtype: str) -> Callable[[], Iterator[np.ndarray]]:
     def read() -> Iterator[np.ndarray]:
         for piece in saved.read():
-            yield widened(piece, dtype)
+            yield decode_elements(piece, dtype)
 
     return read

@@ -18,30 +18,30 @@ _COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red", SKIP: "cyan", ERROR: "ma
 
 
 def show(results: Sequence[ProbeResult], console: Console) -> None:
-    """Prints the results, and after several of them how many have each verdict."""
+    """Prints the results. After several results, prints the number of each verdict."""
     for result in results:
-        console.print(_shown(result))
+        console.print(_rendered(result))
     if len(results) > 1:
         counted = Counter(result.verdict for result in results)
         line = Text.assemble(
             *(
-                Text(f"{counted[each]} {each.value}  ", f"bold {_COLOURS[each]}")
-                for each in ProbeVerdict
-                if counted[each]
+                Text(f"{counted[verdict]} {verdict.value}  ", f"bold {_COLOURS[verdict]}")
+                for verdict in ProbeVerdict
+                if counted[verdict]
             )
         )
         console.print(Text.assemble(f"{len(results)} probed: ", line))
 
 
-def _shown(result: ProbeResult) -> RenderableType:
-    # Text, not str: brackets in a path are not rich markup.
+def _rendered(result: ProbeResult) -> RenderableType:
+    # rich would interpret brackets in a str as markup; a path may contain brackets.
     head = Text.assemble(_label(result.verdict), " ", (clean(result.subject, keep=""), "bold"))
     if result.facts.get("score") is not None:
         head.append(f"  score {result.facts['score']:.2f}")
     checks = Table.grid(padding=(0, 2))
     checks.add_column(no_wrap=True)
     checks.add_column(no_wrap=True)
-    checks.add_column(ratio=1, overflow="fold")  # so that a path can be copied whole
+    checks.add_column(ratio=1, overflow="fold")  # a folded path can be copied whole
     for check in result.checks:
         label = _label(check.verdict) if check.decides else Text("-", "dim")
         checks.add_row(label, check.name.replace("_", " "), Text(clean(check.message, keep="")))
@@ -57,26 +57,26 @@ def _tables(facts: Mapping[str, Any]) -> list[Table]:
     if facts.get("top"):
         rows = [
             (
-                each["layer"],
-                each["parameter"],
-                f"{each['gradient_rms']:.2e}",
-                f"{each['ratio']:.3g}",
-                f"{each['sigmas']:+.1f}",
+                layer["layer"],
+                layer["parameter"],
+                f"{layer['gradient_rms']:.2e}",
+                f"{layer['ratio']:.3g}",
+                f"{layer['sigmas']:+.1f}",
             )
-            for each in facts["top"]
+            for layer in facts["top"]
         ]
         titles = ("layer", "farthest parameter", "gradient rms", "v-hat / similar", "sigma")
         tables.append(_table(titles, rows))
     if facts.get("checkpoints"):
         rows = [
             (
-                str(each["step"]),
-                each["status"],
-                "yes" if each["intact"] else "NO",
-                "yes" if each["finite"] else "NO",
-                f"{each['bytes']:,}",
+                str(saved["step"]),
+                saved["status"],
+                "yes" if saved["intact"] else "NO",
+                "yes" if saved["finite"] else "NO",
+                f"{saved['bytes']:,}",
             )
-            for each in facts["checkpoints"]
+            for saved in facts["checkpoints"]
         ]
         tables.append(_table(("step", "status", "intact", "finite", "bytes"), rows))
     return tables

@@ -1,4 +1,4 @@
-"""What a policy would have done to runs that already happened.
+"""Replays a policy over recorded runs.
 
 traces, unreadable = healcore.tools.traces.open_traces(["run.csv"])
 result = healcore.tools.replay.replay(traces[0], "default")

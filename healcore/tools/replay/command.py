@@ -20,27 +20,27 @@ from healcore.tools.output_files import check_outputs, replacing
 from healcore.tools.replay import table
 from healcore.tools.replay.decided import decided_line, summary_line
 from healcore.tools.replay.report import ReplayReport, survey_notes
-from healcore.tools.replay.scores import Label, Labels, ScoreCollector, answer_of
+from healcore.tools.replay.scores import Label, Labels, ScoreCollector, severest_order
 from healcore.tools.replay.summary import JudgedRows
 from healcore.tools.replay.table import ReplayResult
 from healcore.tools.replay.trace_replay import ReplayError, replay
 from healcore.tools.terminal import console
 from healcore.tools.traces import Rows, Trace, TraceError, Unreadable
 
-MOST_PRINTED = 20
-"""Most problems of traces that are printed one by one."""
+MAX_PRINTED = 20
+"""Number of problems of traces that are printed."""
 
-MOST_ON_A_PAGE = 60
-"""Most replays on one page, since a browser takes long over more. A picture holds fewer."""
+MAX_ON_PAGE = 60
+"""Number of replays on one page, because a browser is slow with more. A picture has fewer."""
 
 _PIPE_WIDTH = 160
-"""Width of the table in columns where the width of the output is not known."""
+"""Width of the table in columns if the width of the output is unknown."""
 
 
-def surveyed(
+def survey_all(
     traces: Sequence[Trace], done: Callable[[], None]
 ) -> tuple[list[Trace], list[Unreadable]]:
-    """Makes the first pass over every trace; `done` is called after each."""
+    """Surveys every trace, and calls `done` after each. Returns readable and unreadable traces."""
     readable, unreadable = [], []
     for trace in traces:
         try:
@@ -66,36 +66,36 @@ def replay_all(
     """Replays every policy on every surveyed trace.
 
     Args:
-        traces: the traces that `surveyed` could read.
-        policies: by the name that the user gave.
-        backend: as for `replay`; None chooses by the rows that share a compiled loop.
-        jsonl: where lines of JSON are written.
-        labels: known events, by which the policies are scored.
-        reports: whether curves are kept for a report.
-        advance: called with the number of rows just done.
+        traces: the readable traces from `survey_all`.
+        policies: policies by the names that the user passed.
+        backend: as for `replay`; None chooses by the number of rows that share a compiled loop.
+        jsonl: output for lines of JSON.
+        labels: known events, for scores of the policies.
+        reports: whether to build reports.
+        advance: called with the number of rows of each finished chunk.
 
     Yields:
-        A result, or why there is none.
+        A result, or the reason why the replay failed.
     """
     if backend is None:
         # Traces whose rows have the same combinations of signals share a policy's compiled loop.
         rows: Counter[frozenset[frozenset[str]]] = Counter()
         for survey in (trace.survey() for trace in traces):
-            rows[frozenset(each for each in survey.combinations if each)] += survey.rows
-        loops = [(count, len(loop)) for loop, count in rows.items()]
+            rows[survey.combinations - {frozenset()}] += survey.rows
+        loops = [(count, len(combinations)) for combinations, count in rows.items()]
         backend = choose_backend(loops, len(policies))
     for trace in traces:
         label = labels.of(trace.name) if labels else None
         for name, policy in policies.items():
             try:
-                yield _one(trace, name, policy, backend, jsonl, label, reports, advance)
+                yield _replay_one(trace, name, policy, backend, jsonl, label, reports, advance)
             except ReplayError as error:
                 yield Unreadable(trace.name, error.problem)
             except TraceError as error:  # the file was removed or changed after the survey
                 yield Unreadable(trace.name, str(error))
 
 
-def _one(
+def _replay_one(
     trace: Trace,
     name: str,
     policy: Policy,
@@ -105,14 +105,14 @@ def _one(
     reports: bool,
     advance: Callable[[int], None],
 ) -> ReplayResult:
-    answer = answer_of(policy.engine().config)
-    orders = ScoreCollector(answer) if label else None
+    order_kind = severest_order(policy.engine().config)
+    scores = ScoreCollector(order_kind) if label else None
     report = ReplayReport() if reports else None
 
     def on_chunk(rows: Rows, judged: JudgedRows) -> None:
-        for each in (orders, report):
-            if each is not None:
-                each.add(rows, judged)
+        for collector in (scores, report):
+            if collector is not None:
+                collector.add(rows, judged)
         advance(len(rows.index))
 
     result = replay(trace, policy, backend=backend, on_chunk=on_chunk, name=name)
@@ -126,9 +126,9 @@ def _one(
     return ReplayResult(
         summary=summary,
         backend=backend,
-        answer=answer,
+        order_kind=order_kind,
         label=label,
-        score=orders.score(label) if orders and label else None,
+        score=scores.score(label) if scores and label else None,
         report=report.finish(result, policy, survey_notes(trace)) if report else None,
     )
 
@@ -137,24 +137,24 @@ def _one(
 
 
 class _NothingWrittenError(Exception):
-    """Nothing was replayed, so the existing file is kept."""
+    """No row was replayed, so the existing file stays."""
 
 
 class Outputs(NamedTuple):
     """Output files of a replay, in addition to the table."""
 
     jsonl: str | None = None
-    """A file, or - for standard output; the table then goes to standard error."""
+    """Path, or "-" for standard output, which moves the table to standard error."""
     report: Path | None = None
     png: Path | None = None
 
     @property
     def reports(self) -> bool:
-        """Whether curves have to be kept."""
+        """Whether reports are needed."""
         return bool(self.report or self.png)
 
     def check(self, inputs: Sequence[str]) -> None:
-        """Checks before the work that every output can be written; `inputs` are never overwritten.
+        """Checks that every output can be written and overwrites no input.
 
         Raises OutputError, or MissingExtraError if a drawing library is not installed.
         """
@@ -167,25 +167,25 @@ class Outputs(NamedTuple):
 
     @contextlib.contextmanager
     def lines(self) -> Iterator[Any]:
-        """The open file for lines of JSON, or None. It replaces an old file only when complete."""
+        """Opens the file for lines of JSON, or yields None. An old file is replaced at the end."""
         if self.jsonl is None or self.jsonl == "-":
             yield None if self.jsonl is None else sys.stdout
             return
         with contextlib.suppress(_NothingWrittenError), replacing(self.jsonl) as draft:
             with open(draft, "w", encoding="ascii", newline="\n") as file:
                 yield file
-                nothing = file.seekable() and not file.tell()
-            if nothing:
+                is_empty = file.seekable() and not file.tell()
+            if is_empty:
                 raise _NothingWrittenError
 
     def console(self) -> Console:
-        """The console that the table goes to."""
+        """Returns the console for the table."""
         known = sys.stdout.isatty() or os.environ.get("COLUMNS")
         return console(stderr=self.jsonl == "-", width=None if known else _PIPE_WIDTH)
 
 
 def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Trace]) -> None:
-    """Prints the tables, their legend, and the findings in the traces."""
+    """Prints the tables with their legend, and the problems and notes of the traces."""
     scored = any(result.score is not None for result in results)
     console.print(table.summary_table(results, width=console.width))
     if scored:
@@ -193,16 +193,16 @@ def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Tra
     surveys = [trace.survey() for trace in traces]
     _print_first(
         console,
-        [str(each) for one in surveys for each in one.problems],
-        sum(one.problem_count for one in surveys),
+        [str(problem) for survey in surveys for problem in survey.problems],
+        sum(survey.problem_count for survey in surveys),
         "yellow",
     )
     for line in table.notes(results):
         console.print(Text(line))
     _print_first(
         console,
-        [str(each) for one in surveys for each in one.notes],
-        sum(one.note_count for one in surveys),
+        [str(note) for survey in surveys for note in survey.notes],
+        sum(survey.note_count for survey in surveys),
         "dim",
     )
     console.print(Text(table.legend(results), "dim"))
@@ -211,16 +211,18 @@ def show(console: Console, results: Sequence[ReplayResult], traces: Sequence[Tra
 
 
 def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
-    """Writes the page and the picture, or raises OutputError; returns a line to print for each.
+    """Writes the page and the picture, or raises OutputError. Returns a line to print for each.
 
-    If there are too many replays, those with the most rollbacks and incidents are shown.
+    Too many replays are limited to the replays with the most rollbacks and incidents.
     """
     written = []
-    ranked = sorted(results, key=lambda each: (-each.summary.rollbacks, -each.summary.incidents))
+    ranked = sorted(
+        results, key=lambda result: (-result.summary.rollbacks, -result.summary.incidents)
+    )
     if outputs.report:
         from healcore.tools.report.page import render
 
-        chosen = {id(each) for each in ranked[:MOST_ON_A_PAGE]}
+        chosen = {id(result) for result in ranked[:MAX_ON_PAGE]}
         reports = [each.report for each in results if each.report and id(each) in chosen]
         with replacing(outputs.report) as draft:
             page = render(reports, left_out=len(results) - len(reports))
@@ -229,7 +231,7 @@ def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
     if outputs.png:
         from healcore.tools.report import picture
 
-        reports = [each.report for each in ranked if each.report]
+        reports = [result.report for result in ranked if result.report]
         with replacing(outputs.png) as draft:
             picture.draw(reports, draft)
         shown = len(picture.chosen(reports))
@@ -238,9 +240,9 @@ def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
 
 
 def _print_first(console: Console, lines: Sequence[str], count: int, style: str) -> None:
-    for line in lines[:MOST_PRINTED]:
+    for line in lines[:MAX_PRINTED]:
         console.print(Text(line, style))
-    rest = count - len(lines[:MOST_PRINTED])
+    rest = count - len(lines[:MAX_PRINTED])
     if rest:
         console.print(Text(f"and {rest:,} more like these", style))
 

@@ -1,4 +1,4 @@
-"""The rows whose decision is not neutral, as objects and as lines of JSON."""
+"""Converts rows whose decision is not neutral to objects and to lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from healcore.tools.replay.summary import JudgedRows, Summary, shortest
 
 
 class Decided(NamedTuple):
-    """One row, with the decision of the policy (in observe mode too)."""
+    """One row with the decision of the policy. Observe mode has the same decisions."""
 
     index: int
     step: float
-    """The recorded step; NaN if it could not be read."""
+    """Recorded step, or NaN if the step could not be read."""
     attempt: int
     cause: Cause
     action: Action
-    """Contains ROLLBACK wherever a rollback was due."""
+    """Orders to the host, with ROLLBACK if a rollback was due."""
     skip: bool
     grad_scale: float
     lr_scale: float
     z: dict[str, float]
-    """z score of each signal that the row has and the policy scores."""
+    """z scores by signal, for signals that the row logs and the policy scores."""
     threshold: float | None
-    """Gradient norm above which the row would be clipped; None without such a limit."""
+    """Gradient norm above which the row would be clipped, or None for no limit."""
     spent: bool
-    """A rollback was due and the budget denied it: a live run ends here."""
+    """Whether the budget denied a due rollback. A live run ends here."""
 
 
-def decided(judged: JudgedRows, engine: Engine) -> Iterator[Decided]:
-    """The rows of a chunk whose decision is not neutral, in order."""
+def select_decided(judged: JudgedRows, engine: Engine) -> Iterator[Decided]:
+    """Yields the rows of a chunk whose decision is not neutral, in order."""
     record, action, spent = judged.record, judged.action, judged.spent
-    scored = _scored(judged, engine)
-    limits = scored.get("grad_norm")
+    scores = _find_scores(judged, engine)
+    clipping = scores.get("grad_norm")
     for row in np.flatnonzero(judged.decided):
         yield Decided(
             index=int(judged.index[row]),
@@ -52,26 +52,24 @@ def decided(judged: JudgedRows, engine: Engine) -> Iterator[Decided]:
             skip=bool(record.skip[row]),
             grad_scale=shortest(record.grad_scale[row]),
             lr_scale=shortest(record.lr_scale[row]),
-            z={name: shortest(z[row]) for name, (z, has) in scored.items() if has[row]},
-            threshold=(
-                None if limits is None or not limits[1][row] else shortest(record.threshold[row])
-            ),
+            z={name: shortest(z[row]) for name, (z, has) in scores.items() if has[row]},
+            threshold=(shortest(record.threshold[row]) if clipping and clipping[1][row] else None),
             spent=bool(spent[row]),
         )
 
 
-def _scored(judged: JudgedRows, engine: Engine) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """(scores, rows that have one) by signal; in other rows the record has an older row's score."""
-    scored = {}
-    if engine.config.clip is not None and not engine.per_tensor and "grad_norm" in judged.given:
-        scored["grad_norm"] = (judged.record.z, judged.given["grad_norm"])
-    if "loss" in judged.given and any(name == "loss_spike" for name, _ in engine.config.detectors):
-        scored["loss"] = (judged.record.z_loss, judged.given["loss"])
-    return scored
+def _find_scores(judged: JudgedRows, engine: Engine) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns scores, and whether each is of its own row, by signal; others are of earlier rows."""
+    scores = {}
+    if engine.config.clip is not None and not engine.per_tensor and "grad_norm" in judged.logged:
+        scores["grad_norm"] = (judged.record.z, judged.logged["grad_norm"])
+    if "loss" in judged.logged and any(name == "loss_spike" for name, _ in engine.config.detectors):
+        scores["loss"] = (judged.record.z_loss, judged.logged["loss"])
+    return scores
 
 
 def decided_line(trace: str, policy: str, row: Decided) -> str:
-    """One row whose decision is not neutral, newline included."""
+    """Returns one row as a line of JSON with a newline."""
     line: dict[str, Any] = {
         "trace": trace,
         "index": row.index,
@@ -92,7 +90,7 @@ def decided_line(trace: str, policy: str, row: Decided) -> str:
 
 
 def summary_line(summary: Summary) -> str:
-    """The summary of one trace under one policy, newline included."""
+    """Returns a summary as a line of JSON with a newline."""
     fields = asdict(summary, dict_factory=_numbers)
     line = {"trace": fields.pop("trace"), "summary": True, "steps": summary.rows - summary.unjudged}
     return _line(line | fields)
@@ -100,16 +98,16 @@ def summary_line(summary: Summary) -> str:
 
 @functools.lru_cache(maxsize=4096, typed=True)  # typed: Cause(4) == Action(4)
 def _names(flags: Cause | Action) -> list[str]:
-    """Cached `names`: few combinations occur, and naming them is the slowest part of a line."""
+    """Returns cached `names`: few combinations occur, and naming is the slowest part of a line."""
     return names(flags)
 
 
 def _numbers(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: _number(each) if isinstance(each, float) else each for name, each in fields}
+    return {name: _number(value) if isinstance(value, float) else value for name, value in fields}
 
 
 def _number(number: float) -> float | int | str:
-    """Whole numbers as int; what JSON cannot express (NaN, Inf) as text, as in the events."""
+    """Converts integers to int, and NaN and Inf to text, because JSON has no such numbers."""
     if not math.isfinite(number):
         return str(number)
     return int(number) if number.is_integer() else number

@@ -1,4 +1,4 @@
-"""Builds the report of a replay for the page and the picture, of limited size for any trace."""
+"""Builds the report of a replay, with a bounded number of points for a trace of any length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from healcore.tools.report.run_report import RunReport
 from healcore.tools.traces import Rows, Trace
 
 _CURVES = ("loss", "grad_norm")
-_MOST_HELD = 50_000
+_MAX_COLUMN_ROWS = 50_000
 _UNHELPED = "if rollbacks had not helped"
 
 
@@ -23,7 +23,7 @@ class ReplayReport:
 
     def __init__(self) -> None:
         self._envelope = Envelope()
-        # What is no float32 curve, for the rows that the envelope may still keep.
+        # Columns that are not float32, for the rows that the envelope may still keep.
         self._columns = {
             "index": np.zeros(0, np.int64),
             "step": np.zeros(0),
@@ -35,30 +35,30 @@ class ReplayReport:
         """Adds one chunk."""
         places = np.searchsorted(rows.index, judged.index)
         curves = {name: rows.values[name] for name in _CURVES if name in rows.values}
-        logged = [rows.given[name] & ~np.isfinite(rows.values[name]) for name in curves]
+        nonfinite = [rows.logged[name] & ~np.isfinite(rows.values[name]) for name in curves]
         for name in ("threshold", "lr_scale"):
             curve = np.full(len(rows.index), np.nan, np.float32)
             curve[places] = getattr(judged.record, name)
             curves[name] = curve
-        curves["threshold"][curves["threshold"] == 0] = np.nan  # 0 = no limit in force
+        curves["threshold"][curves["threshold"] == 0] = np.nan  # 0 means no limit
         self._envelope.add(rows.index, curves)
         count = len(rows.index)
         added = {
             "index": rows.index,
             "step": rows.step,
             "attempt": np.full(count, rows.attempt, np.int64),
-            "nonfinite": np.any(logged, axis=0) if logged else np.zeros(count, bool),
+            "nonfinite": np.any(nonfinite, axis=0) if nonfinite else np.zeros(count, bool),
         }
         self._columns = {
             name: np.concatenate((column, added[name])) for name, column in self._columns.items()
         }
-        if len(self._columns["index"]) > _MOST_HELD:
+        if len(self._columns["index"]) > _MAX_COLUMN_ROWS:
             self._thin(self._envelope.kept()[0])
 
     def finish(
         self, result: Replay, policy: PolicySource, notes: tuple[str, ...] = ()
     ) -> RunReport:
-        """The report of the finished replay `result` of `policy`, with `notes` for the reader."""
+        """Returns the report of the finished replay `result` of `policy`, with added notes."""
         index, curves = self._envelope.kept()
         self._thin(index)
         threshold = curves.get("threshold")
@@ -105,7 +105,7 @@ class ReplayReport:
 
 
 def facts(summary: Summary, backend: str) -> dict[str, str]:
-    """The counts as text, by name."""
+    """Returns the counts as text, by name."""
     lowest = f"{summary.lowest_lr_first:g}"
     if summary.lowest_lr < summary.lowest_lr_first:
         lowest += f", or {summary.lowest_lr:g} {_UNHELPED}"
@@ -133,9 +133,9 @@ def _and_repeats(firsts: int, repeats: int) -> str:
 
 
 def survey_notes(trace: Trace) -> tuple[str, ...]:
-    """The findings of reading a trace as text, damage first."""
+    """Returns the problems and notes of a trace as text, problems first."""
     survey = trace.survey()
-    lines = [str(each) for each in (*survey.problems, *survey.notes)]
+    lines = [str(finding) for finding in (*survey.problems, *survey.notes)]
     more = survey.problem_count + survey.note_count - len(lines)
     return (*lines, *([f"and {more:,} more"] if more else []))
 
@@ -144,6 +144,6 @@ def _attempts(summary: Summary) -> tuple[RunAttempt, ...]:
     if len(summary.attempts) < 2:
         return ()
     return tuple(
-        RunAttempt(each.number, each.first_step, AttemptOrigin.RECORDED, each.source)
-        for each in summary.attempts
+        RunAttempt(attempt.number, attempt.first_step, AttemptOrigin.RECORDED, attempt.source)
+        for attempt in summary.attempts
     )

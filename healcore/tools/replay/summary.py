@@ -1,4 +1,4 @@
-"""Holds the decisions about rows, and sums them up: counts and incidents of one replay."""
+"""Summarizes the decisions of one replay: counts and incidents."""
 
 from __future__ import annotations
 
@@ -13,47 +13,45 @@ from healcore.core.verdict import Action, Cause, names
 from healcore.history import Incident, Mode
 from healcore.runtime.postmortem.sentences import listed
 
-MOST_KEPT = 1000
-"""Incidents of one replay that are kept for the report; all are counted."""
+MAX_INCIDENTS = 1000
+"""Number of incidents of one replay that are kept for the report; all are counted."""
 
 
 class JudgedRows(NamedTuple):
-    """Consecutive judged rows of one attempt.
-
-    All arrays, including the fields of `record`, are (n,). `index` is int64, `step` float64.
-    """
+    """Consecutive judged rows of one attempt. Arrays are (n,), `index` int64, `step` float64."""
 
     index: np.ndarray
     step: np.ndarray
     attempt: int
-    given: dict[str, np.ndarray]
-    """bool by signal: logged in this row."""
+    logged: dict[str, np.ndarray]
+    """bool by signal: whether the row logs the signal."""
     record: StepRecord
+    """Decisions, with fields of shape (n,)."""
     due: np.ndarray
-    """bool: a rollback was due, whether or not the budget still allowed it."""
-    again: np.ndarray
-    """bool: a rollback was due earlier in the row's incident; see `RepeatMarker`."""
-    ends: np.ndarray
-    """bool: a live run ends here, even if every rollback before had helped."""
+    """bool: a rollback is due, even if the budget denies it."""
+    repeated: np.ndarray
+    """bool: a rollback was due earlier in the same incident; see `RepeatMarker`."""
+    ends_run: np.ndarray
+    """bool: a live run ends here, even if all earlier rollbacks helped."""
 
     @property
     def spent(self) -> np.ndarray:
-        """bool: see `Decided.spent`."""
+        """bool: a rollback is due, but the budget denies it."""
         return self.due & (self.record.action & int(Action.ROLLBACK) == 0)
 
     @property
     def action(self) -> np.ndarray:
-        """int32: the orders, with ROLLBACK wherever a rollback was due."""
+        """int32: the orders, with ROLLBACK at each row where a rollback is due."""
         return self.record.action | np.where(self.due, int(Action.ROLLBACK), 0)
 
     @property
     def clipped(self) -> np.ndarray:
-        """bool: the gradient was scaled down, and the step not skipped."""
+        """bool: the gradient is scaled down, and the step is not skipped."""
         return (self.record.grad_scale < 1) & ~self.record.skip
 
     @property
     def decided(self) -> np.ndarray:
-        """bool: the decision is not the neutral one."""
+        """bool: the decision is not neutral."""
         record = self.record
         return (
             (record.cause != 0)
@@ -66,41 +64,41 @@ class JudgedRows(NamedTuple):
 
 
 class RepeatMarker:
-    """Remembers the last incident in which a rollback was due."""
+    """Marks repeated rollbacks across chunks."""
 
     def __init__(self) -> None:
-        self._ordered = (-1, -1)
-        self._denied = (-1, -1)
+        self._ordered = (-1, -1)  # attempt and number of the last incident with a rollback due
+        self._denied = (-1, -1)  # attempt and number of the last incident with a denied rollback
 
     def mark(self, judged: JudgedRows) -> JudgedRows:
-        """Sets `again` and `ends` of the next rows; keeps one denied rollback per incident."""
+        """Sets `repeated` and `ends_run`; keeps only the first denied rollback of an incident."""
         record = judged.record
-        again = np.zeros(len(judged.index), bool)
+        repeated = np.zeros(len(judged.index), bool)
         if judged.attempt == self._ordered[0]:
-            again = record.incident == self._ordered[1]
+            repeated = record.incident == self._ordered[1]
         for row in np.flatnonzero(judged.due):
             incident = (judged.attempt, int(record.incident[row]))
             if incident != self._ordered:
                 self._ordered = incident
-                again[row + 1 :] = record.incident[row + 1 :] == incident[1]
-        # The engine orders STOP when it denies a due rollback; a rule may order STOP itself.
-        ends = (record.action & int(Action.STOP) != 0) & ~(again & judged.due)
+                repeated[row + 1 :] = record.incident[row + 1 :] == incident[1]
+        # The engine orders STOP if it denies a due rollback. A rule may also order STOP.
+        ends_run = (record.action & int(Action.STOP) != 0) & ~(repeated & judged.due)
         due = judged.due.copy()
         for row in np.flatnonzero(judged.spent):
             incident = (judged.attempt, int(record.incident[row]))
             due[row] = incident != self._denied
             self._denied = incident
-        return judged._replace(due=due, again=again, ends=ends)
+        return judged._replace(due=due, repeated=repeated, ends_run=ends_run)
 
 
 def shortest(number: np.float32) -> float:
-    """The float with the fewest digits that is this float32: 0.1, not 0.10000000149011612."""
+    """Converts a float32 to the float with the fewest digits: 0.1, not 0.10000000149011612."""
     return float(str(number))
 
 
 @dataclass
 class AttemptSummary:
-    """One attempt of a resumed run; rows that a later attempt replaced count too."""
+    """Counts of one attempt, including rows that a later attempt replaced."""
 
     number: int
     source: str
@@ -113,7 +111,7 @@ class AttemptSummary:
 
 @dataclass(kw_only=True)
 class Summary:
-    """One trace under one policy, counted chunk by chunk.
+    """Counts of one trace under one policy.
 
     `first_*`, `last_*` and `stopped_step` are steps.
     """
@@ -123,107 +121,107 @@ class Summary:
     fingerprint: str
     rows: int = 0
     unjudged: int = 0
-    """Rows without a loss and a gradient norm."""
+    """Number of rows without a loss and a gradient norm."""
     first_step: float
     last_step: float
     attempts: tuple[AttemptSummary, ...]
     alarms: int = 0
-    """Rows with a cause."""
+    """Number of rows with a cause."""
     causes: dict[str, int] = field(default_factory=dict)
-    """Rows with each cause, lowest flag first."""
+    """Number of rows by cause, lowest flag first."""
     actions: dict[str, int] = field(default_factory=dict)
-    """Rows with each order, with ROLLBACK wherever a rollback was due."""
+    """Number of rows by order, with ROLLBACK at each row where a rollback was due."""
     skips: int = 0
     clips: int = 0
     incidents: int = 0
     rollbacks: int = 0
-    """Rows at which a rollback was due, including repeated and denied rollbacks."""
+    """Number of rows where a rollback was due, including repeated and denied rollbacks."""
     repeats: int = 0
-    """Rollbacks after the first of an incident. A live run has them if the first did not help."""
+    """Number of rollbacks after the first of their incident. Live, only failed ones repeat."""
     spent: int = 0
-    """Rollbacks that the budget denied, at most one per incident."""
+    """Number of rollbacks that the budget denied, at most one per incident."""
     first_incident: float | None = None
     last_incident: float | None = None
     first_rollback: float | None = None
     last_rollback: float | None = None
     repeat_cuts: int = 0
-    """Cuts of the learning rate after the first rollback of their incident."""
+    """Number of cuts of the learning rate after the first rollback of their incident."""
     lowest_lr: float = 1.0
     """The smallest learning-rate multiplier."""
     lowest_lr_first: float = 1.0
     """The smallest multiplier without repeat cuts."""
     stopped_at: int | None = None
-    """Row index of a live run's end: a rule stops it, or an incident's first rollback is denied."""
+    """Row where a live run ends: a rule orders STOP, or an incident's first rollback is denied."""
     stopped_step: float | None = None
     inactive: dict[str, tuple[str, ...]]
     """Inactive parts of the policy, by the signal that the trace does not log."""
     problems: int
-    """Lines of the trace that could not be read."""
+    """Number of lines of the trace that could not be read."""
 
     @property
     def first_rollbacks(self) -> int:
-        """Rollbacks that are the first of their incident."""
+        """Number of rollbacks that are the first of their incident."""
         return self.rollbacks - self.repeats
 
     @property
     def first_cuts(self) -> int:
-        """Cuts of the learning rate, without repeated cuts."""
+        """Number of cuts of the learning rate, without repeated cuts."""
         return self.actions.get("CUT_LR", 0) - self.repeat_cuts
 
     def attempt(self, number: int) -> AttemptSummary:
-        """The attempt of this number."""
+        """Returns the counts of one attempt."""
         return next(each for each in self.attempts if each.number == number)
 
     def add(self, rows: int, judged: JudgedRows) -> None:
-        """Counts a chunk of `rows` rows, of which `judged` could be judged; incidents are apart."""
+        """Counts a chunk of `rows` rows. `ReplayIncidents` counts the incidents."""
         record, action, attempt = judged.record, judged.action, self.attempt(judged.attempt)
         self.rows += rows
         attempt.rows += rows
         self.unjudged += rows - len(judged.index)
-        self.causes = _summed(self.causes, record.cause, Cause)
-        self.actions = _summed(self.actions, action, Action)
+        self.causes = _add_counts(self.causes, record.cause, Cause)
+        self.actions = _add_counts(self.actions, action, Action)
         self.alarms += int(np.count_nonzero(record.cause))
         self.skips += int(np.count_nonzero(record.skip))
         self.clips += int(np.count_nonzero(judged.clipped))
-        back = np.flatnonzero(action & int(Action.ROLLBACK))
-        if back.size:
-            repeats = int(np.count_nonzero(judged.again[back]))
+        rollbacks = np.flatnonzero(action & int(Action.ROLLBACK))
+        if rollbacks.size:
+            repeats = int(np.count_nonzero(judged.repeated[rollbacks]))
             for counts in (self, attempt):
-                counts.rollbacks += back.size
+                counts.rollbacks += rollbacks.size
                 counts.repeats += repeats
             self.spent += int(np.count_nonzero(judged.spent))
             if self.first_rollback is None:
-                self.first_rollback = float(judged.step[back[0]])
-            self.last_rollback = float(judged.step[back[-1]])
+                self.first_rollback = float(judged.step[rollbacks[0]])
+            self.last_rollback = float(judged.step[rollbacks[-1]])
         cuts = action & int(Action.CUT_LR) != 0
-        self.repeat_cuts += int(np.count_nonzero(cuts & judged.again))
-        lasting = record.action & int(Action.SOFT_STEP) == 0
-        self.lowest_lr = _lowest(self.lowest_lr, record.lr_scale[lasting])
-        firsts = record.lr_scale[cuts & ~judged.again]
-        self.lowest_lr_first = _lowest(self.lowest_lr_first, firsts)
-        stops = np.flatnonzero(judged.ends)
+        self.repeat_cuts += int(np.count_nonzero(cuts & judged.repeated))
+        permanent = record.action & int(Action.SOFT_STEP) == 0
+        self.lowest_lr = _lowest(self.lowest_lr, record.lr_scale[permanent])
+        first_cuts = record.lr_scale[cuts & ~judged.repeated]
+        self.lowest_lr_first = _lowest(self.lowest_lr_first, first_cuts)
+        stops = np.flatnonzero(judged.ends_run)
         if stops.size and self.stopped_at is None:
             self.stopped_at = int(judged.index[stops[0]])
             self.stopped_step = float(judged.step[stops[0]])
 
 
 def inactive_line(signal: str, parts: Sequence[str]) -> str:
-    """The parts of a policy that are inactive without a signal, as text."""
-    logged = {
-        "group_norms": "in any log (AdaGC reads every tensor's)",
+    """Describes the parts of a policy that are inactive without a signal."""
+    reason = {
+        "group_norms": "in any log (AdaGC reads the norm of every tensor)",
         "update": "in any log (its norm without the learning-rate multiplier)",
     }.get(signal, "logged")
     verb = "is" if len(parts) == 1 else "are"
-    return f"no {signal} {logged}: {listed(parts)} {verb} inactive"
+    return f"no {signal} {reason}: {listed(parts)} {verb} inactive"
 
 
-def _summed(
+def _add_counts(
     counts: dict[str, int], flags: np.ndarray, kind: type[Cause] | type[Action]
 ) -> dict[str, int]:
     if not flags.any():
         return counts
-    rows = {str(each.name): int(np.count_nonzero(flags & int(each))) for each in kind}
-    summed = {name: counts.get(name, 0) + more for name, more in rows.items()}
+    rows = {str(flag.name): int(np.count_nonzero(flags & int(flag))) for flag in kind}
+    summed = {name: counts.get(name, 0) + count for name, count in rows.items()}
     return {name: count for name, count in summed.items() if count}
 
 
@@ -232,7 +230,7 @@ def _lowest(known: float, scales: np.ndarray) -> float:
 
 
 class _OpenIncident:
-    """An incident while its rows are read, with the attributes of an `Incident`."""
+    """An incident whose rows are still being read, with the attributes of `Incident`."""
 
     def __init__(self, judged: JudgedRows, row: int, lr_before: float) -> None:
         self.attempt = judged.attempt
@@ -251,17 +249,16 @@ class _OpenIncident:
         self.last, self.last_step = int(judged.index[row]), float(judged.step[row])
         self.cause |= Cause(int(judged.record.cause[row]))
         ordered = Action.ROLLBACK | Action.STOP
-        if not self.action & ordered:  # the incident is placed at the first such order
+        if not self.action & ordered:  # the place of an incident is its first such order
             self.index, self.step = int(judged.index[row]), float(judged.step[row])
-        again = bool(judged.again[row])
-        if not judged.ends[row]:
+        if not judged.ends_run[row]:
             action &= ~int(Action.STOP)
         elif action & Action.STOP and self.stop < 0:
             self.stop, self.stop_step = self.last, self.last_step
         self.action |= Action(action)
         self.skipped += bool(judged.record.skip[row])
         self.clipped += bool(judged.clipped[row])
-        if again:  # happens live only if going back did not help; a recorded curve never heals
+        if judged.repeated[row]:  # a live run repeats a rollback only if the first did not help
             self.repeats += bool(action & Action.ROLLBACK) and not spent
             self.repeat_denied |= spent
         else:
@@ -273,16 +270,17 @@ class ReplayIncidents:
     """Builds the incidents chunk by chunk, and counts them in the summary."""
 
     def __init__(self, summary: Summary) -> None:
-        self.kept: list[Incident] = []
+        self.incidents: list[Incident] = []
+        """The first `MAX_INCIDENTS` incidents."""
         self._summary = summary
         self._open: _OpenIncident | None = None
         self._number = 0
         self._lr = 1.0
 
-    def begin_attempt(self, *, goes_on: bool) -> None:
-        """Ends the open incident; `goes_on`: the engine's incident count and LR multiplier stay."""
+    def begin_attempt(self, *, continues: bool) -> None:
+        """Ends the open incident. `continues` keeps the incident number and the LR multiplier."""
         self.close()
-        if not goes_on:
+        if not continues:
             self._number, self._lr = 0, 1.0
 
     def add(self, judged: JudgedRows) -> None:
@@ -312,7 +310,7 @@ class ReplayIncidents:
         if summary.first_incident is None:
             summary.first_incident = incident.onset_step
         summary.last_incident = incident.onset_step
-        if len(self.kept) == MOST_KEPT:
+        if len(self.incidents) == MAX_INCIDENTS:
             return
         cut = bool(incident.action & Action.CUT_LR)
         fields = vars(incident) | {
@@ -321,4 +319,4 @@ class ReplayIncidents:
             "lr_path": (incident.lr_before, incident.lr_after) if cut else (),
         }
         del fields["lr_before"], fields["lr_after"]
-        self.kept.append(Incident(number=summary.incidents, mode=Mode.REPLAY, **fields))
+        self.incidents.append(Incident(number=summary.incidents, mode=Mode.REPLAY, **fields))

@@ -90,10 +90,10 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
     notes = first_lines(f"{path.name}: damaged", problems, survey.problem_count)
     collected = RowCollector()
     for rows in traces[0].rows():
-        names = {"loss", "grad_norm"} & set(rows.given)
+        names = {"loss", "grad_norm"} & set(rows.logged)
         for row, step in enumerate(rows.step.tolist()):
             logged = {
-                name: float(rows.values[name][row]) for name in names if rows.given[name][row]
+                name: float(rows.values[name][row]) for name in names if rows.logged[name][row]
             }
             collected.add(rows.attempt, {"step": step, **logged})
     rows = collected.rows()._replace(flags=None)

@@ -1,4 +1,4 @@
-"""Thousands of settings of one policy over many recorded runs, ranked by a chosen objective.
+"""Tries thousands of settings of one policy on recorded runs, and ranks them by an objective.
 
 traces, unreadable = healcore.tools.traces.open_traces(["runs/"])
 found = healcore.tools.sweep.sweep(traces, "pretraining", vary=["detect.divergence.rise=5..12"])

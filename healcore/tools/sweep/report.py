@@ -1,4 +1,4 @@
-"""Writes a sweep as text and tables, and as strict JSON."""
+"""Formats a sweep as tables for a terminal, and as strict JSON."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ from rich.text import Text
 
 from healcore.console import counted
 from healcore.policy import fingerprint
-from healcore.tools.sweep.choice import Standing, Validation
+from healcore.tools.sweep.choice import SplitScores, Validation
 from healcore.tools.sweep.scores import LOWER, OBJECTIVES, PER, rates_of
 from healcore.tools.sweep.search import Sweep
 
-_EDGE = 0.02  # of an axis
-_LEGEND = "latency: rows from onset to order, median of the events found"
+_EDGE = 0.02  # fraction of an axis
+_LEGEND = "latency: median rows from onset to order of the found events"
 
 SCHEMA = 1
 
-_SHOWN = 20  # settings of the ranking
+_MAX_RANKING = 20  # settings
 
 
-def shown(found: Sweep) -> RenderableType:
-    """The output of the command."""
+def render(found: Sweep) -> RenderableType:
+    """Returns the output of the command."""
     verdict = found.verdict
     parts: list[RenderableType] = [Text(_headline(found)), Text(objective(found), "dim")]
     parts += [Text(""), _settings(found), Text(""), _scores(found), Text(_LEGEND, "dim")]
     checked = verdict.validation
     if checked is not None:
-        parts += [Text(""), _validation(found, checked), Text(_held(found, checked), "dim")]
+        parts += [
+            Text(""),
+            _validation(found, checked),
+            Text(_held_out(found, checked), "dim"),
+        ]
     parts += [Text(""), Text(verdict.reason, "bold"), *map(Text, notes(found))]
     return Group(*parts)
 
 
 def notes(found: Sweep) -> list[str]:
-    """Warnings about the search range, the labels and the runs."""
+    """Returns warnings about the search range, the labels and the runs."""
     lines = []
     for i, axis in enumerate(found.variants.axes if found.verdict.take else ()):
         units = found.variants.units[found.verdict.choice.plateau, i]
@@ -50,25 +54,21 @@ def notes(found: Sweep) -> list[str]:
     unlabelled = found.runs - found.labelled
     if unlabelled:
         lines.append(
-            f"{unlabelled} of {counted(found.runs, 'run')} without labels: events are seen in "
-            "hindsight there (docs/sweep.md), which is a rule and no truth"
+            f"{unlabelled} of {counted(found.runs, 'run')} without labels: events come from a "
+            "rule in hindsight (docs/sweep.md), which may be wrong"
         )
-    if found.splits.alone:
+    if run := found.splits.only_eventful:
         lines.append(
-            f"only one family of runs has events (with {PurePath(found.splits.alone).name}): its "
-            "runs are held out singly, so that one recipe is on both sides"
+            f"only one family has events (with {PurePath(run).name}): its runs "
+            "are held out separately, so one recipe is on both sides"
         )
     if not found.verdict.rates.events:
-        lines.append(
-            "there was no event to find: only false recoveries and skips could be compared"
-        )
+        lines.append("the runs have no events: only false recoveries and skips were compared")
     if found.variants.dropped:
-        lines.append(
-            f"left out: {counted(found.variants.dropped, 'setting')} drawn, no valid policy"
-        )
+        lines.append(f"excluded: {counted(found.variants.dropped, 'setting')}, not a valid policy")
     resumed = len(found.series) > found.runs
-    for problem, count in Counter(each.problem for each in found.left_out).items():
-        lines.append(f"left out: {counted(count, 'attempt' if resumed else 'run')} ({problem})")
+    for problem, count in Counter(each.problem for each in found.excluded).items():
+        lines.append(f"excluded: {counted(count, 'attempt' if resumed else 'run')} ({problem})")
     return lines
 
 
@@ -89,7 +89,7 @@ def _runs(found: Sweep) -> str:
 
 
 def objective(found: Sweep) -> str:
-    """The objective as a sentence."""
+    """Describes the objective."""
     plan = found.plan
     words = OBJECTIVES[plan.objective].replace("N steps", f"{plan.costs.within} steps")
     return f"ranked by {plan.objective}: {words.replace('`price`', f'{plan.price:g}')}"
@@ -114,10 +114,10 @@ def _settings(found: Sweep) -> Table:
 
 def _scores(found: Sweep) -> Table:
     table = Table("on all runs", box=None, pad_edge=False)
-    # A score that is the negative of another column would be redundant.
-    scored = found.plan.objective not in LOWER
+    # With these objectives, the score is the negative of another column.
+    has_score = found.plan.objective not in LOWER
     names = (f"within {found.plan.costs.within}", "found", "latency (rows)")
-    for name in (*(("score",) if scored else ()), *names):
+    for name in (*(("score",) if has_score else ()), *names):
         table.add_column(name, justify="right")
     for name in ("false", "lost"):
         table.add_column(f"{name} / {PER:,}", justify="right")
@@ -126,7 +126,7 @@ def _scores(found: Sweep) -> Table:
         rates = rates_of(found.verdict.rates, found.counts, i)
         table.add_row(
             name,
-            *((f"{found.verdict.scores[i]:.4f}",) if scored else ()),
+            *((f"{found.verdict.scores[i]:.4f}",) if has_score else ()),
             _or_dash(rates["recall"], ".1%"),
             _or_dash(rates["found"], ".1%"),
             _or_dash(rates["latency_rows"], "g"),
@@ -137,35 +137,35 @@ def _scores(found: Sweep) -> Table:
 
 
 def _validation(found: Sweep, checked: Validation) -> Table:
-    """Training against held-out runs, in the unit of the objective."""
+    """Builds a table of training and held-out scores, in the unit of the objective."""
     ranked = found.plan.objective
     lower = ranked in LOWER
-    what = f"{ranked} / {PER:,}" if lower else "score"
+    quantity = f"{ranked} / {PER:,}" if lower else "score"
     splits = f"{counted(checked.splits, 'split')} by {found.splits.by}"
-    table = Table(f"{what}, mean of {splits}", box=None, pad_edge=False)
+    table = Table(f"{quantity}, mean of {splits}", box=None, pad_edge=False)
     for name in ("train", "held out", "gap"):
         table.add_column(name, justify="right")
-    rows: tuple[tuple[str, Standing], ...] = (
+    rows: tuple[tuple[str, SplitScores], ...] = (
         ("base", checked.base),
-        ("plateau's middle, chosen again on train", checked.chosen),
+        ("plateau's middle, chosen on train", checked.chosen),
         ("single best on train", checked.best),
     )
     sign, digits = (-1, 1 if ranked == "lost" else 3) if lower else (1, 4)
     for name, each in rows:
-        # `+ 0.0`: no negative zeros. A positive gap means worse on the held-out runs in every unit.
+        # `+ 0.0` removes negative zeros. In every unit, a positive gap is worse when held out.
         train, held_out = (round(sign * x, digits) + 0.0 for x in (each.train, each.held_out))
         gap = f"{round(each.gap, digits) + 0.0:+.{digits}f}"
         table.add_row(name, f"{train:.{digits}f}", f"{held_out:.{digits}f}", gap)
     return table
 
 
-def _held(found: Sweep, checked: Validation) -> str:
-    """How many events the splits held out, and what the gap means."""
-    few, many, all_ = min(checked.events), max(checked.events), found.verdict.rates.events
-    each = f"{few}" if few == many else f"{few} to {many}"
+def _held_out(found: Sweep, checked: Validation) -> str:
+    """Describes the number of held-out events, and the gap."""
+    low, high, total = min(checked.events), max(checked.events), found.verdict.rates.events
+    number = f"{low}" if low == high else f"{low} to {high}"
     return (
-        f"events held out: {each} of {all_} in each split, {checked.ever} of {all_} in some split. "
-        "gap: by how much it is worse where held out"
+        f"events held out: {number} of {total} in each split, {checked.ever_held_out} of {total} "
+        "in any split. gap: how much worse the held-out runs score"
     )
 
 
@@ -174,9 +174,9 @@ def _or_dash(rate: float | None, form: str) -> str:
 
 
 def to_json(found: Sweep) -> dict[str, Any]:
-    """The sweep as JSON-safe data: a number that is not finite becomes null."""
+    """Returns the sweep as JSON-safe data, with null for non-finite numbers."""
     verdict, choice = found.verdict, found.verdict.choice
-    ranked = sorted(range(len(verdict.scores)), key=lambda i: -verdict.scores[i])[:_SHOWN]
+    ranked = sorted(range(len(verdict.scores)), key=lambda i: -verdict.scores[i])[:_MAX_RANKING]
     checked = verdict.validation
     return {
         "schema": SCHEMA,
@@ -218,22 +218,22 @@ def to_json(found: Sweep) -> dict[str, Any]:
             "share": found.plan.holdout,
             "worse_than_base": checked.worse,
             "events": list(checked.events),
-            "events_in_some_split": checked.ever,
+            "events_in_some_split": checked.ever_held_out,
             **{
                 name: {**each._asdict(), "gap": each.gap}
                 for name, each in zip(("base", "chosen", "best"), checked[:3], strict=True)
             },
         },
         "notes": notes(found),
-        "left_out": [each._asdict() for each in found.left_out],
+        "left_out": [each._asdict() for each in found.excluded],
         "failed": [each._asdict() for each in found.failed],
     }
 
 
 def _setting(found: Sweep, i: int) -> dict[str, Any]:
     values = {
-        axis.key: round(v) if axis.whole else v
-        for axis, v in zip(found.variants.axes, found.variants.values[i].tolist(), strict=True)
+        axis.key: round(value) if axis.whole else value
+        for axis, value in zip(found.variants.axes, found.variants.values[i].tolist(), strict=True)
     }
     return {
         "values": values,

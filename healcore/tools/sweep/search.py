@@ -1,4 +1,4 @@
-"""Runs a whole sweep: all settings of a base policy over all traces, and the setting to take."""
+"""Runs a sweep: tries settings of a base policy on all traces, and chooses the setting to take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from healcore.core.signals import Signals
 from healcore.plugins.rows import rolled_back
 from healcore.plugins.sweep import WORD, PackedSeries, Place, SweepScan, step, variants_of
 from healcore.policy import Policy, PolicySource, load
-from healcore.tools.replay.scores import FEWEST, Label, Labels
+from healcore.tools.replay.scores import MIN_ROWS, Label, Labels
 from healcore.tools.sweep import choice, hindsight, space
 from healcore.tools.sweep.scores import OBJECTIVES, Costs, OrderCounts, count_orders, own_events
 from healcore.tools.sweep.series import Series, pack, series_of, unpack
@@ -28,30 +28,30 @@ from healcore.tools.traces.trace import Trace, TraceError, Unreadable
 BACKENDS = ("numpy", "jax")
 
 WORTH_COMPILING = 5_000_000
-"""Policy-steps from which JAX is the default; with fewer, NumPy ends before JAX has compiled."""
+"""Policy-steps from which JAX is the default. With fewer, NumPy ends before JAX has compiled."""
 
-_LANES = {"jax": 384, "numpy": 4096}
-"""Most variants of one block. In JAX their state stays in the near caches; 512 is a sixth slower,
-since arrays of 2 KB conflict with each other in the caches."""
+_MAX_LANES = {"jax": 384, "numpy": 4096}
+"""Largest number of variants in one block. In JAX, the state of 384 variants fits into the caches;
+512 variants are a sixth slower, because arrays of 2 KB conflict with each other in the caches."""
 
-_WORDS = 1 << 24
-"""Most words of orders that one call returns: very long runs get fewer variants at a time."""
+_MAX_WORDS = 1 << 24
+"""Largest number of words of orders in one call. Very long runs get smaller blocks."""
 
 
 class Plan(NamedTuple):
     """Options of a sweep."""
 
     variants: int = 2000
-    """Settings to try at most."""
+    """Largest number of settings to try."""
     objective: str = "balance"
     price: float = 0.1
     """Recall that one false recovery per 10,000 steps is worth, for "balance"."""
     costs: Costs = Costs()
     holdout: float = 0.3
-    """Share of the families to hold out; 0 for none."""
+    """Fraction of the families to hold out, or 0."""
     seed: int = 0
     backend: str | None = None
-    """numpy or jax; None chooses by the amount of work."""
+    """"numpy" or "jax", or None to choose by the amount of work."""
 
 
 PLAN = Plan()
@@ -68,24 +68,25 @@ class Sweep(NamedTuple):
     splits: choice.Splits
     verdict: choice.SweepChoice
     policy: Policy
-    """The policy to take."""
+    """Policy to take."""
     backend: str
     seconds: float
     """Wall time of the scan, including compilation."""
     labelled: int
-    """Runs with events from labels; the others' events are from hindsight."""
-    left_out: tuple[Unreadable, ...]
-    """Traces, or attempts of them, that are too short or have nothing to judge, and why."""
+    """Number of runs with labels. The events of other runs are from `hindsight`."""
+    excluded: tuple[Unreadable, ...]
+    """Traces or attempts that are too short or have nothing to judge, with the reason."""
     failed: tuple[Unreadable, ...]
+    """Traces that cannot be read, with the reason."""
 
     @property
     def runs(self) -> int:
-        """Number of traces; a resumed one has a series for each attempt."""
+        """Number of traces. A resumed trace has a series for each attempt."""
         return len({each.trace for each in self.series})
 
     @property
     def policy_steps(self) -> int:
-        """Steps judged, times variants."""
+        """Number of judged steps times the number of variants."""
         return len(self.variants.values) * sum(each.length for each in self.series)
 
 
@@ -105,39 +106,39 @@ def sweep(
         traces: from `healcore.tools.traces.open_traces`.
         policy: the base policy.
         vary: `KEY=LOW..HIGH` or `KEY=A,B,C`; if empty, the thresholds behind the rollback rules.
-        labels: from `healcore.tools.replay.scores`; traces without a label get the events that
-            `hindsight` finds.
+        labels: from `healcore.tools.replay.scores`. The events of traces without a label are from
+            `hindsight`.
         plan: the options.
-        started: called once with the policy-steps to come.
-        advance: called with the policy-steps just done.
+        started: called once with the total number of policy-steps.
+        advance: called with the number of policy-steps of each finished block.
 
     Raises:
-        SweepError: there is nothing to sweep, or the plan is not valid.
+        SweepError: no trace can be swept, or the plan is not valid.
         healcore.policy.PolicyError: the base policy is not valid.
     """
     _check(plan)
     base = load(policy)
     if not any("rollback" in rule.do for rule in base.respond):
         raise SweepError(
-            f"policy {base.name} never rolls back, and a sweep ranks rollbacks. Name one with "
-            'a rule that has do = ["rollback"], for example pretraining'
+            f"policy {base.name} never rolls back, but a sweep ranks rollbacks. Pass a policy with "
+            'do = ["rollback"] in a rule, for example pretraining'
         )
     axes = tuple(space.parse(base, text) for text in vary) or space.default_axes(base)
     keys = [axis.key for axis in axes]
     if len(set(keys)) < len(keys):
         raise SweepError(f"--vary names a key twice: {', '.join(keys)}")
-    series, left_out, failed = _read(traces, base)
-    seen = [_events(each, labels) for each in series]
-    events = [own_events(each, its) for each, (its, _) in zip(series, seen, strict=True)]
+    series, excluded, failed = _read(traces, base)
+    all_events = [_find_events(each, labels) for each in series]
+    events = [own_events(each, own) for each, (own, _) in zip(series, all_events, strict=True)]
     variants = space.draw(base, axes, plan.variants)
 
     steps = len(variants.values) * sum(each.length for each in series)
     backend = plan.backend or _backend_for(steps)
     scan = scan_of(base.config(), tuple(axis.place for axis in axes), backend)
     started(steps)
-    began = time.perf_counter()
+    start = time.perf_counter()
     counts = scan_all(scan, variants, series, events, plan.costs, backend=backend, advance=advance)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
 
     splits = choice.split(
         [each.trace for each in series],
@@ -161,11 +162,13 @@ def sweep(
         counts=tuple(counts),
         splits=splits,
         verdict=verdict,
-        policy=_taken(base, variants, verdict, len({each.trace for each in series})),
+        policy=_take_policy(base, variants, verdict, len({each.trace for each in series})),
         backend=backend,
         seconds=seconds,
-        labelled=len({s.trace for s, (_, known) in zip(series, seen, strict=True) if known}),
-        left_out=tuple(left_out),
+        labelled=len(
+            {each.trace for each, (_, known) in zip(series, all_events, strict=True) if known}
+        ),
+        excluded=tuple(excluded),
         failed=tuple(failed),
     )
 
@@ -174,24 +177,24 @@ def _check(plan: Plan) -> None:
     if plan.objective not in OBJECTIVES:
         raise SweepError(f"the objective must be one of {', '.join(OBJECTIVES)}")
     if plan.variants < 2:
-        raise SweepError(f"at least 2 variants make a sweep, got {plan.variants}")
+        raise SweepError(f"a sweep needs at least 2 variants, got {plan.variants}")
     if not 0 <= plan.holdout < 1:
-        raise SweepError(f"the share to hold out must be in [0, 1), got {plan.holdout}")
+        raise SweepError(f"the fraction to hold out must be in [0, 1), got {plan.holdout}")
     if not 0 <= plan.price < np.inf:
         raise SweepError(f"the price of a false recovery must be at least 0, got {plan.price}")
     if plan.costs.within < 0 or plan.costs.recovery < 0:
         raise SweepError(
-            f"steps must be at least 0, got {plan.costs.within} to find an event within and "
-            f"{plan.costs.recovery} for a recovery"
+            f"steps must be at least 0, got within = {plan.costs.within} and recovery = "
+            f"{plan.costs.recovery}"
         )
 
 
 def _read(
     traces: Sequence[Trace], base: Policy
 ) -> tuple[list[Series], list[Unreadable], list[Unreadable]]:
-    """The series to sweep, the excluded series, and the traces that could not be read."""
+    """Returns the series to sweep, the excluded series, and the unreadable traces."""
     engine = base.engine()
-    series, left_out, failed = [], [], []
+    series, excluded, failed = [], [], []
     for trace in traces:
         try:
             found = series_of(trace, engine)
@@ -199,32 +202,34 @@ def _read(
             failed.append(Unreadable(trace.name, str(error)))
             continue
         if not found:
-            left_out.append(Unreadable(trace.name, "no row has a loss or a gradient norm"))
+            excluded.append(Unreadable(trace.name, "no row has a loss or a gradient norm"))
         for each in found:
-            if each.length - each.own < FEWEST:
-                left_out.append(Unreadable(trace.name, f"fewer than {FEWEST} rows"))
+            if each.length - each.own < MIN_ROWS:
+                excluded.append(Unreadable(trace.name, f"fewer than {MIN_ROWS} rows"))
             else:
                 series.append(each)
     if not series:
         why = [each.problem for each in failed]
-        why += [f"{each.path}: {each.problem}" for each in left_out]
-        raise SweepError("\n".join([*why, "nothing to sweep: no trace has rows enough to judge"]))
-    return series, left_out, failed
+        why += [f"{each.path}: {each.problem}" for each in excluded]
+        raise SweepError("\n".join([*why, "nothing to sweep: no trace has enough rows to judge"]))
+    return series, excluded, failed
 
 
-def _events(series: Series, labels: Labels | None) -> tuple[Label, bool]:
-    """The events of a series, and whether they are from a label."""
-    known = labels.of(series.trace) if labels is not None else None
-    if known is not None:
-        return known, True
+def _find_events(series: Series, labels: Labels | None) -> tuple[Label, bool]:
+    """Returns the events of a series, and whether they are from a label."""
+    label = labels.of(series.trace) if labels is not None else None
+    if label is not None:
+        return label, True
     loss = series.values.get("loss")
     if loss is None:
         return Label(series.trace, series.length, (), ()), False
     return hindsight.events_in(loss, series.index, series.trace), False
 
 
-def _taken(base: Policy, variants: Variants, verdict: choice.SweepChoice, runs: int) -> Policy:
-    """The policy to take, with the sweep in its name and description."""
+def _take_policy(
+    base: Policy, variants: Variants, verdict: choice.SweepChoice, runs: int
+) -> Policy:
+    """Returns the policy to take, with the sweep in its name and description."""
     if verdict.take == 0:
         return base
     keys = ", ".join(axis.key for axis in variants.axes)
@@ -243,13 +248,13 @@ def _taken(base: Policy, variants: Variants, verdict: choice.SweepChoice, runs: 
 
 
 def _backend_for(policy_steps: int) -> str:
-    """The default backend for this amount of work."""
-    worth = policy_steps >= WORTH_COMPILING and importlib.util.find_spec("jax") is not None
-    return "jax" if worth else "numpy"
+    """Returns the default backend for this amount of work."""
+    has_jax = importlib.util.find_spec("jax") is not None
+    return "jax" if policy_steps >= WORTH_COMPILING and has_jax else "numpy"
 
 
 class NumpySweepScan:
-    """Runs an array of all variants in NumPy, row by row; slow beyond a few thousand at once."""
+    """Runs the variants in NumPy as arrays, row by row. Slow for more than a few thousand."""
 
     def __init__(self, config: EngineConfig, places: tuple[Place, ...]) -> None:
         self._config, self._places = config, places
@@ -282,10 +287,10 @@ class NumpySweepScan:
 
 
 def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> SweepScan:
-    """A scan of the variants of the base policy's whole config.
+    """Creates a scan of the variants of a config on one backend.
 
-    Raises SweepError for an unknown backend, or if JAX has no CPU here; MissingExtraError if JAX is
-    not installed.
+    Raises SweepError for an unknown backend, or if JAX has no CPU backend; MissingExtraError if JAX
+    is not installed.
     """
     if backend not in BACKENDS:
         raise SweepError(f"the backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -295,7 +300,7 @@ def scan_of(config: EngineConfig, places: tuple[Place, ...], backend: str) -> Sw
         return adapter_registry.find("jax", "sweep_scan")(config, places)
     except RuntimeError as error:
         raise SweepError(
-            f"JAX has no CPU backend in this process ({error}): add cpu to JAX_PLATFORMS, or take "
+            f"JAX has no CPU backend in this process ({error}): add cpu to JAX_PLATFORMS, or pass "
             "--backend numpy"
         ) from error
 
@@ -310,42 +315,45 @@ def scan_all(
     backend: str,
     advance: Callable[[int], None],
 ) -> list[OrderCounts]:
-    """Counts the orders of every variant on every series; `events` has each series' events.
+    """Counts the orders of every variant on every series.
 
-    `advance` is called with the policy-steps just done.
+    `events` has the events of each series. `advance` is called with the number of policy-steps of
+    each finished block.
     """
     count = len(variants.values)
     batches = pack(series)
     longest = max(len(packed.rows.start) for packed in batches)
-    blocks = -(-count // max(16, min(_LANES[backend], _WORDS // longest)))
+    blocks = -(-count // max(16, min(_MAX_LANES[backend], _MAX_WORDS // longest)))
     lanes = -(-count // blocks)
     lanes = -(-lanes // 16) * 16 if backend == "jax" else lanes
     starts = range(0, count, lanes)
 
-    def one(task: tuple[int, PackedSeries]) -> list[OrderCounts]:
+    def run_block(task: tuple[int, PackedSeries]) -> list[OrderCounts]:
         start, packed = task
         numbers = variants.numbers(slice(start, start + lanes))
         real = len(numbers[0])
-        # All blocks have one shape, so that one program serves all; padding is not counted.
+        # Padding gives all blocks one shape, so that one compiled program runs all blocks.
         padded = tuple(np.pad(each, (0, lanes - real), mode="edge") for each in numbers)
         words = scan.run(padded if backend == "jax" else numbers, packed)
-        found = unpack(series, packed, *(each[:, :real] for each in words))
+        unpacked = unpack(series, packed, *(each[:, :real] for each in words))
         advance(real * sum(series[i].length for i in packed.indices))
         return [
             count_orders(series[i], events[i], orders, costs)
-            for i, orders in zip(packed.indices, found, strict=True)
+            for i, orders in zip(packed.indices, unpacked, strict=True)
         ]
 
     tasks = [(start, packed) for start in starts for packed in batches]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parts: list[list[OrderCounts]] = [[] for _ in series]
     with ThreadPoolExecutor(cores if backend == "jax" else 1) as pool:
-        for (_, packed), done in zip(tasks, pool.map(one, tasks), strict=True):
-            for i, each in zip(packed.indices, done, strict=True):
+        for (_, packed), counts in zip(tasks, pool.map(run_block, tasks), strict=True):
+            for i, each in zip(packed.indices, counts, strict=True):
                 parts[i].append(each)
-    return [_side_by_side(each) for each in parts]
+    return [_join_blocks(each) for each in parts]
 
 
-def _side_by_side(parts: Sequence[OrderCounts]) -> OrderCounts:
-    arrays = (np.concatenate(columns) for columns in zip(*(p[1:] for p in parts), strict=True))
+def _join_blocks(parts: Sequence[OrderCounts]) -> OrderCounts:
+    arrays = (
+        np.concatenate(columns) for columns in zip(*(part[1:] for part in parts), strict=True)
+    )
     return OrderCounts(parts[0].rows, *arrays)

@@ -1,4 +1,4 @@
-"""Turns traces into series, one for each attempt, and packs series to run many in one call."""
+"""Converts traces to series, one per attempt, and packs series to run many in one call."""
 
 from __future__ import annotations
 
@@ -10,102 +10,102 @@ import numpy as np
 from healcore.core.engine import Engine
 from healcore.plugins.rows import SignalLayout
 from healcore.plugins.sweep import WORD, PackedRows, PackedSeries
-from healcore.tools.replay.trace_replay import layout_of, rows_of
+from healcore.tools.replay.trace_replay import choose_layout, select_judged
 from healcore.tools.traces.trace import Trace
 
 GROUPS = 512
-"""Groups packed together. A longer series takes 4 times as many, or 16 times, and so on."""
+"""Number of groups in one call. A longer series takes 4 or 16 times as many groups, and so on."""
 
 
 class Series(NamedTuple):
-    """The rows of one attempt that an engine judges, after the rows of its lineage."""
+    """The judged rows of one attempt, after the rows of the earlier attempts that it continues."""
 
     trace: str
     layout: SignalLayout
     values: dict[str, np.ndarray]
     """float32 (n,) for each of the layout's signals."""
     kind: np.ndarray
-    """int32 (n,): which of the layout's combinations the row has."""
+    """int32 (n,): place of the row's combination in the layout."""
     index: np.ndarray
-    """int64 (n,): their rows in the trace."""
+    """int64 (n,): row numbers in the trace."""
     resumed: np.ndarray
-    """bool (n,): the first row after the checkpoint that a resumed attempt continues from."""
+    """bool (n,): whether a resumed attempt begins at the row."""
     own: int
-    """Rows before this one are of earlier attempts: judged for the state only, and not counted."""
+    """First row of the attempt itself. Rows of earlier attempts only update the state."""
 
     @property
     def length(self) -> int:
-        """Rows, including the rows of its lineage."""
+        """Number of rows, including rows of earlier attempts."""
         return len(self.index)
 
     @property
-    def bad(self) -> np.ndarray:
-        """int64 (m,): rows of the trace whose loss is not finite."""
+    def nonfinite(self) -> np.ndarray:
+        """int64 (m,): row numbers in the trace of non-finite losses."""
         loss = self.values.get("loss")
         return self.index[:0] if loss is None else self.index[~np.isfinite(loss)]
 
     @property
     def groups(self) -> int:
-        """Groups that it takes when it is packed."""
+        """Number of groups of the packed series."""
         return -(-self.length // WORD)
 
 
 class RecoveryOrders(NamedTuple):
-    """The recoveries that the variants ordered over one series, by variant, then by row."""
+    """The recoveries that the variants order in one series, sorted by variant, then by row."""
 
     variant: np.ndarray
     """int64 (orders,), increasing."""
     row: np.ndarray
-    """int64 (orders,): place in the series; increasing within one variant."""
+    """int64 (orders,): place in the series, increasing within a variant."""
     skipped: np.ndarray
-    """int32 (variants,): steps skipped, of the series' own rows."""
+    """int32 (variants,): number of skipped steps among the attempt's own rows."""
     recovered: np.ndarray
-    """int32 (variants,): orders that are the first of their incident, of the series' own rows."""
+    """int32 (variants,): number of incidents with an order among the attempt's own rows."""
 
 
 def series_of(trace: Trace, engine: Engine) -> list[Series]:
-    """Reads a whole trace, or raises TraceError; one series per attempt that has rows to judge."""
+    """Reads a trace: one series per attempt with rows to judge. Raises TraceError."""
     survey = trace.survey()
-    layout = layout_of(engine, survey.combinations)
+    layout = choose_layout(engine, survey.combinations)
     if not layout.combinations:
         return []
     columns: list[dict[str, np.ndarray]] = []
-    others: list[tuple[np.ndarray, ...]] = []
+    others: list[tuple[np.ndarray, ...]] = []  # kind, row number and attempt
     for chunk in trace.rows():
-        values, kind, places = rows_of(layout, engine, chunk.values, chunk.given)
+        values, kind, places = select_judged(layout, engine, chunk.values, chunk.logged)
         columns.append(values)
         others.append((kind, chunk.index[places], np.full(len(places), chunk.attempt)))
     values = {name: np.concatenate([each[name] for each in columns]) for name in layout.signals}
     kind, index, number = map(np.concatenate, zip(*others, strict=True))
-    found = []
+    series = []
     lineage = np.zeros(0, np.int64)
     for attempt in survey.attempts:
-        mine = np.flatnonzero(number == attempt.number)
+        own = np.flatnonzero(number == attempt.number)
         after = -1 if attempt.resumes_after is None else attempt.resumes_after
         before = lineage[index[lineage] <= after]
-        lineage = np.concatenate([before, mine])
-        if not len(mine):
+        lineage = np.concatenate([before, own])
+        if not len(own):
             continue
         resumed = np.zeros(len(lineage), bool)
         resumed[len(before)] = len(before) > 0
-        mine = {name: column[lineage] for name, column in values.items()}
-        found.append(
-            Series(trace.name, layout, mine, kind[lineage], index[lineage], resumed, len(before))
+        part = {name: column[lineage] for name, column in values.items()}
+        series.append(
+            Series(trace.name, layout, part, kind[lineage], index[lineage], resumed, len(before))
         )
-    return found
+    return series
 
 
 def pack(series: Sequence[Series]) -> list[PackedSeries]:
-    """Packs every series with others of its layout."""
+    """Packs series of the same layout together."""
     packed: list[PackedSeries] = []
     for layout in dict.fromkeys(each.layout for each in series):
         batch: list[int] = []
         for i in (i for i, each in enumerate(series) if each.layout == layout):
             if batch and sum(series[j].groups for j in (*batch, i)) > GROUPS:
-                packed.append(_packed(series, batch))
+                packed.append(_pack_batch(series, batch))
                 batch = []
             batch.append(i)
-        packed.append(_packed(series, batch))
+        packed.append(_pack_batch(series, batch))
     return packed
 
 
@@ -116,8 +116,8 @@ def unpack(
     skipped: np.ndarray,
     recovered: np.ndarray,
 ) -> list[RecoveryOrders]:
-    """The orders over each packed series, from the three arrays that `SweepScan.run` returns."""
-    found = []
+    """Returns the orders of each packed series from the three arrays of `SweepScan.run`."""
+    unpacked = []
     ends = (*packed.first_groups[1:], len(words))
     for which, start, end in zip(packed.indices, packed.first_groups, ends, strict=True):
         group, variant = np.nonzero(words[start:end])
@@ -127,7 +127,7 @@ def unpack(
         own = row >= series[which].own
         row, variant = row[own], variant[own]
         by_variant = np.lexsort((row, variant))
-        found.append(
+        unpacked.append(
             RecoveryOrders(
                 variant[by_variant],
                 row[by_variant],
@@ -135,11 +135,11 @@ def unpack(
                 recovered[start:end].sum(axis=0, dtype=np.int32),
             )
         )
-    return found
+    return unpacked
 
 
-def _packed(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
-    """Pads to one of a few lengths, since each length is a compiled program."""
+def _pack_batch(series: Sequence[Series], which: Sequence[int]) -> PackedSeries:
+    """Packs series, padded to one of a few lengths, because each length needs a compilation."""
     layout = series[which[0]].layout
     needed = sum(series[i].groups for i in which)
     count = GROUPS

@@ -1,8 +1,8 @@
-"""Reading the logs of runs that already happened.
+"""Reads the logs of recorded runs.
 
 traces, unreadable = open_traces(["run.csv", "trainer_state.json", "logs/"])
 for rows in traces[0].rows():
-    rows.step, rows.values["loss"], rows.given["loss"]
+    rows.step, rows.values["loss"], rows.logged["loss"]
 """
 
 from healcore.tools.traces.log_files import open_traces

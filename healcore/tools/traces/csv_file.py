@@ -1,4 +1,4 @@
-"""Reads CSV and similar tables, chunk by chunk."""
+"""Reads CSV and similar tables in chunks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from healcore.tools.traces.names import STEP, is_step, normalized, resolve
-from healcore.tools.traces.text import number_of, numbered_lines, open_text, parsed_rows
+from healcore.tools.traces.names import STEP, is_step, normalize, resolve
+from healcore.tools.traces.text import numbered_lines, open_text, parse_number, parse_rows
 from healcore.tools.traces.trace import CHUNK, Findings, Rows, TraceError
 
-LONGEST = 1 << 20
-"""Characters of the longest line that is read."""
+MAX_LINE = 1 << 20
+"""Largest number of characters in a line."""
 
 _DELIMITERS = ",;\t"
-_MOST_COLUMNS = 1 << 16
-_MOST_RUNS = 4096
-"""Most runs of one export, since each takes a pass over the file."""
+_MAX_COLUMNS = 1 << 16
+_MAX_RUNS = 4096
+"""Largest number of runs in one export, because each run takes a pass over the file."""
 # Columns of a W&B export that all runs share, in addition to the step.
-_OF_ALL_RUNS = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
-_KEPT = 400
-"""Characters that are kept of a cell; a number has fewer."""
-_TALLEST = 16
-"""Most lines of one row. A quote that is never closed would take in the rest of the file."""
+_SHARED_NAMES = (
+    "wall_time",
+    "relative_time_process",
+    "relative_time_wall",
+    "created",
+    "timestamp",
+)
+_MAX_CELL = 400
+"""Number of characters of a cell that are kept; a number has fewer."""
+_MAX_ROW_LINES = 16
+"""Without this limit, an unclosed quote would join the rest of the file to one row."""
 
 
 # -- header ----------------------------------------------------------------------------------------
@@ -39,27 +45,27 @@ class TableHeader(NamedTuple):
     names: list[str]
     delimiter: str
     line: int
-    """Its line number, from 1: blank lines may come before it."""
+    """Line number of the header, from 1. Blank lines may precede the header."""
 
 
 def read_header(path: str) -> TableHeader:
-    """Finds the header; TraceError if there is none."""
+    """Reads the header. Raises TraceError if the file has none."""
     with open_text(path) as file:
         line, number = "", 0
         while not line.strip():
-            line, number = file.readline(LONGEST), number + 1
+            line, number = file.readline(MAX_LINE), number + 1
             if not line:
                 raise TraceError("it is empty")
-    if len(line) == LONGEST:
-        raise TraceError("its first line has no end within a megabyte: this is not a table")
+    if len(line) == MAX_LINE:
+        raise TraceError("its first line is longer than a megabyte: this is not a table")
     try:
-        read = {sign: next(csv.reader([line], delimiter=sign)) for sign in _DELIMITERS}
+        split = {sign: next(csv.reader([line], delimiter=sign)) for sign in _DELIMITERS}
     except csv.Error as error:  # a cell of more than 131,072 characters
         raise TraceError(f"its first line cannot be read ({error}): this is not a table") from None
-    delimiter = max(read, key=lambda sign: len(read[sign]))
-    cells = read[delimiter]
-    if len(cells) > _MOST_COLUMNS:
-        raise TraceError(f"it has {len(cells):,} columns. At most {_MOST_COLUMNS:,} are read")
+    delimiter = max(split, key=lambda sign: len(split[sign]))
+    cells = split[delimiter]
+    if len(cells) > _MAX_COLUMNS:
+        raise TraceError(f"it has {len(cells):,} columns. At most {_MAX_COLUMNS:,} are read")
     names = [cell.strip() for cell in cells]
     if all(_is_number(name) for name in names):
         raise TraceError(
@@ -70,23 +76,26 @@ def read_header(path: str) -> TableHeader:
 
 
 def open_tables(path: str, header: TableHeader, columns: Mapping[str, str]) -> list[TableReader]:
-    """The table of a file, or the runs in a W&B export. TraceError if none has a known column."""
-    runs = _runs_of(header.names)
+    """Opens the table of a file, or the runs in a W&B export.
+
+    Raises TraceError if no table has a column with a known name.
+    """
+    runs = _find_runs(header.names)
     if runs is None:
-        picks, notes = resolve(header.names, columns)
-        places = {name: header.names.index(column) for name, column in picks.items()}
+        found, notes = resolve(header.names, columns)
+        places = {name: header.names.index(column) for name, column in found.items()}
         return [TableReader(path, header, places, notes)]
     readers: list[TableReader] = []
     reasons: list[str] = []
     for run, metrics in runs.items():
-        # --column may give the metric, or the whole title of one run's column.
-        own = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
+        # --column may name the metric, or the whole title of one run's column.
+        chosen = {signal: name.removeprefix(f"{run} - ") for signal, name in columns.items()}
         try:
-            picks, notes = resolve(list(metrics), own)
+            found, notes = resolve(list(metrics), chosen)
         except TraceError as error:
             reasons.append(f"run '{run}': {error}")
             continue
-        places = {name: metrics[metric] for name, metric in picks.items()}
+        places = {name: metrics[metric] for name, metric in found.items()}
         readers.append(TableReader(path, header, places, notes, run if len(runs) > 1 else None))
     if not readers:
         raise TraceError(reasons[0])
@@ -94,35 +103,40 @@ def open_tables(path: str, header: TableHeader, columns: Mapping[str, str]) -> l
     return readers
 
 
-def _runs_of(names: list[str]) -> dict[str, dict[str, int]] | None:
-    """The runs of a chart exported from Weights & Biases, or None for any other table.
+def _find_runs(names: list[str]) -> dict[str, dict[str, int]] | None:
+    """Finds the runs in a chart exported from Weights & Biases.
 
-    Such a table has one column for the steps, and for every run "RUN - METRIC" with its extremes
-    over a bin in "RUN - METRIC__MIN" and "RUN - METRIC__MAX", which are not read. Returns for every
-    run its own and the common columns: metric -> place. Raises TraceError if it has too many runs.
+    Such a table has one column for the steps and a column "RUN - METRIC" for every run. The columns
+    "RUN - METRIC__MIN" and "RUN - METRIC__MAX" have the extremes of a bin and are not read.
+
+    Returns:
+        By run, the places of the shared columns and of its own columns, or None for other tables.
+
+    Raises:
+        TraceError: the table has too many runs.
     """
-    common: dict[str, int] = {}
+    shared: dict[str, int] = {}
     runs: dict[str, dict[str, int]] = {}
     copies: dict[str, int] = {}
     for place, name in enumerate(names):
         run, dash, metric = name.rpartition(" - ")
         if not dash:
-            plain = normalized(name)
-            if not (is_step(name) or plain in _OF_ALL_RUNS or plain.endswith("epoch")):
+            plain = normalize(name)
+            if not (is_step(name) or plain in _SHARED_NAMES or plain.endswith("epoch")):
                 return None
-            common[name] = place
+            shared[name] = place
         elif not metric.endswith(("__MIN", "__MAX")) and metric not in ("_step", "_timestamp"):
             copies[name] = copy = copies.get(name, 0) + 1
-            title = run if copy == 1 else f"{run} ({copy})"  # two runs of one name
+            title = run if copy == 1 else f"{run} ({copy})"  # two runs with one name
             runs.setdefault(title, {}).setdefault(metric, place)
-    if len(runs) > _MOST_RUNS or len(runs) * len(common) > 1 << 20:
-        raise TraceError(f"it has {len(runs):,} runs. At most {_MOST_RUNS:,} are read")
-    return {run: {**common, **own} for run, own in runs.items()} if runs else None
+    if len(runs) > _MAX_RUNS or len(runs) * len(shared) > 1 << 20:
+        raise TraceError(f"it has {len(runs):,} runs. At most {_MAX_RUNS:,} are read")
+    return {run: {**shared, **own} for run, own in runs.items()} if runs else None
 
 
 def _is_number(cell: str) -> bool:
     try:
-        return number_of(cell) is not None
+        return parse_number(cell) is not None
     except ValueError:
         return False
 
@@ -132,9 +146,9 @@ def _is_number(cell: str) -> bool:
 
 @dataclass(eq=False)
 class TableReader:
-    """One table, or one run of a table of several; `columns` is signal (or "step") -> place.
+    """Reads a table, or one run of a table; `columns` has the places of the step and the signals.
 
-    With a `run`, rows without a signal are ignored: they belong to other runs.
+    With a `run`, rows without a signal are skipped, because they belong to other runs.
     """
 
     path: str
@@ -149,25 +163,25 @@ class TableReader:
         labels = {name: f"column '{self.header.names[at]}'" for name, at in self.columns.items()}
         rows = self._rows(findings)
         while chunk := list(itertools.islice(rows, CHUNK)):
-            line, index, read = zip(*chunk, strict=True)
-            cells = dict(zip(self.columns, zip(*read, strict=True), strict=True))
-            logs = np.ones(len(chunk), bool)
+            line, index, texts = zip(*chunk, strict=True)
+            cells = dict(zip(self.columns, zip(*texts, strict=True), strict=True))
+            is_row = np.ones(len(chunk), bool)
             if self.run is not None:
                 signals = [column for name, column in cells.items() if name != STEP]
-                logs = np.array([any(row) for row in zip(*signals, strict=True)])
-            yield parsed_rows(self.path, cells, labels, logs, findings, line=line, index=index)
+                is_row = np.array([any(row) for row in zip(*signals, strict=True)])
+            yield parse_rows(self.path, cells, labels, is_row, findings, line=line, index=index)
 
     def _rows(self, findings: Findings) -> Iterator[tuple[int, int, list[str]]]:
-        """Line, row number and cells of the columns, of every row that has all cells."""
+        """Yields line, row number and cells of the columns for every complete row."""
         self.rows_read = 0
         delimiter, width = self.header.delimiter, len(self.header.names)
         places = tuple(self.columns.values())
         pending: deque[tuple[int, str]] = deque()
         with open_text(self.path) as file:
             for _ in range(self.header.line):
-                file.readline(LONGEST)
+                file.readline(MAX_LINE)
             lines = numbered_lines(
-                self.path, file, findings, longest=LONGEST, after=self.header.line
+                self.path, file, findings, longest=MAX_LINE, after=self.header.line
             )
 
             def next_line() -> tuple[int, str] | None:
@@ -175,37 +189,37 @@ class TableReader:
 
             while line := next_line():
                 number, record = line[0], [line]
-                cells = _cells(record, delimiter)
-                # A quoted cell may continue in the next lines.
-                while cells is None and len(record) < _TALLEST and (line := next_line()):
+                cells = _split_cells(record, delimiter)
+                # A quoted cell may continue on the next lines.
+                while cells is None and len(record) < _MAX_ROW_LINES and (line := next_line()):
                     record.append(line)
-                    cells = _cells(record, delimiter)
+                    cells = _split_cells(record, delimiter)
                 if cells is not None and (not cells or (len(cells) == 1 and not cells[0].strip())):
-                    continue  # blank lines are no rows, as in pandas
+                    continue  # a blank line is no row, as in pandas
                 self.rows_read += 1
                 if cells is None or (len(record) > 1 and len(cells) != width):
                     pending.extendleft(reversed(record[1:]))
-                    problem = "a quote that is not closed"
+                    problem = "an unclosed quote"
                 elif len(cells) < width or any(cells[width:]):
                     count = f"{len(cells)} cell{'s' if len(cells) > 1 else ''}"
                     problem = f"{count} where the header has {width}"
                 else:
                     picked = [cells[at] for at in places]
-                    if delimiter != "," or len(record[0][1]) > _KEPT or len(record) > 1:
+                    if delimiter != "," or len(record[0][1]) > _MAX_CELL or len(record) > 1:
                         picked = [_number_text(cell, delimiter) for cell in picked]
                     yield number, self.rows_read - 1, picked
                     continue
-                findings.problem(self.path, number, f"{problem}: the row is left out")
+                findings.problem(self.path, number, f"{problem}: the row is skipped")
 
 
 def _number_text(cell: str, delimiter: str) -> str:
     if delimiter != "," and cell.count(",") == 1 and "." not in cell:
-        cell = cell.replace(",", ".")  # 3,14: where commas are decimal, ";" separates cells
-    return cell[:_KEPT]
+        cell = cell.replace(",", ".")  # 3,14: tables with decimal commas use ";"
+    return cell[:_MAX_CELL]
 
 
-def _cells(record: Sequence[tuple[int, str]], delimiter: str) -> list[str] | None:
-    """The cells of a row of one or more lines; None if its last quote is still open."""
+def _split_cells(record: Sequence[tuple[int, str]], delimiter: str) -> list[str] | None:
+    """Splits the lines of a row into cells. Returns None if the last quote is still open."""
     lines = [text for _, text in record]
     if len(lines) == 1 and '"' not in lines[0]:
         return lines[0].rstrip("\r\n").split(delimiter)

@@ -1,4 +1,4 @@
-"""Opens paths as traces: finds the files that are the log of one run, and their order."""
+"""Opens paths as traces: groups files by run, and orders the files of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from healcore.tools.traces import tensorboard_file
 from healcore.tools.traces.csv_file import TableReader, open_tables, read_header
 from healcore.tools.traces.merged_rows import LogReader, merge_rows
-from healcore.tools.traces.names import check_columns, quoted
+from healcore.tools.traces.names import check_columns, quote_names
 from healcore.tools.traces.record_files import (
     DOCUMENT,
     EVENTS,
@@ -26,7 +26,7 @@ from healcore.tools.traces.record_files import (
     RecordReader,
     open_records,
 )
-from healcore.tools.traces.text import encoding_of, head
+from healcore.tools.traces.text import detect_encoding, read_head
 from healcore.tools.traces.trace import (
     JUDGED,
     Findings,
@@ -37,14 +37,14 @@ from healcore.tools.traces.trace import (
     Unreadable,
 )
 
-RECORD_FORMATS = {each.name: each for each in (EVENTS, METRICS, TYPED, PLAIN, DOCUMENT)}
-"""In the order in which they are tried on the first records."""
+RECORD_FORMATS = {form.name: form for form in (EVENTS, METRICS, TYPED, PLAIN, DOCUMENT)}
+"""Formats by name, in the order in which they are tried on the first records."""
 
 TENSORBOARD = "TensorBoard events"
 TABLE = "CSV"
 
 PREFERRED = (METRICS.name, TYPED.name, DOCUMENT.name, TABLE, PLAIN.name, TENSORBOARD, EVENTS.name)
-"""If a directory has a run's log in several formats, the first of these is read."""
+"""Formats by preference. If a directory has several formats, only the first of these is read."""
 
 KNOWN = (
     "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, a TensorBoard "
@@ -52,13 +52,13 @@ KNOWN = (
 )
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
-_STATE = "trainer_state.json"
-_ONE_RUN_EACH = frozenset({TABLE, DOCUMENT.name, PLAIN.name})
-"""Formats of which several files in a directory are several runs."""
+_TRAINER_STATE = "trainer_state.json"
+_ONE_RUN_PER_FILE = frozenset({TABLE, DOCUMENT.name, PLAIN.name})
+"""Formats in which each file of a directory is a separate run."""
 
 
 class NoLog(TraceError):
-    """A directory without a file of a known format."""
+    """A directory contains no file of a known format."""
 
 
 def open_traces(
@@ -70,17 +70,17 @@ def open_traces(
     """Opens the logs of runs.
 
     Args:
-        paths: files, or directories. Files of a directory that continue each other, in the order of
-            their names, are one run; a file that begins again is a run of its own. A directory
-            without a log is searched for directories with logs.
-        columns: signal (or "step") -> its name in the files, if that is not a known one.
-        join: all paths are attempts of one run, in this order.
+        paths: files or directories. Files of a directory are one run if they continue each other in
+            the order of their names; a file that begins again is a separate run. If a directory has
+            no log, its subdirectories are searched.
+        columns: names in the files by signal or "step", for names that are not known.
+        join: whether all paths are attempts of one run, in this order.
 
     Returns:
-        The traces in the order of the paths, and the paths without a readable trace.
+        The traces in the order of the paths, and the paths without a usable trace.
 
     Raises:
-        TraceError: `columns` names something that is not a signal.
+        TraceError: a key of `columns` is not a signal.
     """
     opener = _Opener(columns or {})
     check_columns(opener.columns)
@@ -96,10 +96,10 @@ def open_traces(
                 traces += opener.directory(path)
             else:
                 traces += opener.file(path)
-        except Exception as error:  # damaged bytes raise any error; other paths may be readable
+        except Exception as error:  # damaged bytes may raise any error
             opener.failed.append(Unreadable(path, _reason(error)))
     if parts:
-        traces.append(_trace(_with_more(names[0], len(names) - 1), parts, findings))
+        traces.append(_make_trace(_with_count(names[0], len(names) - 1), parts, findings))
     return traces, opener.failed
 
 
@@ -111,11 +111,11 @@ def _reason(error: Exception) -> str:
     return f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
 
 
-def _with_more(name: str, others: int) -> str:
+def _with_count(name: str, others: int) -> str:
     return f"{name} (+{others})" if others else name
 
 
-def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
+def _make_trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
     def begin(findings: Findings) -> Iterator[Rows]:
         try:
             yield from merge_rows(readers, findings)
@@ -123,11 +123,11 @@ def _trace(name: str, readers: Sequence[LogReader], opening: Findings) -> Trace:
             where = error.filename or readers[0].path
             raise TraceError(f"{where} cannot be read: {error.strerror or error}") from error
 
-    return Trace(name, [each.path for each in readers], begin, opening)
+    return Trace(name, [reader.path for reader in readers], begin, opening)
 
 
 class _Opener:
-    """Opens paths with the options of one `open_traces`, and collects the unreadable paths."""
+    """Opens the paths of one call of `open_traces`, and collects the unreadable paths."""
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = columns
@@ -137,9 +137,9 @@ class _Opener:
     # -- runs --------------------------------------------------------------------------------------
 
     def file(self, path: str) -> list[Trace]:
-        """The runs of one file. The first usable run gets the notes about unusable runs."""
+        """Opens the runs of one file. The first usable run gets the notes about unusable runs."""
         traces: list[Trace] = []
-        opening: list[Findings] = []
+        findings: list[Findings] = []
         reasons: list[str] = []
         for reader in self._readers(path):
             run = reader.run
@@ -148,25 +148,26 @@ class _Opener:
             except TraceError as error:
                 reasons += [*reader.notes, str(error) if run is None else f"run '{run}': {error}"]
                 continue
-            opening.append(Findings())
+            findings.append(Findings())
             for note in reader.notes:
-                opening[-1].note(path, None, note)
-            traces.append(_trace(path if run is None else f"{path}#{run}", [reader], opening[-1]))
+                findings[-1].note(path, None, note)
+            name = path if run is None else f"{path}#{run}"
+            traces.append(_make_trace(name, [reader], findings[-1]))
         if not traces:
             raise TraceError(reasons[-1])
         for reason in reasons:
-            opening[0].note(path, None, reason)
+            findings[0].note(path, None, reason)
         return traces
 
     def directory(self, path: str) -> list[Trace]:
-        """The runs of a directory, or of its directories if it has no usable file.
+        """Opens the runs of a directory, or of its subdirectories if it has no usable file.
 
-        A directory that links reach again is read once.
+        A directory that links reach several times is read once.
         """
-        place = os.stat(path)
-        if (place.st_dev, place.st_ino) in self._seen:
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) in self._seen:
             raise NoLog("it has been read already, under another name")
-        self._seen.add((place.st_dev, place.st_ino))
+        self._seen.add((status.st_dev, status.st_ino))
         findings = Findings()
         folders = _folders(path)
         try:
@@ -177,34 +178,34 @@ class _Opener:
                 try:
                     traces += self.directory(folder)
                 except NoLog:
-                    continue  # most directories of a run hold weights or pictures
+                    continue  # many directories contain only weights or pictures
                 except (TraceError, OSError) as error:
                     self.failed.append(Unreadable(folder, _reason(error)))
             if not traces:
                 raise
             return traces
         if folders:
-            names = quoted([os.path.basename(folder) for folder in folders])
-            findings.note(path, None, f"{names}: not searched, because there are logs next to them")
+            names = quote_names([os.path.basename(folder) for folder in folders])
+            findings.note(path, None, f"{names}: not searched, because the directory has logs")
         if len(runs) == 1:
-            return [_trace(path, runs[0], findings)]
+            return [_make_trace(path, runs[0], findings)]
         return [
-            _trace(_with_more(run[0].path, len(run) - 1), run, Findings() if at else findings)
+            _make_trace(_with_count(run[0].path, len(run) - 1), run, Findings() if at else findings)
             for at, run in enumerate(runs)
         ]
 
     def one_run(self, path: str, findings: Findings) -> list[LogReader]:
-        """The readers of a file or a directory that is (part of) one run."""
-        if not os.path.isdir(path):
-            found = self._readers(path)
-            if len(found) > 1:
-                runs = quoted([str(reader.run) for reader in found])
-                raise TraceError(f"it holds several runs ({runs}), which are not attempts of one")
-            _check_usable(found[0])
-            for note in found[0].notes:
-                findings.note(path, None, note)
-            return list(found)
+        """Returns the readers of a file or a directory that belongs to one run."""
         readers: list[LogReader] = []
+        if not os.path.isdir(path):
+            readers += self._readers(path)
+            if len(readers) > 1:
+                runs = quote_names([str(reader.run) for reader in readers])
+                raise TraceError(f"it has several runs ({runs}), which are not attempts of one run")
+            _check_usable(readers[0])
+            for note in readers[0].notes:
+                findings.note(path, None, note)
+            return readers
         reasons: list[TraceFinding] = []
         for file in self._members(path, findings):
             try:
@@ -212,17 +213,19 @@ class _Opener:
             except (TraceError, OSError) as error:
                 reasons.append(TraceFinding(file, None, _reason(error)))
         if not readers:
-            raise TraceError("; ".join(map(str, reasons)) or "it holds no file of a known format")
+            raise TraceError(
+                "; ".join(map(str, reasons)) or "it contains no file of a known format"
+            )
         for reason in reasons:
             findings.problem(*reason)
         return readers
 
     def _members(self, path: str, findings: Findings) -> list[str]:
-        """The files of a directory that are read: of one format, in natural order of their names.
+        """Returns the files of the preferred format, in natural order: log-2 precedes log-10.
 
-        log-2 comes before log-10; TensorBoard's names contain the time. Files that are not read get
-        a note. The Trainer writes a log, complete up to there, into every checkpoint: the newest is
-        read if there is none next to them. Raises TraceError if no file is of a known format.
+        Adds a note for files that are not read. Without a log in the directory, the log in the
+        newest checkpoint of the Hugging Face Trainer is read, which is complete up to that step.
+        Raises TraceError if no file has a known format.
         """
         by_format: dict[str, list[str]] = {}
         unknown: list[str] = []
@@ -231,38 +234,42 @@ class _Opener:
             if name.startswith(".") or not os.path.isfile(file):
                 continue
             try:
-                by_format.setdefault(format_of(head(file)), []).append(file)
+                by_format.setdefault(detect_format(read_head(file)), []).append(file)
             except OSError as error:
                 self.failed.append(Unreadable(file, _reason(error)))
             except TraceError:
                 unknown.append(name)  # often weights and configurations
-        read = next((each for each in PREFERRED if each in by_format), None)
-        if read is None:
+        preferred = next((name for name in PREFERRED if name in by_format), None)
+        if preferred is None:
             states = [
-                (int(found[1]), os.path.join(path, name, _STATE))
+                (int(match[1]), os.path.join(path, name, _TRAINER_STATE))
                 for name in os.listdir(path)
-                if (found := _CHECKPOINT.match(name))
-                and os.path.isfile(os.path.join(path, name, _STATE))
+                if (match := _CHECKPOINT.match(name))
+                and os.path.isfile(os.path.join(path, name, _TRAINER_STATE))
             ]
             if states:
                 return [max(states)[1]]
-            raise NoLog("it is a directory without a file of a known format. Name the files")
+            raise NoLog("it is a directory without a file of a known format. Pass the files")
         for other, files in by_format.items():
-            if other != read:
-                names = quoted([os.path.basename(file) for file in files])
-                findings.note(path, None, f"{names} ({other}): not read, the {read} are")
+            if other != preferred:
+                names = quote_names([os.path.basename(file) for file in files])
+                findings.note(
+                    path,
+                    None,
+                    f"{names} ({other}): not read, only {preferred}",
+                )
         if unknown:
-            findings.note(path, None, f"{quoted(unknown)}: not read, of no known format")
-        return by_format[read]
+            findings.note(path, None, f"{quote_names(unknown)}: not read, unknown format")
+        return by_format[preferred]
 
     def _readers(self, path: str) -> Sequence[LogReader]:
-        """The logs in one file; more than one for an export of several runs.
+        """Opens the logs in one file: several logs for an export of several runs.
 
-        Raises TraceError, or OSError if it cannot be read.
+        Raises TraceError, or OSError if the file cannot be read.
         """
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise TraceError("it is a pipe or a device, and a log is read twice: save it to a file")
-        kind = format_of(head(path))
+            raise TraceError("it is a pipe or a device, but a log is read twice: save it to a file")
+        kind = detect_format(read_head(path))
         if kind == TENSORBOARD:
             tensorboard_file.check_readable(path)
             scalars = functools.partial(tensorboard_file.scalars, path)
@@ -276,16 +283,16 @@ class _Opener:
 
 
 def _check_usable(reader: LogReader) -> None:
-    """Reads up to the first row that can be judged; TraceError if there is none."""
+    """Reads up to the first row that can be judged. Raises TraceError if no row can be."""
     findings = Findings()
     rows = 0
     for chunk in reader.chunks(findings):
         rows += len(chunk.line)
-        if any(chunk.given[name].any() for name in JUDGED & chunk.given.keys()):
+        if any(chunk.logged[name].any() for name in JUDGED & chunk.logged.keys()):
             return
     if not findings.problem_count:
-        none = "it has no rows" if isinstance(reader, TableReader) else "nothing is logged in it"
-        why = f"none of its {rows:,} rows logs a loss or a gradient norm" if rows else none
+        empty = "it has no rows" if isinstance(reader, TableReader) else "it logs no values"
+        why = f"none of its {rows:,} rows logs a loss or a gradient norm" if rows else empty
         raise TraceError(f"no usable row: {why}")
     first = findings.problems[0]
     place = "" if first.line is None else f"line {first.line}: "
@@ -297,13 +304,13 @@ def _check_usable(reader: LogReader) -> None:
 # -- formats -------------------------------------------------------------------------------------
 
 
-def format_of(start: bytes) -> str:
-    """The format, of `PREFERRED`, by a file's first megabyte; TraceError if it has none."""
+def detect_format(start: bytes) -> str:
+    """Detects the format by the first megabyte. Raises TraceError for an unknown format."""
     if not start.strip():
         raise TraceError("it is empty")
     if b"brain.Event:" in start[:64]:
         return TENSORBOARD
-    text = start.decode(encoding_of(start), errors="replace").lstrip()
+    text = start.decode(detect_encoding(start), errors="replace").lstrip()
     if "\0" in text[:512]:
         raise TraceError(f"it is binary, and not {KNOWN}")
     if text.startswith("[") or LOG_HISTORY.search(text):
@@ -311,7 +318,7 @@ def format_of(start: bytes) -> str:
     records = _first_records(text)
     if records:
         return next(
-            name for name, each in RECORD_FORMATS.items() if any(map(each.recognizes, records))
+            name for name, form in RECORD_FORMATS.items() if any(map(form.recognizes, records))
         )
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN}")
@@ -335,42 +342,42 @@ def _first_records(text: str) -> list[Fields]:
 
 
 def _folders(path: str) -> list[str]:
-    """The directories in a directory, without the Trainer's checkpoints, in natural order."""
+    """Lists subdirectories in natural order, without the checkpoints of the Trainer."""
     names = sorted(os.listdir(path), key=_natural)
-    found = (
+    paths = (
         os.path.join(path, name)
         for name in names
         if not name.startswith(".") and not _CHECKPOINT.match(name)
     )
-    return [folder for folder in found if os.path.isdir(folder)]
+    return [folder for folder in paths if os.path.isdir(folder)]
 
 
 def _split_runs(readers: Sequence[LogReader]) -> list[list[LogReader]]:
     """Divides the files of one directory into runs.
 
-    The files of TensorBoard, of typed records and of healcore are one run per directory by
-    convention. Tables, JSON Lines and JSON documents are different runs. Exception: names that
-    differ in a number only (log-1, log-2), where each file begins after the first step of the file
-    before.
+    TensorBoard files, typed records and healcore files in one directory are one run by convention.
+    Each table, JSON Lines file or JSON document is a separate run. Exception: files are one run if
+    their names differ only in a number (log-1, log-2) and each file begins after the first step of
+    the previous file.
     """
     runs: list[list[LogReader]] = []
-    before: tuple[str, float | None] = ("", None)
+    previous: tuple[str, float | None] = ("", None)
     for reader in readers:
         name = re.sub(r"\d+", "#", os.path.basename(reader.path))
         first = _first_step(reader)
-        same, began = before
-        continues = name == same and first is not None and began is not None and first > began
-        if runs and (continues or format_of(head(reader.path)) not in _ONE_RUN_EACH):
+        other, start = previous
+        continues = name == other and first is not None and start is not None and first > start
+        if runs and (continues or detect_format(read_head(reader.path)) not in _ONE_RUN_PER_FILE):
             runs[-1].append(reader)
         else:
             runs.append([reader])
-        before = name, first
+        previous = name, first
     return runs
 
 
 def _first_step(reader: LogReader) -> float | None:
-    """The first step, or None for a file without steps."""
-    chunk = next((each for each in reader.chunks(Findings()) if len(each.line)), None)
+    """Returns the first step, or None for a file without steps."""
+    chunk = next((rows for rows in reader.chunks(Findings()) if len(rows.line)), None)
     return None if chunk is None or np.isnan(chunk.step[0]) else float(chunk.step[0])
 
 

@@ -1,7 +1,7 @@
-"""Knows the names that trainers and trackers give to the signals.
+"""Defines the names that trainers and trackers use for the signals.
 
-A name of an earlier tier is taken before one of a later tier. Names are compared in lower case,
-with every run of other characters as one "_": "train/loss" is "train_loss".
+Names in an earlier tier are preferred. Names are compared in lower case, with every sequence of
+other characters as one "_": "train/loss" equals "train_loss".
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NAMES = {
         "train_inner_loss "  # fairseq
         "train_total_loss total_loss train_loss_total ce_loss cross_entropy_loss "
         "train_cross_entropy_loss nll_loss avg_loss train_avg_loss mean_loss batch_loss",
-        "train_loss_step loss_step",  # Lightning writes them next to the epoch's mean
-        "heal_loss",  # healcore's own, see docs/trackers.md
+        "train_loss_step loss_step",  # Lightning also writes the mean of the epoch
+        "heal_loss",  # written by healcore, see docs/trackers.md
     ),
     "grad_norm": (
-        # Before clipping, so preferred.
+        # Preferred, because these are norms before clipping.
         "raw_grad_norm learning_raw_grad_norm grad_norm_before_clip unclipped_grad_norm "
         "heal_grad_norm",
         "grad_norm",
@@ -69,13 +69,14 @@ _NAMES = {
         "learning_current_learning_rate lr_group_0 optim_lr_group_0 lr_group0",
     ),
 }
-"""Signal -> tiers of names."""
+"""Tiers of names by signal."""
 
-_UNAMBIGUOUS = (STEP, "loss", "grad_norm")
+_REQUIRE_ONE = (STEP, "loss", "grad_norm")
+"""Signals for which two equally good names are an error, not a note."""
 
 
-def normalized(name: str) -> str:
-    """A name in the form of the tiers."""
+def normalize(name: str) -> str:
+    """Converts a name to the form in the tiers."""
     flat = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return flat.removeprefix("metrics_")
 
@@ -89,54 +90,62 @@ _TIER = {
 
 
 def is_step(name: str) -> bool:
-    """Whether a column has the name of a step."""
-    return (STEP, normalized(name)) in _TIER
+    """Whether a column name is a name of the step."""
+    return (STEP, normalize(name)) in _TIER
 
 
 def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Finds which `names` (columns, tags or keys of a file) are the step and the signals.
+    """Finds the step and the signals among the names of columns, tags or keys in a file.
 
-    `columns` is the user's choice: signal (or "step") -> name. Returns the same for all that were
-    found, and remarks about names that were not used. Raises TraceError if a name of `columns` is
-    absent, two names fit equally well, or nothing fits.
+    Args:
+        names: the names in the file.
+        columns: names that the user chose, by signal or "step".
+
+    Returns:
+        The names by signal or "step", and notes about names that are not used.
+
+    Raises:
+        TraceError: a name in `columns` is absent, two names match equally well, or no name matches.
     """
     found: dict[str, str] = {}
     notes: list[str] = []
-    taken = set(columns.values())
-    free = [(normalized(name), name) for name in names if name not in taken]
+    chosen = set(columns.values())
+    free = [(normalize(name), name) for name in names if name not in chosen]
     for signal in (STEP, *SIGNALS):
         if signal in columns:
-            found[signal] = _given(signal, columns[signal], names)
+            found[signal] = _check_choice(signal, columns[signal], names)
             continue
         tiers = [(_TIER[signal, key], name) for key, name in free if (signal, key) in _TIER]
         if not tiers:
             continue
         first = min(tier for tier, _ in tiers)
         best = [name for tier, name in tiers if tier == first]
-        # "step" is preferred to "_step": it is exactly healcore's own name.
+        # "step" is preferred to "_step", because it equals the name of the signal.
         exact = [name for name in best if name == signal]
         if len(best) > 1 and len(exact) != 1:
-            both = f"{quoted(best)} may each be the {signal}: choose one, --column {signal}=NAME"
-            if signal in _UNAMBIGUOUS:
-                raise TraceError(both)
-            notes.append(f"{both} (it is not read)")
+            message = (
+                f"{quote_names(best)} may each be the {signal}: choose one, --column {signal}=NAME"
+            )
+            if signal in _REQUIRE_ONE:
+                raise TraceError(message)
+            notes.append(f"{message} ({signal} is not read)")
             continue
         found[signal] = exact[0] if exact else best[0]
         others = [name for _, name in sorted(tiers) if name != found[signal]]
         if others:
-            notes.append(f"{signal} is read from '{found[signal]}', not from {quoted(others)}")
+            notes.append(f"{signal} is read from '{found[signal]}', not from {quote_names(others)}")
     if "loss" not in found and "grad_norm" not in found:
         raise TraceError(
-            f"nothing in it has the name of a loss or a gradient norm. It has {quoted(names)}. "
-            "Name one: --column loss=NAME"
+            "no column or key has the name of a loss or a gradient norm, only "
+            f"{quote_names(names)}. Name one: --column loss=NAME"
         )
     return found, notes
 
 
-def _given(signal: str, name: str, names: Sequence[str]) -> str:
+def _check_choice(signal: str, name: str, names: Sequence[str]) -> str:
     if name not in names:
         raise TraceError(
-            f"there is no '{name}' for --column {signal}={name}: it has {quoted(names)}"
+            f"--column {signal}={name}: the log has no '{name}'; it has {quote_names(names)}"
         )
     if list(names).count(name) > 1:
         raise TraceError(f"two columns have the name '{name}': rename one of them")
@@ -144,17 +153,17 @@ def _given(signal: str, name: str, names: Sequence[str]) -> str:
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Raises TraceError for a key that is not a signal."""
+    """Raises TraceError if a key of `columns` is not a signal."""
     for signal in columns:
         if signal not in (STEP, *SIGNALS):
             raise TraceError(
-                f"--column {signal}=...: there is no signal '{signal}'. It is one of "
+                f"--column {signal}=...: '{signal}' is not a signal. Use one of "
                 f"{', '.join((STEP, *SIGNALS))}"
             )
 
 
-def quoted(names: Sequence[str]) -> str:
-    """Names for a message, the first dozen."""
+def quote_names(names: Sequence[str]) -> str:
+    """Quotes the first dozen names for a message."""
     if not names:
         return "nothing"
     listed = ", ".join(f"'{name}'" for name in names[:12])

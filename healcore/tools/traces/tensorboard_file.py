@@ -11,8 +11,8 @@ from healcore import extras, regular_file
 from healcore.tools.traces.text import is_compressed
 from healcore.tools.traces.trace import Findings, TraceError
 
-_FRAME = 16
-"""Bytes around a record: its length and two checksums."""
+_FRAME_BYTES = 16
+"""Size of the length and the two checksums of a record."""
 
 
 def check_readable(path: str) -> None:
@@ -22,17 +22,16 @@ def check_readable(path: str) -> None:
     except extras.MissingExtraError:
         raise TraceError(
             "it is a TensorBoard event file, and tensorboard is not installed in this environment. "
-            "Write: pip install 'healcore[tensorboard]'"
+            "Run: pip install 'healcore[tensorboard]'"
         ) from None
     if is_compressed(path):
         raise TraceError("it is a compressed TensorBoard event file: unpack it first (gunzip)")
 
 
 def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every scalar as a record of its own: {"step": step, tag: value}.
+    """Yields every scalar as a separate record: {"step": step, tag: value}.
 
-    The bytes read are counted, since the reader stops silently at a torn record or a wrong
-    checksum.
+    Counts the bytes, because the reader stops silently at a truncated record or a wrong checksum.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -40,7 +39,7 @@ def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
 
     end = 0
     for record in _whole_records(path, RawEventFileLoader(path).Load()):
-        end += len(record) + _FRAME
+        end += len(record) + _FRAME_BYTES
         try:
             event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
         except DecodeError:
@@ -50,32 +49,32 @@ def scalars(path: str, findings: Findings) -> Iterator[tuple[int, dict[str, Any]
             try:
                 number = _scalar(value)
             except (TypeError, ValueError, KeyError, OverflowError) as error:
-                text = f"'{value.tag[:60]}' at byte {end:,} is no number: {str(error)[:100]}"
+                text = f"'{value.tag[:60]}' at byte {end:,} is not a number: {str(error)[:100]}"
                 findings.problem(path, None, text)
                 continue
             if number is not None:
                 yield 0, {"step": event.step, value.tag: number}
     size = os.path.getsize(path)
     if end < size:
-        text = f"torn or damaged at byte {end:,}: the last {size - end:,} bytes cannot be read"
+        text = f"truncated or damaged at byte {end:,}: the last {size - end:,} bytes cannot be read"
         findings.problem(path, None, text)
 
 
 def _whole_records(path: str, records: Iterator[bytes]) -> Iterator[bytes]:
-    """The records up to the first that has no end in the file.
+    """Yields the records up to the first record that is longer than the rest of the file.
 
-    For that one the reader would allocate as many bytes as it declares, up to 2**64.
+    The reader would allocate the declared length of such a record, up to 2**64 bytes.
     """
     with (
         open(path, "rb", opener=regular_file.opener) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
         at, size = 0, len(data)
-        while at + int.from_bytes(data[at : at + 8], "little") + _FRAME <= size:
+        while at + int.from_bytes(data[at : at + 8], "little") + _FRAME_BYTES <= size:
             record = next(records, None)
             if record is None:
                 return
-            at += len(record) + _FRAME
+            at += len(record) + _FRAME_BYTES
             yield record
 
 

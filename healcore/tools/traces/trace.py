@@ -1,6 +1,6 @@
-"""Defines the common form of all trace readers: the recorded rows of one run, in chunks.
+"""Defines traces: the recorded rows of one run, in chunks.
 
-`survey` reads a trace once, and `lineage` selects the rows that remain part of a resumed run.
+`lineage` selects the rows that remain part of a resumed run.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ import numpy as np
 from healcore.core.errors import HealcoreError
 
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss", "lr")
-"""Signals that are read from a log, as in `healcore.core.signals`, and the learning rate."""
+"""Columns that are read from a log: signals of `healcore.core.signals` and the learning rate."""
 
 JUDGED = frozenset({"loss", "grad_norm"})
-"""A row needs one of these to be judged, and only these show where a run was resumed."""
+"""A row can be judged if it has one of these. Only these show where a run was resumed."""
 
 CHUNK = 4096
-"""Most rows of one chunk, which limits the memory for files of any length."""
+"""Largest number of rows in one chunk, which bounds the memory for files of any length."""
 
-_KEPT = 100
-"""Findings of a trace that are kept; all are counted."""
+_MAX_KEPT = 100
+"""Number of problems and of notes of a trace that are kept; all are counted."""
 
 
 class TraceError(HealcoreError, ValueError):
-    """A trace that cannot be read; the message has the file, the rule and the remedy."""
+    """A trace cannot be read. The message has the file, the rule and the remedy."""
 
 
 class Rows(NamedTuple):
     """One chunk: 1 to `CHUNK` rows of one attempt.
 
-    The readers of files make the same type; `LogReader` says what differs there.
+    File readers use the same type before rows are merged, with the differences in `LogReader`.
     """
 
     index: np.ndarray
-    """int64 (n,), increasing: the row in the trace from 0, over all its files. In a CSV file
-    unreadable lines count too, as in pandas; in other formats rows of one step are merged before
-    they are counted."""
+    """int64 (n,), increasing: the row number from 0, over all files of the trace. In a CSV file,
+    unreadable lines count too, as in pandas. In other formats, merged rows are counted."""
     step: np.ndarray
-    """float64 (n,) as recorded; the row's index if the file has no step. Increases within an
-    attempt, except for rows that were written late (an evaluation's) or twice."""
+    """float64 (n,): the recorded step, or the row's index in a file without steps. Increases within
+    an attempt, except for repeated rows and rows that are written late (evaluations)."""
     values: Mapping[str, np.ndarray]
-    """float32 (n,) for each signal of the trace; NaN and Inf as recorded, NaN if not given."""
-    given: Mapping[str, np.ndarray]
-    """bool (n,), same keys: logged in this row. An empty cell is not; the texts nan and inf are."""
+    """float32 (n,) for each signal of the trace: NaN and Inf as recorded, NaN if not logged."""
+    logged: Mapping[str, np.ndarray]
+    """bool (n,), same keys: whether the row logs the signal. The texts nan and inf are values, an
+    empty cell is not."""
     line: np.ndarray
-    """int64 (n,): the line of the file that the row begins in, from 1; 0 if it has no lines."""
+    """int64 (n,): the first line of the row in the file, from 1; 0 in a format without lines."""
     source: str
-    """The file."""
+    """Path of the file."""
     attempt: int = 0
-    """Counts from 0, and increases where the recorded run was resumed from an earlier step."""
+    """Number from 0. Increases where the recorded run was resumed from an earlier step."""
 
     @property
     def start(self) -> int:
@@ -60,24 +60,24 @@ class Rows(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """The part of a run between two (re)starts."""
+    """The part of a run from one start or resume to the next."""
 
     number: int
     source: str
-    """The file in which it begins."""
+    """Path of the file in which the attempt begins."""
     first_index: int
     first_step: float
     resumes_after: int | None
-    """Index of the last row before it that is still part of the run: its step is smaller than
-    `first_step` and no attempt in between replaced it. None for an attempt from scratch."""
+    """Index of the last row before the attempt that is still part of the run: the row's step is
+    below `first_step`, and no later attempt replaced the row. None for an attempt from scratch."""
 
 
 class TraceFinding(NamedTuple):
-    """Damage, or another remark, at a place in a file."""
+    """A problem or a note about a place in a file."""
 
     source: str
     line: int | None
-    """Counts from 1; None if the format has no lines."""
+    """Line number from 1, or None if the format has no lines."""
     text: str
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class TraceFinding(NamedTuple):
 
 
 class Findings:
-    """Problems (damage) and notes (no damage) of one pass over a trace, added to `earlier`."""
+    """Problems (damage) and notes (other remarks) of one pass over a trace, added to `earlier`."""
 
     def __init__(self, earlier: Findings | None = None) -> None:
         self.problems: list[TraceFinding] = list(earlier.problems) if earlier else []
@@ -95,58 +95,63 @@ class Findings:
         self.note_count = earlier.note_count if earlier else 0
 
     def problem(self, source: str, line: int | None, text: str) -> None:
-        """Adds something that could not be used; line 0 means that the format has no lines."""
+        """Adds a problem: unusable content. Line 0 means that the format has no lines."""
         self.problem_count += 1
-        if len(self.problems) < _KEPT:
+        if len(self.problems) < _MAX_KEPT:
             self.problems.append(TraceFinding(source, line or None, text))
 
     def note(self, source: str, line: int | None, text: str) -> None:
-        """Adds a remark about something that was used; `line` as for `problem`."""
+        """Adds a remark about usable content; `line` as for `problem`."""
         self.note_count += 1
-        if len(self.notes) < _KEPT:
+        if len(self.notes) < _MAX_KEPT:
             self.notes.append(TraceFinding(source, line or None, text))
 
 
 class Survey(NamedTuple):
-    """The result of a first pass over a trace."""
+    """The result of the first pass over a trace."""
 
     rows: int
     signals: frozenset[str]
     combinations: frozenset[frozenset[str]]
-    """Every set of signals that some row logs together; the empty set if a row logs none."""
+    """Every set of signals that a row logs together; the empty set for rows without signals."""
     attempts: tuple[Attempt, ...]
     first_step: float
     last_step: float
-    """Step of the last row of the file, not the largest one."""
+    """Step of the last row, which may be smaller than the largest step."""
     problems: tuple[TraceFinding, ...]
     """The first 100 lines, cells and records that could not be used."""
     problem_count: int
     notes: tuple[TraceFinding, ...]
-    """The first 100 remarks: a resume, a repeated step, a column that was not used."""
+    """The first 100 notes: a resume, a repeated step, a column that was not used."""
     note_count: int
     stale: int
-    """Rows that a later attempt replaced."""
+    """Number of rows that a later attempt replaced."""
 
 
 class Unreadable(NamedTuple):
-    """A path that gave no trace, and why."""
+    """A path without a usable trace, and the reason."""
 
     path: str
     problem: str
 
 
+BeginPass = Callable[[Findings], Iterator[Rows]]
+"""Begins a pass over the rows of a trace. Adds problems and notes to its argument."""
+
+
 class Trace:
     """The log of one run. It can be read repeatedly, with only one chunk in memory.
 
-    `name` is the path as the user gave it, with `#run` for one run of an export of several.
-    `sources` are the files, in the order in which they were written.
+    Attributes:
+        name: the path as the user gave it, with `#run` for one run of an export of several runs.
+        sources: the files, in the order in which they were written.
     """
 
     def __init__(
         self,
         name: str,
         sources: Sequence[str],
-        begin: Callable[[Findings], Iterator[Rows]],
+        begin: BeginPass,
         opening: Findings,
     ) -> None:
         self.name = name
@@ -159,23 +164,23 @@ class Trace:
         return f"Trace({self.name!r})"
 
     def rows(self) -> Iterator[Rows]:
-        """All rows in the order of the files, including stale tails.
+        """Yields all rows in the order of the files, including stale tails.
 
-        Raises TraceError if the file has gone, or its steps go back again and again.
+        Raises TraceError if a file is missing, or its steps decrease too often.
         """
         return self._begin(Findings())
 
     def survey(self) -> Survey:
-        """The result of the first pass, which is made once; raises as `rows`."""
+        """Returns the result of the first pass, which is cached. Raises as `rows`."""
         if self._survey is None:
-            self._survey = survey(self._begin, self._opening)
+            self._survey = _read_survey(self._begin, self._opening)
         return self._survey
 
 
 def join_columns(
     parts: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int], absent: np.generic
 ) -> dict[str, np.ndarray]:
-    """Joins columns by name; `absent` fills in for a part (of `lengths` rows) that lacks one."""
+    """Joins columns by name; `absent` fills the rows of a part (of `lengths` rows) without it."""
     names = sorted(set().union(*parts))
     return {
         name: np.concatenate(
@@ -188,19 +193,19 @@ def join_columns(
     }
 
 
-def by_signals(
-    given: Mapping[str, np.ndarray], names: Sequence[str]
+def group_by_signals(
+    logged: Mapping[str, np.ndarray], names: Sequence[str]
 ) -> Iterator[tuple[frozenset[str], np.ndarray]]:
-    """Every set of signals that rows log together, with those rows, bool (n,).
+    """Yields every set of signals that rows log together, and a mask of those rows, bool (n,).
 
-    `given` is bool (n,) by signal. Only the signals in `names` count.
+    `logged` is bool (n,) by signal. Only the signals in `names` count.
     """
-    names = [name for name in names if name in given]
-    bits = np.zeros(len(next(iter(given.values()), ())), np.int64)
+    names = [name for name in names if name in logged]
+    bits = np.zeros(len(next(iter(logged.values()), ())), np.int64)
     for place, name in enumerate(names):
-        bits |= given[name].astype(np.int64) << place
+        bits |= logged[name].astype(np.int64) << place
     for code in np.unique(bits):
-        yield frozenset(n for place, n in enumerate(names) if code >> place & 1), bits == code
+        yield frozenset(name for place, name in enumerate(names) if code >> place & 1), bits == code
 
 
 def select_rows(rows: Rows, where: slice | np.ndarray) -> Rows:
@@ -209,29 +214,25 @@ def select_rows(rows: Rows, where: slice | np.ndarray) -> Rows:
         index=rows.index[where],
         step=rows.step[where],
         values={name: column[where] for name, column in rows.values.items()},
-        given={name: column[where] for name, column in rows.given.items()},
+        logged={name: column[where] for name, column in rows.logged.items()},
         line=rows.line[where],
     )
 
 
-MergedPass = Callable[[Findings], Iterator[Rows]]
-"""Begins a pass over the rows of a trace."""
-
-
 def lineage(trace: Trace) -> Iterator[Rows]:
-    """The run as it finally went: `trace.rows()` without stale tails and repeated steps.
+    """Yields the rows of the final run: `trace.rows()` without stale tails and repeated steps.
 
-    Of rows with the same step and signals the last one stays. Raises as `Trace.rows`.
+    If rows have the same step and signals, the last row remains. Raises as `Trace.rows`.
     """
     first = np.array([attempt.first_step for attempt in trace.survey().attempts])
     last: Rows | None = None
-    attempt, limit, top = -1, np.inf, -np.inf
+    attempt, limit, max_step = -1, np.inf, -np.inf
     for rows in trace.rows():
         if rows.attempt != attempt:
-            attempt, top = rows.attempt, -np.inf
+            attempt, max_step = rows.attempt, -np.inf
             limit = first[attempt + 1 :].min(initial=np.inf)
-        reached = np.maximum(top, np.maximum.accumulate(rows.step))
-        top = reached[-1]
+        reached = np.maximum(max_step, np.maximum.accumulate(rows.step))
+        max_step = reached[-1]
         keep = reached < limit
         keep[:-1] &= ~_replaced(rows)
         part = select_rows(rows, keep)
@@ -248,23 +249,23 @@ def lineage(trace: Trace) -> Iterator[Rows]:
 
 
 def _replaced(rows: Rows) -> np.ndarray:
-    """Flags (n - 1,): the next row logs the same step and a signal of this row."""
+    """Whether the next row logs the same step and a signal of this row, bool (n - 1,)."""
     same = rows.step[1:] == rows.step[:-1]
     shared = np.zeros(len(same), bool)
-    for given in rows.given.values():
-        shared |= given[1:] & given[:-1]
+    for logged in rows.logged.values():
+        shared |= logged[1:] & logged[:-1]
     return same & shared
 
 
 def _replaces(rows: Rows, earlier: Rows) -> bool:
     return rows.step[0] == earlier.step[0] and any(
-        given[0] and name in earlier.given and earlier.given[name][0]
-        for name, given in rows.given.items()
+        logged[0] and name in earlier.logged and earlier.logged[name][0]
+        for name, logged in rows.logged.items()
     )
 
 
-def survey(begin: MergedPass, opening: Findings) -> Survey:
-    """Reads everything once, and a second time if the run was resumed; raises as `Trace.rows`."""
+def _read_survey(begin: BeginPass, opening: Findings) -> Survey:
+    """Reads all rows once, and a second time if the run was resumed."""
     findings = Findings(opening)
     count = 0
     combinations: set[frozenset[str]] = set()
@@ -278,7 +279,7 @@ def survey(begin: MergedPass, opening: Findings) -> Survey:
             attempts.append(Attempt(rows.attempt, rows.source, rows.start, first, None))
         count += len(rows.index)
         last_step = float(rows.step[-1])
-        combinations |= {logged for logged, _ in by_signals(rows.given, SIGNALS)}
+        combinations |= {logged for logged, _ in group_by_signals(rows.logged, SIGNALS)}
     stale = 0
     if len(attempts) > 1:
         attempts, stale = _with_ancestors(begin, attempts)
@@ -305,40 +306,40 @@ def _note_fresh_files(attempts: Sequence[Attempt], findings: Findings) -> None:
             findings.note(
                 attempt.source,
                 None,
-                f"it begins at step {attempt.first_step:.15g}, before everything that was read so "
-                "far: the run was started again. If these are several runs, name the files",
+                f"it begins at step {attempt.first_step:.15g}, before all rows that were read so "
+                "far: the run was restarted. If these are several runs, name the files",
             )
         files.add(attempt.source)
 
 
 def _in_order(findings: Sequence[TraceFinding]) -> tuple[TraceFinding, ...]:
-    """Sorts by line within each file, since a chunk is read column by column."""
-    files = {each.source: place for place, each in reversed(list(enumerate(findings)))}
-    return tuple(sorted(findings, key=lambda each: (files[each.source], each.line or 0)))
+    """Sorts findings by line within each file, because a chunk is read column by column."""
+    files = list(dict.fromkeys(finding.source for finding in findings))
+    return tuple(sorted(findings, key=lambda each: (files.index(each.source), each.line or 0)))
 
 
-def _with_ancestors(begin: MergedPass, attempts: Sequence[Attempt]) -> tuple[list[Attempt], int]:
-    """Sets the last row that each attempt continues from, and counts the stale rows.
+def _with_ancestors(begin: BeginPass, attempts: Sequence[Attempt]) -> tuple[list[Attempt], int]:
+    """Sets the row that each attempt resumes after, and counts the stale rows.
 
-    A row of attempt a with step t is part of attempt k > a exactly if t is below the first step of
-    every attempt b with a < b <= k. Those first steps are known only after the first pass. Keeping
-    every step of it would take 16 bytes a row, too much for a hundred million rows.
+    A row of attempt a with step t is part of attempt k > a if and only if t is below the first step
+    of every attempt b with a < b <= k. These first steps are known only after the first pass. To
+    keep all steps of the first pass would take 16 bytes per row, too much for 100 million rows.
     """
     first = np.array([attempt.first_step for attempt in attempts])
-    found = list(attempts)
-    stale, number, limits, top = 0, -1, first[:0], -np.inf
+    resumed = list(attempts)
+    stale, number, limits, max_step = 0, -1, first[:0], -np.inf
     for rows in begin(Findings()):
         if rows.attempt != number:
-            number, top = rows.attempt, -np.inf
+            number, max_step = rows.attempt, -np.inf
             limits = np.minimum.accumulate(first[number + 1 :])
         if not len(limits):
             continue
-        # A row that is written late (see `merged_rows`) counts at the step the run had reached.
-        reached = np.maximum(top, np.maximum.accumulate(rows.step))
-        top = reached[-1]
+        # A row that is written late counts at the step that the run had reached.
+        reached = np.maximum(max_step, np.maximum.accumulate(rows.step))
+        max_step = reached[-1]
         before = np.searchsorted(reached, limits)
         for place in np.flatnonzero(before).tolist():
             later, row = number + 1 + place, int(rows.index[before[place] - 1])
-            found[later] = found[later]._replace(resumes_after=row)
+            resumed[later] = resumed[later]._replace(resumes_after=row)
         stale += len(reached) - int(before[-1])
-    return found, stale
+    return resumed, stale

@@ -19,7 +19,7 @@ from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.inputs import CheckpointInputs
 from healcore.tools.probe.optimizer import probe_optimizer
 from healcore.tools.probe.result import ProbeResult, dumps
-from healcore.tools.probe.safetensors_file import widened
+from healcore.tools.probe.safetensors_file import decode_elements
 from tests.tools.cli.test_probe import run
 
 
@@ -167,13 +167,13 @@ def entry(first: int, last: int, dtype: str = "F32") -> str:
 )
 def test_safetensors_that_the_library_refuses(tmp_path, text):
     path = header(tmp_path / "f.safetensors", text, bytes(16))
-    judged("checkpoint", path, 2, "safetensors refuses its header")
+    judged("checkpoint", path, 2, "safetensors rejects its header")
 
 
 def test_bare_exponents():
     raw = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(raw.copy()).view(torch.float8_e8m0fnu).float().numpy()
-    np.testing.assert_array_equal(widened(raw, "float8_e8m0fnu"), expected)
+    np.testing.assert_array_equal(decode_elements(raw, "float8_e8m0fnu"), expected)
     assert np.isnan(expected[255])
 
 
@@ -191,8 +191,8 @@ def test_a_view_of_one_number_is_one_number(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "status", "expected"),
     [
-        ({"exp_avg": torch.zeros(0, 3), "exp_avg_sq": torch.zeros(0, 3)}, 3, "has an element"),
-        ({"exp_avg_sq": torch.ones(16, 16, dtype=torch.int8)}, 3, "whole numbers (int8)"),
+        ({"exp_avg": torch.zeros(0, 3), "exp_avg_sq": torch.zeros(0, 3)}, 3, "have no elements"),
+        ({"exp_avg_sq": torch.ones(16, 16, dtype=torch.int8)}, 3, "integers (int8)"),
         ({"step": torch.tensor(float("nan"))}, 2, "step is nan"),
     ],
 )

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from healcore.tools.probe.loss_events import MOST, Event, Events, Incidents
+from healcore.tools.probe.loss_events import (
+    MAX_VALUES,
+    DetectorEventFinder,
+    Event,
+    WindowEventFinder,
+)
 from tests.tools.probe.curves import probe_values, verdict_of
 
 NOISES = {
@@ -19,8 +24,8 @@ NOISES = {
 }
 
 
-def events(values: np.ndarray, cut: int = 10**9) -> Events:
-    found = Events(5.0, 3)
+def events(values: np.ndarray, cut: int = 10**9) -> WindowEventFinder:
+    found = WindowEventFinder(5.0, 3)
     steps = np.arange(len(values), dtype=float)
     for at in range(0, len(values), cut):
         found.add(steps[at : at + cut], values[at : at + cut])
@@ -47,7 +52,7 @@ def test_a_spike_that_lasts_is_one(noise, length):
     values[1200 : 1200 + length] += 3.0
     found = events(values)
     assert found.count == 1
-    (event,) = found.found
+    (event,) = found.events
     assert event.step == 1200
     assert event.back
     assert length - 2 <= event.values <= length + 2
@@ -76,7 +81,7 @@ def test_a_new_level_is_one_event_and_not_many():
     values[1000:] += 3.0
     found = events(values)
     assert found.count == 1
-    assert not found.found[0].back
+    assert not found.events[0].back
     assert found.unfinished is None
 
 
@@ -86,7 +91,7 @@ def test_every_value_is_judged_however_the_chunks_are_cut():
         values = quiet.copy()
         values[onset : onset + 10] += 3.0
         for cut in (100, 129):
-            assert [event.step for event in events(values, cut).found] == [onset]
+            assert [event.step for event in events(values, cut).events] == [onset]
 
 
 @settings(max_examples=30)
@@ -97,7 +102,7 @@ def test_chunks_do_not_matter(seed, cut, steps):
     for onset in random.integers(0, steps, 4):
         values[onset : onset + random.integers(1, 300)] += random.exponential(2.0)
     whole, pieces = events(values), events(values, cut)
-    assert whole.found == pieces.found
+    assert whole.events == pieces.events
     assert (whole.count, whole.jumps) == (pieces.count, pieces.jumps)
     assert whole.unfinished == pieces.unfinished
 
@@ -106,7 +111,7 @@ def test_chunks_do_not_matter(seed, cut, steps):
 
 
 def incidents(values: np.ndarray, cut: int = 10**9, sigmas: float = 5.0) -> list[Event]:
-    found = Incidents(sigmas, 3)
+    found = DetectorEventFinder(sigmas, 3)
     steps = np.arange(len(values), dtype=float)
     for at in range(0, len(values), cut):
         found.add(steps[at : at + cut], values[at : at + cut])
@@ -141,7 +146,7 @@ def test_the_end_of_the_curve_within_an_incident():
 
 
 def test_neighbours_of_a_long_curve_are_judged_together():
-    values = base(3 * MOST) + 0.02 * np.random.default_rng(4).normal(size=3 * MOST)
+    values = base(3 * MAX_VALUES) + 0.02 * np.random.default_rng(4).normal(size=3 * MAX_VALUES)
     values[40_000:40_060] += 3.0
     (event,) = incidents(values)
     assert abs(event.step - 40_000) <= 4
@@ -153,7 +158,7 @@ def test_an_event_found_by_both_is_one_event():
     values[600:620] += 3.0
     found = events(values)
     found.include(incidents(values))
-    assert found.count == len(found.found) == 1
+    assert found.count == len(found.events) == 1
 
 
 def test_high_values_again_and_again_are_an_event_and_no_single_ones(tmp_path):

@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 import healcore.jax
 from healcore.jax.store import OrbaxStore
 from healcore.tools.probe.result import NothingToProbe, ProbeError
-from healcore.tools.probe.saved_state import parsed
+from healcore.tools.probe.saved_state import parse_key_path
 from tests.tools.probe.trained_networks import probe, verdicts
 
 STEPS, LAYERS = 60, 6
@@ -198,4 +198,4 @@ def test_optimizers_unlike_adam(tmp_path, tx, why):
 )
 def test_paths_of_jax(path):
     names = [getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path]
-    assert parsed(jax.tree_util.keystr(path)) == tuple(map(str, names))
+    assert parse_key_path(jax.tree_util.keystr(path)) == tuple(map(str, names))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.optimizer import probe_optimizer
-from healcore.tools.probe.parameter_names import by_shape, in_order, repeats
+from healcore.tools.probe.parameter_names import by_shape, find_blocks, in_order
 from healcore.tools.probe.result import NothingToProbe, ProbeError
 from healcore.torch.store import DCPStore
 from tests.tools.probe.trained_networks import Net, probe, saved, train, trained, verdicts
@@ -447,7 +447,7 @@ class TestOutliers:
             torch.save(optimizer.state_dict(), path)
         result = probe(path, top=blocks)
         assert verdicts(result)["outliers"] == "FAIL"
-        assert f"{blocks // 2} of {blocks} that are alike" in result.checks[-1].message
+        assert f"{blocks // 2} of {blocks} similar layers" in result.checks[-1].message
         far = {each["layer"] for each in result.facts["top"] if each["outlier"]}
         if names:
             assert far == {f"blocks.{at}" for at in range(first, first + blocks // 2)}
@@ -501,7 +501,7 @@ def test_a_bias_before_a_norm_is_not_ill(tmp_path):
     train(net, optimizer, 60)
     result = probe(saved(tmp_path, net, optimizer))
     assert result.verdict.value == "PASS", result.checks
-    assert any("6 parameters get no more than rounding" in note for note in result.notes)
+    assert any("6 parameters have only rounding errors" in note for note in result.notes)
 
 
 class TestNotAdam:
@@ -605,7 +605,7 @@ def test_the_index_of_dcp_is_a_pickle_too(tmp_path):
 )
 def test_blocks_that_are_alike(text, found):
     shapes = [(ord(each),) for each in text]
-    blocks = repeats(shapes)
+    blocks = find_blocks(shapes)
     assert tuple(blocks) == found
     for at in range(len(shapes)):
         place = blocks.place(at)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from healcore.tools.probe.checkpoint import check_finite
 from healcore.tools.probe.result import ProbeError
-from healcore.tools.probe.safetensors_file import read_safetensors, widened
+from healcore.tools.probe.safetensors_file import decode_elements, read_safetensors
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2,
@@ -39,7 +39,9 @@ def test_all_256_small_floats():
     raw = np.arange(256, dtype=np.uint8)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         expected = torch.from_numpy(raw.copy()).view(dtype).float().numpy()
-        np.testing.assert_array_equal(widened(raw, str(dtype).removeprefix("torch.")), expected)
+        np.testing.assert_array_equal(
+            decode_elements(raw, str(dtype).removeprefix("torch.")), expected
+        )
 
 
 @settings(max_examples=60)

@@ -208,7 +208,7 @@ def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
     assert healcore_replay(spiked, other, "-p", mine).exit_code == 1
     done = healcore_replay(other, "-p", mine)
     assert done.exit_code == 2
-    assert f"{other}: policy {mine} reads loss, and this trace logs only grad_norm" in done.output
+    assert f"{other}: policy {mine} reads loss, but this trace logs only grad_norm" in done.output
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
         (["RUN", "-p", "zclip", "-p", "zclip"], "--policy zclip is there twice"),
         (["RUN", "--backend", "cuda"], "one of numpy, jax, torch, got 'cuda'"),
         (["RUN", "--column", "loss"], "SIGNAL=NAME, as in loss=train/ce, got 'loss'"),
-        (["RUN", "--column", "los=b"], "no signal 'los'"),
+        (["RUN", "--column", "los=b"], "'los' is not a signal"),
         (["RUN", "--jsonl", "RUN"], "is one of the files that are read: write to another"),
         (["RUN", "--report", "no/such/r.html"], "there is no folder no/such"),
         (["RUN", "--png", "."], "it is a folder"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from healcore.tools.sweep.choice import Splits, choose, choose_policy, family, split
+from healcore.tools.sweep.choice import Splits, choose, choose_policy, family_of, split
 from healcore.tools.sweep.scores import OrderCounts
 
 RNG = np.random.default_rng(0)
@@ -35,10 +35,10 @@ def test_a_number_without_effect_stays_in_the_middle():
 
 
 def test_families():
-    assert family("runs/a_seed3.csv") == family("runs/a_seed12.csv")
-    assert family("runs/llama/r1.csv") != family("runs/gpt/r1.csv")
+    assert family_of("runs/a_seed3.csv") == family_of("runs/a_seed12.csv")
+    assert family_of("runs/llama/r1.csv") != family_of("runs/gpt/r1.csv")
     names = [f"runs/{recipe}/seed_{seed}.csv" for recipe in "abcdefgh" for seed in range(5)]
-    families = [family(name) for name in names]
+    families = [family_of(name) for name in names]
     events = [name[5] in "abcd" for name in names]
     splits = split(names, events, 0.3, seed=0)
     assert (splits.by, splits.families) == ("family", 8)
@@ -60,7 +60,7 @@ def test_the_one_family_with_events_is_held_out_run_by_run():
     runs = [f"{recipe}/seed_{i}.csv" for recipe in ("wild", "calm", "even") for i in range(6)]
     events = [run in ("wild/seed_0.csv", "wild/seed_3.csv", "wild/seed_5.csv") for run in runs]
     splits = split(runs, events, 0.3, 0)
-    assert (splits.by, splits.alone) == ("run", "wild/seed_0.csv")
+    assert (splits.by, splits.only_eventful) == ("run", "wild/seed_0.csv")
     for held in splits.held:
         assert 0 < np.sum(held & np.array(events)) < 3, "both sides have something to find"
         for part in (slice(6, 12), slice(12, 18)):
@@ -118,7 +118,7 @@ def test_a_verdict_without_held_out_runs_is_marked():
         tallies(good[None]), UNITS, Splits((), "", 1), "balance", 0.1, wanted=False
     )
     assert asked.take != 0
-    assert "nothing was held out (--holdout 0)" in asked.reason
+    assert "no runs were held out (--holdout 0)" in asked.reason
 
 
 @pytest.mark.parametrize("objective", ["balance", "recall", "lost"])
@@ -132,13 +132,13 @@ def test_a_setting_that_no_held_out_event_supports_is_not_taken(objective):
         verdict = choose_policy(part, UNITS, splits, objective, 0.1)
         assert verdict.choice.index != 0
         assert verdict.take == 0
-        assert "no event was ever held out: cannot be checked" in verdict.reason
+        assert "no split held out an event, so the choice cannot be checked" in verdict.reason
 
 
 def test_settings_that_do_not_differ_teach_nothing():
     verdict = judged(np.full((12, len(UNITS)), 7))
     assert verdict.take == 0
-    assert "all settings score alike: nothing was learnt" in verdict.reason
+    assert "all settings have the same score" in verdict.reason
 
 
 def test_a_base_in_the_middle_is_kept():

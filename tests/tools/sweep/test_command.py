@@ -81,7 +81,7 @@ def test_labels_decide_what_is_an_event(logs, tmp_path):
     assert result["base"]["false"] > 0, "what was a spike is a false recovery now"
     base = result["base"]
     assert base["recall"] is base["found"] is base["latency_rows"] is None
-    assert "all settings score alike: nothing was learnt" in result["reason"]
+    assert "all settings have the same score" in result["reason"]
     table = run(
         *logs[:2], "--labels", str(labels), "--vary", "max_skips=9,11", "-o", out, "--overwrite"
     )

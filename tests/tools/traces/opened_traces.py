@@ -59,7 +59,7 @@ def load(trace: Trace) -> Any:
         np.concatenate([chunk.index for chunk in chunks]),
         np.concatenate([chunk.step for chunk in chunks]),
         join_columns([chunk.values for chunk in chunks], lengths, np.float32(np.nan)),
-        join_columns([chunk.given for chunk in chunks], lengths, np.False_),
+        join_columns([chunk.logged for chunk in chunks], lengths, np.False_),
         np.concatenate([chunk.line for chunk in chunks]),
         chunks[0].source,
         np.repeat([chunk.attempt for chunk in chunks], lengths),  # type: ignore[arg-type]

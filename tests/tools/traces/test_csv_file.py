@@ -24,8 +24,8 @@ def test_a_plain_file(tmp_path):
     assert table.step.tolist() == [1, 2, 3]
     assert column(table.values["loss"]) == [2.5, "nan", 2.25]
     assert column(table.values["grad_norm"]) == [0.5, np.inf, "nan"]
-    assert table.given["loss"].all()  # the text nan is a value
-    assert table.given["grad_norm"].tolist() == [True, True, False]  # an empty cell is not
+    assert table.logged["loss"].all()  # the text nan is a value
+    assert table.logged["grad_norm"].tolist() == [True, True, False]  # an empty cell is not
     survey = trace.survey()
     assert survey.signals == {"loss", "grad_norm"}
     assert survey.combinations == {frozenset({"loss"}), frozenset({"loss", "grad_norm"})}
@@ -68,14 +68,14 @@ def test_bad_lines_are_reported_by_number_and_keep_their_index(tmp_path):
     assert table.index.tolist() == [0, 1, 2, 6, 9]
     assert table.step.tolist() == [1, 2, 3, 7, 8]
     assert column(table.values["loss"]) == [2, "nan", "nan", 1, "nan"]
-    assert table.given["loss"].tolist() == [True, False, False, True, False]
+    assert table.logged["loss"].tolist() == [True, False, False, True, False]
     assert problems_of(trace) == [
         (3, "column 'loss': 'abc' is not a number: the row is read without loss"),
-        (6, "column 'step': 'x' is not a number: the row is left out"),
-        (7, "1 cell where the header has 2: the row is left out"),
-        (8, "3 cells where the header has 2: the row is left out"),
-        (10, "column 'step': missing: the row is left out"),
-        (11, "column 'step': nan: the row is left out"),
+        (6, "column 'step': 'x' is not a number: the row is skipped"),
+        (7, "1 cell where the header has 2: the row is skipped"),
+        (8, "3 cells where the header has 2: the row is skipped"),
+        (10, "column 'step': missing: the row is skipped"),
+        (11, "column 'step': nan: the row is skipped"),
         (12, "column 'loss': '1_0' is not a number: the row is read without loss"),
     ]
 
@@ -84,7 +84,7 @@ def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
     rows = "".join(f"{step},1.5,\n" for step in range(2, 30_000))
     text = f'step,loss,note\n0,1,\n1,2,"oops\n{rows}30000,nan,"and\n30001,1,"two\nlines"\n'
     trace = open_one(write(tmp_path / "run.csv", text))
-    quote = "a quote that is not closed: the row is left out"
+    quote = "an unclosed quote: the row is skipped"
     assert problems_of(trace) == [(3, quote), (30_002, quote)]
     table = load(trace)
     assert table.step.tolist() == [0, *range(2, 30_000), 30_001]
@@ -102,7 +102,7 @@ def test_a_cut_gzip_file_gives_what_it_has(tmp_path):
     ((line, text),) = problems_of(trace)
     assert line is not None
     assert abs(line - trace.survey().rows) < 5
-    assert "compressed data end or break here" in text
+    assert "compressed data end or are damaged here" in text
 
 
 def test_without_steps_the_rows_are_counted(tmp_path):
@@ -167,7 +167,7 @@ def test_any_cells_keep_the_numbers_that_pandas_gives(tmp_path_factory, cells, q
             number = float(cell) if "_" not in cell else None
         except ValueError:
             number = None
-        assert table.given["loss"][at] == (number is not None)
+        assert table.logged["loss"][at] == (number is not None)
         if number is None:
             unread += cell.strip().lower() not in ("", "none", "n/a", "na")
         else:
@@ -215,7 +215,7 @@ def test_one_run_keeps_its_rows_and_its_name(tmp_path):
     (trace,), _ = open_traces([str(path)])
     assert trace.name == str(path)
     assert load(trace).index.tolist() == [0, 1, 2]
-    assert load(trace).given["loss"].tolist() == [True, False, True]
+    assert load(trace).logged["loss"].tolist() == [True, False, True]
 
 
 def test_runs_of_one_name_and_runs_without_a_loss(tmp_path):
@@ -225,7 +225,7 @@ def test_runs_of_one_name_and_runs_without_a_loss(tmp_path):
     assert [trace.name.split("#")[1] for trace in traces] == ["r", "r (2)"]
     assert [load(trace).values["loss"].tolist() for trace in traces] == [[2], [3]]
     (note,) = traces[0].survey().notes
-    assert note.text.startswith("run 's': nothing in it has the name of a loss")
+    assert note.text.startswith("run 's': no column or key has the name of a loss")
 
 
 def test_a_metric_of_another_name(tmp_path):

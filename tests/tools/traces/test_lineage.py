@@ -30,7 +30,7 @@ def test_a_step_back_begins_an_attempt_that_replaces_the_tail(tmp_path):
     assert lineage_of(trace) == [0, 1, 5, 6, 7, 8]
     (note,) = survey.notes
     assert str(note).endswith(
-        "run.csv, line 7: step 3 comes after step 5: the run goes back, and attempt 1 begins"
+        "run.csv, line 7: step 3 follows step 5: the run was resumed, and attempt 1 begins"
     )
 
 
@@ -145,7 +145,7 @@ def test_fresh_starts_of_one_run_are_reported(tmp_path):
 
 def test_many_writers_in_one_file_are_refused(tmp_path):
     trace = open_one(write(tmp_path / "run.csv", csv(list(range(3000, 0, -1)))))
-    with pytest.raises(TraceError, match=r"line \d+: the steps go back for the 1,000th time"):
+    with pytest.raises(TraceError, match=r"line \d+: the steps decrease for the 1,000th time"):
         trace.survey()
 
 

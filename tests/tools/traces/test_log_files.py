@@ -20,7 +20,7 @@ from tests.tools.traces.opened_traces import column, load, open_one, refusal, wr
         ("step,loss\n", "no usable row: it has no rows"),
         ("step,loss\n1,\n2,\n", "no usable row: none of its 2 rows logs a loss or a gradient norm"),
         ("step,loss,lr\n1,,0.1\n", "no usable row: none of its 1 rows logs"),
-        ("step,accuracy\n1,2\n", "It has 'step', 'accuracy'. Name one: --column loss="),
+        ("step,accuracy\n1,2\n", "only 'step', 'accuracy'. Name one: --column loss="),
         ("1,2.5\n2,2.25\n", "its first line is data, not a header: '1,2.5'. Write the names"),
         (
             "step,loss\n1,x\n2,y\n",
@@ -31,8 +31,8 @@ from tests.tools.traces.opened_traces import column, load, open_one, refusal, wr
         ("\0\1\2", "it is binary"),
         ('{"torn', "it is JSON, but has no 'log_history'"),
         ('{"step": 1, "loss": "x"}\n', "no usable row: line 1: 'loss': 'x' is not a number"),
-        ('{"step": 1, "loss": null}\n', "no usable row: nothing is logged in it"),
-        ("x" * (2 << 20), "first line has no end within a megabyte"),
+        ('{"step": 1, "loss": null}\n', "no usable row: it logs no values"),
+        ("x" * (2 << 20), "first line is longer than a megabyte"),
     ],
 )
 def test_files_without_a_usable_row(tmp_path, text, message):
@@ -84,8 +84,8 @@ def test_a_directory_of_several_kinds_reports_what_it_reads(tmp_path):
     ]
     survey = trace.survey()
     assert [note.text for note in survey.notes] == [
-        "'metrics.csv' (CSV): not read, the typed records are",
-        "'train-2.jsonl': not read, of no known format",
+        "'metrics.csv' (CSV): not read, only typed records",
+        "'train-2.jsonl': not read, unknown format",
     ]
 
 

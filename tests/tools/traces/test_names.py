@@ -72,10 +72,10 @@ def test_the_very_name_wins_among_equals():
 @pytest.mark.parametrize(
     ("names", "columns", "message"),
     [
-        (["step", "a"], {}, "It has 'step', 'a'. Name one: --column loss=NAME"),
+        (["step", "a"], {}, "only 'step', 'a'. Name one: --column loss=NAME"),
         (["train_loss", "train/loss"], {}, "may each be the loss"),
         (["loss", "iter", "iteration"], {}, "may each be the step"),
-        (["loss"], {"loss": "x"}, "there is no 'x' for --column loss=x: it has 'loss'"),
+        (["loss"], {"loss": "x"}, "--column loss=x: the log has no 'x'; it has 'loss'"),
         (["a", "a"], {"loss": "a"}, "two columns have the name 'a': rename one"),
     ],
 )
@@ -91,5 +91,5 @@ def test_a_name_that_was_given_away_is_not_taken_twice():
 
 
 def test_an_unknown_signal_is_refused_before_any_file_is_opened():
-    with pytest.raises(TraceError, match="there is no signal 'los'"):
+    with pytest.raises(TraceError, match="'los' is not a signal"):
         open_traces(["nowhere.csv"], columns={"los": "x"})

@@ -57,7 +57,7 @@ def test_events_give_the_rows_that_have_readings(tmp_path):
     table = load(trace)
     assert table.step.tolist() == [7, 9]
     assert column(table.values["loss"]) == [9, "nan"]
-    assert any("not the losses of healthy ones" in note.text for note in trace.survey().notes)
+    assert any("not the losses of healthy steps" in note.text for note in trace.survey().notes)
 
 
 def test_typed_records_torn_lines_and_other_types(tmp_path):
@@ -79,18 +79,18 @@ def test_typed_records_torn_lines_and_other_types(tmp_path):
     assert table.step.tolist() == [1, 2, 5, 6]
     assert table.index.tolist() == [0, 1, 2, 3]
     assert column(table.values["loss"]) == [2, "nan", "nan", 1.5]
-    assert table.given["loss"].tolist() == [True, True, False, True]
+    assert table.logged["loss"].tolist() == [True, True, False, True]
     assert column(table.values["grad_norm"]) == [1, "nan", "nan", "nan"]
     assert problems_of(trace) == [
-        (4, 'not JSON: \'{"type":"step","st\': left out'),
-        (6, 'more than one JSON value: \'{"type":"step","step":3,"loss":"-inf"...\': left out'),
-        (7, "not a JSON object: '[1, 2]': left out"),
-        (8, "'step': missing: the row is left out"),
+        (4, 'not JSON: \'{"type":"step","st\': skipped'),
+        (6, 'more than one JSON value: \'{"type":"step","step":3,"loss":"-inf"...\': skipped'),
+        (7, "not a JSON object: '[1, 2]': skipped"),
+        (8, "'step': missing: the row is skipped"),
         (9, "'loss': 'True' is not a number: the row is read without loss"),
-        (11, 'not JSON (the last line is torn): \'{"type":"step","step":7,"lo\': left out'),
+        (11, 'not JSON (the last line is truncated): \'{"type":"step","step":7,"lo\': skipped'),
     ]
     (note,) = trace.survey().notes
-    assert note.text == "1 record is not a step (typed records): ignored"
+    assert note.text == "1 record is not a step (typed records): skipped"
 
 
 def test_any_records_with_nested_names_late_keys_and_gzip(tmp_path):
@@ -105,8 +105,8 @@ def test_any_records_with_nested_names_late_keys_and_gzip(tmp_path):
     table = load(trace)
     assert table.step[-1] == 1500
     assert table.values["eval_loss"][-1] == 1
-    assert not table.given["eval_loss"][:-1].any()
-    assert trace.survey().notes[0].text.startswith("1 record with none of loss")
+    assert not table.logged["eval_loss"][:-1].any()
+    assert trace.survey().notes[0].text.startswith("1 record without loss")
 
 
 def test_numbers_that_json_can_hold_and_float_cannot(tmp_path):
@@ -162,13 +162,13 @@ def check(trace):
     assert table.step.tolist() == [10, 20, 25]
     assert table.index.tolist() == [0, 1, 2]
     assert column(table.values["loss"]) == [2.5, 0.0, "nan"]
-    assert table.given["loss"].tolist() == [True, True, False]
+    assert table.logged["loss"].tolist() == [True, True, False]
     assert column(table.values["grad_norm"]) == [1.5, "nan", "nan"]
-    assert table.given["grad_norm"].tolist() == [True, True, False]
+    assert table.logged["grad_norm"].tolist() == [True, True, False]
     assert column(table.values["eval_loss"]) == [2.25, "nan", 2.0]
     assert trace.survey().problem_count == 0
     (note,) = trace.survey().notes
-    assert note.text == "1 record is not a step (trainer_state.json): ignored"
+    assert note.text == "1 record is not a step (trainer_state.json): skipped"
 
 
 @pytest.mark.parametrize("indent", [2, None])
@@ -201,7 +201,7 @@ def test_a_torn_state_gives_what_it_has(tmp_path):
     assert load(trace).step.tolist() == [10, 20]
     ((line, problem),) = problems_of(trace)
     assert line == text[: text.rindex("{", 0, cut)].count("\n") + 1
-    assert problem.startswith("the document breaks off at '{")
+    assert problem.startswith("the document ends or is damaged at '{")
 
 
 def test_a_long_state_passes_through_the_window(tmp_path):

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from healcore.tools.traces.csv_file import LONGEST
+from healcore.tools.traces.csv_file import MAX_LINE
 from healcore.tools.traces.trace import CHUNK
 from tests.tools.traces.opened_traces import load, open_one, problems_of, write
 
@@ -53,7 +53,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, written):
 
 def test_a_line_without_an_end_is_left_out(tmp_path):
     path = tmp_path / "run.csv"
-    path.write_text("step,loss\n0,1\n1," + "9" * (LONGEST + 5) + "\n2,3\n")
+    path.write_text("step,loss\n0,1\n1," + "9" * (MAX_LINE + 5) + "\n2,3\n")
     trace = open_one(path)
     assert load(trace).step.tolist() == [0, 2]
-    assert problems_of(trace) == [(3, "the line is longer than 1 MB: left out")]
+    assert problems_of(trace) == [(3, "the line is longer than 1 MB: skipped")]

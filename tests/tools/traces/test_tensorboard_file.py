@@ -36,8 +36,8 @@ def test_scalars_and_tensors_of_one_step_are_one_row(tmp_path):
     table = load(trace)
     assert table.step.tolist() == list(range(50))
     np.testing.assert_array_equal(table.values["loss"], 3 - np.arange(50, dtype=np.float32) / 64)
-    assert table.given["grad_norm"].all()
-    assert np.flatnonzero(table.given["eval_loss"]).tolist() == [19]  # written a step late
+    assert table.logged["grad_norm"].all()
+    assert np.flatnonzero(table.logged["eval_loss"]).tolist() == [19]  # written a step late
     assert trace.survey().problem_count == trace.survey().note_count == 0
     assert len(trace.survey().attempts) == 1
 
@@ -63,7 +63,7 @@ def test_a_torn_record_and_a_damaged_one(tmp_path):
     assert load(trace).step.tolist() == list(range(40))
     ((line, problem),) = problems_of(trace)
     assert line is None
-    assert problem.startswith("torn or damaged at byte ")
+    assert problem.startswith("truncated or damaged at byte ")
     path.write_bytes(content[:4000] + b"?" + content[4001:])
     trace = open_one(path)
     rows = trace.survey().rows
@@ -76,4 +76,4 @@ def test_a_torn_record_and_a_damaged_one(tmp_path):
 def test_a_file_without_a_loss_names_its_tags(tmp_path):
     with writer.SummaryWriter(str(tmp_path)) as board:
         board.add_scalar("speed", 1.0, 1)
-    assert "It has 'step', 'speed'" in refusal(file_in(tmp_path))
+    assert "only 'step', 'speed'" in refusal(file_in(tmp_path))
