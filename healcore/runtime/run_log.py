@@ -112,7 +112,7 @@ class RunLog:
     def on_rollback(self) -> None:
         """Expects the steps of the engines again that a rollback has undone."""
         if self._metrics is not None:
-            self._metrics.went_back()
+            self._metrics.on_rollback()
 
     def info(self, line: str) -> None:
         """Logs at INFO."""

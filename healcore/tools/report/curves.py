@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from healcore import regular_file
-from healcore.events.json_lines import lines_of
+from healcore.events.json_lines import iter_lines
 from healcore.history import Run
-from healcore.history.curves import RunCurves, curves_of
+from healcore.history.curves import RunCurves, compute_curves
 from healcore.history.metrics import (
     MetricsReader,
     RowCollector,
@@ -21,10 +21,11 @@ from healcore.history.run import AttemptOrigin, RunAttempt
 from healcore.tools.traces import TraceError, open_traces
 
 _LISTED = 20
+_POINTS = "the points are the steps with an alarm"
 _WITHOUT_METRICS = (
-    "There is no metrics file: the points are the steps with an alarm, and other steps are not "
-    "known. The argument metrics= of Healer, heal and LightningHealingCallback writes one; a run "
-    "with HealingCallback has its losses in the Trainer's own log: --metrics trainer_state.json"
+    f"There is no metrics file: {_POINTS}, and other steps are unknown. The argument metrics= of "
+    "Healer, heal and LightningHealingCallback writes one. For a run with HealingCallback pass the "
+    "Trainer's own log: --metrics trainer_state.json"
 )
 
 
@@ -54,17 +55,17 @@ def first_lines(what: str, found: Iterable[str], count: int | None = None) -> li
 def _is_ours(path: Path) -> bool:
     """Whether a Healer has written the file, by its first lines, which may be torn."""
     with open(path, "rb", opener=regular_file.opener) as file:
-        first = list(itertools.islice(lines_of(file), 5))
+        first = list(itertools.islice(iter_lines(file), 5))
     return any(not isinstance(parse_metrics(line), str) for line in first)
 
 
 def _from_lines(run: Run, path: Path) -> RunCurves:
     reader = MetricsReader(path, run.attempt_ids)
-    found = curves_of(run, reader.read())
-    notes = first_lines(f"{path.name}: damaged", reader.problems, reader.damaged)
+    found = compute_curves(run, reader.read())
+    notes = first_lines(f"{path.name}: damaged", reader.problems, reader.damaged_lines)
     if not found.curves.rows:
-        what = f"{path.name} has no line of this run, and {reader.others} lines of other runs"
-        return _from_alarms(run, *notes, f"{what}: the points are the steps with an alarm.")
+        lines = f"no line of this run, and {reader.foreign_lines} lines of other runs"
+        return _from_alarms(run, *notes, f"{path.name} has {lines}: {_POINTS}.")
     if reader.ignored_engines:
         others = ", ".join(sorted(reader.ignored_engines))
         notes.append(f"The curves show the optimizer {reader.engine}, not {others}.")
@@ -103,7 +104,7 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
             f"{path.name} lacks the steps at which incidents begin: it may be the log of another "
             "run."
         )
-    return curves_of(run, rows)._replace(notes=tuple(notes))
+    return compute_curves(run, rows)._replace(notes=tuple(notes))
 
 
 def _from_alarms(run: Run, *notes: str) -> RunCurves:
@@ -115,5 +116,5 @@ def _from_alarms(run: Run, *notes: str) -> RunCurves:
         found.add(attempt, values)
         bad.append(any("NONFINITE" in name for name in event.cause or ()))
     rows = found.rows()._replace(nonfinite=np.array(bad, bool), flags=None)
-    of_run = curves_of(run, rows)
+    of_run = compute_curves(run, rows)
     return of_run._replace(curves=of_run.curves._replace(isolated=True), notes=notes)

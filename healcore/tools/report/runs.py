@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from healcore import policy as policies
 from healcore.core.errors import HealcoreError
 from healcore.events import History, read
-from healcore.events.json_lines import first_line
+from healcore.events.json_lines import first_nonblank_line
 from healcore.events.metrics import path_next_to, stem
 from healcore.events.models import EventRecord
 from healcore.history import Mode, Run, runs_of
-from healcore.history.incident import Counts, counts_of
+from healcore.history.incident import Counts, count_incidents
 from healcore.history.metrics import parse_metrics
 from healcore.history.process import RunState
 from healcore.policy import Policy
@@ -82,7 +82,7 @@ def _read(path: Path) -> History:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
     if history.events:
         return history
-    first = first_line(path)
+    first = first_nonblank_line(path)
     if first is None:
         raise ReportError(f"{path} is empty: a run's first event comes at its start")
     if not isinstance(parse_metrics(first), str):
@@ -114,7 +114,7 @@ def _report(path: Path, run: Run, metrics: Path | None, policy: Policy | None) -
         fingerprint=ran.fingerprint,
         curves=drawn.curves,
         incidents=drawn.incidents,
-        counts=counts_of(
+        counts=count_incidents(
             drawn.incidents,
             alarms=max(run.alarms, counted.alarms or 0),
             skips=max(run.skips, counted.skips),

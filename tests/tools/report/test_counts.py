@@ -11,7 +11,7 @@ from markupsafe import escape
 from typer.testing import CliRunner
 
 from healcore.history import Curves, Incident, Mode
-from healcore.history.incident import counts_of
+from healcore.history.incident import count_incidents
 from healcore.history.run import Mark
 from healcore.policy import dumps, fingerprint, load, preset_text
 from healcore.runtime.postmortem.sentences import outcome, repeats
@@ -56,7 +56,7 @@ def replay(*cases: Incident, title: str = "runs/a.csv", **counted: int) -> RunRe
         fingerprint=fingerprint(policy),
         curves=Curves(step, np.exp(-step / 50), index=np.arange(100)),
         incidents=cases,
-        counts=counts_of(cases, **counted),
+        counts=count_incidents(cases, **counted),
         facts={},
         marks=(Mark(40.0),),
     )
