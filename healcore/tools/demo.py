@@ -212,7 +212,7 @@ def _show(
         picture.draw(
             [report._replace(title=name) for name, report in reports.items()],
             draft,
-            behind={str(run): _backdrop(run, runs, scenario) for run in healed},
+            backdrops={str(run): _backdrop(run, runs, scenario) for run in healed},
         )
     console.print("\n".join(("", *(f"page: {each}" for each in pages))), soft_wrap=True)
     console.print(f"picture: {out / 'curves.png'}", soft_wrap=True)
@@ -268,4 +268,4 @@ def _backdrop(healed: DemoRun, runs: Sequence[DemoRun], scenario: Scenario) -> p
         *((bad[i], bad[i + 1], "random bytes") for i in (0, 2)),
         (scenario.empty, scenario.empty, "empty batch"),
     ]
-    return picture.Backdrop(others, spans, itself="healed")
+    return picture.Backdrop(others, spans, label="healed")

@@ -232,7 +232,7 @@ def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
         reports = [each.report for each in ranked if each.report]
         with replacing(outputs.png) as draft:
             picture.draw(reports, draft)
-        shown = len(picture.chosen(reports))
+        shown = len(picture.select_reports(reports))
         written.append(_written("picture", outputs.png, shown, len(results)))
     return written
 
