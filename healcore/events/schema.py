@@ -54,8 +54,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
     "quarantine": EventKind(
-        "A checkpoint newer than the restored checkpoint is quarantined.",
-        ("checkpoint",),
+        "A checkpoint newer than the restored checkpoint is quarantined.", ("checkpoint",)
     ),
     "damaged": EventKind(
         "The bytes of a checkpoint have changed since the save. `step` is the checkpoint's.",

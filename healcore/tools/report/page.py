@@ -16,8 +16,8 @@ from healcore.extras import require
 from healcore.history import Incident
 from healcore.runtime.postmortem.sentences import flag_names, mark, outcome, step_range
 from healcore.tools.report.run_report import (
-    MAX_LABELLED,
     MARKERS,
+    MAX_LABELLED,
     RunReport,
     by_severity,
     is_wide,
@@ -129,10 +129,7 @@ def plot_data(report: RunReport) -> dict[str, Any]:
         "logNorm": is_wide(curves.grad_norm),
         "labelled": len(report.incidents) <= MAX_LABELLED,
         "incidents": [
-            {
-                **_incident(incident, rows[i], report.stop_after_rollback(i)),
-                "label": labelled[i],
-            }
+            {**_incident(incident, rows[i], report.stop_after_rollback(i)), "label": labelled[i]}
             for i, incident in enumerate(report.incidents)
         ],
         "marks": [{"x": m.step, "kind": m.kind, "text": _label(mark(m))} for m in report.marks],

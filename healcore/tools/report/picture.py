@@ -188,13 +188,7 @@ def _set_log_scale(axis: Any, values: np.ndarray) -> None:
 
 
 def _draw_curve(
-    axis: Any,
-    curves: Curves,
-    values: np.ndarray,
-    colour: str,
-    *,
-    stepped: bool,
-    label: str | None,
+    axis: Any, curves: Curves, values: np.ndarray, colour: str, *, stepped: bool, label: str | None
 ) -> None:
     undone = curves.undone()
     style = {**_LINE_STYLE, "drawstyle": "steps-post"} if stepped else _LINE_STYLE

@@ -35,9 +35,7 @@ class Marker(NamedTuple):
 
     outcome: IncidentOutcome
     done: str
-    """Text for a run in mode HEAL."""
     would: str
-    """Text for an observed run or a replay."""
     symbol: str
     """Shape in the page."""
     matplotlib: str
@@ -46,6 +44,7 @@ class Marker(NamedTuple):
     """Colour in the picture, safe for colour-blind readers. page.css has the page's colours."""
 
     def label(self, would: bool) -> str:
+        """Returns the text for a run, with `would` for an observed run or a replay."""
         return self.would if would else self.done
 
 

@@ -53,6 +53,7 @@ _WOULD = {"Ordered": "Would order", "Skipped": "Would skip"}
 
 
 def page_title(reports: Sequence[RunReport]) -> str:
+    """Returns the name of a single run, or the number of runs or replays."""
     if len(reports) == 1:
         return short_names(reports)[0]
     return f"{len(reports)} {'replays' if reports[0].mode is Mode.REPLAY else 'runs'}"
