@@ -87,15 +87,12 @@ def to_json(value: Any) -> Any:
 
 
 class LineAppender:
-    """Appends lines to one file.
-
-    The first `append` creates the directory and opens the file. An `append` after a rotation opens
-    the new file.
+    """Appends lines to a file, which `append` creates at first and after a rotation.
 
     Args:
-        path: the file.
-        follow_links: whether `path` may be a symbolic link. True for a path from the user. False
-            for a path that healcore chose: another user may have created the link.
+        path: the file. Its directory is created too.
+        follow_links: whether `path` may be a symbolic link. False for paths that healcore chose,
+            because another user may have created the link.
     """
 
     def __init__(self, path: Path, *, follow_links: bool = True) -> None:

@@ -67,14 +67,13 @@ class Log:
         self.lost = 0
         self.error: str | None = None
         self._reported = 0
-        self._out = None
-        if self.path is not None:
-            self._out = LineAppender(self.path, follow_links=follow_links)
+        self._out = (
+            None if self.path is None else LineAppender(self.path, follow_links=follow_links)
+        )
         # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
         fork_safety.watch(self)
-        if self.path is not None:
-            self._continue_seq()
+        self._continue_seq()
 
     def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
         """Appends one event. Returns whether the event was written.
@@ -111,8 +110,7 @@ class Log:
 
     def _continue_seq(self) -> None:
         with contextlib.suppress(Exception):  # the file may be writable but not readable
-            assert self.path is not None
-            event = last(self.path) if self.path.is_file() else None
+            event = last(self.path) if self.path is not None and self.path.is_file() else None
             if event is not None:
                 self.seq = max(self.seq, event["seq"] + 1)
 

@@ -21,8 +21,9 @@ from healcore.events import fork_safety
 from healcore.events.json_lines import LineAppender
 
 SCHEMA = 1
-KIND = "step"
 
+_NUMBERS = ("threshold", "z", "z_loss", "grad_scale", "lr_scale")
+"""Fields of a `StepRecord` that every line has."""
 _FLUSH_SECONDS = 0.5
 """Time for which lines are buffered, because a system call per step would be slow."""
 _MAX_BUFFERED = 1000
@@ -143,37 +144,20 @@ class Metrics:
         self._lines = []
 
     def _line(self, step: int, fields: dict[str, Any], every: int) -> str:
-        line: dict[str, Any] = {
-            "schema": SCHEMA,
-            "kind": KIND,
-            "run": self.run,
-            "time": round(time.time(), 3),
-            "step": step,
-        }
-        if every > 1:
-            line["every"] = every
-        line |= fields
+        head = {"schema": SCHEMA, "kind": "step", "run": self.run, "time": round(time.time(), 3)}
+        thinned = {"every": every} if every > 1 else {}
+        line = {**head, "step": step, **thinned, **fields}
         return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
 
     def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
-        line: dict[str, Any] = {}
-        if several:
-            line["engine"] = record.engine
+        fields: dict[str, Any] = {"engine": record.engine} if several else {}
         # If a GradScaler skips the update, the engine does not judge it and has old signals.
         if self._last_steps.get(record.engine) != record.step:
-            line |= self._signals(record)
+            fields |= self._signals(record)
         self._last_steps[record.engine] = record.step
-        line |= {
-            "threshold": _number(record.threshold),
-            "z": _number(record.z),
-            "z_loss": _number(record.z_loss),
-            "grad_scale": _number(record.grad_scale),
-            "lr_scale": _number(record.lr_scale),
-            "skip": record.skip,
-            "cause": names(record.cause),
-            "action": names(record.action),
-        }
-        return line
+        fields |= {name: _number(getattr(record, name)) for name in _NUMBERS}
+        flags = {"cause": names(record.cause), "action": names(record.action)}
+        return fields | {"skip": record.skip, **flags}
 
     def _signals(self, record: StepRecord) -> dict[str, Any]:
         """Returns the loss and norm of the step, without signals that the engine does not receive.

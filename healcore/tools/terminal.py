@@ -1,7 +1,4 @@
-"""Prints the output of the commands, with control sequences escaped.
-
-Output may contain text from untrusted files, such as logs.
-"""
+"""Prints untrusted text, such as names from logs, with control sequences escaped."""
 
 from __future__ import annotations
 

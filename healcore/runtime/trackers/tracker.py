@@ -74,7 +74,7 @@ class EventTable:
 
     def __init__(self) -> None:
         self.columns: Any = ["step", "kind", "time", "event"]
-        self._rows: list[list[Any]] = []
+        self._rows: Any = []
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Adds a row, and an alert for a severe event."""

@@ -53,8 +53,7 @@ class Client(EventTable):
 
     def close(self) -> None:
         """Logs the table of events, and finishes the run, except a run of the user."""
-        rows: Any = self._rows
-        table = wandb.Table(columns=self.columns, data=rows)
+        table = wandb.Table(columns=self.columns, data=self._rows)
         self._run.log({"heal/events": table}, commit=not self._is_users)
         if not self._is_users:
             self._run.finish()

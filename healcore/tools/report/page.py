@@ -73,12 +73,8 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
         version=healcore.__version__,
         data={
             "signs": {
-                marker.outcome: {
-                    "done": marker.done,
-                    "would": marker.would,
-                    "symbol": marker.symbol,
-                }
-                for marker in MARKERS.values()
+                m.outcome: {"done": m.done, "would": m.would, "symbol": m.symbol}
+                for m in MARKERS.values()
             },
             "runs": [plot_data(report) for report in reports],
         },

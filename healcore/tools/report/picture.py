@@ -90,7 +90,7 @@ def draw(
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     shown = select_reports(reports)
-    # The default hspace grows with the figure's height.
+    # hspace: the default grows with the figure's height.
     layout = ConstrainedLayoutEngine(hspace=0.0)
     figure = Figure(figsize=(12, _HEIGHT * len(shown) + 0.4), layout=layout)
     FigureCanvasAgg(figure)
@@ -268,13 +268,8 @@ def _draw_titles(block: Any, report: RunReport, name: str) -> None:
     # matplotlib typesets text between dollar signs as a formula.
     title = f"{_shorten(name)} · {_shorten(report.policy_name)}".replace("$", r"\$")
     block.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
-    block.supxlabel(
-        " · ".join(filter(None, parts)).replace("$", r"\$"),
-        x=0.01,
-        ha="left",
-        fontsize=8.5,
-        color=_QUIET,
-    )
+    facts = " · ".join(filter(None, parts)).replace("$", r"\$")
+    block.supxlabel(facts, x=0.01, ha="left", fontsize=8.5, color=_QUIET)
 
 
 def _shorten(name: str) -> str:
