@@ -78,10 +78,8 @@ class Log:
     def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
         """Appends one event. Returns whether the event was written.
 
-        Args:
-            kind: a key of `schema.KINDS`. `start` also gets the process and its environment.
-            step: index of the optimizer step, or None.
-            fields: further fields. Fields that are None are not written.
+        `kind` is a key of `schema.KINDS`; `start` also gets the process and its environment. `step`
+        is the index of the optimizer step, or None. Fields that are None are not written.
         """
         if self._out is None:
             return False
@@ -169,10 +167,7 @@ class History(NamedTuple):
     problems: list[LineProblem]
 
     def runs(self) -> dict[str, list[Event]]:
-        """Returns run id -> events, with the runs in order of their first event.
-
-        Events are sorted by `seq`, because clocks may jump.
-        """
+        """Returns run id -> events, sorted by `seq` because clocks may jump."""
         runs: dict[str, list[Event]] = {}
         for event in self.events:
             runs.setdefault(event["run"], []).append(event)

@@ -27,11 +27,9 @@ _NUMBERS = ("threshold", "z", "z_loss", "grad_scale", "lr_scale")
 _FLUSH_SECONDS = 0.5
 """Time for which lines are buffered, because a system call per step would be slow."""
 _MAX_BUFFERED = 1000
-"""Limit of buffered lines."""
 _UNTHINNED = 50_000
 """Number of lines after which a thinned file doubles the number of steps per line."""
-_LINE_BYTES = 300
-"""Typical length of a line."""
+_LINE_BYTES = 300  # typical
 
 
 def stem(path: Path) -> str:
@@ -77,22 +75,14 @@ class Metrics:
         """Number of lines without an alarm, and with an alarm."""
         self._lines: list[str] = []
         self._flushed = time.monotonic()
-        self._last_steps: dict[str, int] = {}
-        """Engine -> its newest step."""
-        self._logged: dict[str, set[str]] = {}
-        """Engine -> signals that it has received."""
+        self._last_steps: dict[str, int] = {}  # engine -> newest step
+        self._logged: dict[str, set[str]] = {}  # engine -> received signals
         fork_safety.watch(self)
 
     def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
-        """Adds a line for a step of one engine.
+        """Adds a line for a step of one engine, with its name if the run has `several` engines.
 
-        Args:
-            step: index of the optimizer step.
-            record: the engine's numbers of the step.
-            several: whether the run has several engines, so that the line needs the engine's name.
-
-        Returns:
-            The fields of the line, or None for a step without a line if no tracker needs them.
+        Returns the fields of the line. Returns None for a step without a line, except if `tracked`.
         """
         if (self._out is None and not self._tracked) or not record.judged:
             return None

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.events.models import EventRecord, ReadingsRecord
 
-MOST_ALARMS = 100
-"""Limit of alarms with an event, in each incident and in total outside of incidents."""
+MOST_ALARMS = 100  # limit of alarms with an event: per incident, and in total outside of incidents
 
 
 class Mode(enum.StrEnum):

@@ -78,9 +78,7 @@ class RowCollector:
 class MetricsReader:
     """Reads the rows of a run from its metrics file. `read` fills the attributes.
 
-    Args:
-        path: the metrics file.
-        ids: process id and number within the process of each attempt, from the events.
+    `ids` has the process id of each attempt, and the number of the attempt within the process.
     """
 
     def __init__(self, path: Path, ids: Sequence[tuple[str, int]]) -> None:

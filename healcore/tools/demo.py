@@ -64,16 +64,10 @@ def run_demo(
 ) -> DemoResult:
     """Trains one run per framework, seed and arm, and prints the outcomes.
 
-    Args:
-        frameworks: keys of `FRAMEWORKS`.
-        arms: some of `ARMS`, including "healed".
-        seeds: seeds of weights and data.
-        steps: steps per run.
-        policy: policy of the healed runs, whose probation is shortened.
-        out: folder for `curves.png` and a folder per healed run (checkpoints, events, metrics,
-            report), which replaces the folder of an earlier demo. Default `healcore-demo`.
-        console: console for all output.
-        sizes: fields of `Scenario`.
+    Writes `curves.png` into `out` (default `healcore-demo`), and a folder for each healed run with
+    its checkpoints, events, metrics, postmortem and report. Deletes the folders of an earlier demo.
+    `arms` must contain "healed". The probation of `policy` is `shortened`. `sizes` are fields of
+    `Scenario`.
 
     Raises:
         MissingExtraError: a library is not installed.

@@ -18,10 +18,7 @@ _MAX_METRICS = 1000
 
 
 class Client:
-    """Logs to the user's run or the active run, or else to a new run.
-
-    A restarted program continues its new run.
-    """
+    """Logs to the user's run, the active run or a new run, which a restarted program continues."""
 
     def __init__(self, where: str | None, user_run: Any) -> None:
         run = user_run or (mlflow.active_run() if where is None else None)

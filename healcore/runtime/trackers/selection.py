@@ -57,10 +57,7 @@ class Selection(NamedTuple):
 
 
 def select(trackers: Any) -> tuple[Selection, ...]:
-    """Checks the argument `trackers` of the Healer.
-
-    Raises ValueError for an unknown tracker, and MissingExtraError for a missing library.
-    """
+    """Checks the argument `trackers`. Raises ValueError, or MissingExtraError for a library."""
     if trackers is None:
         return ()
     # Not `Iterable`, because a run of mlflow is iterable.

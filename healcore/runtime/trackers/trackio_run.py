@@ -12,10 +12,7 @@ from healcore.runtime.trackers.tracker import EventTable, TrackedRun
 
 
 class Client(EventTable):
-    """Logs to the user's run or the active run, or else to a new run.
-
-    A restarted program continues its new run.
-    """
+    """Logs to the user's run, the active run or a new run, which a restarted program continues."""
 
     def __init__(self, where: str | None, user_run: Any) -> None:
         super().__init__()

@@ -13,10 +13,9 @@ _SETTINGS: Any = {"console": "off"}
 
 
 class Client(EventTable):
-    """Logs to the user's run or the active run, or else to a new run.
+    """Logs to the user's run, the active run or a new run, which a restarted program continues.
 
-    A restarted program continues its new run. The x-axis is the metric `heal/step`, because wandb
-    does not accept a decreasing `step`.
+    The x-axis is the metric `heal/step`, because wandb does not accept a decreasing `step`.
     """
 
     def __init__(self, where: str | None, user_run: Any) -> None:

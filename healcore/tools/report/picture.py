@@ -148,10 +148,7 @@ def _draw_report(block: Any, report: RunReport, name: str, backdrop: Backdrop) -
 
 
 def _draw_other_runs(axis: Any, backdrop: Backdrop, curve: str) -> list[np.ndarray]:
-    """Draws a curve of the other runs and returns its values.
-
-    A cross marks the last finite value of a run that ends with non-finite values.
-    """
+    """Draws and returns a curve of the other runs. A cross marks the end of the finite values."""
     drawn = []
     for (name, series), colour in zip(backdrop.runs.items(), _OTHER_RUNS, strict=False):
         values = series.loss if curve == "loss" else series.grad_norm

@@ -127,10 +127,7 @@ class RunReport(NamedTuple):
         return lines[:_MAX_GAPS] + ([f"{what} at {more} more places"] if more > 0 else [])
 
     def outcomes(self) -> list[str]:
-        """Returns texts with the number of incidents per outcome, without zeros.
-
-        A rollback with a later stop counts as both.
-        """
+        """Counts incidents per outcome, as texts. A rollback with a later stop counts as both."""
         numbers = Counter(incident.outcome for incident in self.incidents)
         numbers[IncidentOutcome.STOP] = self.counts.stops
         numbers[IncidentOutcome.ROLLBACK] = self.counts.rollbacks
@@ -143,10 +140,7 @@ class RunReport(NamedTuple):
         ]
 
     def stop_after_rollback(self, index: int) -> tuple[float, int] | None:
-        """Returns the stop after the rollback of incident `index`, or None.
-
-        The stop is its step and its row index, which is -1 if unknown.
-        """
+        """Returns step and row index (-1: unknown) of the stop after incident `index`, or None."""
         incident = self.incidents[index]
         if incident.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in incident.action:
             return None

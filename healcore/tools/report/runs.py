@@ -248,9 +248,8 @@ def _read_postmortem(events: Path, run: str) -> tuple[dict[str, Any] | None, str
         return None, ""
     except (OSError, ValueError, RecursionError) as error:
         return None, f"{path.name} cannot be read: {type(error).__name__}"
-    if isinstance(written, dict):
-        return written, ""
-    return None, f"{path.name} is not a postmortem"
+    is_valid = isinstance(written, dict)
+    return (written, "") if is_valid else (None, f"{path.name} is not a postmortem")
 
 
 def _time_of(event: EventRecord | None) -> str | None:

@@ -28,11 +28,9 @@ class LiveRun:
     The counts of a resumed run include its earlier processes.
 
     Attributes:
-        run: the run by its events.
         metrics: name -> value in the newest metrics line.
         policy: policy of the run, or None if unknown.
-        lines: number of lines in the events file.
-        damaged: number of lines without an event.
+        lines, damaged: number of lines in the events file, and of lines without an event.
         killed: whether the process is gone without an event `end`.
     """
 
@@ -127,9 +125,6 @@ def one_line(text: str) -> str:
     return clean(" ".join(text.split()), keep="")
 
 
-# -- events ----------------------------------------------------------------------------------------
-
-
 def event_line(event: EventRecord) -> str | None:
     """Returns the line for an event, or None if the event is not shown."""
     text = "" if event.kind == "alarm" else sentence(event)  # a run may have thousands of alarms
@@ -137,9 +132,6 @@ def event_line(event: EventRecord) -> str | None:
         return None
     step = "-" if event.step is None else event.step
     return one_line(f"{(event.time or '')[11:19]:8} {step:>8}  {text}")
-
-
-# -- the state -------------------------------------------------------------------------------------
 
 
 def state_lines(live: LiveRun) -> list[str]:
