@@ -1,4 +1,4 @@
-"""The events file: what happened in a run, one JSON object per line.
+"""Writes and reads the events file of a run: one JSON object per line.
 
 docs/events.md describes the format, docs/events.schema.json is its JSON Schema.
 """

@@ -1,7 +1,7 @@
 """Resets objects in a forked child, which inherits locks but not the threads that hold them.
 
-Data loaders fork their workers while a save is in progress. A worker that waits for the save, or
-for a lock that was held at the fork, would wait forever.
+Data loaders fork their workers while a save is in progress. Without a reset, a worker would wait
+forever for the save, or for a lock that another thread held at the fork.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import weakref
 from typing import Protocol
 
 
-class Inherited(Protocol):
-    """An object with threads or locks."""
+class ForkAware(Protocol):
+    """An object that has threads or locks."""
 
     def forked(self) -> None:
-        """Drops threads and locks. Called in the child before anything else runs there."""
+        """Replaces threads and locks. Called in the child before any other code."""
         ...
 
 
-_watched: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_watched: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def watch(each: Inherited) -> None:
-    """Calls `each.forked` in every later forked child while `each` is alive."""
-    _watched.add(each)
+def watch(target: ForkAware) -> None:
+    """Calls `target.forked` in each later forked child, without keeping `target` alive."""
+    _watched.add(target)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [each.forked() for each in list(_watched)])
+    os.register_at_fork(after_in_child=lambda: [target.forked() for target in list(_watched)])

@@ -1,6 +1,6 @@
-"""Encodes any Python value as a JSON line, appends whole lines to a file, and reads them back.
+"""Encodes Python values as JSON lines, appends whole lines to a file, and reads them.
 
-Other processes may write to the same file, rotate it, or have left a torn line in it.
+Other processes may append to the same file or rotate it. A killed process may leave a torn line.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from typing import Any, BinaryIO
 
 from healcore import regular_file
 
-MAX_LINE = 1 << 24
-"""Bytes. A longer line is damage and is not held in memory."""
+MAX_LINE_BYTES = 1 << 24
+"""Length limit of a line. Readers treat a longer line as damaged and do not buffer it."""
 
-_BLOCK = 1 << 16
-_MAX_TEXT = 10_000
-"""Characters of a text. Messages of exceptions may contain whole tensors."""
+_BLOCK_BYTES = 1 << 16
+_MAX_CHARACTERS = 10_000
+"""Length limit of a string. Exception messages may contain whole tensors."""
 
 
 # -- values ---------------------------------------------------------------------------------------
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """One line with its newline. ASCII, so that a torn line is not cut inside a character.
+    """Returns a JSON object with a final newline.
 
-    A field that cannot be encoded becomes a text about the error.
+    The line is ASCII, so that a torn line does not end inside a character. If a field cannot be
+    encoded, the line has a string with the type of the error instead.
     """
-    pairs = (f"{json.dumps(str(name))}:{_encoded(value)}" for name, value in fields.items())
+    pairs = (f"{json.dumps(str(name))}:{_encode_value(value)}" for name, value in fields.items())
     return f"{{{','.join(pairs)}}}\n".encode("ascii")
 
 
-def _encoded(value: Any) -> str:
+def _encode_value(value: Any) -> str:
     try:
         return json.dumps(to_json(value), allow_nan=False, separators=(",", ":"))
-    # Any exception: `item` and `__repr__` of a value are the user's code.
+    # `item` and `__repr__` of a value are the user's code, which may raise any exception.
     except Exception as error:
         return json.dumps(f"(could not be written: {type(error).__name__})")
 
 
 def to_json(value: Any) -> Any:
-    """Converts a value to one that `json` can write.
+    """Converts a value to types that `json` can encode.
 
-    Flags become their names, NamedTuples and dataclasses objects with the names of their fields,
-    arrays without dimensions numbers. Other types that JSON does not have become text. So do
-    numbers that it does not have, in a form that `float` takes: "nan", "inf", "-inf". null would
-    mean "not known".
+    Flags become lists of names, NamedTuples and dataclasses become objects, and 0-d arrays become
+    numbers. NaN and Inf become strings that `float` reads, because null means "unknown". Values of
+    other types become strings too.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Flag):
-        return [each.name for each in type(value) if each.name and each in value]
+        return [flag.name for flag in type(value) if flag.name and flag in value]
     if isinstance(value, enum.Enum):
         return to_json(value.value)
     if isinstance(value, int):
@@ -64,31 +64,35 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
-        return {str(key): to_json(each) for key, each in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        named = getattr(value, "_asdict", None)
-        return [to_json(each) for each in value] if named is None else to_json(named())
+        as_dict = getattr(value, "_asdict", None)
+        return [to_json(item) for item in value] if as_dict is None else to_json(as_dict())
     if (fields := getattr(type(value), "__dataclass_fields__", None)) is not None:
         return {name: to_json(getattr(value, name)) for name in fields}
     if isinstance(value, Set):
-        return sorted((to_json(each) for each in value), key=repr)
+        return sorted((to_json(item) for item in value), key=repr)
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # NumPy, torch, JAX
         return to_json(value.item())
     if isinstance(value, BaseException):
         text = f"{type(value).__name__}: {value}"
     else:
         text = str(value) if isinstance(value, str | os.PathLike) else repr(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ... ({len(text)} characters)"
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    return f"{text[:_MAX_CHARACTERS]} ... ({len(text)} characters)"
 
 
 # -- writing --------------------------------------------------------------------------------------
 
 
 class LineAppender:
-    """Appends to one file, which is opened at the first line and again after a rotation.
+    """Appends lines to a file, which `append` creates at first and after a rotation.
 
-    Creates the directory. `follow_links` is for a path that the user named. A path that healcore
-    chose is not written through a link, because another user may have created the link.
+    Args:
+        path: the file. Its directory is created too.
+        follow_links: whether `path` may be a symbolic link. False for paths that healcore chose,
+            because another user may have created the link.
     """
 
     def __init__(self, path: Path, *, follow_links: bool = True) -> None:
@@ -97,14 +101,15 @@ class LineAppender:
         self._handle: int | None = None
 
     def append(self, lines: bytes, *, durable: bool = False) -> None:
-        """Adds whole lines in one call: with O_APPEND no other line comes in between.
+        """Appends whole lines in one call, so that O_APPEND keeps them together.
 
-        Raises OSError if not all could be written; the next call opens the file again.
+        With `durable`, waits until the disk has the lines. Raises OSError after a failed or partial
+        write; the next call opens the file again.
         """
         try:
             handle, torn = self._open_current()
-            # A line feed ends a torn line. Truncating the torn line could remove lines of another
-            # writer. The rest of a short write is not tried again: the disk is full.
+            # A newline ends a torn line. Truncating the file could remove another writer's lines.
+            # A partial write is not continued, because the disk is full.
             data = b"\n" + lines if torn else lines
             written = os.write(handle, data)
             if written < len(data):
@@ -113,7 +118,7 @@ class LineAppender:
                 with contextlib.suppress(OSError):  # a pipe or a terminal cannot be synced
                     os.fsync(handle)
         except BaseException:
-            self.close()  # after a failure of a network disk the handle stays stale
+            self.close()  # the handle of a failed network disk stays stale
             raise
 
     def close(self) -> None:
@@ -124,7 +129,7 @@ class LineAppender:
                 os.close(handle)
 
     def _open_current(self) -> tuple[int, bool]:
-        """Returns a handle of the file at the path, and whether its last line is torn."""
+        """Opens the file if needed. Returns its descriptor, and whether its last line is torn."""
         current = self._stat()
         if self._handle is not None and (
             current is None or not os.path.samestat(current, os.fstat(self._handle))
@@ -132,15 +137,16 @@ class LineAppender:
             self.close()
         if self._handle is None:
             self._handle = self._open(regular=current is None or stat.S_ISREG(current.st_mode))
-        if not os.fstat(self._handle).st_size:  # also a pipe
+        if not os.fstat(self._handle).st_size:  # an empty file, or a pipe
             return self._handle, False
-        os.lseek(self._handle, -1, os.SEEK_END)  # does not change where O_APPEND writes
+        os.lseek(self._handle, -1, os.SEEK_END)  # O_APPEND ignores the position
         return self._handle, os.read(self._handle, 1) != b"\n"
 
     def _open(self, *, regular: bool) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        # A pipe without a reader must not block. Opening it for reading would make one.
+        # O_WRONLY: with O_RDWR, this process would become a reader of the pipe.
+        # O_NONBLOCK: a pipe without a reader must not block.
         flags |= os.O_RDWR if regular else os.O_WRONLY | getattr(os, "O_NONBLOCK", 0)
         flags |= 0 if self._follow_links else getattr(os, "O_NOFOLLOW", 0)
         return os.open(self.path, flags, 0o666)
@@ -155,36 +161,39 @@ class LineAppender:
 # -- reading --------------------------------------------------------------------------------------
 
 
-def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file. A line above `MAX_LINE` is cut to `MAX_LINE` + 1 bytes."""
-    while line := file.readline(MAX_LINE + 1):
-        if len(line) > MAX_LINE:
-            end = line
-            while end and not end.endswith(b"\n"):
-                end = file.readline(_BLOCK)
-            line = line[:-1] + b"\n" if end else line
+def iter_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Iterates over the lines of a file, each cut to `MAX_LINE_BYTES` + 1 bytes."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(_BLOCK_BYTES)
+            line = line[:-1] + b"\n" if rest else line
         yield line
 
 
-def first_line(path: Path) -> bytes | None:
-    """The first line that is not blank, or None. May raise OSError."""
+def first_nonblank_line(path: Path) -> bytes | None:
+    """Returns the first non-blank line of a file, or None. Raises OSError."""
     with open(path, "rb", opener=regular_file.opener) as file:
-        return next((line for line in lines_of(file) if line.strip()), None)
+        return next((line for line in iter_lines(file) if line.strip()), None)
 
 
-def lines_reversed(path: Path) -> Iterator[bytes]:
-    """The lines of a file from last to first, read in blocks, without those over `MAX_LINE`."""
+def iter_lines_reversed(path: Path) -> Iterator[bytes]:
+    """Iterates over the lines of a file from last to first, reading block by block.
+
+    Skips lines of more than `MAX_LINE_BYTES`. Raises OSError.
+    """
     with open(path, "rb", opener=regular_file.opener) as file:
-        place, rest, size = file.seek(0, os.SEEK_END), b"", _BLOCK
-        too_long = False  # inside a line above MAX_LINE
-        while place > 0:
-            size = min(size, place)
-            place -= size
-            file.seek(place)
-            rest, *whole = (file.read(size) + (b"" if too_long else rest)).split(b"\n")
-            yield from reversed(whole[:-1] if too_long and whole else whole)
-            too_long = (too_long and not whole) or len(rest) > MAX_LINE
-            # Doubled, so that a line of many blocks is not split again and again.
-            size = _BLOCK if whole or too_long else 2 * size
+        position, head, size = file.seek(0, os.SEEK_END), b"", _BLOCK_BYTES
+        too_long = False  # `position` is inside a line of more than MAX_LINE_BYTES
+        while position > 0:
+            size = min(size, position)
+            position -= size
+            file.seek(position)
+            head, *lines = (file.read(size) + (b"" if too_long else head)).split(b"\n")
+            yield from reversed(lines[:-1] if too_long and lines else lines)
+            too_long = (too_long and not lines) or len(head) > MAX_LINE_BYTES
+            # A doubled size makes the cost of a line of many blocks linear.
+            size = _BLOCK_BYTES if lines or too_long else 2 * size
         if not too_long:
-            yield rest
+            yield head

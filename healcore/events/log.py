@@ -1,6 +1,6 @@
-"""Writes the events file, and reads its whole lines while other lines may be damaged.
+"""Writes events to the events file, and reads events from a file that may have damaged lines.
 
-A failing disk costs events, never the training.
+A disk failure loses events but does not stop the training.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import Any, NamedTuple
 
 from healcore import console, regular_file
 from healcore.events import fork_safety, json_lines
-from healcore.events.json_lines import MAX_LINE, LineAppender
+from healcore.events.json_lines import MAX_LINE_BYTES, LineAppender
 from healcore.events.process import current_process, environment
 
 SCHEMA = 2
-"""Version of the format. Needed if fields change or go, not if fields are added."""
+"""Version of the format. Changed or removed fields need a new version, added fields do not."""
 
 Event = dict[str, Any]
 
-
-# A kill loses nothing: the line is in the kernel when `write` returns. A power cut loses what the
-# kernel has not written yet (Linux: some 30 s). The log waits for the disk at these kinds only:
-# alarms come many at a time.
 _DURABLE = frozenset({"start", "incident", "rollback", "stop", "end"})
+"""Kinds for which the log waits for the disk, so that a power cut cannot lose the event.
+
+A kill loses no event: the kernel has the line when `write` returns. A power cut loses lines that
+the kernel has not yet written to the disk (on Linux about 30 s). Alarms are too many to wait for.
+"""
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -38,18 +39,18 @@ _DURABLE = frozenset({"start", "incident", "rollback", "stop", "end"})
 class Log:
     """Appends events to a file, to which other processes may write too.
 
-    No method raises. Lost events are counted in `lost`, reported in the field `lost` of the next
-    event, and the first time by the logger `healcore`.
+    No method raises. The field `lost` of the next event has the number of lost events. The logger
+    `healcore` reports the first loss.
 
     Args:
-        path: the events file, or None to write nothing.
+        path: events file, or None to write nothing.
         run: id of this process, or None for a new id.
         follow_links: as in `LineAppender`.
 
     Attributes:
         seq: number of the next event. Continues after the last event in the file.
-        lost: number of events that could not be written.
-        error: why the last event could not be written, or None.
+        lost: number of lost events.
+        error: error of the last `write`, or None.
     """
 
     def __init__(
@@ -60,32 +61,31 @@ class Log:
         follow_links: bool = True,
     ) -> None:
         self.path = None if path is None else Path(path)
-        self.run = run or new_run()
+        self.run = run or _new_run_id()
         self.follow_links = follow_links
         self.seq = 0
         self.lost = 0
         self.error: str | None = None
         self._reported = 0
-        self._out = None
-        if self.path is not None:
-            self._out = LineAppender(self.path, follow_links=follow_links)
-        # Re-entrant: a signal handler may write while the code that it interrupted does.
+        self._out = (
+            None if self.path is None else LineAppender(self.path, follow_links=follow_links)
+        )
+        # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
         fork_safety.watch(self)
-        if self.path is not None:
-            self._renumber()
+        self._continue_seq()
 
     def write(self, kind: str, *, step: int | None, **fields: Any) -> bool:
-        """Appends one event. Returns whether the event is in the file.
+        """Appends one event. Returns whether the event was written.
 
-        `kind` is one of `schema.KINDS`; `start` also gets the process and its environment. `step`
+        `kind` is a key of `schema.KINDS`; `start` also gets the process and its environment. `step`
         is the index of the optimizer step, or None. Fields that are None are not written.
         """
         if self._out is None:
             return False
         with self._lock:
             seq = self.seq
-            self.seq += 1  # first, so that an interrupting signal handler gets the next number
+            self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
             try:
                 line, lost = self._line(seq, kind, step, fields), self.lost
                 self._out.append(line, durable=kind in _DURABLE)
@@ -97,7 +97,7 @@ class Log:
             return True
 
     def forked(self) -> None:
-        """Replaces the lock in a forked child: the thread that held it does not exist there."""
+        """Replaces the lock in a forked child, where the thread that holds it does not exist."""
         self._lock = threading.RLock()
 
     def close(self) -> None:
@@ -106,20 +106,18 @@ class Log:
             if self._out is not None:
                 self._out.close()
 
-    def _renumber(self) -> None:
-        """Continues the numbers after the last event in the file."""
-        with contextlib.suppress(Exception):  # an unreadable file may still be writable
-            assert self.path is not None
-            event = last(self.path) if self.path.is_file() else None
+    def _continue_seq(self) -> None:
+        with contextlib.suppress(Exception):  # the file may be writable but not readable
+            event = last(self.path) if self.path is not None and self.path.is_file() else None
             if event is not None:
                 self.seq = max(self.seq, event["seq"] + 1)
 
     def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
-        known = {name: value for name, value in fields.items() if value is not None}
+        present = {name: value for name, value in fields.items() if value is not None}
         if kind == "start":
-            known = {**current_process()._asdict(), "environment": environment(), **known}
+            present = {**current_process()._asdict(), "environment": environment(), **present}
         if self.lost > self._reported:
-            known["lost"] = self.lost - self._reported
+            present["lost"] = self.lost - self._reported
         return json_lines.encode(
             {
                 "schema": SCHEMA,
@@ -129,7 +127,7 @@ class Log:
                 "mono": round(time.monotonic(), 6),
                 "kind": kind,
                 "step": step,
-                **known,
+                **present,
             }
         )
 
@@ -137,19 +135,18 @@ class Log:
         self.lost += 1
         self.error = f"{type(error).__name__}: {error}"
         if self.lost == 1:
-            with contextlib.suppress(Exception):  # the user's own logging handlers
+            with contextlib.suppress(Exception):  # from the user's logging handlers
                 console.warning(
                     f"events are being lost, training continues: {self.path} ({self.error})"
                 )
 
 
-def new_run() -> str:
-    """A new run id: the time and a random part."""
+def _new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
 
 
 def now() -> str:
-    """Wall time, ISO 8601, UTC, in microseconds."""
+    """Returns the wall time in UTC, as ISO 8601 with microseconds."""
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
@@ -157,39 +154,39 @@ def now() -> str:
 
 
 class LineProblem(NamedTuple):
-    """A damaged or unexpected line; `line` counts from 1."""
+    """A damaged or unexpected line. `line` counts from 1."""
 
     line: int
     problem: str
 
 
 class History(NamedTuple):
-    """The events of a file in its order, and its bad lines."""
+    """The events of a file in file order, and its damaged or unexpected lines."""
 
     events: list[Event]
     problems: list[LineProblem]
 
     def runs(self) -> dict[str, list[Event]]:
-        """Run id -> its events by number, because clocks jump. Runs are in order of first event."""
-        found: dict[str, list[Event]] = {}
+        """Returns run id -> events, sorted by `seq` because clocks may jump."""
+        runs: dict[str, list[Event]] = {}
         for event in self.events:
-            found.setdefault(event["run"], []).append(event)
-        return {run: sorted(events, key=lambda each: each["seq"]) for run, events in found.items()}
+            runs.setdefault(event["run"], []).append(event)
+        return {run: sorted(events, key=lambda event: event["seq"]) for run, events in runs.items()}
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Reads a file, which may still be written. Raises OSError if it cannot be read.
+    """Reads an events file, to which a process may still write. Raises OSError.
 
-    Damaged lines (torn by a kill, a full disk, a power cut) are skipped and listed, also an
-    incomplete last line. The events take some 30 bytes of memory for each byte of the file.
+    Skips and lists damaged lines, such as lines torn by a kill, a full disk or a power cut. An
+    incomplete last line counts as damaged. Uses about 30 bytes of memory per byte of the file.
     """
     events: list[Event] = []
     problems: list[LineProblem] = []
     seen: dict[tuple[str, int], int] = {}
     ended, warned = set[str](), set[str]()
     with open(path, "rb", opener=regular_file.opener) as file:
-        for number, line in enumerate(json_lines.lines_of(file), start=1):
-            if not line.strip():  # two writers ended the same torn line
+        for number, line in enumerate(json_lines.iter_lines(file), start=1):
+            if not line.strip():  # two writers added a newline to the same torn line
                 continue
             event = parse(line)
             if isinstance(event, str):
@@ -198,31 +195,31 @@ def read(path: str | os.PathLike[str]) -> History:
                 continue
             run, key = event["run"], (event["run"], event["seq"])
             if key in seen:
-                text = f"a second event {key[1]} of run {run}, as in line {seen[key]}"
+                text = f"event {key[1]} of run {run} repeats the number of line {seen[key]}"
                 problems.append(LineProblem(number, text))
             seen.setdefault(key, number)
             if event["schema"] > SCHEMA:
-                text = f"schema {event['schema']} is of a newer healcore than this"
+                text = f"schema {event['schema']} needs a newer healcore"
                 problems.append(LineProblem(number, text))
             if events and (before := events[-1]["run"]) != run:
                 ended.add(before)
                 if run in ended and run not in warned:
                     warned |= {run, before}
-                    problems.append(LineProblem(number, f"runs {before} and {run} write at once"))
+                    problems.append(LineProblem(number, f"runs {before} and {run} interleave"))
             events.append(event)
     return History(events, problems)
 
 
 def last(path: str | os.PathLike[str]) -> Event | None:
-    """The last whole event of a file, or None. Reads from the end. May raise OSError."""
-    parsed = map(parse, json_lines.lines_reversed(Path(path)))
+    """Returns the last intact event of a file, or None. Reads from the end. Raises OSError."""
+    parsed = map(parse, json_lines.iter_lines_reversed(Path(path)))
     return next((event for event in parsed if not isinstance(event, str)), None)
 
 
 def parse(line: bytes) -> Event | str:
-    """The event in a line, or the reason why the line is not an event."""
-    if len(line) > MAX_LINE:
-        return f"longer than {MAX_LINE >> 20} MB, which no event is"
+    """Returns the event in a line, or the reason why the line is not an event."""
+    if len(line) > MAX_LINE_BYTES:
+        return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
     try:
         event = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:

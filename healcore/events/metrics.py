@@ -1,6 +1,6 @@
 """Writes the metrics file: one JSON object per step, for `healcore replay`, `report` and `watch`.
 
-The host reads these numbers anyway, `lag` steps after the step: there is no further copy or sync.
+The host reads these numbers for the policy, so the metrics need no further copy or sync.
 docs/events.md describes the fields.
 """
 
@@ -21,23 +21,24 @@ from healcore.events import fork_safety
 from healcore.events.json_lines import LineAppender
 
 SCHEMA = 1
-KIND = "step"
 
-_SECONDS = 0.5
-"""Time for which lines are buffered: unbuffered, each step would make a system call."""
-_LINES = 1000
+_NUMBERS = ("threshold", "z", "z_loss", "grad_scale", "lr_scale")
+"""Fields of a `StepRecord` that every line has."""
+_FLUSH_SECONDS = 0.5
+"""Time for which lines are buffered, because a system call per step would be slow."""
+_MAX_BUFFERED = 1000
 _UNTHINNED = 50_000
-"""Lines after which a thinned file has every second step only, then every fourth, and so on."""
-_LINE_BYTES = 300
+"""Number of lines after which a thinned file doubles the number of steps per line."""
+_LINE_BYTES = 300  # typical
 
 
 def stem(path: Path) -> str:
-    """The common part of the names of a run's files: `run` for `run.events.jsonl`."""
+    """Returns the common part of the names of a run's files: `run` for `run.events.jsonl`."""
     return re.sub(r"(\.events|\.metrics)?\.jsonl?$", "", path.name)
 
 
 def path_next_to(events: Path) -> Path:
-    """The metrics file that belongs to an events file."""
+    """Returns the path of the metrics file that belongs to an events file."""
     return events.with_name(f"{stem(events)}.metrics.jsonl")
 
 
@@ -45,14 +46,14 @@ class Metrics:
     """Appends a line per step and engine. No method raises.
 
     After a rollback or a restart the file continues with a smaller `step`: the new lines replace
-    the lines of the undone steps. A killed process loses half a second.
+    the lines of the undone steps. A killed process loses up to half a second of lines.
 
     Args:
         path: the file, or None to write nothing.
         run: the run's id, as in its events.
-        thinned: write every second step only after 50,000 lines, every fourth after 100,000, and so
-            on. Steps with an alarm are thinned separately. A line for several steps has `"every"`.
-            The file grows by 15 MB each time the run gets twice as long.
+        thinned: after 50,000 lines write only every second step, after 100,000 lines every fourth,
+            and so on. Steps with an alarm are thinned separately. A line for several steps has the
+            field `every`. The file grows by 15 MB each time the run gets twice as long.
         follow_links: as in `LineAppender`.
         tracked: `write` returns the fields of every step, for the run's trackers.
     """
@@ -70,42 +71,42 @@ class Metrics:
         self.lost = 0
         self._out = None if path is None else LineAppender(Path(path), follow_links=follow_links)
         self._thinned, self._tracked = thinned, tracked
-        self._counts = [_lines_in(path) if path is not None and thinned else 0, 0]
-        """Number of lines without and with an alarm."""
+        self._counts = [_estimate_lines(path) if path is not None and thinned else 0, 0]
+        """Number of lines without an alarm, and with an alarm."""
         self._lines: list[str] = []
         self._flushed = time.monotonic()
-        self._judged: dict[str, int] = {}
-        self._logged: dict[str, set[str]] = {}
+        self._last_steps: dict[str, int] = {}  # engine -> newest step
+        self._logged: dict[str, set[str]] = {}  # engine -> received signals
         fork_safety.watch(self)
 
     def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
-        """Adds a step of one engine, with the engine's name if the run has `several`.
+        """Adds a line for a step of one engine, with its name if the run has `several` engines.
 
-        Returns the fields of the line, or None if nobody needs them.
+        Returns the fields of the line. Returns None for a step without a line, except if `tracked`.
         """
         if (self._out is None and not self._tracked) or not record.judged:
             return None
         alarmed = record.cause != 0
         every = 1 << (self._counts[alarmed] // _UNTHINNED) if self._thinned else 1
-        left_out = self._out is None or step % every != 0
-        if left_out and not self._tracked:
+        unwritten = self._out is None or step % every != 0
+        if unwritten and not self._tracked:
             return None
         try:
             fields = self._fields(record, several)
-            if left_out:
+            if unwritten:
                 return fields
             self._counts[alarmed] += 1
             self._lines.append(self._line(step, fields, every))
-        except Exception:  # a value of the driver; the training continues
+        except Exception:  # from converting a value of the driver; the training continues
             self.lost += 1
             fields = None
-        if len(self._lines) >= _LINES or time.monotonic() - self._flushed >= _SECONDS:
+        if len(self._lines) >= _MAX_BUFFERED or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self.flush()
         return fields
 
-    def went_back(self) -> None:
-        """Forgets the engines' step counts, which repeat after a rollback."""
-        self._judged.clear()
+    def on_rollback(self) -> None:
+        """Forgets the engines' newest steps, because steps repeat after a rollback."""
+        self._last_steps.clear()
 
     def flush(self) -> None:
         """Writes the buffered lines."""
@@ -117,74 +118,57 @@ class Metrics:
             self._out.append("".join(lines).encode("ascii"))
         except Exception as error:
             if not self.lost:
-                with contextlib.suppress(Exception):  # the user's own logging handlers
+                with contextlib.suppress(Exception):  # from the user's logging handlers
                     path = self._out.path
                     console.warning(f"metrics are being lost, training continues: {path} ({error})")
             self.lost += len(lines)
 
     def close(self) -> None:
-        """Flushes, and closes the file."""
+        """Writes the buffered lines and closes the file."""
         self.flush()
         if self._out is not None:
             self._out.close()
 
     def forked(self) -> None:
-        """Drops the buffer in a forked child: the parent writes these lines."""
+        """Drops the buffered lines in a forked child, because the parent writes them."""
         self._lines = []
 
     def _line(self, step: int, fields: dict[str, Any], every: int) -> str:
-        line: dict[str, Any] = {
-            "schema": SCHEMA,
-            "kind": KIND,
-            "run": self.run,
-            "time": round(time.time(), 3),
-            "step": step,
-        }
-        if every > 1:
-            line["every"] = every
-        line |= fields
+        head = {"schema": SCHEMA, "kind": "step", "run": self.run, "time": round(time.time(), 3)}
+        thinned = {"every": every} if every > 1 else {}
+        line = {**head, "step": step, **thinned, **fields}
         return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
 
     def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
-        line: dict[str, Any] = {}
-        if several:
-            line["engine"] = record.engine
-        # If something else (a GradScaler) skipped the step, the engine has not seen it.
-        if self._judged.get(record.engine) != record.step:
-            line |= self._signals(record)
-        self._judged[record.engine] = record.step
-        line |= {
-            "threshold": _number(record.threshold),
-            "z": _number(record.z),
-            "z_loss": _number(record.z_loss),
-            "grad_scale": _number(record.grad_scale),
-            "lr_scale": _number(record.lr_scale),
-            "skip": record.skip,
-            "cause": names(record.cause),
-            "action": names(record.action),
-        }
-        return line
+        fields: dict[str, Any] = {"engine": record.engine} if several else {}
+        # If a GradScaler skips the update, the engine does not judge it and has old signals.
+        if self._last_steps.get(record.engine) != record.step:
+            fields |= self._signals(record)
+        self._last_steps[record.engine] = record.step
+        fields |= {name: _number(getattr(record, name)) for name in _NUMBERS}
+        flags = {"cause": names(record.cause), "action": names(record.action)}
+        return fields | {"skip": record.skip, **flags}
 
     def _signals(self, record: StepRecord) -> dict[str, Any]:
-        """Loss and norm of the step; "nan" where the engine kept an earlier, finite value.
+        """Returns the loss and norm of the step, without signals that the engine does not receive.
 
-        The engine starts with zeros: a signal that has always been 0 is not given.
+        The engine starts with zeros, so a signal that has always been 0 is missing. After a
+        non-finite signal the record has an earlier, finite value; "nan" replaces this value.
         """
         logged = self._logged.setdefault(record.engine, set())
-        found: dict[str, Any] = {}
-        for name, value, bad in (
+        signals: dict[str, Any] = {}
+        for name, value, nonfinite in (
             ("loss", record.loss, Cause.NONFINITE_LOSS),
             ("grad_norm", record.grad_norm, Cause.NONFINITE_GRAD),
         ):
-            if value != 0 or record.cause & bad:
+            if value != 0 or record.cause & nonfinite:
                 logged.add(name)
             if name in logged:
-                found[name] = "nan" if record.cause & bad else _number(value)
-        return found
+                signals[name] = "nan" if record.cause & nonfinite else _number(value)
+        return signals
 
 
-def _lines_in(path: str | os.PathLike[str]) -> int:
-    """Estimated number of lines of earlier processes."""
+def _estimate_lines(path: str | os.PathLike[str]) -> int:
     try:
         return os.stat(path).st_size // _LINE_BYTES
     except OSError:

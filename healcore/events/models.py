@@ -1,7 +1,7 @@
-"""Defines the fields of an event and of a line of the metrics, as pydantic models.
+"""Defines the fields of an event and of a metrics line, as pydantic models.
 
-The JSON Schema, the tables in docs/events.md and all readers use them. Nothing is validated when an
-event is written, so that a value of the wrong type is not lost.
+The JSON Schema, the tables in docs/events.md and all readers use these models. The log does not
+validate the events that it writes, so that no event is lost because of a wrong type.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pydantic import (
 from healcore.core.verdict import Action, Cause
 
 NONFINITE = ("nan", "inf", "-inf")
-"""Numbers that JSON does not have, as strings that `float` reads."""
+"""Numbers that JSON cannot express, as strings that `float` reads."""
 
-LARGEST = 2**53
-"""Readers that have only doubles round larger numbers."""
+_MAX_INT = 2**53
+"""Largest whole number. Readers with only 64-bit floats round larger numbers."""
 
 
 class Ending(enum.StrEnum):
@@ -38,60 +38,60 @@ class Ending(enum.StrEnum):
     SIGNAL = "signal"
     INTERRUPTED = "interrupted"
     REQUESTED = "requested"
-    """By a stop file, or by a `break` before the end of the epochs that the loop asked for."""
+    """Ended by a stop file, or by a `break` before the last requested epoch ended."""
     KILLED = "killed"
 
 
 class RollbackOutcome(enum.StrEnum):
-    """`outcome` of an event of the kind `rollback`."""
+    """Value of `outcome` in an event `rollback`."""
 
     DONE = "done"
     TRIAL = "trial"
-    """A re-run from a snapshot, to see whether the fault is transient."""
+    """A re-run from a snapshot, which tests whether the fault is transient."""
     AFTER_CRASH = "after_crash"
     """A kill interrupted the rollback, and the next process finished it."""
 
 
 class RerunVerdict(enum.StrEnum):
-    """`outcome` of an event of the kind `verdict`: what a re-run of the step showed."""
+    """Value of `outcome` in an event `verdict`: the result of a re-run of the step."""
 
     TRANSIENT = "transient"
     REPRODUCIBLE = "reproducible"
 
 
-# -- types: the title is the name of the type in docs/events.md -----------------------------------
+# -- types: docs/events.md has the title as the name of the type ----------------------------------
 
 
 def _names(flags: type[Cause] | type[Action]) -> Any:
-    known = [str(each.name) for each in flags]
+    known = [str(flag.name) for flag in flags]
 
     def check(names: list[str]) -> list[str]:
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise ValueError(f"each name is one of {', '.join(known)}, not {unknown[0]!r}")
+            raise ValueError(f"a name must be one of {', '.join(known)}, got {unknown[0]!r}")
         return names
 
     items = {"type": "string", "enum": known}
     return AfterValidator(check), WithJsonSchema({"type": "array", "items": items})
 
 
-def _number(value: Any) -> Any:
+def _parse_nonfinite(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in NONFINITE else value
 
 
-Whole = Annotated[int, Field(ge=0, le=LARGEST, title="whole number")]
-WholeFromOne = Annotated[int, Field(ge=1, le=LARGEST, title="whole number from 1")]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_MAX_INT, title="whole number")]
+PositiveInt = Annotated[int, Field(ge=1, le=_MAX_INT, title="whole number from 1")]
 Text = Annotated[str, Field(title="text")]
-Truth = Annotated[bool, Field(title="true or false")]
+Boolean = Annotated[bool, Field(title="true or false")]
 Seconds = Annotated[float, Field(allow_inf_nan=False, title="seconds")]
 Number = Annotated[
     float,
-    BeforeValidator(_number),
+    BeforeValidator(_parse_nonfinite),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "enum": list(NONFINITE)}]}),
     Field(title="number"),
 ]
-MaybeNumber = Annotated[Number | None, Field(title="number, or null")]
-MaybeWhole = Annotated[Whole | None, Field(title="whole number, or null")]
+NullableNumber = Annotated[Number | None, Field(title="number, or null")]
+NullableInt = Annotated[NonNegativeInt | None, Field(title="whole number, or null")]
 Time = Annotated[
     str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z$", title="date and time")
 ]
@@ -99,7 +99,7 @@ Texts = Annotated[list[str], Field(title="array of texts")]
 Versions = Annotated[dict[str, str], Field(title="object of texts")]
 Causes = Annotated[list[str], *_names(Cause), Field(title="array of causes")]
 Actions = Annotated[list[str], *_names(Action), Field(title="array of actions")]
-BatchPair = Annotated[list[Whole], Field(min_length=2, max_length=2)]
+BatchPair = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 BatchList = Annotated[list[BatchPair], Field(title="array of `[epoch, index]`")]
 
 
@@ -109,7 +109,7 @@ class _EventsModel(BaseModel):
 
 
 class ReadingsRecord(_EventsModel):
-    """`healcore.core.step_record.Readings`."""
+    """JSON form of `healcore.core.step_record.Readings`."""
 
     loss: Number
     grad_norm: Number
@@ -119,23 +119,23 @@ class ReadingsRecord(_EventsModel):
 
 
 class EvidenceRecord(_EventsModel):
-    """`healcore.core.evidence.Evidence`."""
+    """JSON form of `healcore.core.evidence.Evidence`."""
 
     name: Text
     grad_norm: Number
 
 
 class StacksRecord(_EventsModel):
-    """`healcore.runtime.postmortem.postmortem.RankStacks`."""
+    """JSON form of `healcore.runtime.postmortem.postmortem.RankStacks`."""
 
-    ranks: Annotated[list[Whole], Field(min_length=1)]
+    ranks: Annotated[list[NonNegativeInt], Field(min_length=1)]
     stacks: Text
 
 
 class RankRecord(_EventsModel):
-    """What one rank has observed or proposes."""
+    """Observations or the proposal of one rank."""
 
-    rank: Whole
+    rank: NonNegativeInt
     outcome: Text | None = None
     why: Text | None = None
     loss: Number | None = None
@@ -150,173 +150,171 @@ OfRanks = Annotated[
 ]
 EvidenceList = Annotated[list[EvidenceRecord], Field(title="array of `{name, grad_norm}`")]
 StacksList = Annotated[list[StacksRecord], Field(title="array of `{ranks, stacks}`")]
-EndingName = Annotated[Ending, Field(strict=False)]  # reads the text of the enum
+EndingName = Annotated[Ending, Field(strict=False)]  # accepts the string of the enum
 
 
-def _may(about: str) -> Any:
-    """A field that any event may have; None if the field is absent."""
+def _maybe(about: str) -> Any:
     return Field(default=None, description=about)
 
 
-def _has(about: str) -> Any:
+def _required(about: str) -> Any:
     return Field(description=about)
 
 
 class EventHead(_EventsModel):
     """Fields of every event."""
 
-    schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 2.")
-    seq: Whole = _has(
-        "Number of the event, including lost events; continues from the last event in the file."
+    schema_: PositiveInt = Field(alias="schema", description="Version of the format: 2.")
+    seq: NonNegativeInt = _required(
+        "Number of the event, counting lost events; continues after the last event in the file."
     )
-    run: Text = _has("Id of the process that writes the events.")
-    time: Time = _has("Wall time, ISO 8601, UTC.")
-    mono: Seconds = _has("Monotonic clock, for durations within one run.")
-    kind: Text = _has("Kind of the event, see below.")
-    step: MaybeWhole = _has("Index of the optimizer step, from 0.")
+    run: Text = _required("Id of the process that writes the events.")
+    time: Time = _required("Wall time, ISO 8601, UTC.")
+    mono: Seconds = _required("Monotonic clock, for durations within one run.")
+    kind: Text = _required("Kind of the event, see below.")
+    step: NullableInt = _required("Index of the optimizer step, from 0.")
 
 
 class EventFields(_EventsModel):
-    """Fields that any event may have. `schema.KINDS` lists the required fields of each kind.
+    """Fields that any event may have, with the same meaning and type in every kind.
 
-    A field has the same meaning and type in every kind.
+    `schema.KINDS` lists the required fields of each kind.
     """
 
-    lost: WholeFromOne = _may("Number of events before this event that could not be written.")
-    # What was seen.
-    incident: Whole = _may("Number of the incident; 0 outside of incidents.")
-    onset: Whole = _may("Step of the first alarm.")
-    engine: Text = _may("The optimizer's name in the state, where there are several.")
-    cause: Causes = _may("Causes of the alarm.")
-    readings: ReadingsField = _may("The numbers that were judged; the last finite loss and norm.")
-    evidence: EvidenceList = _may("Tensors whose gradients stood out, the worst first.")
-    batches: BatchList = _may("Batches of the step, or the skipped batches.")
-    # What was done.
-    action: Actions = _may("Actions on the host.")
-    ordered: Actions = _may("Order of the policy that a hook has overridden.")
-    observed: Truth = _may("true: the policy only observes, and nothing is done.")
-    skip: Truth = _may("The update of the step was skipped.")
-    grad_scale: Number = _may("Factor on the step's gradients.")
-    lr_scale_before: Number = _may("Earlier learning-rate multiplier.")
-    lr_scale: Number = _may("New learning-rate multiplier.")
-    lr: Number = _may("The schedule's learning rate at `step`, without the multiplier.")
-    lr_limit: Number = _may("Upper limit of the learning rate after a cut.")
-    lr_at_fault: Number = _may(
-        "Learning rate at which the run broke, if a learning rate is the cause."
+    lost: PositiveInt = _maybe("Number of events before this event that could not be written.")
+    # Observations.
+    incident: NonNegativeInt = _maybe("Number of the incident; 0 outside of incidents.")
+    onset: NonNegativeInt = _maybe("Step of the first alarm.")
+    engine: Text = _maybe("Name of the optimizer in the state, if there are several optimizers.")
+    cause: Causes = _maybe("Causes of the alarm.")
+    readings: ReadingsField = _maybe("The judged numbers, with the last finite loss and norm.")
+    evidence: EvidenceList = _maybe("Tensors with unusual gradients, the worst first.")
+    batches: BatchList = _maybe("Batches of the step, or the skipped batches.")
+    # Responses.
+    action: Actions = _maybe("Actions on the host.")
+    ordered: Actions = _maybe("Order of the policy that a hook has overridden.")
+    observed: Boolean = _maybe("true: the policy only observes and does nothing.")
+    skip: Boolean = _maybe("The update of the step was skipped.")
+    grad_scale: Number = _maybe("Factor on the step's gradients.")
+    lr_scale_before: Number = _maybe("Earlier learning-rate multiplier.")
+    lr_scale: Number = _maybe("New learning-rate multiplier.")
+    lr: Number = _maybe("The schedule's learning rate at `step`, without the multiplier.")
+    lr_limit: Number = _maybe("Upper limit of the learning rate after a cut.")
+    lr_at_fault: Number = _maybe("Learning rate at the fault, if the learning rate is the cause.")
+    number: PositiveInt = _maybe("Number of the rollback in the whole run.")
+    depth: NonNegativeInt = _maybe("How many known-good checkpoints the rollback goes back.")
+    checkpoint: NonNegativeInt = _maybe(
+        "Step of the restored checkpoint, or of the checkpoint that the event reports."
     )
-    number: WholeFromOne = _may("Number of the rollback in the whole run.")
-    depth: Whole = _may("How many known-good checkpoints the rollback goes back.")
-    checkpoint: Whole = _may(
-        "Step of the restored checkpoint, or of the checkpoint that the event is about."
-    )
-    repeated: Truth = _may("An earlier rollback restored the same checkpoint, and none is older.")
-    initial: Truth = _may("The checkpoint is the snapshot from the start of the run.")
-    moments_reset: Truth = _may("The moments of the optimizers were reset.")
-    rewound: Truth = _may("The data was rewound; false: the data continues forward.")
-    outcome: Text = _may(
+    repeated: Boolean = _maybe("An earlier rollback restored this checkpoint, the oldest.")
+    initial: Boolean = _maybe("The checkpoint is the snapshot from the start of the run.")
+    moments_reset: Boolean = _maybe("The moments of the optimizers were reset.")
+    rewound: Boolean = _maybe("true: the data was rewound; false: the data continues forward.")
+    outcome: Text = _maybe(
         f"The result. Of a rollback: {', '.join(RollbackOutcome)}; of a re-run: "
         f"{', '.join(RerunVerdict)}; of the data: a sentence."
     )
-    why: Text = _may("The reason, as text.")
-    problem: Text = _may("What went wrong, as text.")
-    verdict: Literal["damage", "worse", "recovered", "unknown"] = _may(
-        "Whether the model was found to be worse; worse: earlier weights are better, and the run "
-        "has time to recover; unknown: damage and different data would both look like this, or the "
-        "current weights are not shown to be worse."
+    why: Text = _maybe("The reason, as text.")
+    problem: Text = _maybe("What went wrong, as text.")
+    verdict: Literal["damage", "worse", "recovered", "unknown"] = _maybe(
+        "Whether the model is worse. worse: earlier weights are better, and the run has time to "
+        "recover; unknown: the losses fit both damage and different data, or do not show that the "
+        "current weights are worse."
     )
-    by: Literal[
-        "weights",
-        "earlier_weights",
-        "repetition",
-        "budget",
-        "nothing",
-    ] = _may("Basis of the verdict.")
-    rise: MaybeNumber = _may(
+    by: Literal["weights", "earlier_weights", "repetition", "budget", "nothing"] = _maybe(
+        "Basis of the verdict."
+    )
+    rise: NullableNumber = _maybe(
         "Loss of the step's batch with the current weights minus the loss with the earlier weights."
     )
-    rise_remembered: MaybeNumber = _may(
-        "The same for a batch that was trained on since the earlier weights."
+    rise_remembered: NullableNumber = _maybe(
+        "As `rise`, for a batch on which the run has trained since the earlier weights."
     )
-    sign: Text = _may("How an exception was recognized: its type, an HTTP status, an errno.")
-    answer: Text = _may("Response to a fault: a word of the policy's `do`.")
-    attempt: WholeFromOne = _may("Number of the attempt at a network call.")
-    wait_s: Seconds = _may("Seconds until the next attempt.")
-    samples: WholeFromOne = _may("Samples of the batch.")
-    size_before: WholeFromOne = _may("Samples in the largest part, earlier.")
-    size: WholeFromOne = _may("Samples in the largest part, from now on.")
-    bytes: Whole = _may("Bytes that could not be allocated, if the message has them.")
-    hook: Text = _may("Name of the hook.")
-    seconds: Seconds = _may("Duration; of a hang, the duration so far.")
-    stacks: StacksList = _may(
-        "Python stacks of a run that hangs; ranks at the same place share an entry."
+    sign: Text = _maybe("How an exception was recognized: its type, an HTTP status, an errno.")
+    answer: Text = _maybe("Response to a fault: a value of `do` in the policy.")
+    attempt: PositiveInt = _maybe("Number of the attempt at a network call.")
+    wait_s: Seconds = _maybe("Seconds until the next attempt.")
+    samples: PositiveInt = _maybe("Samples of the batch.")
+    size_before: PositiveInt = _maybe("Samples in the largest part, before the change.")
+    size: PositiveInt = _maybe("Samples in the largest part, after the change.")
+    bytes: NonNegativeInt = _maybe("Bytes that could not be allocated, if known.")
+    hook: Text = _maybe("Name of the hook.")
+    seconds: Seconds = _maybe("Duration, or the duration so far of a hang.")
+    stacks: StacksList = _maybe(
+        "Python stacks of a hanging run; ranks with the same stacks share an entry."
     )
-    diagnosis: Text = _may("For a person, in plain words.")
-    severity: Literal["warning", "error"] = _may(
+    diagnosis: Text = _maybe("Explanation of the problem for the user.")
+    severity: Literal["warning", "error"] = _maybe(
         "`warning`: the run can continue; `error`: the run is lost."
     )
-    references: Texts = _may("Publications about the response to the cause.")
+    references: Texts = _maybe("Publications about the response to the cause.")
     # The run.
-    host: Text = _may("Host name.")
-    pid: Whole = _may("Process number.")
-    boot: Text = _may("The kernel's id of the boot.")
-    born: Whole = _may("Start of the process, in clock ticks from the boot.")
-    environment: Versions = _may("Versions: healcore, Python, system, frameworks.")
-    policy: Text = _may("Name of the policy.")
-    fingerprint: Text = _may("Fingerprint of the policy.")
-    policy_toml: Text = _may("The policy as TOML, with every key.")
-    mode: Literal["heal", "observe"] = _may("Mode of the policy.")
-    framework: Literal["torch", "jax"] = _may("Framework of the run.")
-    store: Text = _may("Where checkpoints go.")
-    lag: Whole = _may("Steps after which a step's numbers are read.")
-    save_every: WholeFromOne = _may("Steps between saves.")
-    rank: Whole = _may("Number of this process in the run.")
-    world: WholeFromOne = _may("Number of processes of the run.")
-    of_ranks: OfRanks = _may("What each process has observed or proposes, where they differ.")
-    ending: EndingName = _may("How the process ended.")
-    resumes: Truth = _may("The run continues from checkpoints of an earlier process.")
-    unreported_alarms: WholeFromOne = _may("Number of alarms without an own event.")
-    incidents: Whole = _may("Incidents so far.")
-    rollbacks: Whole = _may("Rollbacks so far.")
-    last_good: Whole = _may("Step of the newest known-good checkpoint.")
+    host: Text = _maybe("Host name.")
+    pid: NonNegativeInt = _maybe("Process number.")
+    boot: Text = _maybe("The kernel's id of the boot.")
+    born: NonNegativeInt = _maybe("Start of the process, in clock ticks from the boot.")
+    environment: Versions = _maybe("Versions: healcore, Python, system, frameworks.")
+    policy: Text = _maybe("Name of the policy.")
+    fingerprint: Text = _maybe("Fingerprint of the policy.")
+    policy_toml: Text = _maybe("The policy as TOML, with every key.")
+    mode: Literal["heal", "observe"] = _maybe("Mode of the policy.")
+    framework: Literal["torch", "jax"] = _maybe("Framework of the run.")
+    store: Text = _maybe("Location of the checkpoints.")
+    lag: NonNegativeInt = _maybe("Number of steps after which the host reads a step's numbers.")
+    save_every: PositiveInt = _maybe("Steps between saves.")
+    rank: NonNegativeInt = _maybe("Rank of this process in the run.")
+    world: PositiveInt = _maybe("Number of processes of the run.")
+    of_ranks: OfRanks = _maybe("Observations or proposal of each process, where they differ.")
+    ending: EndingName = _maybe("How the process ended.")
+    resumes: Boolean = _maybe("The run continues from checkpoints of an earlier process.")
+    unreported_alarms: PositiveInt = _maybe("Number of alarms that have no event of their own.")
+    incidents: NonNegativeInt = _maybe("Incidents so far.")
+    rollbacks: NonNegativeInt = _maybe("Rollbacks so far.")
+    last_good: NonNegativeInt = _maybe("Step of the newest known-good checkpoint.")
 
 
 class EventModel(EventFields, EventHead):
-    """One event as it is written."""
+    """A valid event."""
 
 
 class EventRecord(EventFields):
-    """One event as it is read, without values of the wrong type.
+    """An event from a file, without values of the wrong type.
 
-    `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because a file may
-    be damaged, edited, or written by a newer healcore.
+    `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because the file
+    may be damaged, edited, or written by a newer healcore.
     """
 
-    seq: Whole = 0
+    seq: NonNegativeInt = 0
     run: Text = ""
     kind: Text = ""
-    step: MaybeWhole = None
-    time: Time = _may("Wall time.")
-    mono: Seconds = _may("Monotonic clock.")
+    step: NullableInt = None
+    time: Time = _maybe("Wall time.")
+    mono: Seconds = _maybe("Monotonic clock.")
 
 
-_NAMED = frozenset({"cause", "action", "ordered"})
-"""Lists of names, which may contain names of a newer healcore."""
+_NAME_LISTS = frozenset({"cause", "action", "ordered"})
+"""Fields with lists of names, which may contain names of a newer healcore."""
 
 
-def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
-    """Validates an event from `log.parse`. Returns it without invalid fields, and their names."""
+def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
+    """Validates an event from `log.parse`.
+
+    Returns:
+        The event without its invalid fields, and the names of these fields. Lists with unknown
+        names are valid, because a newer healcore may have more names.
+    """
     try:
         return EventRecord.model_validate(event), []
     except ValidationError as error:
-        wrong = {str(each["loc"][0]) for each in error.errors(include_url=False)}
+        invalid = {str(detail["loc"][0]) for detail in error.errors(include_url=False)}
     names = {
         name: event[name]
-        for name in wrong & _NAMED
-        if isinstance(event[name], list) and all(isinstance(each, str) for each in event[name])
+        for name in invalid & _NAME_LISTS
+        if isinstance(event[name], list) and all(isinstance(item, str) for item in event[name])
     }
-    rest = {name: value for name, value in event.items() if name not in wrong}
-    found = EventRecord.model_validate(rest).model_copy(update=names)
-    return found, [name for name in event if name in wrong - names.keys()]
+    rest = {name: value for name, value in event.items() if name not in invalid}
+    record = EventRecord.model_validate(rest).model_copy(update=names)
+    return record, [name for name in event if name in invalid - names.keys()]
 
 
 # -- metrics --------------------------------------------------------------------------------------
@@ -325,28 +323,28 @@ def record(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
 class MetricsModel(_EventsModel):
     """A line of the metrics file: one step of one engine."""
 
-    schema_: WholeFromOne = Field(alias="schema", description="Version of the format: 1.")
-    kind: Literal["step"] = _has("Kind of the line.")
-    run: Text = _has("Id of the run, as in its events.")
-    time: Seconds = _has("Wall time since 1970.")
-    step: Whole = _has(
-        "Index of the optimizer step, from 0. A smaller step than before follows a rollback or a "
-        "restart: the new lines replace the lines from that step on."
+    schema_: PositiveInt = Field(alias="schema", description="Version of the format: 1.")
+    kind: Literal["step"] = _required("Kind of the line.")
+    run: Text = _required("Id of the run, as in its events.")
+    time: Seconds = _required("Wall time since 1970.")
+    step: NonNegativeInt = _required(
+        "Index of the optimizer step, from 0. After a rollback or a restart the step is smaller: "
+        "the new lines replace the earlier lines from this step on."
     )
-    every: WholeFromOne = _may(
-        "Number of steps that the line stands for in a thinned file; 1 if absent."
+    every: PositiveInt = _maybe(
+        "Number of steps that the line represents in a thinned file; 1 if absent."
     )
-    engine: Text = _may("The optimizer's name in the state, where there are several.")
-    loss: Number = _may(
-        'As judged; "nan" stands for Inf too. Absent if not given, or if something else (a '
-        "GradScaler) skipped the step."
+    engine: Text = _maybe("Name of the optimizer in the state, if there are several optimizers.")
+    loss: Number = _maybe(
+        'As judged; "nan" also means Inf. Absent if the engine gets no loss, or if a GradScaler '
+        "skipped the step."
     )
-    grad_norm: Number = _may("As judged, like `loss`.")
-    threshold: Number = _has("As in an event's `readings`; 0 without a limit.")
-    z: Number = _has("As in an event's `readings`.")
-    z_loss: Number = _has("As in an event's `readings`.")
-    grad_scale: Number = _has("Factor on the step's gradients.")
-    lr_scale: Number = _has("The learning-rate multiplier.")
-    skip: Truth = _has("The update of the step was skipped.")
-    cause: Causes = _has("Causes of the alarm.")
-    action: Actions = _has("Actions on the host.")
+    grad_norm: Number = _maybe("As judged, like `loss`.")
+    threshold: Number = _required("As in an event's `readings`; 0 if there is no limit.")
+    z: Number = _required("As in an event's `readings`.")
+    z_loss: Number = _required("As in an event's `readings`.")
+    grad_scale: Number = _required("Factor on the step's gradients.")
+    lr_scale: Number = _required("The learning-rate multiplier.")
+    skip: Boolean = _required("The update of the step was skipped.")
+    cause: Causes = _required("Causes of the alarm.")
+    action: Actions = _required("Actions on the host.")

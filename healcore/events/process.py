@@ -1,7 +1,8 @@
-"""Identifies a process, checks whether it still runs, and lists the installed versions."""
+"""Identifies processes, checks whether they still run, and lists the installed versions."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import healcore
 
-# Versions only: the command line and environment variables may contain passwords.
+# Only versions, because command lines and environment variables may contain passwords.
 _PACKAGES = (
     "numpy",
     "torch",
@@ -29,37 +30,37 @@ _PACKAGES = (
 
 
 class Process(NamedTuple):
-    """A process, distinct from later processes with the same number."""
+    """Identity of a process, distinct from later processes with the same number."""
 
     host: str
     pid: int
     boot: str | None
-    """The kernel's id of this boot; None on systems without one (not Linux)."""
+    """The kernel's id of the boot, or None on systems other than Linux."""
     born: int | None
-    """Clock ticks from the boot to its start, or None. In a container `pid` may repeat."""
+    """Start time in clock ticks since the boot, or None. Distinguishes reused values of `pid`."""
 
     def gone(self) -> bool | None:
-        """Whether it has ended, or None if that is not visible, such as on another host."""
-        me = current_process()
-        if self.host != me.host:
+        """Whether the process has ended, or None if unknown, for example on another host."""
+        current = current_process()
+        if self.host != current.host:
             return None
-        if self.boot != me.boot:
+        if self.boot != current.boot:
             return True
         gone = pid_gone(self.pid)
         if gone is not False:
             return gone
-        born = _stat(self.pid)[1]
+        born = _state_and_start(self.pid)[1]
         return None not in (born, self.born) and born != self.born
 
 
 def current_process() -> Process:
-    """This process."""
+    """Returns the identity of the calling process."""
     pid = os.getpid()
-    return Process(socket.gethostname(), pid, _boot(), _stat(pid)[1])
+    return Process(socket.gethostname(), pid, _boot_id(), _state_and_start(pid)[1])
 
 
 def pid_gone(pid: int) -> bool | None:
-    """Whether no process has the number, except a zombie. None if unknown."""
+    """Whether the process has ended, including a zombie, or None if unknown."""
     if os.name != "posix":  # on Windows `os.kill(pid, 0)` is Ctrl-C
         return None
     try:
@@ -68,13 +69,12 @@ def pid_gone(pid: int) -> bool | None:
         return True
     except (PermissionError, OverflowError):
         pass
-    # A zombie has ended and waits for its parent to read the status.
-    return _stat(pid)[0] == "Z"
+    return _state_and_start(pid)[0] == "Z"  # a zombie
 
 
 @functools.cache
 def machine() -> str:
-    """Host name and machine id, the same across boots."""
+    """Returns the host name and the machine id, which persist across boots."""
     try:
         machine_id = Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -83,17 +83,17 @@ def machine() -> str:
 
 
 @functools.cache
-def _boot() -> str | None:
+def _boot_id() -> str | None:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
 
 
-def _stat(pid: int) -> tuple[str | None, int | None]:
-    """State and start time of a process, or None on systems without /proc."""
+def _state_and_start(pid: int) -> tuple[str | None, int | None]:
+    """Returns the state and the start time of a process, each None on systems without /proc."""
     try:
-        # The second field is the program's name in brackets, and may hold anything.
+        # The second field is the program's name in parentheses, which may contain spaces.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
@@ -101,7 +101,7 @@ def _stat(pid: int) -> tuple[str | None, int | None]:
 
 
 def environment() -> dict[str, str]:
-    """Versions of healcore, Python, the system, and the installed frameworks, by name."""
+    """Returns name -> version of healcore, Python, the system and the installed frameworks."""
     return {
         "healcore": healcore.__version__,
         "python": platform.python_version(),
@@ -112,10 +112,8 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def _package_versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions

@@ -1,4 +1,4 @@
-"""Defines the kinds of events, and exports the formats as JSON Schema."""
+"""Defines the kinds of events, and exports the events and metrics formats as JSON Schema."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class EventKind(NamedTuple):
     """One kind of event."""
 
     when: str
-    """When it is written, and what `step` is, if not the current step."""
-    needs: tuple[str, ...] = ()
-    """Fields that it always has besides `ENVELOPE`."""
+    """When the event is written. Also says what `step` is, if not the current step."""
+    required: tuple[str, ...] = ()
+    """Required fields, in addition to `ENVELOPE`."""
 
 
 KINDS: dict[str, EventKind] = {
     "start": EventKind(
-        "A process begins. Its number, host and versions are added by the log.",
+        "A process begins. The log adds its process number, host and versions.",
         ("host", "pid", "environment", "policy"),
     ),
     "resume": EventKind(
@@ -36,7 +36,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "alert": EventKind(
         "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
-        "incidents at its 1st, 10th, 100th. `step` is the step that was judged.",
+        "incidents at its 1st, 10th and 100th step. `step` is the step that was judged.",
         ("cause", "action", "severity", "diagnosis", "references"),
     ),
     "order": EventKind(
@@ -44,7 +44,7 @@ KINDS: dict[str, EventKind] = {
         ("action", "cause"),
     ),
     "assessment": EventKind(
-        "Whether there is evidence that the model is worse; only `damage` rolls back.",
+        "The check for evidence that the model is worse. Only the verdict `damage` rolls back.",
         ("verdict", "cause"),
     ),
     "save": EventKind("A checkpoint's copy was taken. `step` is the checkpoint's."),
@@ -54,24 +54,24 @@ KINDS: dict[str, EventKind] = {
     ),
     "good": EventKind("A checkpoint is known-good from now on. `step` is the checkpoint's."),
     "quarantine": EventKind(
-        "A checkpoint that is newer than the restored checkpoint is quarantined.", ("checkpoint",)
+        "A checkpoint newer than the restored checkpoint is quarantined.", ("checkpoint",)
     ),
     "damaged": EventKind(
         "The bytes of a checkpoint have changed since the save. `step` is the checkpoint's.",
         ("problem",),
     ),
-    "rollback_begin": EventKind("A rollback begins. It is in the journal.", ("onset",)),
+    "rollback_begin": EventKind("A rollback begins. The journal has its plan.", ("onset",)),
     "rollback": EventKind(
-        "A rollback is done. `step` is where it started.", ("checkpoint", "outcome")
+        "A rollback is done. `step` is the step at which it began.", ("checkpoint", "outcome")
     ),
     "skipped_batches": EventKind("The run skips exactly these batches.", ("batches",)),
-    "data": EventKind("How the data was positioned.", ("outcome",)),
+    "data": EventKind("The data was positioned after a restart or a rollback.", ("outcome",)),
     "lr": EventKind(
-        "The learning-rate multiplier was cut (`action`: `CUT_LR`), has left 1, or is 1 again.",
+        "The learning-rate multiplier was cut (`action`: `CUT_LR`), left 1, or returned to 1.",
         ("lr_scale_before", "lr_scale"),
     ),
-    "rerun": EventKind("A suspicious step is repeated from a snapshot.", ("checkpoint",)),
-    "verdict": EventKind("The result of the re-run.", ("outcome",)),
+    "rerun": EventKind("The run repeats a suspicious step from a snapshot.", ("checkpoint",)),
+    "verdict": EventKind("The result of a re-run.", ("outcome",)),
     "hook": EventKind("A hook overrode an order, or raised."),
     "fault": EventKind(
         "An exception was classified, or a step does not return. `answer` is the action; without "
@@ -79,15 +79,15 @@ KINDS: dict[str, EventKind] = {
         ("cause", "problem"),
     ),
     "vote": EventKind(
-        "The processes of the run have exchanged what only some of them knew, and rank 0 reports "
-        "it, or all of them end the run.",
+        "The processes of the run have exchanged their observations. Rank 0 reports the result, or "
+        "all processes end the run.",
         ("outcome", "why", "of_ranks"),
     ),
     "grow": EventKind(
-        "Larger parts of a batch, which ran out of memory earlier, are tried again.",
+        "The run tries larger parts of a batch again after an earlier out-of-memory error.",
         ("samples", "size_before", "size"),
     ),
-    "retried": EventKind("A network call has succeeded after it had failed.", ("attempt",)),
+    "retried": EventKind("A network call has succeeded after a failure.", ("attempt",)),
     "stop": EventKind("The policy ends the run.", ("why", "diagnosis")),
     "problem": EventKind("A problem that does not stop the run.", ("problem",)),
     "end": EventKind("The process ends. A killed process does not write this event.", ("ending",)),
@@ -98,16 +98,16 @@ SEVERE = frozenset({"alert", "rollback", "stop", "problem", "save_failed", "dama
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of one line of an events file.
+    """Returns the JSON Schema (draft 2020-12) of one line of an events file.
 
-    Open to kinds and fields that a later version adds without a new `schema` number.
+    The schema accepts unknown kinds and fields, which a later version may add.
     """
     return {
-        **_document(EventModel, f"healcore events, schema {log.SCHEMA}"),
+        **_schema_of(EventModel, f"healcore events, schema {log.SCHEMA}"),
         "allOf": [
             {
                 "if": {"properties": {"kind": {"const": name}}, "required": ["kind"]},
-                "then": {"description": kind.when, "required": list(kind.needs)},
+                "then": {"description": kind.when, "required": list(kind.required)},
             }
             for name, kind in KINDS.items()
         ],
@@ -115,21 +115,21 @@ def json_schema() -> dict[str, Any]:
 
 
 def metrics_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of one line of a metrics file."""
-    return _document(MetricsModel, f"healcore metrics, schema {metrics.SCHEMA}")
+    """Returns the JSON Schema (draft 2020-12) of one line of a metrics file."""
+    return _schema_of(MetricsModel, f"healcore metrics, schema {metrics.SCHEMA}")
 
 
-def _document(model: type[BaseModel], title: str) -> dict[str, Any]:
-    found = model.model_json_schema()
-    for name, shape in found["properties"].items():
-        if shape.get("default", 0) is None:  # a field without a value is absent, never null
-            del found["properties"][name]["default"]
+def _schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
+    exported = model.model_json_schema()
+    for field in exported["properties"].values():
+        if field.get("default", 0) is None:  # a field without a value is absent, never null
+            del field["default"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,
         **{
-            name: found[name]
+            name: exported[name]
             for name in ("type", "properties", "required", "$defs")
-            if name in found
+            if name in exported
         },
     }

@@ -1,7 +1,7 @@
-"""Reads a run from its events and metrics into numbers and enums, without text for people.
+"""Reads a run from its events and metrics as data: numbers and enums, without sentences.
 
-It imports only `healcore.core` and `healcore.events`. The runtime imports it, because the next
-start of a killed run writes its postmortem.
+This package imports only `healcore.core` and `healcore.events`, because the runtime imports it: the
+next start of a killed run writes the postmortem.
 """
 
 from __future__ import annotations

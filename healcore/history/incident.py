@@ -10,16 +10,18 @@ from typing import NamedTuple
 from healcore.core.evidence import Evidence
 from healcore.events.models import EventRecord, ReadingsRecord
 
-MOST_ALARMS = 100  # alarms with an event: in each incident, and outside of incidents in total
+MOST_ALARMS = 100  # limit of alarms with an event: per incident, and in total outside of incidents
 
 
 class Mode(enum.StrEnum):
-    """Whether actions were carried out, or only recorded as what a policy would do."""
+    """Whether the orders of the policy were carried out."""
 
     HEAL = "heal"
+    """All orders were carried out."""
     OBSERVE = "observe"
+    """No order was carried out during the run."""
     REPLAY = "replay"
-    """A replay of recorded rows: no checkpoint could be restored."""
+    """The orders are from a later replay of recorded rows."""
 
 
 class IncidentOutcome(enum.StrEnum):
@@ -27,50 +29,50 @@ class IncidentOutcome(enum.StrEnum):
 
     STOP = "stop"
     ROLLBACK = "rollback"
-    """Also if the incident later stopped the run."""
+    """Includes incidents that later stopped the run."""
     SKIP = "skip"
     ALERT = "alert"
 
 
 @dataclass
 class Incident:
-    """Alarms with one onset. Events are added in the order in which they are read."""
+    """Alarms with one onset. Events are added in file order."""
 
     number: int  # from 1, over the whole run
     attempt: int
     onset_step: float
     step: float  # step of the order, or of the last alarm
     cause: tuple[str, ...] = ()
-    action: tuple[str, ...] = ()  # orders to the host; unless HEAL, what the policy would order
+    action: tuple[str, ...] = ()  # orders to the host, carried out only in mode HEAL
     mode: Mode = Mode.HEAL
     alarms: int = 0  # alarms with an event
     skipped: int = 0  # skipped steps
     capped: bool = False  # some alarms may have no event: `skipped` is a lower bound
     clipped: int | None = None  # steps with clipped gradients, or None if not counted
-    rollbacks: int = 0  # unless HEAL, orders of rollbacks; not counted in a replay
+    rollbacks: int = 0  # rollbacks in mode HEAL, ordered rollbacks in OBSERVE, 0 in REPLAY
     repeats: int = 0  # rollbacks after the first
     denied: bool = False  # no budget for the first rollback: the run would stop
     repeat_denied: bool = False  # no budget for one of the repeats
-    measures: tuple[EventRecord, ...] = ()  # rollbacks, hook answers, re-run verdicts, the stop
-    lr_path: tuple[float, ...] = ()  # learning-rate multipliers, before the incident and after
+    responses: tuple[EventRecord, ...] = ()  # events: rollbacks, hooks, re-run verdicts, stop
+    lr_path: tuple[float, ...] = ()  # learning-rate multipliers: the first, and after each cut
     checkpoint: int | None = None  # step of the restored checkpoint
-    batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of its first step
-    skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) skipped by a rollback
+    batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of the batches of the first step
+    skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index), skipped by a rollback
     evidence: tuple[Evidence, ...] = ()  # tensors with unusual gradients, the worst first
-    readings: ReadingsRecord | None = None  # readings of its first alarm
-    onset: int = -1  # row index of its first alarm, or -1 if unknown
+    readings: ReadingsRecord | None = None  # readings of the first alarm
+    onset: int = -1  # row index of the first alarm, or -1 if unknown
     index: int = -1  # row index of `step`, or -1 if unknown
     stop: int = -1  # row index of the ordered stop, or -1 if unknown
     stop_step: float | None = None  # step of the ordered stop, or None
-    last: int = -1  # row index of its last alarm, or -1 if that is `index`
-    last_step: float | None = None  # step of its last alarm, or None if that is `step`
+    last: int = -1  # row index of the last alarm, or -1 if equal to `index`
+    last_step: float | None = None  # step of the last alarm, or None if equal to `step`
     undone: bool = False  # the run rolled back to before the onset
 
     @property
     def rolled_back(self) -> bool:
-        """Whether a rollback was carried out, or would have been in an observing run or a replay.
+        """Whether a rollback was carried out, or ordered if the mode is not HEAL.
 
-        A run that heals may decline an order; `action` names the declined order too.
+        In mode HEAL an order alone does not count, because a hook may have declined it.
         """
         if self.mode is Mode.HEAL:
             return self.rollbacks > 0
@@ -87,28 +89,27 @@ class Incident:
 
     @property
     def end(self) -> tuple[float, int]:
-        """Step and row index of its last alarm or order."""
+        """Step and row index of the last alarm or order."""
         if self.last_step is None:
             return self.step, self.index
         return self.last_step, self.last
 
     def add(self, event: EventRecord) -> None:
-        """Adds one of its alarms or orders."""
+        """Adds an alarm or order of the incident."""
         action = event.action or ()
         self.step = max(self.step, float(event.step or 0))
         if event.observed:
             self.mode = Mode.OBSERVE
-        self.cause = with_names(self.cause, event.cause or ())
-        self.action = with_names(self.action, action)
-        self.batches = self.batches or batches_of(event)
+        self.cause = merge_names(self.cause, event.cause or ())
+        self.action = merge_names(self.action, action)
+        self.batches = self.batches or batch_ids(event)
         if event.kind == "alarm":
             self.alarms += 1
             self.capped = self.alarms >= MOST_ALARMS
             self.skipped += bool(event.skip)
             self.readings = self.readings or event.readings
-            found = event.evidence or ()
             self.evidence = self.evidence or tuple(
-                Evidence(each.name, each.grad_norm) for each in found
+                Evidence(tensor.name, tensor.grad_norm) for tensor in event.evidence or ()
             )
             return
         if self.mode is Mode.OBSERVE and "ROLLBACK" in action:
@@ -117,17 +118,17 @@ class Incident:
             self.stop_step = float(event.step or 0)
 
     def count_rollback(self) -> None:
-        """Counts a rollback that was carried out, or that an observing policy would order."""
+        """Counts a rollback, or in mode OBSERVE an ordered rollback."""
         self.repeats += self.rollbacks > 0
         self.rollbacks += 1
 
-    def measure(self, event: EventRecord, *ordered: str) -> None:
-        """Adds an event about the response, and the actions that it implies."""
-        self.measures = (*self.measures, event)
-        self.action = with_names(self.action, ordered)
+    def add_response(self, event: EventRecord, *actions: str) -> None:
+        """Adds an event of the response, and the names of its actions."""
+        self.responses = (*self.responses, event)
+        self.action = merge_names(self.action, actions)
 
-    def cut(self, event: EventRecord) -> None:
-        """Adds a cut of the learning rate, which one event or two may report."""
+    def add_cut(self, event: EventRecord) -> None:
+        """Adds a cut of the learning rate. A second event about the same cut has no effect."""
         before, after = event.lr_scale_before, event.lr_scale
         if before is None or after is None:
             return
@@ -135,38 +136,38 @@ class Incident:
         self.lr_path = path if after == path[-1] else (*path, after)
 
 
-def with_names(names: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
-    """Union of the names, in order."""
-    return tuple(dict.fromkeys((*names, *more)))
+def merge_names(names: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
+    """Returns the union of the names, in order of first occurrence."""
+    return tuple(dict.fromkeys((*names, *added)))
 
 
-def batches_of(event: EventRecord) -> tuple[tuple[int, int], ...]:
-    """(epoch, index) of the batches that an event names."""
+def batch_ids(event: EventRecord) -> tuple[tuple[int, int], ...]:
+    """Returns (epoch, index) of each batch in `event.batches`."""
     return tuple((epoch, index) for epoch, index in event.batches or ())
 
 
 class Counts(NamedTuple):
-    """Counts of one run, or of one replay."""
+    """Counts of a run or a replay."""
 
     incidents: int = 0
     rollbacks: int = 0  # incidents with a rollback
-    repeats: int = 0  # rollbacks beyond one per incident
-    denied: int = 0  # rollbacks beyond the budget
+    repeats: int = 0  # rollbacks after the first of each incident
+    denied: int = 0  # ordered rollbacks without budget
     stops: int = 0
     skips: int = 0  # skipped steps, including undone steps
-    undone_incidents: int = 0  # incidents in steps that a rollback or a restart has undone
+    undone_incidents: int = 0  # incidents whose onset a rollback or a restart has undone
     undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
     clips: int | None = None  # steps with clipped gradients, or None if unknown
     alarms: int | None = None  # steps with a cause, or None if unknown
 
 
-def counts_of(incidents: Sequence[Incident], **more: int | None) -> Counts:
-    """Counts incidents. `more` sets fields that incidents do not have, or corrects counts."""
+def count_incidents(incidents: Sequence[Incident], **counts: int | None) -> Counts:
+    """Counts incidents and their responses. `counts` sets further fields or replaces counts."""
     return Counts(
         incidents=len(incidents),
-        rollbacks=sum(each.rolled_back for each in incidents),
-        repeats=sum(each.repeats for each in incidents),
-        stops=sum("STOP" in each.action for each in incidents),
-        skips=sum(each.skipped for each in incidents),
-        undone_incidents=sum(each.undone for each in incidents),
-    )._replace(**more)
+        rollbacks=sum(incident.rolled_back for incident in incidents),
+        repeats=sum(incident.repeats for incident in incidents),
+        stops=sum("STOP" in incident.action for incident in incidents),
+        skips=sum(incident.skipped for incident in incidents),
+        undone_incidents=sum(incident.undone for incident in incidents),
+    )._replace(**counts)

@@ -1,4 +1,4 @@
-"""Reads one process of a run: its start, its end and its known-good checkpoints."""
+"""Collects the events of one process of a run, and the run's known-good checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from healcore.events.process import Process
 
 
 class RunState(enum.StrEnum):
-    """How a run ended, or that it is running."""
+    """Whether a run is running, or how it ended."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -20,12 +20,12 @@ class RunState(enum.StrEnum):
     REQUESTED = "requested"
     KILLED = "killed"
     ENDED = "ended"
-    """The run has ended in a way that this version does not know."""
+    """The run ended in a way that this version of healcore does not know."""
     GONE = "gone"
-    """There is no event `end`, and the process is gone."""
+    """The process no longer exists and has written no event `end`."""
     RUNNING = "running"
     UNKNOWN = "unknown"
-    """There is no event `end`, and the process cannot be seen from here."""
+    """No event `end`, and whether the process exists is unknown, for example on another host."""
 
 
 @dataclass
@@ -33,15 +33,15 @@ class RunProcess:
     """One process of a run."""
 
     id: str
-    start: EventRecord | None = None  # None if a torn line or a rotation has lost the event
+    start: EventRecord | None = None  # None if the event is lost, for example in a torn line
     end: EventRecord | None = None
     last: EventRecord | None = None
-    diagnosis: str = ""  # newest diagnosis in an event
+    diagnosis: str = ""  # newest diagnosis in the events
     first_mono: float | None = None  # smallest monotonic clock of its events, in seconds
     last_mono: float | None = None  # largest monotonic clock
 
     def add(self, event: EventRecord) -> None:
-        """Adds the next event."""
+        """Adds an event, in file order."""
         self.last = event
         if event.kind == "start":
             self.start = event
@@ -56,7 +56,7 @@ class RunProcess:
 
     @property
     def seconds(self) -> float | None:
-        """Duration by the monotonic clock, or None if unknown."""
+        """Duration in seconds by the monotonic clock, or None if unknown."""
         if self.first_mono is None or self.last_mono is None:
             return None
         return self.last_mono - self.first_mono
@@ -69,7 +69,7 @@ class RunProcess:
         return Process(start.host, start.pid, start.boot, start.born)
 
     def state(self) -> RunState:
-        """The state by the event `end`, else by whether the process exists."""
+        """Returns the state by the event `end`, or else by whether the process exists."""
         if self.end is not None:
             return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
         process = self.process()
@@ -80,7 +80,7 @@ class RunProcess:
 
 
 class KnownGood:
-    """Known-good checkpoints of the store that the run uses."""
+    """Tracks the known-good checkpoints in the store of the run."""
 
     def __init__(self) -> None:
         self._steps: set[int] = set()
@@ -88,18 +88,18 @@ class KnownGood:
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest one, or None."""
+        """Step of the newest known-good checkpoint, or None."""
         return max(self._steps, default=None)
 
     def add(self, event: EventRecord) -> None:
-        """Adds the next event."""
-        at = event.step if event.checkpoint is None else event.checkpoint
+        """Adds an event, in file order."""
+        step = event.step if event.checkpoint is None else event.checkpoint
         if event.kind == "start" and event.store != self._store:
             self._store = event.store
             self._steps.clear()
-        elif event.kind == "good" and at is not None:
-            self._steps.add(at)
-        elif event.kind in ("quarantine", "damaged") and at is not None:
-            self._steps.discard(at)
+        elif event.kind == "good" and step is not None:
+            self._steps.add(step)
+        elif event.kind in ("quarantine", "damaged") and step is not None:
+            self._steps.discard(step)
         if event.last_good is not None:
             self._steps.add(event.last_good)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from healcore.events.log import Event
-from healcore.events.models import EventRecord, RerunVerdict, RollbackOutcome, record
-from healcore.history.incident import MOST_ALARMS, Incident, batches_of
+from healcore.events.models import EventRecord, RerunVerdict, RollbackOutcome, validate
+from healcore.history.incident import MOST_ALARMS, Incident, batch_ids
 from healcore.history.process import KnownGood, RunProcess, RunState
 
-_LATE = frozenset({"good", "damaged", "save_failed"})
+_CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
 """Kinds whose `step` is the step of an older checkpoint."""
-_OF_ONE_STEP = frozenset({"alarm", "incident", "order", "hook", "lr", "verdict"})
-"""Kinds whose `step` is the index of a finished step; the others have the number of steps done."""
+_STEP_KINDS = frozenset({"alarm", "incident", "order", "hook", "lr", "verdict"})
+"""Kinds whose `step` is the index of a finished step, not the number of finished steps."""
 
 
 class AttemptOrigin(enum.StrEnum):
-    """The beginning of an attempt."""
+    """What began an attempt."""
 
     START = "start"
     PROCESS = "process"
@@ -28,25 +28,25 @@ class AttemptOrigin(enum.StrEnum):
     ROLLBACK = "rollback"
     TRIAL = "trial"
     METRICS = "metrics"
-    """The attempt has metrics and no event."""
+    """Unknown: the attempt has metrics but no event."""
     RECORDED = "recorded"
-    """Rows of a replayed log."""
+    """Unknown: the attempt is from a replayed log."""
 
 
 class RunAttempt(NamedTuple):
-    """The steps from a start, a resume or a rollback to the next."""
+    """Steps between two of: a start, a resume, a rollback."""
 
     number: int
     first_step: float
     origin: AttemptOrigin
-    source: str = ""  # file of its rows, if there are several files
+    source: str = ""  # file of the rows, or an empty string for a single file
 
 
 class Mark(NamedTuple):
-    """A mark on the step axis besides incidents: a resume, a stop, the end."""
+    """A mark on the step axis, other than an incident: a resume, a stop, the end."""
 
     step: float
-    event: EventRecord | None = None  # None for the stop of a replay, which has no events
+    event: EventRecord | None = None  # None for the stop of a replay
 
     @property
     def kind(self) -> str:
@@ -58,7 +58,7 @@ class Mark(NamedTuple):
 class Run:
     """A training run: its first process, and the processes that resumed from its checkpoints.
 
-    Events are added in the order in which they are read.
+    Events are added in file order.
     """
 
     processes: list[RunProcess] = field(default_factory=list)
@@ -66,23 +66,23 @@ class Run:
     attempt_ids: list[tuple[str, int]] = field(default_factory=list)  # process, number within it
     marks: list[Mark] = field(default_factory=list)
     points: list[tuple[int, EventRecord]] = field(default_factory=list)
-    """Number of the attempt, and alarm with readings."""
-    rollbacks: list[EventRecord] = field(default_factory=list)  # rollbacks without trials
+    """Attempt and event of each alarm with readings."""
+    rollbacks: list[EventRecord] = field(default_factory=list)  # rollbacks, except trials
     malformed: list[tuple[EventRecord, list[str]]] = field(default_factory=list)
-    """Event, and names of its fields that were dropped because they have the wrong type."""
+    """Events with fields of the wrong type, and the names of these fields."""
     problems: list[EventRecord] = field(default_factory=list)  # events that report a problem
     faults: list[EventRecord] = field(default_factory=list)  # classified exceptions
     step: int | None = None  # steps done
-    last_step: int | None = None  # steps done at the last event; a rollback does not decrease it
+    last_step: int | None = None  # steps done at the last event, including undone steps
     lr_scale: float | None = None  # current multiplier of the learning rate
     incidents: list[Incident] = field(default_factory=list)
-    last_incident: Incident | None = None  # last incident with an own event or alarm
+    last_incident: Incident | None = None  # last incident that has an event or an alarm
     rerun: RerunVerdict | None = None  # verdict of the last re-run of a step
     damaged: list[int] = field(default_factory=list)  # steps of damaged checkpoints
     incident_count: int = 0  # including incidents whose events were rotated away
-    rollback_count: int = 0  # likewise; orders of rollbacks if the policy observes
+    rollback_count: int = 0  # likewise; in mode OBSERVE, ordered rollbacks
     cuts: int = 0  # cuts of the learning rate
-    stops: int = 0  # stops that an observing policy would order
+    stops: int = 0  # stops ordered in mode OBSERVE
     alarms: int = 0  # alarms with an event
     skips: int = 0  # alarms with a skipped step
     unreported_alarms: int = 0  # alarms without an event
@@ -101,12 +101,12 @@ class Run:
     @property
     def undone_incidents(self) -> int:
         """Incidents whose onset a rollback or a restart has undone."""
-        return sum(each.undone for each in self.incidents)
+        return sum(incident.undone for incident in self.incidents)
 
     @property
     def start(self) -> EventRecord | None:
-        """Newest event `start`."""
-        return next((each.start for each in reversed(self.processes) if each.start), None)
+        """Newest event `start`, or None."""
+        return next((p.start for p in reversed(self.processes) if p.start), None)
 
     @property
     def end(self) -> EventRecord | None:
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def last_good(self) -> int | None:
-        """Step of the newest known-good checkpoint."""
+        """Step of the newest known-good checkpoint, or None."""
         return self._known_good.newest
 
     @property
@@ -131,55 +131,56 @@ class Run:
 
     @property
     def capped(self) -> bool:
-        """Whether some alarms may have no event: `skips` is a lower bound then."""
+        """Whether some alarms may have no event, so that `skips` is a lower bound."""
         outside = max(self._outside.values(), default=0)
-        return outside >= MOST_ALARMS or any(each.capped for each in self.incidents)
+        return outside >= MOST_ALARMS or any(incident.capped for incident in self.incidents)
 
     def add(self, event: Mapping[str, Any]) -> EventRecord:
-        """Adds an event from `log.parse`. Returns it without fields of the wrong type."""
-        found, wrong = record(event)
-        if wrong:
-            self.malformed.append((found, wrong))
-        if not self.processes or found.run != self.processes[-1].id:
-            self._begin_process(found)
-        self.processes[-1].add(found)
-        self._known_good.add(found)
-        if found.step is not None and found.kind not in _LATE:
-            self.step = self.last_step = found.step + (found.kind in _OF_ONE_STEP)
-        if found.lr_scale is not None:
-            self.lr_scale = found.lr_scale
-        if found.problem is not None and found.kind in ("problem", "save_failed", "damaged"):
-            self.problems.append(found)
-        if found.kind == "fault":
-            self.faults.append(found)
-        self.lost += found.lost or 0
-        self.unreported_alarms += found.unreported_alarms or 0
-        handler = _HANDLERS.get(found.kind)  # the kind may be anything
+        """Adds an event from `log.parse`. Returns the event without fields of the wrong type."""
+        record, invalid_fields = validate(event)
+        if invalid_fields:
+            self.malformed.append((record, invalid_fields))
+        if not self.processes or record.run != self.processes[-1].id:
+            self._begin_process(record)
+        self.processes[-1].add(record)
+        self._known_good.add(record)
+        if record.step is not None and record.kind not in _CHECKPOINT_KINDS:
+            self.step = self.last_step = record.step + (record.kind in _STEP_KINDS)
+        if record.lr_scale is not None:
+            self.lr_scale = record.lr_scale
+        if record.problem is not None and record.kind in ("problem", "save_failed", "damaged"):
+            self.problems.append(record)
+        if record.kind == "fault":
+            self.faults.append(record)
+        self.lost += record.lost or 0
+        self.unreported_alarms += record.unreported_alarms or 0
+        handler = _HANDLERS.get(record.kind)
         if handler is not None:
-            handler(self, found, float(found.step or 0))
-        return found
+            handler(self, record, float(record.step or 0))
+        return record
 
     def _begin_process(self, event: EventRecord) -> None:
         origin = AttemptOrigin.PROCESS if self.attempts else AttemptOrigin.START
-        self._attempt(event.run, 0, float(event.step or 0), origin)
+        self._begin_attempt(event.run, 0, float(event.step or 0), origin)
         self.processes.append(RunProcess(event.run))
         self.step = self.last_step = self.lr_scale = None
 
-    def _attempt(self, run: str, number: int, first: float, origin: AttemptOrigin) -> None:
+    def _begin_attempt(self, run: str, number: int, first: float, origin: AttemptOrigin) -> None:
         self.attempts.append(RunAttempt(len(self.attempts), first, origin))
         self.attempt_ids.append((run, number))
 
     def _undo(self, step: float) -> None:
         """Marks skips and incidents from `step` on as undone."""
-        self._skipped = [each for each in self._skipped if each < step]
-        for each in self.incidents:
-            each.undone |= each.onset_step >= step
+        self._skipped = [skipped for skipped in self._skipped if skipped < step]
+        for incident in self.incidents:
+            incident.undone |= incident.onset_step >= step
 
     def _add_resume(self, event: EventRecord, step: float) -> None:
-        at = step if event.checkpoint is None else float(event.checkpoint)
-        self._undo(at)
-        self.attempts[-1] = self.attempts[-1]._replace(first_step=at, origin=AttemptOrigin.RESUME)
-        self.marks.append(Mark(at, event))
+        first = step if event.checkpoint is None else float(event.checkpoint)
+        self._undo(first)
+        resumed = self.attempts[-1]._replace(first_step=first, origin=AttemptOrigin.RESUME)
+        self.attempts[-1] = resumed
+        self.marks.append(Mark(first, event))
 
     def _add_rollback(self, event: EventRecord, step: float) -> None:
         target = event.checkpoint
@@ -193,23 +194,23 @@ class Run:
             self.rollbacks.append(event)
         onset = step if event.onset is None else float(event.onset)
         if not self.incidents or self.incidents[-1].onset_step != onset:
-            self._open(event, onset)  # a hook ordered it, without an incident
+            self._open(event, onset)  # a hook ordered a rollback without an incident
         last = self.incidents[-1]
-        last.measure(event, "ROLLBACK")
+        last.add_response(event, "ROLLBACK")
         if not trial:
             last.checkpoint = target
-            last.skipped_batches = batches_of(event) or last.skipped_batches
+            last.skipped_batches = batch_ids(event) or last.skipped_batches
             last.count_rollback()
-            last.cut(event)
+            last.add_cut(event)
         self._undo(float(target))
         run, number = self.attempt_ids[-1]
-        if event.outcome == RollbackOutcome.AFTER_CRASH:  # the process began with it
+        if event.outcome == RollbackOutcome.AFTER_CRASH:  # the rollback began the process
             self.attempts[-1] = self.attempts[-1]._replace(
                 first_step=float(target), origin=AttemptOrigin.ROLLBACK
             )
             return
         origin = AttemptOrigin.TRIAL if trial else AttemptOrigin.ROLLBACK
-        self._attempt(run, number + 1, float(target), origin)
+        self._begin_attempt(run, number + 1, float(target), origin)
 
     def _add_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
@@ -245,34 +246,34 @@ class Run:
             return
         ordered = event.ordered or ()
         last.action = tuple(name for name in last.action if name not in ordered)
-        last.measure(event, *(event.action or ()))
+        last.add_response(event, *(event.action or ()))
 
     def _add_lr(self, event: EventRecord, step: float) -> None:
         before, after = event.lr_scale_before, event.lr_scale
         if before is None or after is None:
             return
-        # A decrease that is not an order has a reason: the limit of an earlier cut.
+        # `why` marks a decrease to the limit of an earlier cut, which is not a new cut.
         cut = after < before and (event.why is None or "CUT_LR" in (event.action or ()))
         self.cuts += cut
         if cut and self.incidents and self.incidents[-1].attempt == len(self.attempts) - 1:
-            self.incidents[-1].cut(event)
+            self.incidents[-1].add_cut(event)
 
     def _add_verdict(self, event: EventRecord, step: float) -> None:
         self.rerun = RerunVerdict(event.outcome) if event.outcome in set(RerunVerdict) else None
         if self.incidents:
-            self.incidents[-1].measure(event)
+            self.incidents[-1].add_response(event)
 
     def _add_stop(self, event: EventRecord, step: float) -> None:
         self.marks.append(Mark(step, event))
         if self.incidents:
             last = self.incidents[-1]
-            last.measure(event, "STOP")
+            last.add_response(event, "STOP")
             last.stop_step = step if last.stop_step is None else last.stop_step
 
     def _add_damaged(self, event: EventRecord, step: float) -> None:
-        at = event.step if event.checkpoint is None else event.checkpoint
-        if at is not None:
-            self.damaged.append(at)
+        checkpoint = event.step if event.checkpoint is None else event.checkpoint
+        if checkpoint is not None:
+            self.damaged.append(checkpoint)
 
     def _add_end(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count, event.incidents or 0)
@@ -287,12 +288,12 @@ class Run:
                 onset_step=onset,
                 step=max(onset, float(event.step or 0)),
                 cause=tuple(event.cause or ()),
-                batches=() if event.kind == "rollback" else batches_of(event),
+                batches=() if event.kind == "rollback" else batch_ids(event),
             )
         )
 
     def _incident_of(self, event: EventRecord) -> Incident:
-        """The event's incident; its `incident` event may be lost to a torn line."""
+        """Returns the incident of an event, and adds it if its event `incident` is lost."""
         if not self.incidents or self.incidents[-1].number != event.incident:
             self._open(event, float(event.step or 0))
         self.last_incident = self.incidents[-1]
@@ -300,13 +301,13 @@ class Run:
 
 
 def is_continuation(events: Iterable[Event]) -> bool:
-    """Whether a process resumed from a checkpoint of the process before it, by its events.
+    """Whether a process resumed from a checkpoint of an earlier process, by its events.
 
-    After a kill during a rollback the next start finishes the rollback, without an event `resume`.
+    A process that finishes a rollback of a killed process writes no event `resume`.
     """
     for event in events:
-        finished = event.get("outcome") == RollbackOutcome.AFTER_CRASH
-        if event["kind"] == "resume" or finished or event.get("resumes") is True:
+        finishes_rollback = event.get("outcome") == RollbackOutcome.AFTER_CRASH
+        if event["kind"] == "resume" or finishes_rollback or event.get("resumes") is True:
             return True
         if event["kind"] in ("save", "alarm", "incident"):
             return False
@@ -314,14 +315,14 @@ def is_continuation(events: Iterable[Event]) -> bool:
 
 
 def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[Run]:
-    """Joins the processes of an events file (run id -> events) into training runs."""
-    found: list[Run] = []
+    """Joins the processes of an events file (process id -> events) into training runs."""
+    runs: list[Run] = []
     for events in processes.values():
-        if not found or not is_continuation(events):
-            found.append(Run())
+        if not runs or not is_continuation(events):
+            runs.append(Run())
         for event in events:
-            found[-1].add(event)
-    return found
+            runs[-1].add(event)
+    return runs
 
 
 _HANDLERS = {

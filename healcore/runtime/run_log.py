@@ -112,7 +112,7 @@ class RunLog:
     def on_rollback(self) -> None:
         """Lets the metrics file accept the undone steps again."""
         if self._metrics is not None:
-            self._metrics.went_back()
+            self._metrics.on_rollback()
 
     def info(self, line: str) -> None:
         """Logs at INFO."""

@@ -1,1 +1,1 @@
-"""The command line tools, and the libraries behind them."""
+"""Command-line tools, and the libraries that they use."""

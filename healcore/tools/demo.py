@@ -1,4 +1,4 @@
-"""Trains the demo's runs step by step, and prints and draws the comparison."""
+"""Trains the demo's runs in turns, and prints and draws the comparison."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from healcore.extras import require
 from healcore.history import Curves
 from healcore.policy import Policy
 from healcore.tools import terminal
-from healcore.tools.output_files import OutputError, check_chosen, replacing
+from healcore.tools.output_files import OutputError, check_default_path, replacing
 from healcore.tools.report import page, picture
 from healcore.tools.report.run_report import RunReport
 from healcore.tools.report.runs import read_reports
@@ -45,7 +45,7 @@ _STYLES = {Outcome.TRAINED: "green", Outcome.NEITHER: "yellow", Outcome.FAILED: 
 
 
 class DemoResult(NamedTuple):
-    """The finished runs and the claims about them."""
+    """The finished runs, and claims that compare the runs."""
 
     runs: list[DemoRun]
     claims: list[DemoClaim]
@@ -65,13 +65,15 @@ def run_demo(
     """Trains one run per framework, seed and arm, and prints the outcomes.
 
     Writes `curves.png` into `out` (default `healcore-demo`), and a folder for each healed run with
-    its checkpoints, events, metrics, postmortem and report. It deletes the folders of an earlier
-    demo. `arms` must contain "healed". The healed runs use `with_short_probation(policy)`. `sizes`
-    are fields of `Scenario`.
+    its checkpoints, events, metrics, postmortem and report. Deletes the folders of an earlier demo.
+    `arms` must contain "healed". The healed runs use `with_short_probation(policy)`. `sizes` are fields of
+    `Scenario`.
 
-    Raises MissingExtraError, healcore.policy.PolicyError, a DemoError for a missing corpus, too few
-    steps, or sizes that do not fit, or an OutputError for a link in the place of an output, and for
-    a folder in the place of a run that no demo has written.
+    Raises:
+        MissingExtraError: a library is not installed.
+        PolicyError: the policy is invalid.
+        DemoError: the corpus is missing, or steps or sizes are invalid.
+        OutputError: an output is a link, or a run's folder is not from a demo.
     """
     require("report", "matplotlib", "jinja2")
     for framework in frameworks:
@@ -79,7 +81,7 @@ def run_demo(
     policy, text = with_short_probation(policies.load(policy)), load_corpus()
     scenarios = [Scenario(text, seed=seed, steps=steps, **sizes) for seed in seeds]
     names = [f"{f}-healed-seed{s.seed}" for s, f in product(scenarios, frameworks)]
-    out = _checked(out, names)
+    out = _check_output(out, names)
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     console = console or terminal.console()
@@ -92,7 +94,7 @@ def run_demo(
             if arm == "healed":
                 run.folder = out / f"{framework}-healed-seed{scenario.seed}"
                 if run.folder.exists():
-                    shutil.rmtree(run.folder)  # of an earlier demo, see `_checked`
+                    shutil.rmtree(run.folder)  # from an earlier demo, see `_check_output`
                 run.folder.mkdir()
             train = adapter_registry.find(framework, "demo_training")
             training.append((run, train(scenario, arm, policy, run.folder)))
@@ -107,86 +109,88 @@ def run_demo(
     return DemoResult(runs, found)
 
 
-def _checked(out: Path | None, runs: Sequence[str]) -> Path:
-    """The output folder, if nothing in the place of the output is another person's."""
+def _check_output(out: Path | None, runs: Sequence[str]) -> Path:
+    """Returns the output folder. Raises OutputError if a demo did not write a folder in it."""
     if out is None:
         out = Path("healcore-demo")
-        check_chosen(out, folder=True)
-    check_chosen(out / "curves.png")
+        check_default_path(out, folder=True)
+    check_default_path(out / "curves.png")
     for folder in (out / name for name in runs):
-        check_chosen(folder, folder=True)
+        check_default_path(folder, folder=True)
         log = folder / "events.jsonl"
-        written = not log.is_symlink() and log.is_file() and events.read(log).events
-        if folder.exists() and not written and any(folder.iterdir()):
+        from_demo = not log.is_symlink() and log.is_file() and events.read(log).events
+        if folder.exists() and not from_demo and any(folder.iterdir()):
             raise OutputError(
-                f"{folder} has no events of an earlier demo, and the demo deletes only what it has "
-                "written: move that folder away, or name another output with --out"
+                f"{folder} has no events of an earlier demo, and the demo deletes only its own "
+                "files: move the folder, or name another output with --out"
             )
     return out
 
 
 def _train(
-    console: Console,
-    scenario: Scenario,
-    runs: Sequence[tuple[DemoRun, Generator[Step, None, Any]]],
+    console: Console, scenario: Scenario, runs: Sequence[tuple[DemoRun, Generator[Step, None, Any]]]
 ) -> None:
     columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
     loss = TextColumn("loss {task.fields[loss]:>6}")
-    with Progress(*columns, loss, console=console) as bars, _Warnings(console) as warnings:
-        left = [
-            (*each, bars.add_task(str(each[0]), total=scenario.steps, loss="")) for each in runs
+    with Progress(*columns, loss, console=console) as bars, _WarningPrinter(console) as warnings:
+        unfinished = [
+            (run, loop, bars.add_task(str(run), total=scenario.steps, loss=""))
+            for run, loop in runs
         ]
-        while left:
-            for each in tuple(left):
-                run, loop, bar = each
-                warnings.turn = run.framework
+        while unfinished:
+            for entry in tuple(unfinished):
+                run, loop, bar = entry
+                warnings.framework = run.framework
                 try:
                     run.steps.append(next(loop))
                 except StopIteration as end:
                     run.finish(end.value)
-                    left.remove(each)
+                    unfinished.remove(entry)
                 else:
-                    # The loss before the newest is on the host already, so this does not wait.
-                    before = float(run.steps[-2:][0].loss)
-                    bars.update(bar, completed=run.steps[-1].batch + 1, loss=format_loss(before))
+                    # The previous loss, because reading the newest would wait for the device.
+                    previous = float(run.steps[-2:][0].loss)
+                    bars.update(bar, completed=run.steps[-1].batch + 1, loss=format_loss(previous))
 
 
-class _Warnings(logging.Handler):
-    """Context manager: warnings of the Healers are printed above the bars and nowhere else."""
+class _WarningPrinter(logging.Handler):
+    """Context manager that prints warnings of the Healers only above the progress bars."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
-        self.turn = ""
-        """Framework of the run whose turn it is."""
+        self.framework = ""
+        """Framework of the current run."""
         self._console = console
         self._log = logging.getLogger("healcore")
-        self._before = self._log.propagate
+        self._propagate = self._log.propagate
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints one warning."""
-        line = f"{self.turn}: {record.getMessage()}"
+        """Prints a warning with the name of its framework."""
+        line = f"{self.framework}: {record.getMessage()}"
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
-    def __enter__(self) -> _Warnings:
+    def __enter__(self) -> _WarningPrinter:
         self._log.addHandler(self)
         self._log.propagate = False
         return self
 
     def __exit__(self, *_: object) -> None:
         self._log.removeHandler(self)
-        self._log.propagate = self._before
+        self._log.propagate = self._propagate
 
 
 def _introduce(console: Console, scenario: Scenario, policy: Policy) -> None:
-    wrong, bad = scenario.wrong_lr_steps, ", ".join(map(str, sorted(scenario.corrupted_batches)))
+    raised, corrupted = (
+        scenario.wrong_lr_steps,
+        ", ".join(map(str, sorted(scenario.corrupted_batches))),
+    )
     console.print(
         f"[bold]A byte-level transformer[/] ({scenario.layers} layers, width {scenario.width}) on "
         f"the {scenario.corpus.files} modules of the standard library, {scenario.steps} steps. "
-        f"Random bytes instead of text in batches {bad}; a learning rate {scenario.lr_factor:g} "
-        f"times too high in steps {wrong.start} to {wrong.stop - 1}; a batch whose loss is 0/0, "
-        f"number {scenario.empty_batch}. Policy: [cyan]{policy.name}[/], with a checkpoint every "
-        f"{SAVE_EVERY} steps that is known-good after {policy.rollback.probation} healthy ones, "
-        "because the run is so short.\n"
+        f"Faults: random bytes instead of text in batches {corrupted}; a learning rate "
+        f"{scenario.lr_factor:g} times too high in steps {raised.start} to {raised.stop - 1}; a loss "
+        f"of 0/0 in batch {scenario.empty_batch}. Policy: [cyan]{policy.name}[/]. Because the run is "
+        f"short, it saves a checkpoint every {SAVE_EVERY} steps, which is known-good after "
+        f"{policy.rollback.probation} healthy steps.\n"
     )
 
 
@@ -206,13 +210,13 @@ def _show(
     pages = []
     for run in healed:
         pages.append(run.folder / "events.report.html")
-        with replacing(pages[-1], named=False) as draft:
+        with replacing(pages[-1], from_user=False) as draft:
             draft.write_text(page.render([reports[str(run)]]), encoding="utf-8")
-    with replacing(out / "curves.png", named=False) as draft:
+    with replacing(out / "curves.png", from_user=False) as draft:
         picture.draw(
             [report._replace(title=name) for name, report in reports.items()],
             draft,
-            behind={str(run): _backdrop(run, runs, scenario) for run in healed},
+            backdrops={str(run): _backdrop(run, runs, scenario) for run in healed},
         )
     console.print("\n".join(("", *(f"page: {each}" for each in pages))), soft_wrap=True)
     console.print(f"picture: {out / 'curves.png'}", soft_wrap=True)
@@ -220,8 +224,8 @@ def _show(
 
 def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Scenario) -> Table:
     table = Table(
-        caption="loss: nats per byte, the mean of the 20 steps before the empty batch, and at the "
-        "end on text that no run was trained on",
+        caption="loss: nats per byte; before: mean of the 20 steps before the empty batch; on "
+        "unseen: at the end, on text in no training batch",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,
@@ -241,31 +245,31 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
             format_loss(run.held_out_loss),
             str(skips),
             str(clips),
-            "\n".join(f"{back['onset']} → {back['checkpoint']}" for back in run.rollbacks),
-            "\n".join(_lr_after(back) for back in run.rollbacks),
+            "\n".join(f"{event['onset']} → {event['checkpoint']}" for event in run.rollbacks),
+            "\n".join(_lr_after(event) for event in run.rollbacks),
             f" [{_STYLES[found]}]{found.value}[/]",
             end_section=run.arm == "healed",
         )
     return table
 
 
-def _lr_after(back: Mapping[str, Any]) -> str:
-    """What a rollback has done to the learning rate: its limit, or the multiplier."""
-    limit = back.get("lr_limit")
-    return f"× {back['lr_scale']:g}" if limit is None else f"≤ {limit:.3g}"
+def _lr_after(rollback: Mapping[str, Any]) -> str:
+    """Returns the limit of the learning rate after a rollback, or else its multiplier."""
+    limit = rollback.get("lr_limit")
+    return f"× {rollback['lr_scale']:g}" if limit is None else f"≤ {limit:.3g}"
 
 
 def _backdrop(healed: DemoRun, runs: Sequence[DemoRun], scenario: Scenario) -> picture.Backdrop:
-    """The curves of the other arms of the same framework and seed, and the spans of the faults."""
+    """Returns the curves of the other arms with equal framework and seed, and the faults' spans."""
     others = {
         run.arm: Curves(run.column("step"), run.column("loss"), run.column("grad_norm"))
         for run in runs
         if (run.framework, run.seed) == (healed.framework, healed.seed) and run is not healed
     }
-    wrong, bad = scenario.wrong_lr_steps, sorted(scenario.corrupted_batches)
+    raised, corrupted = scenario.wrong_lr_steps, sorted(scenario.corrupted_batches)
     spans = [
-        (wrong.start, wrong.stop - 1, f"learning rate × {scenario.lr_factor:g}"),
-        *((bad[i], bad[i + 1], "random bytes") for i in (0, 2)),
+        (raised.start, raised.stop - 1, f"learning rate × {scenario.lr_factor:g}"),
+        *((corrupted[i], corrupted[i + 1], "random bytes") for i in (0, 2)),
         (scenario.empty_batch, scenario.empty_batch, "empty batch"),
     ]
-    return picture.Backdrop(others, spans, itself="healed")
+    return picture.Backdrop(others, spans, label="healed")

@@ -1,4 +1,4 @@
-"""Writes a command's output files: never over an input, and completely or not at all."""
+"""Checks and writes a command's output files, completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,81 +10,84 @@ from pathlib import Path
 
 from healcore.core.errors import HealcoreError
 
-Name = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 
 
 class OutputError(HealcoreError, ValueError):
-    """An output that cannot be written; the message has the reason and the remedy."""
+    """An output cannot be written. The message has the reason and the remedy."""
 
 
-def check_outputs(outputs: Iterable[Name], inputs: Iterable[Name]) -> None:
-    """Checks before the work that every output can be written and overwrites no input.
+def check_outputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath]) -> None:
+    """Checks that every output can be written and overwrites no input, before the work starts.
 
-    All files in a directory of `inputs` are inputs. Raises OutputError for an output without a
-    folder, that is a folder, an input, or named twice.
+    Raises OutputError if an output is a folder, an input or named twice, or if its folder does not
+    exist. If an input is a folder, all files in the folder are inputs.
     """
-    read = [path for each in inputs for path in _files(Path(each))]
-    taken: dict[str, Path] = {}
+    input_files = [file for path in inputs for file in _log_files(Path(path))]
+    seen = set[str]()
     for path in map(Path, outputs):
         if not path.absolute().parent.is_dir():
-            raise OutputError(f"{path} cannot be written: there is no folder {path.parent}")
+            raise OutputError(f"{path} cannot be written: the folder {path.parent} does not exist")
         if path.is_dir():
-            raise OutputError(f"{path} cannot be written: it is a folder; name a file in it")
-        place = os.path.realpath(path)
-        if place in taken:
-            raise OutputError(f"{path} is to be written twice: give each output a name of its own")
-        taken[place] = path
-        if _is_one_of(path, read):
-            raise OutputError(f"{path} is one of the files that are read: write to another")
+            raise OutputError(f"{path} is a folder: name a file in the folder")
+        real = os.path.realpath(path)
+        if real in seen:
+            raise OutputError(f"{path} is the name of two outputs: name two files")
+        seen.add(real)
+        if _is_any_of(path, input_files):
+            raise OutputError(f"{path} is an input: write to another file")
 
 
-def check_chosen(path: Path, *, folder: bool = False) -> None:
-    """Raises OutputError unless nothing, or a regular file, is at a path that healcore has chosen.
+def check_default_path(path: Path, *, folder: bool = False) -> None:
+    """Raises OutputError if a path that healcore chose exists, but is not a regular file.
 
-    With `folder` it is a folder instead of a file. What is there may have been planted.
+    With `folder`, the path must be a folder instead. Another user may have created a link there.
     """
-    there = path.is_dir() if folder else path.is_file()
-    if path.is_symlink() or (path.exists() and not there):
+    is_regular = path.is_dir() if folder else path.is_file()
+    if path.is_symlink() or (path.exists() and not is_regular):
         raise OutputError(
-            f"{path} is a link, a pipe or a device, or no {'folder' if folder else 'file'}, and "
-            "healcore writes only to regular ones at a path that it has chosen itself: remove it, "
-            "or name the output"
+            f"{path} is a link or not a regular {'folder' if folder else 'file'}, and healcore "
+            "replaces neither at a default path: remove it, or name another output"
         )
 
 
 @contextlib.contextmanager
-def replacing(path: Name, *, named: bool = True) -> Iterator[Path]:
-    """A draft that replaces `path` if the block ends without an error; OutputError names the path.
+def replacing(path: AnyPath, *, from_user: bool = True) -> Iterator[Path]:
+    """Context manager: the path of a draft, which replaces `path` if the block raises no error.
 
-    The old file stays until then. If the user has `named` the path, a link there is followed, and a
-    device or a pipe is written to directly. A path that healcore chose may have been planted: only
-    a regular file is replaced there.
+    Args:
+        path: the output.
+        from_user: whether the user named the path. True follows a link, and writes directly to a
+            device or a pipe. False replaces only a regular file, because another user may have
+            created a link.
+
+    Raises:
+        OutputError: `path` cannot be written.
     """
     target = Path(path)
-    if not named:
-        check_chosen(target)
-    direct = named and target.exists() and not target.is_file()
-    # Through a link the file itself is replaced, not the link.
-    place = Path(os.path.realpath(target)) if named else target
+    if not from_user:
+        check_default_path(target)
+    direct = from_user and target.exists() and not target.is_file()
+    # `realpath`, so that the file is replaced instead of a link to it.
+    real = Path(os.path.realpath(target)) if from_user else target
     try:
         if direct:
             yield target
             return
-        # The folder has an unpredictable name: a link planted at the draft's path would send its
-        # content into another file.
+        # The folder has an unpredictable name, so that no other user can create a link in it.
         with tempfile.TemporaryDirectory(
-            prefix=".healcore-", dir=place.parent, ignore_cleanup_errors=True
-        ) as own:
-            draft = Path(own, place.name)  # matplotlib takes the format from the suffix
+            prefix=".healcore-", dir=real.parent, ignore_cleanup_errors=True
+        ) as folder:
+            draft = Path(folder, real.name)  # matplotlib derives the format from the suffix
             yield draft
-            draft.replace(place)
+            draft.replace(real)
     except OSError as error:
         why = error.strerror or error
         raise OutputError(f"{target} cannot be written: {why}; name another file") from error
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """A file, or the files of a directory that may be logs: all but pages and pictures."""
+def _log_files(path: Path) -> Iterator[Path]:
+    """Iterates over the files of a directory except pages and pictures, or over one file."""
     if not path.is_dir():
         yield path
         return
@@ -92,7 +95,7 @@ def _files(path: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.endswith((".html", ".png")))
 
 
-def _is_one_of(path: Path, others: Iterable[Path]) -> bool:
+def _is_any_of(path: Path, others: Iterable[Path]) -> bool:
     if not path.exists():
         return False
     for other in others:

@@ -1,4 +1,4 @@
-"""Cleans and prints all output of the commands: parts of it come from files of any origin."""
+"""Prints untrusted text, such as names from logs, with control sequences escaped."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ import typer
 
 from healcore.core.printable import clean, clean_json
 
-if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
+if TYPE_CHECKING:  # a local import, so that other commands start fast
     from rich.console import Console
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Prints a text of any origin, cleaned; `err`: to standard error."""
+    """Prints untrusted text, with `err` on standard error, with `nl` followed by a newline."""
     typer.echo(clean(text), err=err, nl=nl)
 
 
 def echo_json(text: str) -> None:
-    """Prints a JSON document, cleaned."""
+    """Prints an untrusted JSON document."""
     typer.echo(clean_json(text))
 
 
 def console(**options: Any) -> Console:
-    """Rich's console, with text cleaned after layout: rich's own colours stay."""
+    """Returns a rich console that escapes control sequences in text, but not rich's own."""
     from rich.console import Console, ConsoleOptions, RenderHook, RenderResult
     from rich.control import Control
     from rich.segment import Segment
 
-    class Cleaned:
-        def __init__(self, printed: Any) -> None:
-            self._printed = printed
+    class CleanText:
+        def __init__(self, renderable: Any) -> None:
+            self._renderable = renderable
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-            for text, style, control in console.render(self._printed, options):
+            for text, style, control in console.render(self._renderable, options):
                 yield Segment(text if control else clean(text), style, control)
 
-    class Cleaning(RenderHook):
+    class CleanTextHook(RenderHook):
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
-            return [each if isinstance(each, Control) else Cleaned(each) for each in renderables]
+            return [r if isinstance(r, Control) else CleanText(r) for r in renderables]
 
-    class Piped(Console):
+    class PipeConsole(Console):
         def on_broken_pipe(self) -> None:
-            """A reader that closes early (`| head`) is no error; rich would exit with status 1."""
+            """Raises BrokenPipeError. Rich would exit with status 1 if the reader ends early."""
             raise BrokenPipeError
 
-    made = Piped(**options)
-    made.push_render_hook(Cleaning())
-    return made
+    cleaning = PipeConsole(**options)
+    cleaning.push_render_hook(CleanTextHook())
+    return cleaning

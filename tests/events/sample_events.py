@@ -128,7 +128,7 @@ def problems(event: Mapping[str, Any]) -> list[str]:
     if kind is None:
         return [f"kind {event.get('kind')!r} is none of {', '.join(schema.KINDS)}"]
     known = {field.alias or name for name, field in EventModel.model_fields.items()}
-    found = [f"{event['kind']} has no {name}" for name in kind.needs if name not in event]
+    found = [f"{event['kind']} has no {name}" for name in kind.required if name not in event]
     found += [
         f"{event['kind']} has a field {name!r} that no event has"
         for name in event

@@ -106,7 +106,7 @@ def test_last_in_a_large_file_and_behind_a_large_line(path):
 
 def test_the_same_event_twice_is_a_problem(path):
     path.write_bytes(b"\n".join([event(0), event(1), event(0), b""]))
-    assert read(path).problems == [LineProblem(3, "a second event 0 of run a, as in line 1")]
+    assert read(path).problems == [LineProblem(3, "event 0 of run a repeats the number of line 1")]
 
 
 def test_a_newer_schema_is_read_with_a_warning(path):
@@ -121,4 +121,4 @@ def test_runs_one_after_another_are_no_problem_and_at_once_are(path):
     path.write_bytes(b"\n".join([*one_by_one, b""]))
     assert read(path).problems == []
     path.write_bytes(b"\n".join([*one_by_one, event(4, run="b"), event(5, run="c"), b""]))
-    assert read(path).problems == [LineProblem(5, "runs c and b write at once")]
+    assert read(path).problems == [LineProblem(5, "runs c and b interleave")]

@@ -50,7 +50,7 @@ def test_real_events_are_valid(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_required_fields_of_a_kind(tmp_path, kind):
     event = written(tmp_path, kind)
-    for name in (*ENVELOPE, *KINDS[kind].needs):
+    for name in (*ENVELOPE, *KINDS[kind].required):
         less = {key: value for key, value in event.items() if key != name}
         assert not VALIDATOR.is_valid(less), name
         assert problems(less), name
@@ -118,7 +118,7 @@ def calls() -> Iterator[tuple[str, str, set[str]]]:
                 yield (
                     f"{path.name}:{node.lineno}",
                     kind,
-                    {"step", *KINDS[kind].needs, *fields} - BY_THE_LOG,
+                    {"step", *KINDS[kind].required, *fields} - BY_THE_LOG,
                 )
 
 
@@ -129,7 +129,7 @@ def test_every_event_that_the_runtime_writes_is_in_the_schema():
         assert kind in KINDS, place
         assert fields <= {*FIELDS, "step"}, f"{place}: {fields - {*FIELDS, 'step'}}"
         added = {"host", "pid", "environment"} if kind == "start" else set()
-        assert {"step", *KINDS[kind].needs} <= fields | added, place
+        assert {"step", *KINDS[kind].required} <= fields | added, place
     assert {kind for _, kind, _ in found} == set(KINDS)
     assert set().union(*(fields for *_, fields in found)) == {"step", *FIELDS} - BY_THE_LOG
 
@@ -170,7 +170,7 @@ def rows_of_fields(fields) -> list[str]:
 
 def test_the_page_lists_every_kind():
     rows = [
-        f"| `{name}` | {kind.when} | {', '.join(f'`{each}`' for each in kind.needs)} |"
+        f"| `{name}` | {kind.when} | {', '.join(f'`{each}`' for each in kind.required)} |"
         for name, kind in KINDS.items()
     ]
     assert section("Kinds") == rows, "\n" + "\n".join(rows)

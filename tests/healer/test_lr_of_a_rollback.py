@@ -9,7 +9,7 @@ import torch
 
 from healcore import Checkpoints, Healer, Logging
 from healcore.events import read
-from healcore.events.models import record
+from healcore.events.models import validate
 from healcore.history import Run
 from healcore.tools.watch.live_run import event_line
 
@@ -60,7 +60,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
     assert rates[1] == pytest.approx(RATE * warm_up(1)), "and the first ones their schedule's"
 
-    events = [record(each)[0] for each in read(events_path).events]
+    events = [validate(each)[0] for each in read(events_path).events]
     (back,) = (each for each in events if each.kind == "rollback")
     assert (back.lr, back.lr_limit, back.lr_scale) == (done.lr, done.lr_limit, 1.0)
     first, second = (each for each in events if each.kind == "lr")

@@ -13,7 +13,7 @@ def test_short_curves_stay_whole():
     envelope = Envelope(100)
     envelope.add(np.arange(60), {"loss": np.arange(60.0)})
     envelope.add(np.arange(60, 80), {"loss": np.arange(60.0, 80), "norm": np.ones(20)})
-    index, values = envelope.kept()
+    index, values = envelope.thinned()
     assert index.tolist() == list(range(80))
     assert values["loss"].tolist() == list(range(80))
     assert np.isnan(values["norm"][:60]).all()
@@ -23,7 +23,7 @@ def test_short_curves_stay_whole():
 def test_nothing_in_nothing_out():
     envelope = Envelope()
     envelope.add(np.empty(0, np.int64), {"loss": np.empty(0)})
-    index, values = envelope.kept()
+    index, values = envelope.thinned()
     assert (len(index), values) == (0, {})
 
 
@@ -46,7 +46,7 @@ def test_outliers_are_kept(length, limit, cut, places):
     for low in range(0, length, cut):
         part = slice(low, low + cut)
         envelope.add(index[part], {"loss": loss[part], "norm": norm[part]})
-    kept, values = envelope.kept()
+    kept, values = envelope.thinned()
     assert len(kept) <= limit
     assert len(kept) >= min(length, limit // 8)
     assert (np.diff(kept) > 0).all()

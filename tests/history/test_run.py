@@ -12,7 +12,7 @@ import healcore.history
 from healcore.events.log import Event
 from healcore.events.models import RerunVerdict
 from healcore.history import IncidentOutcome, Mode, Run, runs_of
-from healcore.history.incident import counts_of
+from healcore.history.incident import count_incidents
 from healcore.history.process import RunState
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
@@ -45,7 +45,7 @@ def test_an_incident_with_its_rollback():
     assert (case.checkpoint, case.skipped_batches) == (2, ((0, 4), (0, 5)))
     assert case.lr_path == (1.0, 0.5)
     assert case.evidence[0].name == "w"
-    assert [each.kind for each in case.measures] == ["rollback"]
+    assert [each.kind for each in case.responses] == ["rollback"]
     assert [(each.first_step, each.origin) for each in run.attempts] == [
         (0.0, "start"),
         (2.0, "rollback"),
@@ -59,10 +59,10 @@ def test_a_declined_order_is_no_rollback():
     (case,) = declined.incidents
     assert case.action == ("ROLLBACK",)
     assert (case.outcome, declined.rollback_count) == (IncidentOutcome.SKIP, 0)
-    assert counts_of(declined.incidents).rollbacks == 0
+    assert count_incidents(declined.incidents).rollbacks == 0
     applied = run_of(BEGIN, ("alarm", 4, NAN), ("order", 5, order), ("rollback", 6, BACK))
     assert applied.incidents[0].outcome is IncidentOutcome.ROLLBACK
-    assert counts_of(applied.incidents).rollbacks == 1
+    assert count_incidents(applied.incidents).rollbacks == 1
 
 
 def test_a_trial_is_no_rollback_and_its_verdict_is_known():
@@ -71,7 +71,7 @@ def test_a_trial_is_no_rollback_and_its_verdict_is_known():
     run = run_of(BEGIN, ("rollback", 6, trial), verdict)
     assert (run.rollbacks, run.rollback_count, run.rerun) == ([], 0, RerunVerdict.TRANSIENT)
     assert run.attempts[-1].origin == "trial"
-    assert [each.kind for each in run.incidents[0].measures] == ["rollback", "verdict"]
+    assert [each.kind for each in run.incidents[0].responses] == ["rollback", "verdict"]
     unknown = run_of(("verdict", 7, {"outcome": "of a newer healcore"}))
     assert unknown.rerun is None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from healcore.console import counted
 from healcore.core.verdict import Cause
-from healcore.events.models import EventRecord, RollbackOutcome, record
+from healcore.events.models import EventRecord, RollbackOutcome, validate
 from healcore.events.schema import ENVELOPE
 from healcore.history import Counts, Incident, Mode
 from healcore.history.process import RunState
@@ -57,11 +57,11 @@ def sentence(event: EventRecord) -> str:
 
 
 def sentence_and_fields(event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The sentence of an event, and the fields that are not complete in the sentence."""
-    parsed, invalid = record(event)
-    _, contained = _SENTENCES.get(parsed.kind, (None, ""))
-    hidden = {*ENVELOPE, *contained.split()} - {*invalid}
-    return sentence(parsed), {name: value for name, value in event.items() if name not in hidden}
+    """The sentence of an event, and the fields that the sentence does not contain in full."""
+    found, wrong = validate(event)
+    _, said = _SENTENCES.get(found.kind, (None, ""))
+    hidden = {*ENVELOPE, *said.split()} - {*wrong}
+    return sentence(found), {name: each for name, each in event.items() if name not in hidden}
 
 
 def mark(mark: Mark) -> str:
@@ -186,11 +186,11 @@ def outcome(incident: Incident) -> str:
     """The outcome of an incident as text."""
     if incident.mode is Mode.REPLAY:
         return _replayed(incident)
-    measures = [sentence(event) for event in incident.measures]
+    responses = [sentence(event) for event in incident.responses]
     if incident.mode is Mode.OBSERVE:
-        return "; ".join([f"observed only: nothing was done{_would(incident)}", *measures])
-    if measures:
-        return "; ".join(measures)
+        return "; ".join([f"observed only: nothing was done{_would(incident)}", *responses])
+    if responses:
+        return "; ".join(responses)
     return (
         f"skipped {_skipped(incident)}, then training continued"
         if incident.skipped

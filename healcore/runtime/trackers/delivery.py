@@ -1,4 +1,4 @@
-"""Delivers metrics and events to trackers in threads, so that they cannot delay the training."""
+"""Delivers metrics and events to trackers in threads, so that trackers cannot delay the run."""
 
 from __future__ import annotations
 
@@ -16,108 +16,109 @@ from healcore.runtime.trackers.tracker import TrackedRun, Tracker
 
 MAX_WAIT = 10.0
 """Seconds for which the end of a run waits for its trackers."""
-MOST = 10_000
-"""Most records that wait for a tracker; more are dropped."""
-_EVENTS = 1_000
-"""Further places in the queue for events, so that metrics cannot fill the queue."""
-_SECONDS = 0.5
-"""Time between two deliveries: a thread that wakes at every step takes the GIL at every step."""
+MAX_PENDING = 10_000
+"""Limit of pending records of a tracker, above which metrics are dropped."""
+_MORE_EVENTS = 1_000
+"""Number of events accepted above `MAX_PENDING`, so that metrics cannot block events."""
+_INTERVAL = 0.5
+"""Seconds between two deliveries, because delivery at every step would compete for the GIL."""
 
-_VALUES = ("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip")
+_FIELDS = ("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip")
 
 
 class Trackers:
-    """All trackers of a run. No method raises. Only `drain` and `close` wait."""
+    """All trackers of a run. No method raises. Only `drain` and `close` wait for the trackers."""
 
     def __init__(self, selected: Iterable[Selection] = (), *, run: str = "") -> None:
         self._run = run
         self._deliveries: list[_Delivery] = []
         self._problems: list[str] = []
         self._config: dict[str, Any] = {}
-        self._waits_until: float | None = None
-        for each in selected:
+        self._deadline: float | None = None
+        """Value of `time.monotonic` at which waiting ends, or None before the first wait."""
+        for selection in selected:
             try:
-                self._deliveries.append(_Delivery(each.name, each.open()))
-            except (Exception, SystemExit) as error:  # also from the import of its library
-                self._problems.append(_failure(each.name, error))
+                self._deliveries.append(_Delivery(selection.name, selection.open()))
+            except (Exception, SystemExit) as error:  # from the import or from the client
+                self._problems.append(_failure(selection.name, error))
         fork_safety.watch(self)
 
     def __len__(self) -> int:
         return len(self._deliveries)
 
     def start(self, run: str) -> None:
-        """Begins to deliver, also earlier records. `run` is an id for all its processes."""
-        for each in self._deliveries:
-            each.start(TrackedRun(run, self._config))
+        """Starts to deliver, also earlier records. `run` is the run's id in all processes."""
+        for delivery in self._deliveries:
+            delivery.start(TrackedRun(run, self._config))
 
     def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
-        """Sends a step; `fields` is its line in the metrics file."""
+        """Sends the numbers of a step. `fields` are the fields of its line in the metrics file."""
         if not self._deliveries:
             return
         prefix = f"heal/{fields['engine']}/" if "engine" in fields else "heal/"
-        values = {f"{prefix}{name}": float(fields[name]) for name in _VALUES if name in fields}
+        values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
-        for each in self._deliveries:
-            each.put(lambda to, values=values: to.metrics(step, dict(values)), MOST)
+        for delivery in self._deliveries:
+            delivery.put(lambda tracker: tracker.metrics(step, dict(values)), MAX_PENDING)
 
     def event(self, kind: str, *, step: int | None, **fields: Any) -> None:
         """Sends an event."""
         if not self._deliveries:
             return
-        known = {name: value for name, value in fields.items() if value is not None}
-        event = {"kind": kind, "step": step, "run": self._run, "time": now(), **known}
+        present = {name: value for name, value in fields.items() if value is not None}
+        event = {"kind": kind, "step": step, "run": self._run, "time": now(), **present}
         if kind == "start":
-            self._config = known
-        for each in self._deliveries:
-            each.put(lambda to: to.event(dict(event)), MOST + _EVENTS)
+            self._config = present
+        for delivery in self._deliveries:
+            delivery.put(lambda tracker: tracker.event(dict(event)), MAX_PENDING + _MORE_EVENTS)
 
     def problems(self) -> list[str]:
-        """The failures since the last call. Each tracker reports its first failure only."""
-        found, self._problems = self._problems, []
-        for each in self._deliveries:
-            found += each.take_problems()
-        return found
+        """Returns the failures since the last call. A tracker reports only its first failure."""
+        problems, self._problems = self._problems, []
+        for delivery in self._deliveries:
+            problems += delivery.take_problems()
+        return problems
 
     def drain(self) -> None:
-        """Waits until everything sent so far is delivered, or `MAX_WAIT` is over."""
-        done = [each.mark() for each in self._deliveries]
-        for each in done:
-            each.wait(self._seconds_left())
+        """Waits until all records sent so far are delivered, for at most `MAX_WAIT` seconds."""
+        markers = [delivery.add_marker() for delivery in self._deliveries]
+        for marker in markers:
+            marker.wait(self._seconds_left())
 
     def leave(self) -> None:
-        """Asks the threads to deliver the rest and to end, without waiting for them."""
-        for each in self._deliveries:
-            each.end()
+        """Asks the threads to deliver the pending records and to end. Does not wait for them."""
+        for delivery in self._deliveries:
+            delivery.end()
 
     def close(self) -> list[str]:
-        """Delivers the rest, ends the trackers and returns a sentence about each loss.
+        """Delivers the pending records, ends the trackers and returns a sentence about each loss.
 
-        Together with `drain` it waits for at most `MAX_WAIT` seconds.
+        `drain` and `close` together wait for at most `MAX_WAIT` seconds.
         """
         self.leave()
-        found = self.problems()
-        for each in self._deliveries:
-            each.join(self._seconds_left())
-            found += [*each.take_problems(), *each.losses()]
+        problems = self.problems()
+        for delivery in self._deliveries:
+            delivery.join(self._seconds_left())
+            problems += [*delivery.take_problems(), *delivery.losses()]
         self._deliveries = []
-        return found
+        return problems
 
     def _seconds_left(self) -> float:
-        """Remaining part of `MAX_WAIT`, which begins with the first call."""
-        if self._waits_until is None:
-            self._waits_until = time.monotonic() + MAX_WAIT
-        return max(0.0, self._waits_until - time.monotonic())
+        """Returns the rest of `MAX_WAIT` seconds since the first call."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + MAX_WAIT
+        return max(0.0, self._deadline - time.monotonic())
 
     def forked(self) -> None:
-        """Called in a forked child: the threads and the run are the parent's."""
+        """Drops the trackers in a forked child, because threads and run belong to the parent."""
         self._deliveries = []
 
 
 class _Delivery:
     """One tracker, its queue and its thread.
 
-    `store.background.Background` waits for its last job, which a hanging tracker would never end.
+    `store.background.Background` is unsuitable: it waits for its last job, and a tracker may hang.
     """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
@@ -126,24 +127,24 @@ class _Delivery:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._ended = False
-        self._dead = False
-        """The tracker could not start, and nothing is sent to it."""
+        self._broken = False
+        """Whether the start of the tracker failed, so that it gets no records."""
         self._failed = self._dropped = 0
-        """Records that the tracker refused, and records that did not fit into the queue."""
+        """Records for which the tracker raised an error, and records above the queue's limit."""
         self._reported = False
         self._problems: deque[str] = deque()
 
     def start(self, run: TrackedRun) -> None:
-        # A daemon thread does not keep the program alive.
+        # A daemon, so that a hanging tracker does not keep the program alive.
         self._thread = threading.Thread(
             target=self._work, args=(run,), name=f"healcore-{self._name}", daemon=True
         )
         self._thread.start()
 
-    def put(self, send: Callable[[Tracker], None], most: int) -> None:
-        if self._dead:
+    def put(self, send: Callable[[Tracker], None], limit: int) -> None:
+        if self._broken:
             self._failed += 1
-        elif len(self._queue) < most:
+        elif len(self._queue) < limit:
             self._queue.append(send)
         else:
             self._dropped += 1
@@ -153,8 +154,8 @@ class _Delivery:
                     "training continues"
                 )
 
-    def mark(self) -> threading.Event:
-        """An event that is set when everything sent so far is delivered."""
+    def add_marker(self) -> threading.Event:
+        """Returns an event that is set when all records sent so far are delivered."""
         done = threading.Event()
         if self._thread is None or not self._thread.is_alive():
             done.set()
@@ -174,18 +175,18 @@ class _Delivery:
         return [self._problems.popleft() for _ in range(len(self._problems))]
 
     def losses(self) -> list[str]:
-        """Sentences about records that were not delivered."""
+        """Returns sentences about records that were not delivered."""
         running = self._thread is not None and self._thread.is_alive()
         lost = self._failed + self._dropped + (len(self._queue) if running else 0)
-        found = [f"tracker {self._name}: {lost} records were not delivered"] if lost else []
+        sentences = [f"tracker {self._name}: {lost} records were not delivered"] if lost else []
         if running:
-            found.append(f"tracker {self._name} has not finished within {MAX_WAIT:g} s")
-        return found
+            sentences.append(f"tracker {self._name} has not finished within {MAX_WAIT:g} s")
+        return sentences
 
-    # -- in its thread --------------------------------------------------------------------------
+    # -- in the tracker's thread -----------------------------------------------------------------
 
     def _work(self, run: TrackedRun) -> None:
-        self._dead = not self._call("start", run)
+        self._broken = not self._call("start", run)
         while True:
             ended = self._ended
             for _ in range(len(self._queue)):
@@ -193,7 +194,7 @@ class _Delivery:
             self._call("flush")
             if ended:
                 break
-            self._wake.wait(_SECONDS)
+            self._wake.wait(_INTERVAL)
             self._wake.clear()
         self._call("close")
 
@@ -202,18 +203,18 @@ class _Delivery:
             item.set()
             return
         try:
-            if self._dead:
+            if self._broken:
                 self._failed += 1
             else:
                 item(self._tracker)
-        except BaseException as error:  # clients have raised SystemExit
+        except BaseException as error:  # some clients raise SystemExit
             self._failed += 1
             self._report(error)
 
     def _call(self, name: str, *args: Any) -> bool:
-        """Calls an optional method of the tracker. Returns whether it did not raise."""
+        """Calls an optional method of the tracker. Returns False if the method raises."""
         try:
-            method = None if self._dead else getattr(self._tracker, name, None)
+            method = None if self._broken else getattr(self._tracker, name, None)
             if method is not None:
                 method(*args)
         except BaseException as error:

@@ -1,8 +1,8 @@
-"""Finds the trackers of `Healer(trackers=...)`: names, runs of a library, or own objects.
+"""Selects the trackers of `Healer(trackers=...)`: names, runs of a library, or the user's objects.
 
-A name is checked when the Healer is created, without an import of its library. The client is
-created in the Healer's block, in the thread of the loop: active runs of mlflow and trackio belong
-to a thread.
+The Healer's constructor checks names without importing the tracker's library. The client is created
+later, in the thread of the training loop, because active runs of mlflow and trackio belong to a
+thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from healcore.runtime.trackers.tracker import Tracker
 
 
 class _Client(NamedTuple):
-    place: str
-    """Module and class in this folder. Importing the module imports the library."""
+    class_path: str
+    """`module:class` in this package. Importing the module imports the library."""
     library: str | None
-    about: str
-    """Meaning of `where` in "name:where", or an empty string if the name has no such part."""
+    where: str
+    """Meaning of `where` in "name:where", or an empty string if only "name" is valid."""
 
 
 _CLIENTS = {
@@ -34,8 +34,8 @@ _CLIENTS = {
     "stdout": _Client("selection:Stdout", None, ""),
 }
 _NAMES = ", ".join(
-    f'"{name}" or "{name}:{each.about.upper()}"' if each.about else f'"{name}"'
-    for name, each in _CLIENTS.items()
+    f'"{name}" or "{name}:{client.where.upper()}"' if client.where else f'"{name}"'
+    for name, client in _CLIENTS.items()
 )
 
 
@@ -44,34 +44,36 @@ class Selection(NamedTuple):
 
     name: str
     where: str | None
-    """The part of a name after its colon: a project, an experiment or a directory."""
-    given: Any
-    """The user's own object, which healcore does not close, or None for a tracker by name."""
+    """Project, experiment or directory after the colon of the name, or None."""
+    user_object: Any
+    """The user's run or tracker, which healcore does not close, or None for a tracker by name."""
 
     def open(self) -> Tracker:
-        """Creates the tracker, which imports its library."""
-        if isinstance(self.given, Tracker):
-            return self.given
-        client = pkgutil.resolve_name(f"healcore.runtime.trackers.{_CLIENTS[self.name].place}")
-        return client(self.where, self.given)
+        """Imports the tracker's library and creates the tracker."""
+        if isinstance(self.user_object, Tracker):
+            return self.user_object
+        path = f"healcore.runtime.trackers.{_CLIENTS[self.name].class_path}"
+        return pkgutil.resolve_name(path)(self.where, self.user_object)
 
 
 def select(trackers: Any) -> tuple[Selection, ...]:
     """Checks the argument `trackers`. Raises ValueError, or MissingExtraError for a library."""
     if trackers is None:
         return ()
-    # Not any iterable: a run of mlflow iterates over its fields.
+    # Not `Iterable`, because a run of mlflow is iterable.
     several = trackers if isinstance(trackers, list | tuple) else (trackers,)
-    return tuple(_selection(each) for each in several)
+    return tuple(_select_one(tracker) for tracker in several)
 
 
-def _selection(given: Any) -> Selection:
-    if not isinstance(given, str):
-        return _selected_object(given)
-    name, colon, where = given.partition(":")
+def _select_one(tracker: Any) -> Selection:
+    if not isinstance(tracker, str):
+        return _select_object(tracker)
+    name, colon, where = tracker.partition(":")
     client = _CLIENTS.get(name)
-    if client is None or (colon and not (client.about and where)):
-        raise ValueError(f"trackers are {_NAMES}, or objects with metrics and event, not {given!r}")
+    if client is None or (colon and not (client.where and where)):
+        raise ValueError(
+            f"trackers must be {_NAMES}, or objects with metrics and event, got {tracker!r}"
+        )
     if client.library is not None and importlib.util.find_spec(client.library) is None:
         raise MissingExtraError(
             f'trackers="{name}" needs {client.library}, not installed in this environment. '
@@ -81,27 +83,27 @@ def _selection(given: Any) -> Selection:
     return Selection(name, where or None, None)
 
 
-def _selected_object(given: Any) -> Selection:
-    libraries = {base.__module__.partition(".")[0] for base in type(given).__mro__}
+def _select_object(tracker: Any) -> Selection:
+    libraries = {base.__module__.partition(".")[0] for base in type(tracker).__mro__}
     for name in ("wandb", "trackio"):
-        if name in libraries and callable(getattr(given, "log", None)):
-            return Selection(name, None, given)
-    if "mlflow" in libraries and hasattr(getattr(given, "info", None), "run_id"):
-        return Selection("mlflow", None, given)
-    if callable(getattr(given, "add_scalar", None)) and callable(getattr(given, "add_text", None)):
-        return Selection("tensorboard", None, given)
-    if isinstance(given, Tracker) and not isinstance(given, type):
-        return Selection(type(given).__name__, None, given)
+        if name in libraries and callable(getattr(tracker, "log", None)):
+            return Selection(name, None, tracker)
+    if "mlflow" in libraries and hasattr(getattr(tracker, "info", None), "run_id"):
+        return Selection("mlflow", None, tracker)
+    if all(callable(getattr(tracker, name, None)) for name in ("add_scalar", "add_text")):
+        return Selection("tensorboard", None, tracker)
+    if isinstance(tracker, Tracker) and not isinstance(tracker, type):
+        return Selection(type(tracker).__name__, None, tracker)
     raise ValueError(
-        f"an object in trackers is a wandb, trackio or mlflow run, a SummaryWriter, or has the "
-        f"methods metrics(step, values) and event(event), not {type(given).__name__}"
+        "an object in trackers must be a wandb, trackio or mlflow run or a SummaryWriter, or have "
+        f"the methods metrics(step, values) and event(event), got {type(tracker).__name__}"
     )
 
 
 class Stdout:
     """Writes JSON Lines to the current `sys.stdout`, for collectors of container logs."""
 
-    def __init__(self, where: str | None, own: None) -> None:
+    def __init__(self, where: None, user_run: None) -> None:
         pass
 
     def metrics(self, step: int, values: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Defines `Tracker`, which receives metrics and events of a run, and how it shows events."""
+"""Defines the protocol `Tracker`, and how trackers show events as text and as a table."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _NOT_IN_TEXT = frozenset(
     {"evidence", "batches", "readings", "policy_toml", "environment", "fingerprint"}
     | {"host", "pid", "boot", "born"}
 )
-_ROWS = 1000
-"""Most rows of a table of events; the events file has all events."""
-_MAX_TEXT = 1000
-"""Most characters of a text; trackers have limits (mlflow's tags 5,000)."""
+_MAX_ROWS = 1000
+"""Limit of the table of events. The events file has all events."""
+_MAX_CHARACTERS = 1000
+"""Limit of the text of an event, because trackers have limits (mlflow: 5,000 in a tag)."""
 
 
 class TrackedRun(NamedTuple):
-    """A run, for its trackers."""
+    """The identity and the configuration of a run, for its trackers."""
 
     id: str
-    """Id of the run, the same in all processes and after a resume from its store."""
+    """Id of the run, the same in all processes and after a resume."""
     config: dict[str, Any]
-    """The fields of the event `start`: the policy, its text and mode, the framework, ..."""
+    """Fields of the event `start`, such as policy, mode and framework."""
 
 
 @runtime_checkable
@@ -33,8 +33,8 @@ class Tracker(Protocol):
     """Receiver of metrics and events, for `Healer(trackers=...)`.
 
     All methods are called in one thread, in the order of the records. They may block or raise: the
-    training continues, and the first error is reported. Optional methods: `start(run)` with a
-    `TrackedRun` is called first, `flush()` twice a second, and `close()` at the end of the run.
+    training continues, and healcore reports the first error. Optional methods: `start(run)` gets a
+    `TrackedRun` and is called first, `flush()` twice a second, `close()` at the end of the run.
     """
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
@@ -42,44 +42,44 @@ class Tracker(Protocol):
 
         Args:
             step: index of the step, from 0. Decreases after a rollback or a restart.
-            values: names such as `heal/loss`, see docs/trackers.md; NaN and Inf occur.
+            values: name -> number, which may be NaN or Inf. docs/trackers.md lists the names.
         """
         ...
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Receives an event, as in docs/events.md: `kind`, `step`, `time`, `run` and its fields."""
+        """Receives an event: `kind`, `step`, `time`, `run`, and the fields in docs/events.md."""
         ...
 
 
-def text_of(event: Mapping[str, Any]) -> str:
-    """One line about an event, without fields for programs."""
+def event_text(event: Mapping[str, Any]) -> str:
+    """Returns one line about an event, without the fields in `_NOT_IN_TEXT`."""
     sentence, fields = sentence_and_fields(to_json(event))
     kind, step = event["kind"], event.get("step")
-    others = (
+    shown = (
         f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in fields.items()
         if name not in _NOT_IN_TEXT
     )
     head = kind if step is None else f"{kind} at step {step}"
-    text = "; ".join(filter(None, (sentence.removeprefix(f"{kind}: "), ", ".join(others))))
-    return f"{head}: {text}"[:_MAX_TEXT] if text else head
+    text = "; ".join(filter(None, (sentence.removeprefix(f"{kind}: "), ", ".join(shown))))
+    return f"{head}: {text}"[:_MAX_CHARACTERS] if text else head
 
 
 class EventTable:
-    """The events of a run as rows of a table and as alerts, for trackers that have both.
+    """Base class of trackers that show events as rows of a table and as alerts.
 
-    The table has the first events of a process, since these show the cause of long trouble, and
-    the newest event as its last row.
+    A full table has the first events of a process, because these show the cause of a long problem,
+    and the newest event as the last row.
     """
 
     def __init__(self) -> None:
         self.columns: Any = ["step", "kind", "time", "event"]
-        self._rows: list[list[Any]] = []
+        self._rows: Any = []
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Adds a row, and an alert for a severe event."""
-        text = text_of(event)
-        del self._rows[_ROWS - 1 :]
+        text = event_text(event)
+        del self._rows[_MAX_ROWS - 1 :]
         self._rows.append([event["step"], event["kind"], event["time"], text])
         if event["kind"] in SEVERE:
             causes = flag_names(event.get("cause", ()))

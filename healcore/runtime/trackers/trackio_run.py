@@ -12,24 +12,24 @@ from healcore.runtime.trackers.tracker import EventTable, TrackedRun
 
 
 class Client(EventTable):
-    """Logs to the active run, else to an own run, which a restarted program continues."""
+    """Logs to the user's run, the active run or a new run, which a restarted program continues."""
 
-    def __init__(self, where: str | None, own: Any) -> None:
+    def __init__(self, where: str | None, user_run: Any) -> None:
         super().__init__()
-        self._run: Any = own or (context_vars.current_run.get() if where is None else None)
+        self._run: Any = user_run or (context_vars.current_run.get() if where is None else None)
         self._project = where or os.environ.get("TRACKIO_PROJECT") or "healcore"
-        self._users = self._run is not None
-        self._last = 0
+        self._is_users = self._run is not None
+        self._last_step = 0
 
     def start(self, run: TrackedRun) -> None:
-        """Opens an own run if needed."""
-        if not self._users:
+        """Creates or continues a run if needed."""
+        if not self._is_users:
             config = {"healcore": run.config}
             self._run = trackio.init(self._project, name=run.id, resume="allow", config=config)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Logs a row."""
-        self._last = step
+        self._last_step = step
         self._run.log(values, step=step)
 
     def _alert(self, title: str, text: str, step: int | None, *, is_error: bool) -> None:
@@ -37,8 +37,8 @@ class Client(EventTable):
         self._run.alert(title, text, levels.ERROR if is_error else levels.WARN, step)
 
     def close(self) -> None:
-        """Logs the table, and finishes an own run."""
+        """Logs the table of events, and finishes the run, except a run of the user."""
         table = trackio.Table(columns=self.columns, data=self._rows)
-        self._run.log({"heal/events": table}, step=self._last)
-        if not self._users:
+        self._run.log({"heal/events": table}, step=self._last_step)
+        if not self._is_users:
             self._run.finish()

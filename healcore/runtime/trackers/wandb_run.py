@@ -1,4 +1,4 @@
-"""Logs to Weights & Biases: rows over `heal/step`, alerts, and a table of the events."""
+"""Logs to Weights & Biases: metrics with `heal/step` as x-axis, alerts, and a table of events."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import wandb
 from healcore.runtime.trackers.tracker import EventTable, TrackedRun
 
 _SETTINGS: Any = {"console": "off"}
-"""Settings of an own run, which does not record the program's standard output."""
+"""Settings of a new run: standard output is not recorded."""
 
 
 class Client(EventTable):
-    """Logs to the active run, else to an own run, which a restarted program continues.
+    """Logs to the user's run, the active run or a new run, which a restarted program continues.
 
-    wandb refuses a decreasing step, so no step is passed: the axis is `heal/step`.
+    The x-axis is the metric `heal/step`, because wandb does not accept a decreasing `step`.
     """
 
-    def __init__(self, where: str | None, own: Any) -> None:
+    def __init__(self, where: str | None, user_run: Any) -> None:
         super().__init__()
-        self._run: Any = own or (wandb.run if where is None else None)
+        self._run: Any = user_run or (wandb.run if where is None else None)
         self._project = where
-        self._users = self._run is not None
+        self._is_users = self._run is not None
 
     def start(self, run: TrackedRun) -> None:
-        """Opens an own run if needed, and declares the axis."""
-        if not self._users:
-            # In wandb an id is unique within a project, and "allow" makes or continues it.
+        """Creates or continues a run if needed, and declares the x-axis."""
+        if not self._is_users:
+            # "allow" continues the run with this id in the project, or creates it.
             self._run = wandb.init(
                 project=self._project,
                 id=run.id,
@@ -42,18 +42,17 @@ class Client(EventTable):
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Logs a row.
 
-        In a run of the user the numbers join the row of the user's next `log`. A row of their own
-        would increase wandb's step, and wandb would refuse `log(..., step=epoch)`.
+        In the user's run, the numbers become part of the row of the user's next `log`. A separate
+        row would increase wandb's step, and wandb would reject the user's `log(..., step=epoch)`.
         """
-        self._run.log({"heal/step": step, **values}, commit=not self._users)
+        self._run.log({"heal/step": step, **values}, commit=not self._is_users)
 
     def _alert(self, title: str, text: str, step: int | None, *, is_error: bool) -> None:
         self._run.alert(title, text, level="ERROR" if is_error else "WARN")
 
     def close(self) -> None:
-        """Logs the table, and finishes an own run."""
-        rows: Any = self._rows
-        table = wandb.Table(columns=self.columns, data=rows)
-        self._run.log({"heal/events": table}, commit=not self._users)
-        if not self._users:
+        """Logs the table of events, and finishes the run, except a run of the user."""
+        table = wandb.Table(columns=self.columns, data=self._rows)
+        self._run.log({"heal/events": table}, commit=not self._is_users)
+        if not self._is_users:
             self._run.finish()

@@ -1,7 +1,7 @@
-"""The command `healcore`: it collects the subcommands and prepares standard output for them.
+"""The command `healcore`: collects the subcommands and prepares standard output.
 
-The exit status carries a result (`probe` reports WARN with 1), so a standard output that is closed,
-full or ASCII-only must not change it; click alone exits with 1 when a pipe's reader ends.
+The exit status is a result (for example, 1 is WARN of `probe`). A standard output that is closed,
+full or ASCII-only must not change the status. Click exits with 1 when the reader of a pipe ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from healcore.tools.terminal import echo
 
 __all__ = ["app", "main"]
 
-# No rich tracebacks: healcore's own errors are printed as sentences, others as Python prints them.
+# No rich tracebacks: the commands print healcore's errors as sentences, and Python prints others.
 app = typer.Typer(
     name="healcore",
     no_args_is_help=True,
@@ -63,8 +63,8 @@ def main() -> None:
         app()
 
 
-class _UnreadPipe(io.RawIOBase):
-    """Standard output to a pipe; what its reader no longer takes (`| head`) is discarded."""
+class _TolerantPipe(io.RawIOBase):
+    """Standard output to a pipe. Discards output after the reader has ended (`| head`)."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -88,10 +88,10 @@ class _UnreadPipe(io.RawIOBase):
 
 @contextlib.contextmanager
 def _prepared_output(*, discard: bool) -> Iterator[None]:
-    """Makes standard output and error accept anything that a command prints.
+    """Context manager: makes standard output and error accept all output of a command.
 
-    With `discard` the command continues when the reader of a pipe has ended. If standard output
-    cannot be written, a line on standard error says why, and SystemExit is raised.
+    With `discard`, the command continues after the reader of a pipe has ended. If standard output
+    cannot be written, prints the reason on standard error and raises SystemExit.
     """
     if sys.stdout is None:  # closed by the caller: `>&-`
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -102,7 +102,7 @@ def _prepared_output(*, discard: bool) -> Iterator[None]:
     if discard and isinstance(before, io.TextIOWrapper) and _is_pipe(before):
         before.flush()
         sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(_UnreadPipe(before.fileno())),
+            io.BufferedWriter(_TolerantPipe(before.fileno())),
             encoding=before.encoding,
             errors="backslashreplace",
         )
@@ -129,6 +129,6 @@ def _is_pipe(stream: io.TextIOWrapper) -> bool:
 
 
 def _discard_buffer() -> None:
-    """Discards the buffer, because Python would report the error again when it exits."""
+    """Discards the buffer, because Python's flush at exit would raise the error again."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,7 @@
-"""`healcore demo`. Exit status: 0 all claims hold, 1 some do not, 2 the demo could not run."""
+"""The command `healcore demo`.
+
+Exit status: 0 all claims hold, 1 a claim does not hold, 2 the demo could not run.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,7 @@ class _Framework(enum.StrEnum):
 
 
 def demo(
-    framework: Annotated[
-        _Framework, typer.Option(help="The framework in which the runs are trained.")
-    ] = _Framework.BOTH,
+    framework: Annotated[_Framework, typer.Option(help="Framework of the runs.")] = _Framework.BOTH,
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="A preset or a TOML file.")
     ] = "default",
@@ -30,7 +31,7 @@ def demo(
         int | None,
         typer.Option(
             show_default=f"{STEPS}",
-            help=f"Steps of each run. Fewer than {QUICK_STEPS} teach the detectors little.",
+            help=f"Steps of each run. The detectors need at least {QUICK_STEPS} to work well.",
         ),
     ] = None,
     quick: Annotated[
@@ -41,7 +42,7 @@ def demo(
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Train with each of the seeds 0 to N - 1."),
+        typer.Option(min=1, metavar="N", help="Train with the seeds 0 to N - 1."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -52,9 +53,9 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """A run that fails, unprotected and healed, in torch and in JAX, side by side."""
+    """Train a failing run unprotected and healed, in torch and in JAX, and compare."""
     if seed is not None and seeds is not None:
-        raise typer.BadParameter("--seed names one seed, --seeds how many: write one of them")
+        raise typer.BadParameter("--seed is a seed, --seeds a number of seeds: write only one")
     from healcore.demo.scenario import DemoError
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError

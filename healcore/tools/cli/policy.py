@@ -1,8 +1,8 @@
 """The commands `healcore policy list | show | check | diff`.
 
-Exit status: 0 success (`diff`: no difference), 1 a policy is wrong (`diff`: they differ), 2 a file
-could not be read, there is no such preset, or the command line is wrong. `diff` and `show` exit
-with 2 for a wrong policy.
+Exit status: 0 success (`diff`: no difference), 1 a policy is invalid (`diff`: the policies differ),
+2 a file could not be read, a preset does not exist, or the command line is invalid. `diff` and
+`show` exit with 2 for an invalid policy.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from healcore.tools.cli.options import UNUSABLE, Set, fail, overrides_of
+from healcore.tools.cli.options import CANNOT_RUN, SetOption, fail, parse_overrides
 from healcore.tools.terminal import console, echo, echo_json
 
-if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
+if TYPE_CHECKING:  # a local import, so that other commands start fast
     from healcore.policy import Policy
 
-OK, WRONG = 0, 1
+OK, INVALID = 0, 1
 
-app = typer.Typer(no_args_is_help=True, help="Look at policies, check them, compare them.")
+app = typer.Typer(no_args_is_help=True, help="List, show, check and compare policies.")
 
 _Named = Annotated[str, typer.Argument(metavar="POLICY", help="A preset, a recipe or a file.")]
 _Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
@@ -31,7 +31,7 @@ _Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 @app.command("list")
 def list_(as_json: _Json = False) -> None:
-    """The policies that come with healcore: its presets, and published recipes."""
+    """List the policies in healcore: presets and published recipes."""
     from healcore.policy import fingerprint, load, preset_names, recipe_names
 
     presets = [load(name) for name in preset_names()]
@@ -43,7 +43,7 @@ def list_(as_json: _Json = False) -> None:
                 "name": policy.name,
                 "kind": kind,
                 "mode": policy.mode,
-                "clip": _clipping(policy),
+                "clip": _clip_text(policy),
                 "fingerprint": fingerprint(policy),
                 "description": policy.description,
             }
@@ -54,8 +54,8 @@ def list_(as_json: _Json = False) -> None:
     printer = console()
     table = Table("preset", "mode", "clip", "what it does", box=None, pad_edge=False)
     for policy in presets:
-        # Text, not str: brackets in a description are not rich markup.
-        table.add_row(policy.name, policy.mode, _clipping(policy), Text(policy.description))
+        # Text, because rich interprets brackets in a str as markup.
+        table.add_row(policy.name, policy.mode, _clip_text(policy), Text(policy.description))
     printer.print(table)
     table = Table(box=None, pad_edge=False)
     table.add_column("published recipe", no_wrap=True)
@@ -70,12 +70,12 @@ def list_(as_json: _Json = False) -> None:
 def show(
     policy: _Named,
     full: Annotated[
-        bool, typer.Option("--full", help="Every key with its value, defaults included.")
+        bool, typer.Option("--full", help="Show every key, including defaults.")
     ] = False,
     as_json: _Json = False,
-    set_: Set = None,
+    set_: SetOption = None,
 ) -> None:
-    """A policy as TOML: a preset or recipe with its comments, or with --full or --set every key."""
+    """Show a policy as TOML: a preset with its comments, or every key with --full or --set."""
     from healcore.policy import dumps, preset_names, preset_text, recipe_names, to_dict
 
     loaded = _load(policy, set_)
@@ -93,7 +93,7 @@ def check(
         list[str], typer.Argument(metavar="POLICY...", help="Presets, recipes or TOML files.")
     ],
 ) -> None:
-    """Prints what is wrong with a policy, and what to write instead."""
+    """Check policies, and print each problem with its correction."""
     from healcore.policy import PolicyError, fingerprint, load, to_dict
 
     status = OK
@@ -102,12 +102,12 @@ def check(
             policy = load(name)
         except PolicyError as error:
             echo(str(error), err=True)
-            status = max(status, UNUSABLE if error.unreadable else WRONG)
+            status = max(status, CANNOT_RUN if error.unreadable else INVALID)
         else:
             rules = len(policy.respond)
             watched = ", ".join(to_dict(policy)["detect"]) or "nothing"
             echo(
-                f"{name}: ok ({policy.mode}, clip {_clipping(policy)}, watches {watched}; "
+                f"{name}: ok ({policy.mode}, clip {_clip_text(policy)}, watches {watched}; "
                 f"{rules} rule{'s' if rules != 1 else ''}; {fingerprint(policy)})"
             )
     raise typer.Exit(status)
@@ -115,27 +115,27 @@ def check(
 
 @app.command("diff")
 def diff_(left: _Named, right: _Named, as_json: _Json = False) -> None:
-    """The keys in which two policies differ, defaults included."""
+    """Show the keys in which two policies differ, including defaults."""
     from healcore.policy import diff
 
-    found = diff(_load(left), _load(right))
+    differences = diff(_load(left), _load(right))
     if as_json:
-        echo_json(json.dumps([difference._asdict() for difference in found], indent=2))
-    elif found:
+        echo_json(json.dumps([difference._asdict() for difference in differences], indent=2))
+    elif differences:
         table = Table("key", left, right, box=None, pad_edge=False)
-        for key, a, b in found:
+        for key, a, b in differences:
             table.add_row(key, _cell(a), _cell(b))
         console().print(table)
     else:
         echo("no difference")
-    raise typer.Exit(WRONG if found else OK)
+    raise typer.Exit(INVALID if differences else OK)
 
 
 def _load(name: str, pairs: list[str] | None = None) -> Policy:
     from healcore.policy import PolicyError, load
 
     try:
-        return load(name, **overrides_of(pairs))
+        return load(name, **parse_overrides(pairs))
     except PolicyError as error:
         fail(str(error))
 
@@ -144,8 +144,8 @@ def _cell(value: Any) -> Text:
     return Text("-" if value is None else json.dumps(value, ensure_ascii=False))
 
 
-def _clipping(policy: Policy) -> str:
-    """What is clipped: the kind of `clip`, and the update where `[update_clip]` is there."""
+def _clip_text(policy: Policy) -> str:
+    """Returns the kind of `clip`, and whether updates are clipped too."""
     rule = policy.clip.rule()
     kind = rule[0] if rule else policy.clip.kind
     return kind if policy.update_clip is None else f"{kind} + update"

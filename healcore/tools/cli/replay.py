@@ -1,7 +1,7 @@
 """The command `healcore replay TRACE... --policy NAME|FILE`.
 
-Exit status: 0 everything was replayed, 1 some trace could not be read or judged, 2 there is no such
-policy, nothing could be replayed, an output cannot be written, or the command line is wrong.
+Exit status: 0 all traces were replayed, 1 a trace could not be read or judged, 2 the policy or the
+command line is invalid, no trace could be replayed, or an output could not be written.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from healcore.tools.cli.options import (
-    Column,
-    Join,
-    Set,
-    columns_of,
+    ColumnOption,
+    JoinOption,
+    SetOption,
     fail,
-    overrides_of,
+    parse_columns,
+    parse_overrides,
     progress_bar,
 )
 from healcore.tools.output_files import OutputError
 from healcore.tools.terminal import echo
 
-if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
+if TYPE_CHECKING:  # local imports, so that other commands start fast
     from healcore.policy import Policy
     from healcore.tools.replay.command import Outputs, ReplayResult
     from healcore.tools.traces import Trace, Unreadable
 
-OK, SOME = 0, 1
+OK, PARTIAL = 0, 1
 
 
 def replay(
@@ -40,36 +40,34 @@ def replay(
         typer.Argument(
             metavar="TRACE...",
             help="Logs of runs: CSV, JSON lines, trainer_state.json, TensorBoard event files, "
-            "W&B exports, or folders of one run each.",
+            "W&B exports, or folders with one run each.",
         ),
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="A preset or a TOML file; repeat it to compare."),
+        typer.Option("--policy", "-p", help="A preset or a TOML file. Repeat to compare policies."),
     ] = None,
-    set_: Set = None,
+    set_: SetOption = None,
     backend: Annotated[
         str | None,
-        typer.Option(
-            help="numpy, jax or torch; the results are equal. Default: jax for long traces."
-        ),
+        typer.Option(help="numpy, jax or torch, with equal results. Default: jax for long traces."),
     ] = None,
     jsonl: Annotated[
         str | None,
-        typer.Option(metavar="OUT", help="One JSON object per decision; - is standard output."),
+        typer.Option(metavar="OUT", help="Write a JSON object per decision; - is standard output."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="OUT.html", help="A page to open in a browser.")
+        Path | None, typer.Option(metavar="OUT.html", help="Write an HTML page.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="OUT.png", help="A picture.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Write a picture.")] = None,
     labels: Annotated[
         Path | None,
-        typer.Option(metavar="LABELS.json", help="Known events; scores each policy by them."),
+        typer.Option(metavar="LABELS.json", help="Known faults, by which each policy is scored."),
     ] = None,
-    column: Column = None,
-    join: Join = False,
+    column: ColumnOption = None,
+    join: JoinOption = False,
 ) -> None:
-    """What a policy would have done to runs that already happened. Nothing is changed."""
+    """Show what a policy would have done in recorded runs. Changes no file of a run."""
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError
     from healcore.tools.replay.command import Outputs
@@ -78,26 +76,26 @@ def replay(
 
     outputs = Outputs(jsonl, report, png)
     try:
-        policies = _policies(policy or ["default"], overrides_of(set_))
+        policies = _policies(policy or ["default"], parse_overrides(set_))
         known = read_labels(labels) if labels else None
         _check_backend(backend)
         outputs.check([*traces, *(policy or []), *([str(labels)] if labels else [])])
-        opened, unreadable = open_traces(traces, columns=columns_of(column), join=join)
+        opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
     except (PolicyError, LabelError, MissingExtraError, TraceError, ValueError) as error:
         fail(str(error))
     try:
         results, more = _run(opened, policies, backend, outputs, known)
     except BrokenPipeError:
-        # The reader of `--jsonl -` has ended; Python would report it again when it flushes.
+        # The reader of `--jsonl -` has ended, and Python's flush at exit would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(OK) from None
     except (OSError, OutputError, MissingExtraError) as error:
         fail(str(error))
-    for each in (*unreadable, *more):
-        echo(f"{each.path}: {each.problem}", err=True)
+    for failure in (*unreadable, *more):
+        echo(f"{failure.path}: {failure.problem}", err=True)
     if not results:
-        fail("nothing was replayed")
-    raise typer.Exit(SOME if unreadable or more else OK)
+        fail("no trace could be replayed")
+    raise typer.Exit(PARTIAL if unreadable or more else OK)
 
 
 def _run(
@@ -107,7 +105,7 @@ def _run(
     outputs: Outputs,
     known: Any,
 ) -> tuple[list[ReplayResult], list[Unreadable]]:
-    """Replays, shows the tables and writes the files."""
+    """Replays the traces, writes the files and prints the tables."""
     from healcore.tools.replay.command import ReplayResult, draw, replay_all, show, survey_all
 
     results: list[ReplayResult] = []
@@ -130,7 +128,7 @@ def _run(
             else:
                 failed.append(result)
     if results:
-        written = draw(outputs, results)  # first: the reader of the table may end early (`| head`)
+        written = draw(outputs, results)  # before the table, whose reader may end early (`| head`)
         printer = outputs.console()
         show(printer, results, readable)
         for line in written:
@@ -141,9 +139,9 @@ def _run(
 def _policies(names: Sequence[str], overrides: Any) -> dict[str, Policy]:
     from healcore.policy import load
 
-    double = [name for place, name in enumerate(names) if name in names[:place]]
-    if double:
-        raise ValueError(f"--policy {double[0]} is there twice: name each policy once")
+    repeated = [name for i, name in enumerate(names) if name in names[:i]]
+    if repeated:
+        raise ValueError(f"--policy {repeated[0]} is repeated: name each policy once")
     return {name: load(name, **overrides) for name in names}
 
 

@@ -1,7 +1,7 @@
 """The command `healcore report run.events.jsonl`.
 
-Exit status: 0 the page is written, 1 it is written without metrics or runs that could not be read,
-2 there is nothing to report on, an output cannot be written, or the command line is wrong.
+Exit status: 0 the page was written, 1 the page was written without unreadable runs or metrics, 2 no
+run could be read, an output could not be written, or the command line is invalid.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from healcore.tools.cli.options import UNUSABLE, fail
+from healcore.tools.cli.options import CANNOT_RUN, fail
 from healcore.tools.output_files import OutputError, check_outputs, replacing
 from healcore.tools.terminal import clean, console, echo
 
-if TYPE_CHECKING:  # imported where it is used, so that the other commands start fast
+if TYPE_CHECKING:  # a local import, so that other commands start fast
     from healcore.policy import Policy
     from healcore.tools.report.run_report import RunReport
 
-OK, SOME = 0, 1
+OK, PARTIAL = 0, 1
 
-_PRINTED = 20
-"""Problems that are printed; the page lists more."""
+_MAX_PRINTED = 20
+"""Limit of printed problems. The page lists more."""
 
 
 def report(
@@ -36,8 +36,8 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Metrics of the run, or any log of it that replay reads. Default: the "
-            "run.metrics.jsonl next to run.events.jsonl, if there is one.",
+            help="Metrics of the run, or any log of the run that replay reads. Default: "
+            "run.metrics.jsonl next to run.events.jsonl, if it exists.",
         ),
     ] = None,
     out: Annotated[
@@ -54,16 +54,16 @@ def report(
         typer.Option("--policy", "-p", help="The run's policy file, unless it used a preset."),
     ] = None,
 ) -> None:
-    """One HTML page of a run: curves to zoom into, incidents, policy. It needs no network."""
+    """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
     from healcore.extras import MissingExtraError, require
     from healcore.policy import PolicyError, load
     from healcore.tools.report.runs import ReportError, find_events, read_reports
 
     if metrics is not None and len(events) > 1:
-        fail("--metrics goes with one events file: leave it out, or name one run")
+        fail("--metrics needs exactly one events file: omit --metrics, or name one run")
     try:
         require("report", "jinja2", *(["matplotlib"] if png else []))
-        given: Policy | None = None if policy is None else load(policy)
+        run_policy: Policy | None = None if policy is None else load(policy)
     except (MissingExtraError, PolicyError) as error:
         fail(str(error))
     reports: list[RunReport] = []
@@ -72,31 +72,31 @@ def report(
     failed = False
     for path in events:
         try:
-            found = find_events(path)
-            with _reading(found):
-                read = read_reports(found, metrics=metrics, policy=given)
+            file = find_events(path)
+            with _spinner(file):
+                read = read_reports(file, metrics=metrics, policy=run_policy)
         except ReportError as error:
             echo(str(error), err=True)
             failed = True
             continue
-        first = first or found
+        first = first or file
         # Metrics and postmortems are next to the events file.
-        inputs += [found, *found.parent.glob("*.json"), *found.parent.glob("*.jsonl")]
+        inputs += [file, *file.parent.glob("*.json"), *file.parent.glob("*.jsonl")]
         reports += read
-        failed |= any(each.unreadable for each in read)
-        problems = list(dict.fromkeys(note for each in read for note in each.notes))
-        for problem in problems[:_PRINTED]:
+        failed |= any(report.unreadable for report in read)
+        problems = list(dict.fromkeys(note for report in read for note in report.notes))
+        for problem in problems[:_MAX_PRINTED]:
             echo(problem, err=True)
-        if len(problems) > _PRINTED:
-            echo(f"and {len(problems) - _PRINTED} more: see the page", err=True)
+        if len(problems) > _MAX_PRINTED:
+            echo(f"and {len(problems) - _MAX_PRINTED} more: see the page", err=True)
     if first is None:
-        raise typer.Exit(UNUSABLE)
-    _write(out, first, png, reports, [*inputs, *(each for each in (metrics, policy) if each)])
-    raise typer.Exit(SOME if failed else OK)
+        raise typer.Exit(CANNOT_RUN)
+    _write(out, first, png, reports, [*inputs, *filter(None, (metrics, policy))])
+    raise typer.Exit(PARTIAL if failed else OK)
 
 
-def _reading(path: Path) -> contextlib.AbstractContextManager[object]:
-    """Shows the file name in a terminal, because a gigabyte of metrics takes a while."""
+def _spinner(path: Path) -> contextlib.AbstractContextManager[object]:
+    """Context manager: shows the file name in a terminal, because large files take a while."""
     from rich.text import Text
 
     printer = console(stderr=True)
@@ -118,7 +118,7 @@ def _write(
     page = out or events.with_name(f"{stem(events)}.report.html")
     try:
         check_outputs([page, *([png] if png else [])], inputs)
-        with replacing(page, named=out is not None) as draft:
+        with replacing(page, from_user=out is not None) as draft:
             draft.write_text(render(reports), encoding="utf-8", errors="backslashreplace")
         echo(f"page: {page}")
         if png is not None:

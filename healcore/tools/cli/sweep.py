@@ -1,7 +1,7 @@
 """The command `healcore sweep TRACE... --policy NAME|FILE --vary KEY=LOW..HIGH`.
 
-Exit status: 0 everything was swept, 1 some trace could not be read, 2 there is no such policy or
-key, nothing could be swept, the output cannot be written, or the command line is wrong.
+Exit status: 0 all traces were swept, 1 a trace could not be read, 2 the policy, a key or the
+command line is invalid, no trace could be swept, or the output could not be written.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import typer
 
 from healcore import regular_file
 from healcore.tools.cli.options import (
-    Column,
-    Join,
-    Set,
-    columns_of,
+    ColumnOption,
+    JoinOption,
+    SetOption,
     fail,
-    overrides_of,
+    parse_columns,
+    parse_overrides,
     progress_bar,
 )
 from healcore.tools.output_files import OutputError, check_outputs, replacing
 from healcore.tools.terminal import console, echo, echo_json
 
-if TYPE_CHECKING:  # imported where they are used, so that the other commands start fast
+if TYPE_CHECKING:  # local imports, so that other commands start fast
     from healcore.tools.sweep import Sweep
 
-OK, SOME = 0, 1
+OK, PARTIAL = 0, 1
 
 _DEFAULT_OUTPUT = Path("swept.toml")
 
 _PIPE_WIDTH = 120
-"""Width of the tables in characters if standard output is no terminal."""
+"""Width of the tables in characters if standard output is not a terminal."""
 
 
 def sweep(
@@ -43,38 +43,38 @@ def sweep(
         list[str],
         typer.Argument(
             metavar="TRACE...",
-            help="Logs of runs, as for replay: several recipes, and healthy runs among them.",
+            help="Logs of runs, as for replay, from several recipes and including healthy runs.",
         ),
     ],
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="The base policy: a preset or a TOML file.")
     ] = "pretraining",
-    set_: Set = None,
+    set_: SetOption = None,
     vary: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=LOW..HIGH",
-            help="A number to vary, as in detect.divergence.rise=5..12 (:log or :linear after it) "
-            "or max_skips=5,10,20. Repeat it. Default: the thresholds behind the rollback rules.",
+            help="A number to vary: detect.divergence.rise=5..12 (optionally :log or :linear) or "
+            "max_skips=5,10,20. Repeatable. Default: the thresholds of the rollback rules.",
         ),
     ] = None,
-    variants: Annotated[int, typer.Option(min=2, help="Settings to try.")] = 2000,
+    variants: Annotated[int, typer.Option(min=2, help="Number of variants.")] = 2000,
     labels: Annotated[
         Path | None,
         typer.Option(
-            metavar="LABELS.json", help="Known events. Default: spikes found in hindsight."
+            metavar="LABELS.json", help="Known faults. Default: spikes found in hindsight."
         ),
     ] = None,
     objective: Annotated[
-        str, typer.Option(help="What to rank by: balance, recall, false or lost.")
+        str, typer.Option(help="Ranking: balance, recall, false or lost.")
     ] = "balance",
     within: Annotated[
-        int, typer.Option(min=0, help="Steps within which an event counts as found in time.")
+        int, typer.Option(min=0, help="Steps within which a fault must be found.")
     ] = 10,
     price: Annotated[
         float,
         typer.Option(
-            min=0.0, help="For balance: the recall that a false recovery per 10,000 steps costs."
+            min=0.0, help="For balance: recall that a false recovery per 10,000 steps costs."
         ),
     ] = 0.1,
     recovery: Annotated[
@@ -83,15 +83,15 @@ def sweep(
             "--recovery-steps",
             min=0,
             max=1_000_000_000,
-            help="For lost: the steps that a recovery costs.",
+            help="For lost: steps that a recovery costs.",
         ),
     ] = 100,
     holdout: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="Share of the families to hold out; 0 for none.")
+        float, typer.Option(min=0.0, max=0.9, help="Share of the families to hold out.")
     ] = 0.3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of held-out runs.")] = 0,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUT.toml", help="The policy to take.")
+        Path, typer.Option("--output", "-o", metavar="OUT.toml", help="File for the best policy.")
     ] = _DEFAULT_OUTPUT,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT.toml if it exists.")
@@ -99,12 +99,12 @@ def sweep(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
     backend: Annotated[
         str | None,
-        typer.Option(help="numpy or jax; the results are equal. Default: jax for much work."),
+        typer.Option(help="numpy or jax, with equal results. Default: jax for large sweeps."),
     ] = None,
-    column: Column = None,
-    join: Join = False,
+    column: ColumnOption = None,
+    join: JoinOption = False,
 ) -> None:
-    """Which thresholds would have served these runs best, checked on runs held out."""
+    """Find the best thresholds for recorded runs, and check them on held-out runs."""
     from healcore.extras import MissingExtraError
     from healcore.policy import PolicyError, load
     from healcore.tools.replay.scores import LabelError, read_labels
@@ -112,12 +112,12 @@ def sweep(
     from healcore.tools.traces import TraceError, open_traces
 
     try:
-        base = load(policy, **overrides_of(set_))
+        base = load(policy, **parse_overrides(set_))
         _check_output(output, overwrite, [*traces, *([str(labels)] if labels else [])])
         known = read_labels(labels) if labels else None
-        opened, unreadable = open_traces(traces, columns=columns_of(column), join=join)
-        for each in unreadable:
-            echo(f"{each.path}: {each.problem}", err=True)
+        opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
+        for failure in unreadable:
+            echo(f"{failure.path}: {failure.problem}", err=True)
         plan = Plan(
             variants=variants,
             objective=objective,
@@ -141,10 +141,10 @@ def sweep(
         _write(_text(found, policy), output)
     except (PolicyError, LabelError, MissingExtraError, SweepError, TraceError) as error:
         fail(str(error))
-    for each in found.failed:
-        echo(each.problem, err=True)
+    for failure in found.failed:
+        echo(failure.problem, err=True)
     _show(found, output, as_json=as_json)
-    raise typer.Exit(SOME if unreadable or found.failed else OK)
+    raise typer.Exit(PARTIAL if unreadable or found.failed else OK)
 
 
 def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
@@ -160,33 +160,33 @@ def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
 
 
 def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:
-    """Refuses an output that exists or cannot be written, before the work starts."""
+    """Exits if the output exists or cannot be written, before the work starts."""
     if output.is_dir() or output.suffix != ".toml":
-        fail(f"--output {output}: must be a file that ends in .toml, as policies do")
+        fail(f"--output {output}: must be a file whose name ends in .toml")
     try:
-        # The policy file itself is not an input here: with --overwrite it may be the output.
+        # The policy is not an input here, because --overwrite may replace it.
         check_outputs([output], inputs)
     except OutputError as error:
         fail(f"--output {error}")
     if os.path.lexists(output) and not overwrite:
-        fail(f"--output {output} exists already: add --overwrite, or name another file with -o")
+        fail(f"--output {output} exists: add --overwrite, or name another file with -o")
 
 
 def _text(found: Sweep, policy: str) -> str:
-    """The text of the policy to write; the base policy keeps its comments."""
+    """Returns the best policy as TOML. The base policy keeps its comments."""
     from healcore.policy import dumps, loads, preset_names, preset_text, recipe_names
 
     if found.verdict.take:
         return dumps(found.policy)
     preset = policy in (*preset_names(), *recipe_names())
     text = preset_text(policy) if preset else regular_file.read(Path(policy)).decode()
-    # The file may have changed during the sweep.
+    # The user may have edited the file during the sweep.
     return text if loads(text) == found.policy else dumps(found.policy)
 
 
 def _write(text: str, output: Path) -> None:
     try:
-        with replacing(output, named=output != _DEFAULT_OUTPUT) as draft:
+        with replacing(output, from_user=output != _DEFAULT_OUTPUT) as draft:
             draft.write_text(text, encoding="utf-8")
     except OutputError as error:
         fail(f"--output {error}")

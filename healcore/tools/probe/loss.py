@@ -56,7 +56,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     finder.finish()
     if detector is not None:
         finder.include(detector.finish())
-    places, columns = thinned.kept()
+    places, columns = thinned.thinned()
     facts: dict[str, Any] = {
         "values": curve.values,
         "first_step": curve.first_step,

@@ -234,7 +234,7 @@ def draw(outputs: Outputs, results: Sequence[ReplayResult]) -> list[str]:
         reports = [result.report for result in ranked if result.report]
         with replacing(outputs.png) as draft:
             picture.draw(reports, draft)
-        shown = len(picture.chosen(reports))
+        shown = len(picture.select_reports(reports))
         written.append(_written("picture", outputs.png, shown, len(results)))
     return written
 

@@ -53,13 +53,13 @@ class ReplayReport:
             name: np.concatenate((column, added[name])) for name, column in self._columns.items()
         }
         if len(self._columns["index"]) > _MAX_COLUMN_ROWS:
-            self._thin(self._envelope.kept()[0])
+            self._thin(self._envelope.thinned()[0])
 
     def finish(
         self, result: Replay, policy: PolicySource, notes: tuple[str, ...] = ()
     ) -> RunReport:
         """Returns the report of the finished replay `result` of `policy`, with added notes."""
-        index, curves = self._envelope.kept()
+        index, curves = self._envelope.thinned()
         self._thin(index)
         threshold = curves.get("threshold")
         if threshold is not None and np.isnan(threshold).all():

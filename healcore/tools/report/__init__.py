@@ -1,1 +1,1 @@
-"""Reports of runs and of replays, as a page and as a picture."""
+"""Reports runs and replays, as an HTML page or a PNG picture."""

@@ -1,70 +1,67 @@
-"""Takes a run's curves from its metrics file, another log of it, or its alarms."""
+"""Reads the curves of a run from its metrics file, from another log of the run, or from alarms."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from healcore import regular_file
-from healcore.events.json_lines import lines_of
+from healcore.events.json_lines import iter_lines
 from healcore.history import Run
-from healcore.history.curves import RunCurves, curves_of
-from healcore.history.metrics import (
-    MetricsReader,
-    RowCollector,
-    parse_metrics,
-)
+from healcore.history.curves import RunCurves, compute_curves
+from healcore.history.metrics import MetricsReader, RowCollector, parse_metrics
 from healcore.history.run import AttemptOrigin, RunAttempt
 from healcore.tools.traces import TraceError, open_traces
 
-_LISTED = 20
+_MAX_LINES = 20
+_POINTS = "the points are the steps with an alarm"
 _WITHOUT_METRICS = (
-    "There is no metrics file: the points are the steps with an alarm, and other steps are not "
-    "known. The argument metrics= of Healer, heal and LightningHealingCallback writes one; a run "
-    "with HealingCallback has its losses in the Trainer's own log: --metrics trainer_state.json"
+    f"There is no metrics file: {_POINTS}, and other steps are unknown. The argument metrics= of "
+    "Healer, heal and LightningHealingCallback writes one. For a run with HealingCallback pass the "
+    "Trainer's own log: --metrics trainer_state.json"
 )
 
 
 def read_curves(run: Run, metrics: Path | None) -> RunCurves:
-    """The curves of a run, from its metrics or else from its alarms."""
+    """Returns the curves of a run, from its metrics or else from its alarms."""
     if metrics is None:
         return _from_alarms(run, _WITHOUT_METRICS)
     try:
-        return _from_lines(run, metrics) if _is_ours(metrics) else _from_trace(run, metrics)
+        is_ours = _is_metrics_file(metrics)
+        return _from_metrics(run, metrics) if is_ours else _from_trace(run, metrics)
     except (OSError, TraceError) as error:
         why = getattr(error, "strerror", None) or str(error)
     unreadable = f"{metrics}: the metrics cannot be read: {why}"
     return _from_alarms(run, unreadable, _WITHOUT_METRICS)._replace(unreadable=unreadable)
 
 
-def first_lines(what: str, found: Iterable[str], count: int | None = None) -> list[str]:
-    """The first few lines, each after `what`, and the number of the others.
+def first_lines(prefix: str, lines: Sequence[str], count: int | None = None) -> list[str]:
+    """Returns the first few lines, each with the prefix, and a line with the number of the others.
 
-    `count` is the number of all lines, if `found` does not have all of them.
+    `count` is the total number of lines, or None for the length of `lines`.
     """
-    every = list(found)
-    more = (len(every) if count is None else count) - len(every[:_LISTED])
-    lines = [f"{what}: {line}" for line in every[:_LISTED]]
-    return lines + ([f"{what}: {more} more"] if more > 0 else [])
+    more = (len(lines) if count is None else count) - len(lines[:_MAX_LINES])
+    shown = [f"{prefix}: {line}" for line in lines[:_MAX_LINES]]
+    return shown + ([f"{prefix}: {more} more"] if more > 0 else [])
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether a Healer has written the file, by its first lines, which may be torn."""
+def _is_metrics_file(path: Path) -> bool:
+    """Whether one of the first lines is a metrics line. The very first line may be torn."""
     with open(path, "rb", opener=regular_file.opener) as file:
-        first = list(itertools.islice(lines_of(file), 5))
+        first = list(itertools.islice(iter_lines(file), 5))
     return any(not isinstance(parse_metrics(line), str) for line in first)
 
 
-def _from_lines(run: Run, path: Path) -> RunCurves:
+def _from_metrics(run: Run, path: Path) -> RunCurves:
     reader = MetricsReader(path, run.attempt_ids)
-    found = curves_of(run, reader.read())
-    notes = first_lines(f"{path.name}: damaged", reader.problems, reader.damaged)
+    found = compute_curves(run, reader.read())
+    notes = first_lines(f"{path.name}: damaged", reader.problems, reader.damaged_lines)
     if not found.curves.rows:
-        what = f"{path.name} has no line of this run, and {reader.others} lines of other runs"
-        return _from_alarms(run, *notes, f"{what}: the points are the steps with an alarm.")
+        lines = f"no line of this run, and {reader.foreign_lines} lines of other runs"
+        return _from_alarms(run, *notes, f"{path.name} has {lines}: {_POINTS}.")
     if reader.ignored_engines:
         others = ", ".join(sorted(reader.ignored_engines))
         notes.append(f"The curves show the optimizer {reader.engine}, not {others}.")
@@ -78,15 +75,15 @@ def _from_lines(run: Run, path: Path) -> RunCurves:
 
 
 def _from_trace(run: Run, path: Path) -> RunCurves:
-    """Any other log of the run: loss and norm, without the policy's numbers."""
+    """Returns the curves in any other log of the run, without the policy's numbers."""
     traces, unreadable = open_traces([str(path)])
     if unreadable:
         raise TraceError(unreadable[0].problem)
     if len(traces) > 1:
         names = ", ".join(trace.name for trace in traces)
-        raise TraceError(f"more than one run in it ({names}): export only the run of these events")
+        raise TraceError(f"the log has several runs ({names}): export only the run of these events")
     survey = traces[0].survey()
-    problems = [str(problem) for problem in survey.problems]
+    problems = list(map(str, survey.problems))
     notes = first_lines(f"{path.name}: damaged", problems, survey.problem_count)
     collected = RowCollector()
     for rows in traces[0].rows():
@@ -97,23 +94,22 @@ def _from_trace(run: Run, path: Path) -> RunCurves:
             }
             collected.add(rows.attempt, {"step": step, **logged})
     rows = collected.rows()._replace(flags=None)
-    begins = [incident.onset_step for incident in run.incidents]
-    if begins and not np.isin(begins, rows.step).any():
+    onsets = [incident.onset_step for incident in run.incidents]
+    if onsets and not np.isin(onsets, rows.step).any():
         notes.append(
-            f"{path.name} lacks the steps at which incidents begin: it may be the log of another "
-            "run."
+            f"{path.name} lacks the steps at which incidents begin: it may be of another run."
         )
-    return curves_of(run, rows)._replace(notes=tuple(notes))
+    return compute_curves(run, rows)._replace(notes=tuple(notes))
 
 
 def _from_alarms(run: Run, *notes: str) -> RunCurves:
-    """Curves from the alarms: the last finite loss and norm, at single steps."""
-    found, bad = RowCollector(), []
+    """Returns the curves at the steps with an alarm: the last finite loss and norm."""
+    collected, nonfinite = RowCollector(), []
     for attempt, event in run.points:
         assert event.readings is not None
         values = {"step": event.step, "lr_scale": event.lr_scale, **event.readings.model_dump()}
-        found.add(attempt, values)
-        bad.append(any("NONFINITE" in name for name in event.cause or ()))
-    rows = found.rows()._replace(nonfinite=np.array(bad, bool), flags=None)
-    of_run = curves_of(run, rows)
-    return of_run._replace(curves=of_run.curves._replace(isolated=True), notes=notes)
+        collected.add(attempt, values)
+        nonfinite.append(any("NONFINITE" in name for name in event.cause or ()))
+    rows = collected.rows()._replace(nonfinite=np.array(nonfinite, bool), flags=None)
+    computed = compute_curves(run, rows)
+    return computed._replace(curves=computed.curves._replace(isolated=True), notes=notes)

@@ -1,4 +1,4 @@
-"""Writes the page: one self-contained HTML file with curves to zoom into."""
+"""Renders reports as one self-contained HTML page, whose curves can be zoomed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,31 @@ from healcore.extras import require
 from healcore.history import Incident
 from healcore.runtime.postmortem.sentences import flag_names, mark, outcome, step_range
 from healcore.tools.report.run_report import (
-    LABELLED,
     MARKERS,
+    MAX_LABELLED,
     RunReport,
     by_severity,
     is_wide,
-    lane,
+    place_markers,
 )
 from healcore.tools.report.sections import overview, page_title, section
 
-_SCRIPT = ("data", "chart", "lines", "marks", "figure", "run", "page")
+_SCRIPTS = ("data", "chart", "lines", "marks", "figure", "run", "page")
 
 
 def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
-    """A report as self-contained HTML, which may not access the network.
+    """Renders reports as a self-contained HTML page.
 
-    Only scripts with the page's digest may run: a text from a log could not run even without
-    escaping. `left_out` is the number of further runs, with fewer incidents. Raises
-    MissingExtraError without jinja2, ValueError without a run.
+    The page's Content-Security-Policy forbids network access, and scripts other than healcore's
+    own. So text from a log could not run as a script even without escaping.
+
+    Args:
+        reports: the runs, which the page sorts by severity.
+        left_out: number of further runs that the page mentions but does not show.
+
+    Raises:
+        MissingExtraError: jinja2 is not installed.
+        ValueError: there is no report.
     """
     if not reports:
         raise ValueError("a report needs at least one run")
@@ -42,15 +49,10 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
     reports = by_severity(reports)
     script = _script()
-    # A browser hashes the element's text up to the first "</script".
+    # The browser hashes the script up to the first "</script".
     assert "</script" not in script
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {_digest(script)}",
-            "style-src 'unsafe-inline'",  # the page's own style sheet
-        )
-    )
+    # 'unsafe-inline' permits the page's own style sheet.
+    policy = f"default-src 'none'; script-src {_digest(script)}; style-src 'unsafe-inline'"
     environment = Environment(
         loader=PackageLoader("healcore.tools.report"),
         autoescape=True,
@@ -60,19 +62,19 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
         undefined=StrictUndefined,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    # The template escapes every text but healcore's own style and scripts.
+    # The template escapes every text except healcore's own style and scripts.
     return environment.get_template("page.html").render(
         title=page_title(reports),
         policy=policy,
-        style=_part("page.css"),
+        style=_read("page.css"),
         overview=overview(reports) if len(reports) > 1 else None,
         left_out=left_out,
         sections=[section(report) for report in reports],
         version=healcore.__version__,
         data={
             "signs": {
-                each.outcome: {"done": each.done, "would": each.would, "symbol": each.symbol}
-                for each in MARKERS.values()
+                m.outcome: {"done": m.done, "would": m.would, "symbol": m.symbol}
+                for m in MARKERS.values()
             },
             "runs": [plot_data(report) for report in reports],
         },
@@ -81,14 +83,14 @@ def render(reports: Sequence[RunReport], *, left_out: int = 0) -> str:
 
 
 def _script() -> str:
-    """The page's script: all parts in one function, so that nothing is global."""
-    parts = "\n".join(_part(f"{name}.js") for name in _SCRIPT)
+    """Returns the page's script: all files in one function, so that no name is global."""
+    parts = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
     return f'"use strict";\n(() => {{\n{parts}}})();\n'
 
 
-def _part(name: str) -> str:
-    place = resources.files("healcore.tools.report").joinpath("browser", name)
-    return place.read_text(encoding="utf-8")
+def _read(name: str) -> str:
+    file = resources.files("healcore.tools.report").joinpath("browser", name)
+    return file.read_text(encoding="utf-8")
 
 
 def _digest(script: str) -> str:
@@ -96,16 +98,16 @@ def _digest(script: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-# -- what the script draws -------------------------------------------------------------------------
+# -- data of the plots -----------------------------------------------------------------------------
 
 
 def plot_data(report: RunReport) -> dict[str, Any]:
-    """The data of a run's plot, for JSON."""
+    """Returns the data of a run's plot for the page's script, as JSON types."""
     curves = report.curves
     step = curves.step
-    places = [incident.onset_step for incident in report.incidents]
-    rows, free = lane(places, step, 0.035)
-    bad = curves.nonfinite
+    onsets = [incident.onset_step for incident in report.incidents]
+    rows, labelled = place_markers(onsets, step, 0.035)
+    nonfinite = curves.nonfinite
     return {
         "step": _numbers(step),
         "index": None if curves.index is None else curves.index.tolist(),
@@ -115,23 +117,18 @@ def plot_data(report: RunReport) -> dict[str, Any]:
         "norm": _curve(curves.grad_norm),
         "threshold": _curve(curves.threshold),
         "lr": _curve(curves.lr_scale),
-        "bad": [] if bad is None else np.flatnonzero(bad).tolist(),
+        "bad": [] if nonfinite is None else np.flatnonzero(nonfinite).tolist(),
         "gaps": [{"row": gap.row, "low": gap.low, "high": gap.high} for gap in curves.gaps()],
         "isolated": curves.isolated,
         "would": report.would,
         "logLoss": is_wide(curves.loss),
         "logNorm": is_wide(curves.grad_norm),
-        "labelled": len(report.incidents) <= LABELLED,
+        "labelled": len(report.incidents) <= MAX_LABELLED,
         "incidents": [
-            {
-                **_incident(incident, rows[place], report.stop_after_rollback(place)),
-                "label": free[place],
-            }
-            for place, incident in enumerate(report.incidents)
+            {**_incident(incident, rows[i], report.stop_after_rollback(i)), "label": labelled[i]}
+            for i, incident in enumerate(report.incidents)
         ],
-        "marks": [
-            {"x": each.step, "kind": each.kind, "text": _label(mark(each))} for each in report.marks
-        ],
+        "marks": [{"x": m.step, "kind": m.kind, "text": _label(mark(m))} for m in report.marks],
     }
 
 
@@ -151,7 +148,7 @@ def _incident(incident: Incident, row: int, stop: tuple[float, int] | None) -> d
 
 
 def _label(text: str) -> str:
-    """Escapes a text for the label of a mark."""
+    """Shortens and escapes a text for the label of a mark."""
     return html.escape(text if len(text) <= 300 else f"{text[:297]}...", quote=False)
 
 
@@ -160,7 +157,7 @@ def _numbers(values: np.ndarray) -> list[float | int | None]:
 
 
 def _number(x: float) -> float | int | None:
-    """Six digits; whole numbers as int; None for NaN and Inf, which JSON does not have."""
+    """Rounds to six digits. NaN and Inf become None, because JSON cannot express them."""
     if not np.isfinite(x):
         return None
     return int(x) if x == int(x) and abs(x) < 2**53 else float(f"{x:.6g}")

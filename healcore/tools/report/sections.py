@@ -1,4 +1,4 @@
-"""Makes the text of a page as plain data for the templates, which escape every text."""
+"""Collects the text of a page for the templates, which escape every text."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from healcore.runtime.postmortem.sentences import STATES, flag_names, outcome, r
 from healcore.tools.report.run_report import MARKERS, RunReport, short_names
 from healcore.tools.report.runs import policy_text
 
-_INCIDENTS = 1000
-"""Most incidents with a row; browsers cannot open pages with many more."""
-_ATTEMPTS = 50
-_RATES = 6
-_BATCHES = 6
-_TENSORS = 5
-"""Most attempts of a run, and most multipliers, batch ranges and tensors of an incident."""
+_MAX_INCIDENTS = 1000
+"""Limit of rows in a table of incidents, because browsers cannot open pages with many more."""
+_MAX_ATTEMPTS = 50
+_MAX_MULTIPLIERS = 6
+_MAX_RANGES = 6
+_MAX_TENSORS = 5
 _NOTHING = "–"
 
 _HANDLING = (
-    "Drag to zoom, double-click for everything, click a mark or a row of the table to find the "
-    "other."
+    "Drag to zoom, double-click to reset the zoom, click a mark to find its row in the table or a "
+    "row to find its mark."
 )
 _CAPTIONS = {
-    Mode.HEAL: "Faint steps were undone by a rollback or a restart; the numbers above count them. "
-    "A dotted line leads from a rollback to its checkpoint.",
-    Mode.OBSERVE: "The policy only observed: nothing was done to this run. Marks show what it "
-    "would have ordered. Faint steps were undone by a restart.",
-    Mode.REPLAY: "A replay: nothing was done to this run. Marks show what the policy would have "
-    "ordered; the run itself repeated the faint steps.",
+    Mode.HEAL: "Faint steps were undone by a rollback or a restart; the numbers above include "
+    "them. A dotted line leads from a rollback to its checkpoint.",
+    Mode.OBSERVE: "The policy only observed and did not change this run. Marks show what the "
+    "policy would have ordered. Faint steps were undone by a restart.",
+    Mode.REPLAY: "A replay, which did not change this run. Marks show what the policy would have "
+    "ordered. The run itself repeated the faint steps.",
 }
 _BADGES = {RunState.COMPLETED: "good", RunState.RUNNING: "open", RunState.UNKNOWN: "open"}
-"""CSS class of a state's badge; other states are bad."""
+"""CSS class of a state's badge; the class of other states is `bad`."""
 
 _COLUMNS = {
     "Incident": "number",
@@ -49,20 +48,20 @@ _COLUMNS = {
     "Batches": "",
     "Evidence": "evidence",
 }
-"""Name -> CSS class, which sets the width."""
+"""Column -> CSS class, which sets the width."""
 _WOULD = {"Ordered": "Would order", "Skipped": "Would skip"}
 
 
 def page_title(reports: Sequence[RunReport]) -> str:
-    """The title of a page."""
+    """Returns the name of a single run, or the number of runs or replays."""
     if len(reports) == 1:
         return short_names(reports)[0]
     return f"{len(reports)} {'replays' if reports[0].mode is Mode.REPLAY else 'runs'}"
 
 
 def overview(reports: Sequence[RunReport]) -> dict[str, Any]:
-    """The table of all runs, in the order of the page."""
-    ends = "Ends at" if all(each.mode is Mode.REPLAY for each in reports) else "Ending"
+    """Returns the table of all runs, in the order of the page."""
+    ending = "Ends at" if all(report.mode is Mode.REPLAY for report in reports) else "Ending"
     rows = []
     for report, name in zip(reports, short_names(reports), strict=True):
         counts = report.counts
@@ -80,14 +79,14 @@ def overview(reports: Sequence[RunReport]) -> dict[str, Any]:
             )
         )
     return {
-        "heads": ("Run", "Policy", "Rows", "Incidents", "Rollbacks", "Skips", "Clips", ends),
+        "heads": ("Run", "Policy", "Rows", "Incidents", "Rollbacks", "Skips", "Clips", ending),
         "rows": rows,
         "titles": [report.title for report in reports],
     }
 
 
 def section(report: RunReport) -> dict[str, Any]:
-    """The section of a run. The page's script draws its plot."""
+    """Returns the section of a run. The page's script draws the plot."""
     return {
         "title": report.title,
         "policy_name": report.policy_name,
@@ -107,9 +106,9 @@ def section(report: RunReport) -> dict[str, Any]:
 
 def _badges(report: RunReport) -> list[tuple[str, str]]:
     if report.mode is Mode.REPLAY or report.state is None:
-        return [("open", "replay: nothing was done to this run")]
+        return [("open", "replay: this run was not changed")]
     ending = (_BADGES.get(report.state, "bad"), STATES[report.state])
-    observed = ("open", "observed: nothing was done")
+    observed = ("open", "only observed: not changed")
     return [ending, observed] if report.mode is Mode.OBSERVE else [ending]
 
 
@@ -139,27 +138,27 @@ def _undone(number: int) -> str:
 
 
 def _loss_tiles(report: RunReport) -> list[tuple[str, str]]:
-    """The last loss, which may be NaN or Inf, and the smallest loss."""
+    """Returns the last loss, the last finite loss if different, and the lowest loss."""
     curves = report.curves
-    kept = ~curves.undone()
-    loss = curves.loss[np.isfinite(curves.loss) & kept]
-    if not len(loss):
+    current = ~curves.undone()
+    finite = curves.loss[np.isfinite(curves.loss) & current]
+    if not len(finite):
         return []
     if curves.isolated:
-        last = [(f"{loss[-1]:.4g}", "last known loss")]
+        last = [(f"{finite[-1]:.4g}", "last known loss")]
     else:
-        bad = np.zeros(len(kept), bool) if curves.nonfinite is None else curves.nonfinite
-        known = curves.loss[kept & (np.isfinite(curves.loss) | bad)]
-        last = [(f"{known[-1]:.4g}", "last loss")]
-        if not np.isfinite(known[-1]):
-            last.append((f"{loss[-1]:.4g}", "last finite loss"))
-    return [*last, (f"{loss.min():.4g}", "lowest loss")]
+        nonfinite = False if curves.nonfinite is None else curves.nonfinite
+        logged = curves.loss[current & (np.isfinite(curves.loss) | nonfinite)]
+        last = [(f"{logged[-1]:.4g}", "last loss")]
+        if not np.isfinite(logged[-1]):
+            last.append((f"{finite[-1]:.4g}", "last finite loss"))
+    return [*last, (f"{finite.min():.4g}", "lowest loss")]
 
 
 def _paragraphs(diagnosis: str) -> Iterator[tuple[str, bool]]:
-    """The paragraphs of the diagnosis, and whether each is an item of a list.
+    """Iterates over the paragraphs of a diagnosis, and whether each is an item of a list.
 
-    A line that begins with a space continues the line before.
+    A line that begins with a space continues the previous line.
     """
     text, item = "", False
     for line in diagnosis.splitlines():
@@ -177,9 +176,9 @@ def _paragraphs(diagnosis: str) -> Iterator[tuple[str, bool]]:
 def _facts(report: RunReport) -> dict[str, str]:
     facts = dict(report.facts)
     if len(report.attempts) > 1:
-        named = [report.attempt_text(each) for each in report.attempts[:_ATTEMPTS]]
-        more = len(report.attempts) - _ATTEMPTS
-        facts["Attempts"] = "; ".join(named) + (f"; and {more} more" if more > 0 else "")
+        texts = [report.attempt_text(attempt) for attempt in report.attempts[:_MAX_ATTEMPTS]]
+        more = len(report.attempts) - _MAX_ATTEMPTS
+        facts["Attempts"] = "; ".join(texts) + (f"; and {more} more" if more > 0 else "")
     return facts
 
 
@@ -187,8 +186,8 @@ def _facts(report: RunReport) -> dict[str, str]:
 
 
 def _incident_table(incidents: Sequence[Incident], *, would: bool) -> dict[str, Any]:
-    """The table without empty columns. A row is linked to the plot by its position."""
-    rows = [_cells(incident) for incident in incidents[:_INCIDENTS]]
+    """Returns the table without empty columns. The index of a row links it to the plot."""
+    rows = [_cells(incident) for incident in incidents[:_MAX_INCIDENTS]]
     shown = [i for i in range(len(_COLUMNS) - 1) if any(row[i] != (_NOTHING,) for row in rows)]
     first, *others = _COLUMNS.items()
     columns = [(_WOULD.get(name, name) if would else name, kind) for name, kind in others]
@@ -203,7 +202,7 @@ def _incident_table(incidents: Sequence[Incident], *, would: bool) -> dict[str, 
             }
             for incident, row in zip(incidents, rows, strict=False)
         ],
-        "more": max(len(incidents) - _INCIDENTS, 0),
+        "more": max(len(incidents) - _MAX_INCIDENTS, 0),
     }
 
 
@@ -215,47 +214,47 @@ def _outcome_label(incident: Incident, would: bool) -> str:
 
 
 def _cells(incident: Incident) -> list[tuple[str, ...]]:
-    """The cells of a row, except the first. Each cell is a tuple of lines."""
+    """Returns the cells of a row, except the first. Each cell is a tuple of lines."""
     cells = (
         step_range(incident.onset_step, incident.end[0]),
         flag_names(incident.cause),
         ", ".join(flag_names([name]) for name in incident.action),
         outcome(incident),
         str(incident.skipped),
-        _rate(incident),
+        _lr_path(incident),
         "" if incident.checkpoint is None else str(incident.checkpoint),
         _batches(incident),
     )
-    worst = incident.evidence[:_TENSORS]
-    evidence = tuple(f"{each.name} ({each.grad_norm:.3g})" for each in worst)
+    worst = incident.evidence[:_MAX_TENSORS]
+    evidence = tuple(f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in worst)
     return [*((cell or _NOTHING,) for cell in cells), evidence or (_NOTHING,)]
 
 
-def _rate(incident: Incident) -> str:
+def _lr_path(incident: Incident) -> str:
     if not incident.lr_path or incident.lr_path[0] == incident.lr_path[-1]:
         return ""
-    path = [f"{rate:.4g}" for rate in incident.lr_path]
-    if len(path) > _RATES:
-        path[_RATES - 2 : -1] = ["…"]
+    path = [f"{multiplier:.4g}" for multiplier in incident.lr_path]
+    if len(path) > _MAX_MULTIPLIERS:
+        path[_MAX_MULTIPLIERS - 2 : -1] = ["…"]
     return " → ".join(path)
 
 
 def _batches(incident: Incident) -> str:
     ranges = _ranges(incident.skipped_batches or incident.batches)
     text = "; ".join(
-        f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_BATCHES]
+        f"epoch {epoch}: {step_range(first, last)}" for epoch, first, last in ranges[:_MAX_RANGES]
     )
-    more = len(ranges) - _BATCHES
+    more = len(ranges) - _MAX_RANGES
     text += f"; and {more} more ranges" if more > 0 else ""
     return f"{text} (skipped)" if text and incident.skipped_batches else text
 
 
 def _ranges(batches: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(epoch, first, last) of consecutive batches."""
-    found: list[tuple[int, int, int]] = []
+    """Groups consecutive (epoch, index) into (epoch, first, last)."""
+    ranges: list[tuple[int, int, int]] = []
     for epoch, index in sorted(set(batches)):
-        if found and (epoch, index) == (found[-1][0], found[-1][2] + 1):
-            found[-1] = (epoch, found[-1][1], index)
+        if ranges and (epoch, index) == (ranges[-1][0], ranges[-1][2] + 1):
+            ranges[-1] = (epoch, ranges[-1][1], index)
         else:
-            found.append((epoch, index, index))
-    return found
+            ranges.append((epoch, index, index))
+    return ranges

@@ -1,1 +1,1 @@
-"""Following a live run in a terminal."""
+"""Follows a live run in a terminal."""

@@ -1,4 +1,4 @@
-"""Follows a run as its files grow, in a terminal or a pipe."""
+"""Follows the growing files of a run, in a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from healcore import regular_file
 from healcore.core.errors import HealcoreError
+from healcore.events.json_lines import MAX_LINE_BYTES
 from healcore.events.metrics import path_next_to
 from healcore.events.models import EventRecord
 from healcore.events.schema import SEVERE
@@ -21,106 +22,108 @@ from healcore.tools.watch.live_run import LiveRun, event_line, one_line, state_l
 COMPLETED, FAILED = 0, 1
 """Exit statuses."""
 
-_LOOK_EVERY = 0.5
-"""Seconds between looks; the Healer writes its metrics as often."""
-_GONE_EVERY = 3.0
+_POLL_INTERVAL = 0.5
+"""Seconds between polls, equal to the interval at which the Healer writes metrics."""
+_CHECK_AFTER = 3.0
 """Seconds without a new line after which the process is checked."""
-_HISTORY = 20
-"""Most earlier lines that are printed at the start."""
-_METRICS_END = 1 << 16
-"""Bytes of the metrics that are read at the start."""
-_FOREIGN = 20
-"""Lines without an event after which the file is rejected."""
-_BLOCK = 1 << 20
-_LONGEST = 1 << 24
-"""Bytes; a longer line is damaged and is dropped."""
+_EARLIER_LINES = 20
+"""Limit of earlier events that are printed at the start."""
+_METRICS_BYTES = 1 << 16
+"""Number of bytes of the metrics that are read at the start."""
+_MAX_DAMAGED = 20
+"""Number of damaged lines after which a file without an event is rejected."""
+_BLOCK_BYTES = 1 << 20
 
 
 class WatchError(HealcoreError, ValueError):
-    """A file that cannot be watched."""
+    """A file cannot be watched."""
 
 
 class NewLines(NamedTuple):
-    """The lines added to a file since the last look."""
+    """The lines added to a file since the last poll."""
 
     lines: list[bytes]
-    """Whole lines, without their ends."""
+    """Whole lines, without newlines."""
     replaced: bool
-    """The file was replaced or emptied: the lines are from the beginning."""
+    """Whether the file was replaced or emptied, so that the lines are from its beginning."""
     more: bool
-    """More lines can be read at once."""
+    """Whether the file may have more lines to read."""
 
 
 class Tail:
     """Reads a growing file. The file may not exist yet, and may be rotated or emptied.
 
-    An incomplete line is buffered. `last` limits the first read to that many bytes at the end of
-    the file. After a look, `there` is whether the file exists, and `error_text` why it could not be
-    read, or an empty string.
+    Args:
+        path: the file.
+        last_bytes: where the first poll starts, in bytes before the end, or None for all lines.
+
+    Attributes:
+        exists: whether the file existed at the last poll.
+        error_text: why the last poll could not read the file, or an empty string.
     """
 
-    def __init__(self, path: Path, *, last: int | None = None) -> None:
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
         self.path = path
-        self.there = False
+        self.exists = False
         self.error_text = ""
-        self._last = last
+        self._last_bytes = last_bytes
         self._identity: tuple[int, int] | None = None
-        self._place = 0
-        self._rest = b""
+        self._position = 0
+        self._incomplete = b""  # the last line, before its newline is written
 
-    def look(self) -> NewLines:
-        """Reads the new lines. Does not raise: see `there` and `error_text`."""
+    def poll(self) -> NewLines:
+        """Reads the new lines. Does not raise: see `exists` and `error_text`."""
         self.error_text = ""
         try:
             with open(self.path, "rb", opener=regular_file.opener) as file:
-                self.there = True
+                self.exists = True
                 return self._read(file, os.fstat(file.fileno()))
         except FileNotFoundError:
-            self.there = False
+            self.exists = False
         except OSError as error:
             self.error_text = f"{self.path}: {error.strerror or error}"
         return NewLines([], False, False)
 
     def _read(self, file: BinaryIO, stat: os.stat_result) -> NewLines:
         identity = (stat.st_dev, stat.st_ino)
-        known = self._identity is not None
-        replaced = identity != self._identity or stat.st_size < self._place
-        if replaced:
-            self._identity, self._rest, self._place = identity, b"", 0
-            if self._last is not None and stat.st_size > self._last:
-                self._place = stat.st_size - self._last
-                file.seek(self._place)
-                self._place += len(file.readline())  # the rest of a line
-        file.seek(self._place)
-        block = file.read(_BLOCK)
-        self._place += len(block)
-        *lines, self._rest = (self._rest + block).split(b"\n")
-        if len(self._rest) > _LONGEST:
-            lines, self._rest = [*lines, self._rest[:80]], b""
-        return NewLines(lines, replaced and known, len(block) == _BLOCK)
+        is_first = self._identity is None
+        is_new = identity != self._identity or stat.st_size < self._position
+        if is_new:
+            self._identity, self._incomplete, self._position = identity, b"", 0
+            if self._last_bytes is not None and stat.st_size > self._last_bytes:
+                self._position = stat.st_size - self._last_bytes
+                file.seek(self._position)
+                self._position += len(file.readline())  # the end of a line
+        file.seek(self._position)
+        block = file.read(_BLOCK_BYTES)
+        self._position += len(block)
+        *lines, self._incomplete = (self._incomplete + block).split(b"\n")
+        if len(self._incomplete) > MAX_LINE_BYTES:
+            lines, self._incomplete = [*lines, self._incomplete[:80]], b""
+        return NewLines(lines, is_new and not is_first, len(block) == _BLOCK_BYTES)
 
 
 class RunWatcher:
-    """Prints new events of a file that may not exist yet, and reads its metrics."""
+    """Prints the new events of a run, whose file may not exist yet, and reads its metrics."""
 
     def __init__(self, path: Path, policy: Policy | None, console: Any) -> None:
         self.path = path
         self.live = LiveRun(policy)
         self._console = console
         self._events = Tail(path)
-        self._metrics = Tail(path_next_to(path), last=_METRICS_END)
+        self._metrics = Tail(path_next_to(path), last_bytes=_METRICS_BYTES)
         self._quiet_since = time.monotonic()
 
     @property
-    def there(self) -> bool:
-        """Whether the file exists."""
-        return self._events.there
+    def exists(self) -> bool:
+        """Whether the events file exists."""
+        return self._events.exists
 
     def print(self, line: str, *, severe: bool = False) -> None:
         """Prints one line."""
         from rich.text import Text
 
-        # Text, because rich reads brackets in a str as markup. soft_wrap: one line stays one line.
+        # Text, because rich interprets brackets in a str as markup. soft_wrap keeps one line.
         text = Text(one_line(line), style="bold red" if severe else "")
         self._console.print(text, soft_wrap=True)
         if not self._console.is_terminal:
@@ -132,19 +135,19 @@ class RunWatcher:
             self.print(line)
 
     def catch_up(self) -> None:
-        """Reads the whole file and prints its last lines. Raises WatchError for another file."""
-        lines: deque[tuple[str, bool]] = deque(maxlen=_HISTORY)
+        """Reads the whole file and prints its last events. Raises WatchError for a wrong file."""
+        lines: deque[tuple[str, bool]] = deque(maxlen=_EARLIER_LINES)
         count = 0
         for line in self._new_lines():
             lines.append(line)
             count += 1
         if count > len(lines):
-            self.print(f"({count - len(lines)} earlier lines: healcore events show)")
+            self.print(f"({count - len(lines)} earlier lines, see healcore events show)")
         for line, severe in lines:
             self.print(line, severe=severe)
 
-    def look(self) -> None:
-        """Prints the new lines. Raises as `catch_up`."""
+    def poll(self) -> None:
+        """Prints the new events. Raises WatchError for a wrong file."""
         for line, severe in self._new_lines():
             self.print(line, severe=severe)
 
@@ -153,25 +156,25 @@ class RunWatcher:
         if self.live.ending is not None:
             return True
         now = time.monotonic()
-        if now - self._quiet_since < _GONE_EVERY:
+        if now - self._quiet_since < _CHECK_AFTER:
             return False
         self._quiet_since = now
         if not self.live.check_process():
             return False
-        self.look()  # the end may have been written meanwhile
+        self.poll()  # the process may have written `end` before it ended
         if self.live.check_process():
-            self.print("the process is gone without an end event: it was killed", severe=True)
+            self.print("the process was killed: it wrote no end event", severe=True)
         return True
 
     def _new_lines(self) -> Iterator[tuple[str, bool]]:
-        """Lines of new events, and whether each is severe."""
+        """Iterates over the lines of new events, and whether each is severe."""
         for event in self._new_events():
             line = event_line(event)
             if line is not None:
                 yield line, event.kind in SEVERE
         more = True
         while more:
-            lines, _, more = self._metrics.look()
+            lines, _, more = self._metrics.poll()
             for line in lines:
                 self._quiet_since = time.monotonic()
                 self.live.add_metrics(line)
@@ -179,9 +182,9 @@ class RunWatcher:
     def _new_events(self) -> Iterator[EventRecord]:
         more = True
         while more:
-            lines, replaced, more = self._events.look()
+            lines, replaced, more = self._events.poll()
             if replaced:
-                self.print(f"{self.path.name} was emptied or replaced: from its start", severe=True)
+                self.print(f"{self.path.name} was emptied or replaced", severe=True)
             if lines:
                 self._quiet_since = time.monotonic()
             for line in lines:
@@ -190,23 +193,23 @@ class RunWatcher:
                     yield event
             if self._events.error_text:
                 raise WatchError(self._events.error_text)
-            seen, damaged = self.live.seen, self.live.damaged
-            if damaged == seen >= _FOREIGN:
+            count = self.live.lines
+            if self.live.damaged == count >= _MAX_DAMAGED:
                 raise WatchError(
-                    f"{self.path} is no events file: its first {seen} lines are not events. "
-                    "Name the file that the argument events= writes (of Healer, heal or a callback)"
+                    f"{self.path} is not an events file: its first {count} lines are not events. "
+                    "Name the file that you passed as events= to Healer, heal or a callback"
                 )
 
 
 def print_once(path: Path, policy: Policy | None, console: Any) -> int:
-    """Prints the state of a run. Returns the exit status. Raises WatchError without an event."""
+    """Prints the state of a run. Returns the exit status. Raises WatchError for a wrong file."""
     watcher = RunWatcher(path, policy, console)
     watcher.catch_up()
-    if not watcher.there:
-        raise WatchError(f"{path} is not there")
+    if not watcher.exists:
+        raise WatchError(f"{path} does not exist")
     live = watcher.live
-    if live.seen == live.damaged:
-        raise WatchError(f"{path} has no event in it ({live.seen} lines)")
+    if live.lines == live.damaged:
+        raise WatchError(f"{path} has no event ({live.lines} lines)")
     live.check_process()
     watcher.print_state()
     return FAILED if live.failed else COMPLETED
@@ -215,8 +218,7 @@ def print_once(path: Path, policy: Policy | None, console: Any) -> int:
 def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = False) -> int:
     """Follows a run to its end and returns the exit status.
 
-    With `forever` it waits for restarts of the run. Raises WatchError if the file is no events file
-    or cannot be read.
+    With `forever` it waits for restarts of the run. Raises WatchError for a wrong file.
     """
     watcher = RunWatcher(path, policy, console)
     with _panel_below(console, watcher) as refresh:
@@ -225,10 +227,10 @@ def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = F
         watcher.catch_up()
         while forever or not watcher.ended():
             refresh()
-            time.sleep(_LOOK_EVERY)
-            watcher.look()
+            time.sleep(_POLL_INTERVAL)
+            watcher.poll()
         refresh()
-    if not console.is_terminal:  # in a terminal the panel stays
+    if not console.is_terminal:  # a terminal shows the state in the panel
         watcher.print_state()
     return FAILED if watcher.live.failed else COMPLETED
 
@@ -250,6 +252,6 @@ def _panel(watcher: RunWatcher) -> Any:
 
     live = watcher.live
     colour = "red" if live.failed else "green" if live.ending else "cyan"
-    lines = state_lines(live) if watcher.there else [f"waiting for {watcher.path}"]
+    lines = state_lines(live) if watcher.exists else [f"waiting for {watcher.path}"]
     text = Text("\n".join(lines))
     return Panel(text, title=Text(one_line(str(watcher.path))), border_style=colour)

@@ -1,4 +1,4 @@
-"""Follows the state of a live run by its events and metrics, and describes it in lines."""
+"""Tracks the state of a live run by its events and metrics, and describes the state in lines."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from healcore.runtime.postmortem.sentences import sentence
 from healcore.tools.report.runs import policy_text
 from healcore.tools.terminal import clean
 
-_TIMED = 200
-"""Metrics lines over which the speed is measured."""
+_SPEED_LINES = 200
+"""Number of metrics lines over which the speed is measured."""
 
 
 class LiveRun:
     """The newest run in an events file, as rank 0 sees it.
 
-    A process that resumes from the checkpoints of the process before continues its counts. `policy`
-    is None if it is not given and not in the events. `seen` counts lines, and `damaged` the lines
-    that are not an event. `killed` is whether the process is gone without an event `end`.
+    The counts of a resumed run include its earlier processes.
+
+    Attributes:
+        metrics: name -> value in the newest metrics line.
+        policy: policy of the run, or None if unknown.
+        lines, damaged: number of lines in the events file, and of lines without an event.
+        killed: whether the process is gone without an event `end`.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
-        self._given = policy
-        self.seen = self.damaged = 0
+        self._user_policy = policy
+        self.lines = self.damaged = 0
         self.run = Run()
         self._begin_process(None)
 
@@ -40,14 +44,15 @@ class LiveRun:
         self._id = run
         self.killed = False
         self.metrics: dict[str, float] = {}
-        self.policy = self._given
-        self._timed: deque[tuple[float, int]] = deque(maxlen=_TIMED)
+        self.policy = self._user_policy
+        self._times: deque[tuple[float, int]] = deque(maxlen=_SPEED_LINES)
+        """Wall time and step of recent metrics lines."""
 
     def add_event(self, line: bytes) -> EventRecord | None:
-        """Adds a line of the events. Returns the event if it belongs to the watched run."""
+        """Adds a line of the events file. Returns the event if it belongs to the watched run."""
         if not line.strip():
             return None
-        self.seen += 1
+        self.lines += 1
         event = log.parse(line)
         if isinstance(event, str):
             self.damaged += 1
@@ -56,42 +61,42 @@ class LiveRun:
             if not is_continuation([event]):
                 self.run = Run()
             self._begin_process(event["run"])
-        if self._id is None:  # the first lines were rotated away
+        if self._id is None:  # a rotation removed the event `start`
             self._id = event["run"]
         if event["run"] != self._id:  # another rank
             return None
-        found = self.run.add(event)
-        if found.kind == "start" and self._given is None:
-            self.policy = _policy_of(found)
-        return found
+        record = self.run.add(event)
+        if record.kind == "start" and self._user_policy is None:
+            self.policy = _load_policy(record)
+        return record
 
     def add_metrics(self, line: bytes) -> None:
-        """Adds a line of the metrics. Ignores lines of other runs."""
-        found = parse_metrics(line)
-        if isinstance(found, str) or found.get("run") != self._id:
+        """Adds a line of the metrics file. Ignores lines of other runs."""
+        fields = parse_metrics(line)
+        if isinstance(fields, str) or fields.get("run") != self._id:
             return
-        step = found["step"]
-        self.metrics = curve_values(found)
+        step = fields["step"]
+        self.metrics = curve_values(fields)
         if self.ending is None:
             self.run.step = step + 1  # steps done
         self.run.lr_scale = self.metrics.get("lr_scale", self.run.lr_scale)
-        time = found.get("time")
+        time = fields.get("time")
         if type(time) is float:
-            if self._timed and step < self._timed[-1][1]:
-                self._timed.clear()
-            self._timed.append((time, step))
+            if self._times and step < self._times[-1][1]:
+                self._times.clear()
+            self._times.append((time, step))
 
     @property
     def speed(self) -> float | None:
         """Recent steps per second, or None if unknown."""
-        if len(self._timed) < 2:
+        if len(self._times) < 2:
             return None
-        (t0, step0), (t1, step1) = self._timed[0], self._timed[-1]
+        (t0, step0), (t1, step1) = self._times[0], self._times[-1]
         return (step1 - step0) / (t1 - t0) if t1 > t0 else None
 
     @property
     def ending(self) -> RunState | None:
-        """How the run ended, or None before the end."""
+        """How the run ended, or None if it has not ended."""
         if self.killed:
             return RunState.KILLED
         return None if self.run.end is None else self.run.state
@@ -102,44 +107,35 @@ class LiveRun:
         return self.ending not in (None, RunState.COMPLETED)
 
     def check_process(self) -> bool:
-        """Whether the process is gone without an event; False if that cannot be checked."""
+        """Returns `killed` after checking the process. False if the process cannot be checked."""
         self.killed = self.run.state is RunState.GONE
         return self.killed
 
 
-def _policy_of(start: EventRecord) -> Policy | None:
+def _load_policy(start: EventRecord) -> Policy | None:
     text = policy_text(start.policy or "", start.fingerprint or "", start.policy_toml or "")
     try:
         return policies.loads(text) if text else None
-    except policies.PolicyError:  # written by a newer healcore
+    except policies.PolicyError:  # from a newer healcore
         return None
 
 
-# -- text -----------------------------------------------------------------------------------------
-
-
 def one_line(text: str) -> str:
-    """Puts the text in one line, and escapes terminal sequences."""
+    """Joins the lines of a text, and escapes terminal control sequences."""
     return clean(" ".join(text.split()), keep="")
 
 
-# -- events ----------------------------------------------------------------------------------------
-
-
 def event_line(event: EventRecord) -> str | None:
-    """The line of an event, or None for an event that is not shown."""
-    text = "" if event.kind == "alarm" else sentence(event)  # there may be thousands of alarms
+    """Returns the line for an event, or None if the event is not shown."""
+    text = "" if event.kind == "alarm" else sentence(event)  # a run may have thousands of alarms
     if not text:
         return None
     step = "-" if event.step is None else event.step
     return one_line(f"{(event.time or '')[11:19]:8} {step:>8}  {text}")
 
 
-# -- the state -------------------------------------------------------------------------------------
-
-
 def state_lines(live: LiveRun) -> list[str]:
-    """The state of the run in three lines, without unknown values."""
+    """Returns the state of the run in three lines, without unknown values."""
     run, ending = live.run, live.ending
     start = run.start or EventRecord()
     state = "running" if ending is None else f"ended: {ending}"
@@ -148,30 +144,30 @@ def state_lines(live: LiveRun) -> list[str]:
         f"step {live.run.step:,}" if live.run.step is not None else "",
         f"{live.speed:.3g} steps/s" if live.speed and ending is None else "",
         "" if start.policy is None else f"policy {start.policy}",
-        "it only observes" if run.observes else "",
+        "observe mode" if run.observes else "",
         start.framework or "",
     ]
-    good = f"step {run.last_good:,}" if run.last_good is not None else _none_good(live)
+    good = f"step {run.last_good:,}" if run.last_good is not None else _no_known_good(live)
     counts = [_incidents(live), *_actions(live), f"last known-good: {good}"]
     rows = [" · ".join(filter(None, row)) for row in (head, _numbers(live), counts)]
     return [one_line(row) for row in rows if row]
 
 
-def _none_good(live: LiveRun) -> str:
+def _no_known_good(live: LiveRun) -> str:
     if live.policy is None:
         return "none yet" if live.ending is None else "none"
     if live.ending is None:
-        return f"none yet, it takes {live.policy.rollback.probation} healthy steps"
+        return f"none yet, needs {live.policy.rollback.probation} healthy steps"
     return f"none{why_none_is_good(live.run.step or 0, live.policy.rollback.probation)}"
 
 
 def _numbers(live: LiveRun) -> list[str]:
-    found = live.metrics
-    limit = f" (limit {found['threshold']:.4g})" if "threshold" in found else ""
+    metrics = live.metrics
+    limit = f" (limit {metrics['threshold']:.4g})" if "threshold" in metrics else ""
     would = "would be " if live.run.observes else ""
     return [
-        f"loss {found['loss']:.5g}" if "loss" in found else "",
-        f"gradient norm {found['grad_norm']:.4g}{limit}" if "grad_norm" in found else "",
+        f"loss {metrics['loss']:.5g}" if "loss" in metrics else "",
+        f"gradient norm {metrics['grad_norm']:.4g}{limit}" if "grad_norm" in metrics else "",
         "" if live.run.lr_scale is None else f"learning rate {would}× {live.run.lr_scale:.3g}",
     ]
 
@@ -186,7 +182,7 @@ def _incidents(live: LiveRun) -> str:
 
 
 def _actions(live: LiveRun) -> list[str]:
-    """Skips, rollbacks and cuts. Budgets are totals, because refunds have no event."""
+    """Describes skips, rollbacks and cuts. Budgets are totals, because refunds have no event."""
     run = live.run
     skipped = f"{run.skips}{' or more' if run.capped else ''} steps"
     if run.observes:

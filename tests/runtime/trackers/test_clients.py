@@ -119,11 +119,11 @@ def test_own_objects_get_everything(folder):
     ("given", "message"),
     [
         ("wandbb", '"wandb" or "wandb:PROJECT"'),
-        ("stdout:x", "not 'stdout:x'"),
-        ("wandb:", "not 'wandb:'"),
-        (3, "not int"),
-        (object, "not type"),
-        (["wandb", None], "not NoneType"),
+        ("stdout:x", "got 'stdout:x'"),
+        ("wandb:", "got 'wandb:'"),
+        (3, "got int"),
+        (object, "got type"),
+        (["wandb", None], "got NoneType"),
     ],
 )
 def test_what_is_no_tracker(given, message):

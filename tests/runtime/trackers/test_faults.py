@@ -161,7 +161,7 @@ class Slow:
 
 
 def test_a_full_queue_drops_metrics_before_events(folder, monkeypatch, capsys):
-    monkeypatch.setattr(delivery, "MOST", 10)
+    monkeypatch.setattr(delivery, "MAX_PENDING", 10)
     monkeypatch.setattr(delivery, "MAX_WAIT", 1)
     slow = Slow()
     loop = loop_of("torch", Faults(once=[30]))

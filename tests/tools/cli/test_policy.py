@@ -160,7 +160,7 @@ def test_show_with_a_value_replaced_is_a_policy_to_keep():
     [
         ("clip.max_norm", "KEY=VALUE"),
         ("clip.max_norm=", "KEY=VALUE"),
-        ("respond[0].do=skip", "rules are changed in a file"),
+        ("respond[0].do=skip", "rules can be changed only in a file"),
         ("clip.max_norm=-1", "above 0"),
         ("clip.max_nrom=1", "did you mean 'max_norm'"),
     ],

@@ -11,13 +11,13 @@ from markupsafe import escape
 from typer.testing import CliRunner
 
 from healcore.history import Curves, Incident, Mode
-from healcore.history.incident import counts_of
+from healcore.history.incident import count_incidents
 from healcore.history.run import Mark
 from healcore.policy import dumps, fingerprint, load, preset_text
 from healcore.runtime.postmortem.sentences import outcome, repeats
 from healcore.tools.cli import app
 from healcore.tools.report.page import plot_data, render
-from healcore.tools.report.picture import chosen, draw
+from healcore.tools.report.picture import draw, select_reports
 from healcore.tools.report.run_report import RunReport, has_room, marker_rows
 from healcore.tools.report.runs import read_reports
 from tests.tools.report.small_runs import Loop, lines_of, train
@@ -56,7 +56,7 @@ def replay(*cases: Incident, title: str = "runs/a.csv", **counted: int) -> RunRe
         fingerprint=fingerprint(policy),
         curves=Curves(step, np.exp(-step / 50), index=np.arange(100)),
         incidents=cases,
-        counts=counts_of(cases, **counted),
+        counts=count_incidents(cases, **counted),
         facts={},
         marks=(Mark(40.0),),
     )
@@ -141,9 +141,9 @@ def test_the_overview_has_the_most_first_and_what_is_left_out():
 
 def test_a_picture_of_many_has_those_in_which_something_happened():
     quiet, loud = replay(title="quiet"), replay(*MIXED, title="loud")
-    assert [report.title for report in chosen([quiet, loud])] == ["loud", "quiet"]
-    assert [report.title for report in chosen([quiet] * 9 + [loud])] == ["loud"]
-    assert len(chosen([quiet] * 20)) == len(chosen([loud] * 20)) == 12
+    assert [report.title for report in select_reports([quiet, loud])] == ["loud", "quiet"]
+    assert [report.title for report in select_reports([quiet] * 9 + [loud])] == ["loud"]
+    assert len(select_reports([quiet] * 20)) == len(select_reports([loud] * 20)) == 12
 
 
 def test_names_that_would_be_alike_stay_whole(tmp_path):
@@ -208,7 +208,7 @@ def test_watching_an_observed_run(observed):
     found = CliRunner().invoke(app, ["watch", str(observed), "--once"])
     assert found.exit_code == 0
     last = found.output.splitlines()[-3:]
-    assert "it only observes" in last[0]
+    assert "observe mode" in last[0]
     assert "learning rate would be × 0.01" in last[1]
     would = "it would have skipped 100 or more steps, rolled back 4 times, cut the learning rate"
     assert would in last[2]
@@ -234,5 +234,5 @@ def test_watching_counts_all_processes(resumed):
 def test_the_duration_names_its_processes(resumed):
     (report,) = read_reports(resumed)
     assert re.fullmatch(
-        r"[\d.]+ s in 2 processes together; of the last [\d.]+ s", report.facts["Duration"]
+        r"[\d.]+ s in 2 processes; the last process ran [\d.]+ s", report.facts["Duration"]
     )

@@ -87,7 +87,7 @@ def test_the_log_of_another_run_is_noted(healed, tmp_path):
         "step,loss\n" + "".join(f"{step},1.5\n" for step in range(9000, 9100))
     )
     (report,) = read_reports(healed, metrics=tmp_path / "log.csv")
-    assert any("the log of another run" in problem for problem in report.notes)
+    assert any("may be of another run" in problem for problem in report.notes)
     other = [{**row, "run": "another"} for row in lines_of(healed.with_name("run.metrics.jsonl"))]
     path = tmp_path / "other.metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in other))

@@ -14,7 +14,7 @@ from markupsafe import escape
 from healcore.core.evidence import Evidence
 from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Incident, Mode
-from healcore.history.incident import counts_of
+from healcore.history.incident import count_incidents
 from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.runtime.postmortem.sentences import outcome
@@ -44,7 +44,7 @@ def hostile() -> RunReport:
         cause=(EVIL,),
         action=(EVIL, "ROLLBACK"),
         skipped=2,
-        measures=(EventRecord(kind="stop", why=EVIL),),
+        responses=(EventRecord(kind="stop", why=EVIL),),
         checkpoint=10,
         evidence=(Evidence(EVIL, 1.0),),
     )
@@ -56,7 +56,7 @@ def hostile() -> RunReport:
         fingerprint=EVIL,
         curves=series,
         incidents=(case,),
-        counts=counts_of((case,)),
+        counts=count_incidents((case,)),
         facts={EVIL: EVIL},
         state=RunState.UNKNOWN,
         notes=(EVIL,),

@@ -24,12 +24,12 @@ def test_other_runs_are_drawn_behind_the_run_of_that_title(healed, tmp_path):
     backdrop = Backdrop(
         {"first": Curves(np.arange(last), loss), "second": Curves(np.arange(last), 10 * loss)},
         [(10, 20, "a fault"), (30, 30, "another")],
-        itself="this one",
+        label="this one",
     )
     counted = {}
     for title in ("the run", "another run"):
         path = tmp_path / f"{title}.png"
-        draw([report._replace(title="the run")], path, behind={title: backdrop})
+        draw([report._replace(title="the run")], path, backdrops={title: backdrop})
         counted[title] = [pixels(path, colour) for colour in ("#3D3D3D", "#E69F00")]
     assert counted["another run"][1] == 0
     assert counted["the run"][1] > 40  # the lines are smoothed, the crosses at their ends are not

@@ -13,7 +13,7 @@ from healcore.history import Counts, Curves, Mode
 from healcore.policy import dumps, fingerprint, load, loads
 from healcore.runtime.postmortem.sentences import outcome
 from healcore.tools.report.run_report import RunReport
-from healcore.tools.report.runs import policy_of, read_reports
+from healcore.tools.report.runs import read_reports, select_policy
 from healcore.tools.report.sections import section
 from tests.tools.report.small_runs import Loop, lines_of, train
 
@@ -145,7 +145,7 @@ def test_the_policy_is_the_preset_or_the_file(healed, tmp_path):
 def test_a_preset_with_a_host_value_replaced_is_not_shown_as_the_preset():
     policy = load("default", rollback={"probation": 7})
     start = EventRecord(kind="start", policy="default", fingerprint=fingerprint(policy))
-    shown = policy_of(start.model_copy(update={"policy_toml": dumps(policy)}), None)
+    shown = select_policy(start.model_copy(update={"policy_toml": dumps(policy)}), None)
     assert loads(shown.toml) == policy
     curves = Curves(np.zeros(0), np.zeros(0, np.float32))
     report = RunReport(
@@ -153,8 +153,8 @@ def test_a_preset_with_a_host_value_replaced_is_not_shown_as_the_preset():
     )
     assert loads(section(report)["policy"]) == policy
     preset = load("default")
-    assert "# " in policy_of(start.model_copy(update={"policy_toml": dumps(preset)}), None).toml
-    assert "# " in policy_of(start, None).toml
+    assert "# " in select_policy(start.model_copy(update={"policy_toml": dumps(preset)}), None).toml
+    assert "# " in select_policy(start, None).toml
 
 
 def test_without_metrics_the_alarms_are_points(stopped, tmp_path):

@@ -48,7 +48,7 @@ def test_the_table(logs, tmp_path):
     assert load(str(out))
     again = run(*logs[:1], "--variants", "2", "-o", str(out))
     assert again.exit_code == 2
-    assert "exists already: add --overwrite, or name another file with -o" in again.stderr
+    assert "exists: add --overwrite, or name another file with -o" in again.stderr
     done = run(*logs[:1], "--variants", "2", "-o", str(out), "--overwrite")
     assert done.exit_code == 0
 
@@ -110,7 +110,7 @@ def test_a_trace_that_cannot_be_read_is_reported(logs, tmp_path):
         (("--backend", "torch"), "numpy, jax"),
         (("--labels", "none.json"), "none.json"),
         (("-o", "policy.txt"), ".toml"),
-        (("-o", "no/such/folder/x.toml"), "no folder"),
+        (("-o", "no/such/folder/x.toml"), "does not exist"),
         (("--column", "loss"), "SIGNAL=NAME"),
     ],
 )

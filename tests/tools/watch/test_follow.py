@@ -43,39 +43,39 @@ def once(path: Path, *arguments: str):
 
 def test_a_file_that_is_not_there_yet(tmp_path):
     tail = Tail(tmp_path / "a")
-    assert tail.look() == ([], False, False)
-    assert not tail.there
+    assert tail.poll() == ([], False, False)
+    assert not tail.exists
     tail.path.write_bytes(b"one\ntw")
-    assert tail.look() == ([b"one"], False, False)
-    assert tail.there
-    assert tail.look().lines == []
+    assert tail.poll() == ([b"one"], False, False)
+    assert tail.exists
+    assert tail.poll().lines == []
     with tail.path.open("ab") as file:
         file.write(b"o\nthree\n")
-    assert tail.look().lines == [b"two", b"three"]
+    assert tail.poll().lines == [b"two", b"three"]
 
 
 def test_a_file_that_is_emptied(tmp_path):
     tail = Tail(tmp_path / "a")
     tail.path.write_bytes(b"one\ntwo\nthr")
-    tail.look()
+    tail.poll()
     tail.path.write_bytes(b"four\n")
-    assert tail.look() == ([b"four"], True, False)
+    assert tail.poll() == ([b"four"], True, False)
 
 
 def test_a_file_that_is_rotated_away(tmp_path):
     tail = Tail(tmp_path / "a")
     tail.path.write_bytes(b"one\n")
-    tail.look()
+    tail.poll()
     tail.path.rename(tmp_path / "a.1")
-    assert tail.look() == ([], False, False)
+    assert tail.poll() == ([], False, False)
     tail.path.write_bytes(b"two, and longer than the file before\n")
-    assert tail.look() == ([b"two, and longer than the file before"], True, False)
+    assert tail.poll() == ([b"two, and longer than the file before"], True, False)
 
 
 def test_only_the_end_of_a_large_file(tmp_path):
-    tail = Tail(tmp_path / "a", last=1000)
+    tail = Tail(tmp_path / "a", last_bytes=1000)
     tail.path.write_bytes(b"".join(b"%06d\n" % i for i in range(100_000)))
-    lines = tail.look().lines
+    lines = tail.poll().lines
     assert lines == [b"%06d" % i for i in range(100_000 - len(lines), 100_000)]
     assert 900 < 7 * len(lines) <= 1000
 
@@ -85,14 +85,14 @@ def test_all_of_a_large_file_a_piece_at_a_time(tmp_path):
     tail.path.write_bytes(b"".join(b"%07d\n" % i for i in range(400_000)))
     lines, more = [], True
     while more:
-        news = tail.look()
+        news = tail.poll()
         lines, more = [*lines, *news.lines], news.more
     assert lines == [b"%07d" % i for i in range(400_000)]
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
     tail = Tail(tmp_path)
-    assert tail.look().lines == []
+    assert tail.poll().lines == []
     assert "directory" in tail.error_text
 
 
@@ -133,7 +133,7 @@ def test_once(healed, stopped, tmp_path):
     (tmp_path / "log.csv").write_text("step,loss\n" + "1,2\n" * 100)
     done = once(tmp_path / "log.csv")
     assert done.exit_code == 2
-    assert "is no events file" in done.stderr
+    assert "is not an events file" in done.stderr
     assert once(healed, "--policy", "nonsense").exit_code == 2
 
 

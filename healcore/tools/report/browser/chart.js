@@ -1,25 +1,25 @@
-// Draws a figure as SVG: panels above one another with one x axis, a legend, hover and zoom.
+// Draws a figure as SVG: stacked panels with a common x axis, a legend, hover labels and zoom.
 
-// The parser knows the namespace; a page that names no address is easier to trust.
-const drawing = new DOMParser().parseFromString("<svg></svg>", "text/html").body.firstChild.namespaceURI;
+// The parser supplies the SVG namespace, so that the page contains no URL.
+const svgNamespace = new DOMParser().parseFromString("<svg></svg>", "text/html").body.firstChild.namespaceURI;
 
 function element(parent, name, attributes, text) {
-  const made = document.createElementNS(drawing, name);
-  for (const [key, value] of Object.entries(attributes)) if (value !== undefined) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  parent.append(made);
-  return made;
+  const node = document.createElementNS(svgNamespace, name);
+  for (const [key, value] of Object.entries(attributes)) if (value !== undefined) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  parent.append(node);
+  return node;
 }
 
 function box(parent, name, kind, text) {
-  const made = document.createElement(name);
-  made.className = kind;
-  if (text !== undefined) made.textContent = text;
-  parent.append(made);
-  return made;
+  const node = document.createElement(name);
+  node.className = kind;
+  if (text !== undefined) node.textContent = text;
+  parent.append(node);
+  return node;
 }
 
-// The outline of a mark around (0, 0); one whose name ends in "-open" or "-thin" is not filled.
+// Outline of a mark around (0, 0). A symbol that ends in "-open" or "-thin" is not filled.
 function outline(symbol, size) {
   const r = size / 2, q = r * 0.87;
   return {
@@ -46,33 +46,33 @@ function short(value) {
 
 const wholeNumber = (value) => Number(value.toPrecision(15)).toLocaleString("en-US");
 
-// About `count` round numbers from `low` to `high`.
-function round(low, high, count) {
+// Returns about `count` round numbers from `low` to `high`.
+function roundNumbers(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find((each) => each * power >= rough) * power, found = [];
-  if (!(step > 0) || !isFinite(step)) return found;
-  for (let k = Math.ceil(low / step); k * step <= high; k++) found.push(Number((k * step).toPrecision(12)));
-  return found;
+  const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power, numbers = [];
+  if (!(step > 0) || !isFinite(step)) return numbers;
+  for (let k = Math.ceil(low / step); k * step <= high; k++) numbers.push(Number((k * step).toPrecision(12)));
+  return numbers;
 }
 
 function ticksOf(axis, count) {
   if (axis.tickvals) return axis.tickvals.map((value, at) => [value, axis.ticktext[at]]);
-  const [low, high] = axis.type === "log" ? axis.range.map((each) => 10 ** each) : axis.range;
-  return round(low, high, count).map((value) => [value, short(value)]);
+  const [low, high] = axis.type === "log" ? axis.range.map((exponent) => 10 ** exponent) : axis.range;
+  return roundNumbers(low, high, count).map((value) => [value, short(value)]);
 }
 
-// Pieces of text between the tags that a label has: <br> ends a line, <b> is left out.
+// Splits a label into lines of plain text: <br> ends a line, <b> is dropped.
 function linesIn(label) {
   const plain = (text) => text.replace(/<\/?b>/g, "").replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
   return label.split("<br>").map(plain);
 }
 
 function chart(plot, events) {
-  const hidden = new Set(); // groups of the legend that are switched off
+  const hidden = new Set(); // legend groups that the user has switched off
   let scene = null, drag = null;
 
-  function draw(given, figure) {
-    const traces = given.filter((trace) => figure[trace.yaxis.replace("y", "yaxis")]); // of a panel that is there
+  function draw(candidates, figure) {
+    const traces = candidates.filter((trace) => figure[trace.yaxis.replace("y", "yaxis")]); // with a panel
     plot.data = traces; plot.layout = figure;
     plot.replaceChildren();
     const width = figure.width || plot.clientWidth || 700, height = figure.height;
@@ -110,7 +110,7 @@ function chart(plot, events) {
   function grid(svg, axes, figure, { x, at, left, right, bottom, width }) {
     const text = { "font-size": 11, fill: figure.font.color }, line = colour("grid");
     const [first, last] = figure.xaxis.range;
-    for (const value of round(first, last, Math.max(2, Math.floor((right - left) / 90)))) {
+    for (const value of roundNumbers(first, last, Math.max(2, Math.floor((right - left) / 90)))) {
       for (const axis of Object.values(axes)) {
         if (axis.visible !== false) element(svg, "path", { d: `M${x(value)} ${at(axis.domain[0])}V${at(axis.domain[1])}`, stroke: line });
       }
@@ -180,9 +180,9 @@ function chart(plot, events) {
     }
   }
 
-  // What is near a place: of each line the nearest point, and the marks.
+  // Returns the nearest point of each visible trace, if its x distance is at most 12 pixels.
   function near(place) {
-    const found = [];
+    const points = [];
     for (const trace of scene.traces) {
       if (!trace.hover || hidden.has(trace.legendgroup)) continue;
       let best = null;
@@ -192,9 +192,9 @@ function chart(plot, events) {
         const apart = Math.abs(point[0] - place[0]);
         if (apart <= 12 && (!best || apart < best.apart)) best = { apart, trace, at, point };
       });
-      if (best) found.push(best);
+      if (best) points.push(best);
     }
-    return found;
+    return points;
   }
 
   function placeOf(event) {

@@ -1,4 +1,4 @@
-// What the page's other element holds, and how it looks.
+// The data in the page, and the colours in its style sheet.
 
 const all = JSON.parse(document.getElementById("data").textContent);
 

@@ -1,4 +1,4 @@
-// The whole figure of a run: which panels, how high, and from where to where.
+// Lays out the figure of a run: its panels, their heights and the ranges of their axes.
 
 const AXES = ["yaxis", "yaxis2", "yaxis3"];
 
@@ -45,18 +45,18 @@ function whole(run, state) {
   let low = Infinity, high = -Infinity;
   for (const x of [...place, ...marked]) { low = Math.min(low, x); high = Math.max(high, x); }
   if (low > high) return [0, 1];
-  const room = (high - low) * 0.02 || 1; // on the right for the number of a last incident too
+  const room = (high - low) * 0.02 || 1; // more on the right, for the number of the last incident
   return [low - room, high + room * (run.labelled ? (narrow() ? 6 : 2.5) : 1)];
 }
 
-// Whole numbers times powers of ten, in full.
+// Ticks of a logarithmic axis: small integers times powers of ten, without prefixes such as k.
 function ticks(range) {
   const [low, high] = range, decades = high - low;
   const steps = decades > 3 ? [1] : decades > 1.2 ? [1, 3] : decades > 0.5 ? [1, 2, 3, 5, 7] : null;
   if (!steps) return {};
-  const each = Math.max(1, Math.ceil(decades / 7)), values = [];
+  const stride = Math.max(1, Math.ceil(decades / 7)), values = [];
   for (let power = Math.floor(low); power <= Math.ceil(high); power++) {
-    if (power % each) continue;
+    if (power % stride) continue;
     for (const step of steps) values.push(Number((step * 10 ** power).toPrecision(3)));
   }
   const text = (value) => (value >= 1e5 || value < 1e-4 ? value.toExponential(0) : String(value));

@@ -1,14 +1,14 @@
-// The curves as traces of the chart.
+// Converts the curves of a run to traces of the chart.
 
-// Points of one curve as a line: what is not logged is skipped, what is not finite is a gap,
-// and where a rollback has undone steps, they are a line of their own.
+// Returns the points of a curve as a line, either of the current or of the undone steps.
+// Skips values that were not logged. Non-finite values make a gap.
 function line(run, values, undone, recorded) {
   const x = [], y = [];
   const place = recorded ? run.index : run.step;
   const bad = run.badRows;
   const gaps = new Map(run.gaps.map((gap) => [gap.row, gap]));
-  let last = -1; // the row before, whichever line it is on
-  let own = -1, gap = null; // the row before on this line, and a gap since then
+  let last = -1; // the previous row of either line
+  let own = -1, gap = null; // the previous row of this line, and a gap after it
   for (let row = 0; row < values.length; row++) {
     gap = gaps.get(row) || gap;
     if (values[row] === null && !bad.has(row)) continue;
@@ -35,13 +35,13 @@ function curve(run, name, label, panel, key, state, more) {
   const recorded = state.recorded;
   const mode = run.isolated ? "markers" : "lines";
   const base = { mode, yaxis: panel };
-  // With its own step: where the curve has no value there, the nearest one is shown.
+  // The label names the step of the nearest point, which may differ from the pointer's step.
   const hover = (what) => (x, y) => `${what} ${short(y)} at ${wholeNumber(x)}`;
-  const kept = {
+  const current = {
     ...base, ...line(run, values, 0, recorded), name: label, legendgroup: name, hover: hover(label),
     line: { color: colour(key), width: 1.6, ...more }, marker: { color: colour(key), size: 5 },
   };
-  const traces = [kept];
+  const traces = [current];
   if (name !== "threshold" && run.undone.includes(1)) {
     traces.unshift({
       ...base, ...line(run, values, 1, recorded), name: "undone", hover: hover(label + ", undone,"),

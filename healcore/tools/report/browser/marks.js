@@ -1,12 +1,12 @@
-// Incidents and other events as traces and shapes of the chart.
+// Converts incidents and other events to traces and shapes of the chart.
 
-const SHAPES = 600; // lines and bands that a browser draws without waiting for it
+const MAX_SHAPES = 600; // lines and bands, above which browsers draw slowly
 
 const span = (incident, recorded) => (recorded ? incident.i : incident.x);
 
 const outcome = (sign, run) => (run.would ? sign.would : sign.done);
 
-// Where a run that had gone back was stopped in the same incident.
+// Stops after a rollback in the same incident.
 function stopTraces(run, state) {
   const place = state.recorded ? 1 : 0;
   const of = run.incidents.map((incident, number) => ({ ...incident, number }))
@@ -48,19 +48,19 @@ function incidentTraces(run, state) {
   return traces;
 }
 
-// A line at each onset and a band to the last alarm, through all panels. An incident of a later
-// kind in `all.signs` is less severe, and goes without where there are too many for a browser.
+// Returns a line at each onset and a band to the last alarm, through all panels. `all.signs` is
+// sorted by severity, so the limit drops the least severe incidents.
 function bands(run, state, top) {
-  const shapes = [], drawn = new Set(); // those that lie on one another would darken
+  const shapes = [], drawn = new Set(); // equal bands would add up to a darker band
   for (const kind of Object.keys(all.signs)) {
     const ink = colour(kind);
     for (const incident of run.incidents) {
       const at = span(incident, state.recorded);
-      if (incident.kind !== kind || !at || shapes.length >= SHAPES || drawn.has(String(at))) continue;
+      if (incident.kind !== kind || !at || shapes.length >= MAX_SHAPES || drawn.has(String(at))) continue;
       drawn.add(String(at));
       const shape = { y0: 0, y1: top, x0: at[0], x1: at[1], layer: "below" };
       if (at[1] > at[0]) shapes.push({ ...shape, type: "rect", fillcolor: ink, opacity: 0.13 });
-      // Above the curves: below them it would be under the grid, where that has a line at its step.
+      // Above the curves, because a grid line at the same step would hide a line below them.
       shapes.push({ ...shape, layer: "above", type: "line", x1: at[0], opacity: 0.55, line: { color: ink, dash: kind === "alert" ? "dot" : "solid" } });
     }
   }

@@ -1,30 +1,30 @@
-// Draws every run, when it comes near, on paper, and in other colours.
+// Draws each run when the reader scrolls near it, for printing, and after a change of colours.
 
 const plots = all.runs.map(attach).filter(Boolean);
-function first(each) {
-  if (each.drawn) return;
-  each.drawn = true;
-  each.draw();
+function drawOnce(run) {
+  if (run.drawn) return;
+  run.drawn = true;
+  run.draw();
 }
 
-// A page of sixty plots would take its time: each is drawn when it comes near.
+// A plot is drawn when the reader scrolls near it, because drawing sixty plots takes long.
 const near = new IntersectionObserver((entries) => {
   for (const entry of entries) {
-    if (entry.isIntersecting) first(plots.find((each) => each.plot === entry.target));
+    if (entry.isIntersecting) drawOnce(plots.find((run) => run.plot === entry.target));
   }
 }, { rootMargin: "800px" });
-plots.forEach((each, place) => (place < 2 ? first(each) : near.observe(each.plot)));
+plots.forEach((run, number) => (number < 2 ? drawOnce(run) : near.observe(run.plot)));
 
-const again = () => plots.filter((each) => each.drawn).forEach((each) => each.draw());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-matchMedia("(max-width: 760px)").addEventListener("change", again);
+const redraw = () => plots.filter((run) => run.drawn).forEach((run) => run.draw());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+matchMedia("(max-width: 760px)").addEventListener("change", redraw);
 
-// On paper: the whole width of an A4 page, and everything that is folded up.
+// Printed plots have the width of an A4 page, and folded sections are open.
 addEventListener("beforeprint", () => {
   document.querySelectorAll("details").forEach((each) => { each.dataset.was = each.open; each.open = true; });
-  plots.forEach((each) => { first(each); each.state.printing = true; each.draw(700); });
+  plots.forEach((run) => { drawOnce(run); run.state.printing = true; run.draw(700); });
 });
 addEventListener("afterprint", () => {
   document.querySelectorAll("details").forEach((each) => { each.open = each.dataset.was === "true"; });
-  plots.forEach((each) => { each.state.printing = false; each.draw(); });
+  plots.forEach((run) => { run.state.printing = false; run.draw(); });
 });

@@ -1,4 +1,4 @@
-// One run: its plot, its buttons, and the links between its plot and its table.
+// Draws the plot of one run, adds its buttons, and links the plot to the table of incidents.
 
 function attach(run, number) {
   const section = document.getElementById("s" + number);
@@ -46,27 +46,25 @@ function attach(run, number) {
 
   const bar = section.querySelector(".tools");
   function button(label, title, press, pressed) {
-    const made = document.createElement("button");
-    made.type = "button"; made.textContent = label; made.title = title;
-    const note = () => { if (pressed) made.setAttribute("aria-pressed", String(pressed())); };
-    made.addEventListener("click", () => { press(); note(); });
-    note();
-    bar.append(made);
+    const node = box(bar, "button", "", label);
+    node.type = "button"; node.title = title;
+    const update = () => { if (pressed) node.setAttribute("aria-pressed", String(pressed())); };
+    node.addEventListener("click", () => { press(); update(); });
+    update();
   }
-  function gap() { const made = document.createElement("span"); made.className = "gap"; bar.append(made); }
 
   if (run.loss) button("log loss", "Logarithmic axis of the loss", () => { state.logLoss = !state.logLoss; draw(); }, () => state.logLoss);
   if (run.norm) button("log norm", "Logarithmic axis of the gradient norm", () => { state.logNorm = !state.logNorm; draw(); }, () => state.logNorm);
   if (run.undone.includes(1) && run.index && !run.isolated) {
-    button("as recorded", "Undone steps in their place, in the order in which they were taken",
+    button("as recorded", "All steps in recorded order, including undone steps",
       () => { state.recorded = !state.recorded; show(null); }, () => state.recorded);
   }
-  gap();
+  box(bar, "span", "gap");
   button("◀", "Earlier", () => move(-0.4, 1));
   button("▶", "Later", () => move(0.4, 1));
   button("+", "Zoom in", () => move(0, 0.5));
   button("−", "Zoom out", () => move(0, 2));
-  button("whole run", "Everything", () => { choose(-1, false); show(null); });
+  button("whole run", "Reset the zoom", () => { choose(-1, false); show(null); });
 
   section.querySelector(".incidents")?.addEventListener("click", (event) => {
     const row = event.target.closest("tr[data-incident]");
