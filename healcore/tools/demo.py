@@ -103,10 +103,10 @@ def run_demo(
     for run in runs:
         if run.arm == "healed":
             run.events = events.read(run.folder / "events.jsonl").events
-    found = claims(runs, scenarios[0])
-    _show(console, runs, found, scenarios[0], out)
+    checked = claims(runs, scenarios[0])
+    _show(console, runs, checked, scenarios[0], out)
     console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
-    return DemoResult(runs, found)
+    return DemoResult(runs, checked)
 
 
 def _check_output(out: Path | None, runs: Sequence[str]) -> Path:
@@ -194,14 +194,14 @@ def _introduce(console: Console, scenario: Scenario, policy: Policy) -> None:
 def _show(
     console: Console,
     runs: Sequence[DemoRun],
-    found: Sequence[DemoClaim],
+    checked: Sequence[DemoClaim],
     scenario: Scenario,
     out: Path,
 ) -> None:
     healed = [run for run in runs if run.arm == "healed"]
     reports = {str(run): read_reports(run.folder / "events.jsonl")[0] for run in healed}
     console.print(_table(runs, reports, scenario), "")
-    for claim in found:
+    for claim in checked:
         sign = "[green]ok[/]    " if claim.holds else "[red]BROKEN[/]"
         console.print(f"{sign} {claim.text}", highlight=False, soft_wrap=True)
     pages = []
@@ -215,7 +215,7 @@ def _show(
             draft,
             backdrops={str(run): _backdrop(run, runs, scenario) for run in healed},
         )
-    console.print("\n".join(("", *(f"page: {each}" for each in pages))), soft_wrap=True)
+    console.print("\n".join(("", *(f"page: {path}" for path in pages))), soft_wrap=True)
     console.print(f"picture: {out / 'curves.png'}", soft_wrap=True)
 
 
@@ -232,7 +232,7 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(" ", no_wrap=True)
     for run in runs:
-        found, report = outcome(run, scenario.corpus), reports.get(str(run))
+        result, report = outcome(run, scenario.corpus), reports.get(str(run))
         skips, clips = (report.counts.skips, report.counts.clips) if report else (0, 0)
         if run.arm == "fixed clip":
             clips = int((run.column("grad_norm") > FIXED_CLIP).sum())
@@ -244,7 +244,7 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
             str(clips),
             "\n".join(f"{event['onset']} → {event['checkpoint']}" for event in run.rollbacks),
             "\n".join(_lr_after(event) for event in run.rollbacks),
-            f" [{_STYLES[found]}]{found.value}[/]",
+            f" [{_STYLES[result]}]{result.value}[/]",
             end_section=run.arm == "healed",
         )
     return table
