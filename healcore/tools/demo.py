@@ -66,8 +66,8 @@ def run_demo(
 
     Writes `curves.png` into `out` (default `healcore-demo`), and a folder for each healed run with
     its checkpoints, events, metrics, postmortem and report. Deletes the folders of an earlier demo.
-    `arms` must contain "healed". The healed runs use `with_short_probation(policy)`. `sizes` are fields of
-    `Scenario`.
+    `arms` must contain "healed". The healed runs use `with_short_probation(policy)`. `sizes` are
+    fields of `Scenario`.
 
     Raises:
         MissingExtraError: a library is not installed.
@@ -103,10 +103,10 @@ def run_demo(
     for run in runs:
         if run.arm == "healed":
             run.events = events.read(run.folder / "events.jsonl").events
-    found = check_claims(runs, scenarios[0])
-    _show(console, runs, found, scenarios[0], out)
+    checked = check_claims(runs, scenarios[0])
+    _show(console, runs, checked, scenarios[0], out)
     console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
-    return DemoResult(runs, found)
+    return DemoResult(runs, checked)
 
 
 def _check_output(out: Path | None, runs: Sequence[str]) -> Path:
@@ -179,17 +179,15 @@ class _WarningPrinter(logging.Handler):
 
 
 def _introduce(console: Console, scenario: Scenario, policy: Policy) -> None:
-    raised, corrupted = (
-        scenario.wrong_lr_steps,
-        ", ".join(map(str, sorted(scenario.corrupted_batches))),
-    )
+    raised = scenario.wrong_lr_steps
+    corrupted = ", ".join(map(str, sorted(scenario.corrupted_batches)))
     console.print(
         f"[bold]A byte-level transformer[/] ({scenario.layers} layers, width {scenario.width}) on "
         f"the {scenario.corpus.files} modules of the standard library, {scenario.steps} steps. "
         f"Faults: random bytes instead of text in batches {corrupted}; a learning rate "
-        f"{scenario.lr_factor:g} times too high in steps {raised.start} to {raised.stop - 1}; a loss "
-        f"of 0/0 in batch {scenario.empty_batch}. Policy: [cyan]{policy.name}[/]. Because the run is "
-        f"short, it saves a checkpoint every {SAVE_EVERY} steps, which is known-good after "
+        f"{scenario.lr_factor:g} times too high in steps {raised.start} to {raised.stop - 1}; a "
+        f"loss of 0/0 in batch {scenario.empty_batch}. Policy: [cyan]{policy.name}[/]. Because the "
+        f"run is short, it saves a checkpoint every {SAVE_EVERY} steps, which is known-good after "
         f"{policy.rollback.probation} healthy steps.\n"
     )
 
@@ -197,14 +195,14 @@ def _introduce(console: Console, scenario: Scenario, policy: Policy) -> None:
 def _show(
     console: Console,
     runs: Sequence[DemoRun],
-    found: Sequence[DemoClaim],
+    checked: Sequence[DemoClaim],
     scenario: Scenario,
     out: Path,
 ) -> None:
     healed = [run for run in runs if run.arm == "healed"]
     reports = {str(run): read_reports(run.folder / "events.jsonl")[0] for run in healed}
     console.print(_table(runs, reports, scenario), "")
-    for claim in found:
+    for claim in checked:
         sign = "[green]ok[/]    " if claim.holds else "[red]BROKEN[/]"
         console.print(f"{sign} {claim.text}", highlight=False, soft_wrap=True)
     pages = []
@@ -218,7 +216,7 @@ def _show(
             draft,
             backdrops={str(run): _backdrop(run, runs, scenario) for run in healed},
         )
-    console.print("\n".join(("", *(f"page: {each}" for each in pages))), soft_wrap=True)
+    console.print("\n".join(("", *(f"page: {path}" for path in pages))), soft_wrap=True)
     console.print(f"picture: {out / 'curves.png'}", soft_wrap=True)
 
 
@@ -235,7 +233,7 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(" ", no_wrap=True)
     for run in runs:
-        found, report = classify(run, scenario.corpus), reports.get(str(run))
+        result, report = classify(run, scenario.corpus), reports.get(str(run))
         skips, clips = (report.counts.skips, report.counts.clips) if report else (0, 0)
         if run.arm == "fixed clip":
             clips = int((run.column("grad_norm") > FIXED_CLIP).sum())
@@ -247,7 +245,7 @@ def _table(runs: Sequence[DemoRun], reports: dict[str, RunReport], scenario: Sce
             str(clips),
             "\n".join(f"{event['onset']} → {event['checkpoint']}" for event in run.rollbacks),
             "\n".join(_lr_after(event) for event in run.rollbacks),
-            f" [{_STYLES[found]}]{found.value}[/]",
+            f" [{_STYLES[result]}]{result.value}[/]",
             end_section=run.arm == "healed",
         )
     return table

@@ -129,7 +129,7 @@ def sweep(
         )
         with progress_bar() as bar:
             task = bar.add_task("sweeping", total=None)
-            found = sweep(
+            result = sweep(
                 opened,
                 base,
                 vary=vary or (),
@@ -138,24 +138,24 @@ def sweep(
                 started=lambda total: bar.update(task, total=total),
                 advance=lambda done: bar.advance(task, done),
             )
-        _write(_text(found, policy), output)
+        _write(_text(result, policy), output)
     except (PolicyError, LabelError, MissingExtraError, SweepError, TraceError) as error:
         fail(str(error))
-    for failure in found.failed:
+    for failure in result.failed:
         echo(failure.problem, err=True)
-    _show(found, output, as_json=as_json)
-    raise typer.Exit(PARTIAL if unreadable or found.failed else OK)
+    _show(result, output, as_json=as_json)
+    raise typer.Exit(PARTIAL if unreadable or result.failed else OK)
 
 
-def _show(found: Sweep, output: Path, *, as_json: bool) -> None:
+def _show(result: Sweep, output: Path, *, as_json: bool) -> None:
     from healcore.tools.sweep.report import render, to_json
 
     if as_json:
-        document = to_json(found) | {"written": str(output)}
+        document = to_json(result) | {"written": str(output)}
         echo_json(json.dumps(document, indent=2, allow_nan=False))
         return
     printer = console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
-    printer.print(render(found))
+    printer.print(render(result))
     printer.print(f"policy written: {output}", markup=False, soft_wrap=True)
 
 
@@ -172,16 +172,16 @@ def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:
         fail(f"--output {output} exists: add --overwrite, or name another file with -o")
 
 
-def _text(found: Sweep, policy: str) -> str:
+def _text(result: Sweep, policy: str) -> str:
     """Returns the best policy as TOML. The base policy keeps its comments."""
     from healcore.policy import dumps, loads, preset_names, preset_text, recipe_names
 
-    if found.verdict.take:
-        return dumps(found.policy)
+    if result.verdict.take:
+        return dumps(result.policy)
     preset = policy in (*preset_names(), *recipe_names())
     text = preset_text(policy) if preset else regular_file.read(Path(policy)).decode()
     # The user may have edited the file during the sweep.
-    return text if loads(text) == found.policy else dumps(found.policy)
+    return text if loads(text) == result.policy else dumps(result.policy)
 
 
 def _write(text: str, output: Path) -> None:

@@ -57,9 +57,9 @@ def _is_metrics_file(path: Path) -> bool:
 
 def _from_metrics(run: Run, path: Path) -> RunCurves:
     reader = MetricsReader(path, run.attempt_ids)
-    found = compute_curves(run, reader.read())
+    computed = compute_curves(run, reader.read())
     notes = first_lines(f"{path.name}: damaged", reader.problems, reader.damaged_lines)
-    if not found.curves.rows:
+    if not computed.curves.rows:
         lines = f"no line of this run, and {reader.foreign_lines} lines of other runs"
         return _from_alarms(run, *notes, f"{path.name} has {lines}: {_POINTS}.")
     if reader.ignored_engines:
@@ -67,9 +67,9 @@ def _from_metrics(run: Run, path: Path) -> RunCurves:
         notes.append(f"The curves show the optimizer {reader.engine}, not {others}.")
     more = range(len(run.attempt_ids), len(reader.ids))
     attempts = (RunAttempt(number, 0.0, AttemptOrigin.METRICS) for number in more)
-    return found._replace(
-        attempts=(*found.attempts, *attempts),
-        counts=None if reader.ignored_engines else found.counts,
+    return computed._replace(
+        attempts=(*computed.attempts, *attempts),
+        counts=None if reader.ignored_engines else computed.counts,
         notes=tuple(notes),
     )
 
