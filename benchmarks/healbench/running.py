@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.healbench.code_digest import code_of, code_without_names
 from benchmarks.healbench.decision_numbers import applied
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,12 +124,12 @@ def suite(framework: str) -> Suite:
 def source_of(framework: str, task: str, arm: str) -> str:
     """Digest of the code that decides about a result: the task, the arm, the deciding healcore.
 
-    Comments, docstrings, sentences (messages) and layout are not part of the digest.
+    Comments, docstrings, messages, layout and healcore's own names are not part of the digest.
     """
     there, here = suite(framework), Path(__file__).parent
     made = (there.tasks[task].build, there.arms[arm.partition("[")[0]])
     files = _with_imports({here / "problem.py", here / "training.py"} | _files_of(*made))
-    parts = [_code(file) for file in sorted(files)]
+    parts = [code_of(file) for file in sorted(files)]
     policy = inspect.signature(made[1]).parameters.get("policy")
     if policy is not None:
         from healcore.policy import fingerprint, load
@@ -182,30 +183,7 @@ def _healcore(framework: str) -> str:
     files = {*adapter.glob("*.py"), *(adapter / "driver").rglob("*.py")}
     for part in DECIDING:
         files |= {*(ROOT / part).rglob("*.py"), *ROOT.glob(f"{part}.py")}
-    return "\n".join(_code(file) for file in sorted(files))
-
-
-@functools.cache
-def _code(file: Path) -> str:
-    """A file's code without comments, docstrings, sentences and layout."""
-    tree = ast.parse(file.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and _is_sentence(node.value):
-            node.value = ""
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [each for each in body if not _is_text(each)]  # pyright: ignore
-    return ast.unparse(tree)
-
-
-def _is_sentence(value: object) -> bool:
-    """Whether a constant is text for people: names and keys, which may decide, have no space."""
-    return isinstance(value, str) and " " in value.strip()
-
-
-def _is_text(node: ast.AST) -> bool:
-    value = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return code_without_names(sorted(files))
 
 
 # -- one run -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.healbench import __main__ as command
 from benchmarks.healbench import comparing, decision_numbers, running, sensitivity, table
+from benchmarks.healbench.code_digest import code_of, code_without_names
 from benchmarks.healbench.comparing import compare, difference, rules
 from benchmarks.healbench.running import Job, Result, Store, run_all
 
@@ -383,7 +384,7 @@ def test_messages_are_not_code_and_keys_are(tmp_path):
     paths = [tmp_path / f"{number}.py" for number in range(3)]
     for path, message, key in zip(paths, ("too high", "rate of", "too high"), "aab", strict=True):
         path.write_text(f"def f(a):\n    print(f'{message} {{a}}', a['{key}'])\n")
-    same, other, key = (running._code(path) for path in paths)
+    same, other, key = (code_of(path) for path in paths)
     assert same == other != key
 
 
@@ -391,10 +392,58 @@ def test_comments_docstrings_and_layout_are_not_code(tmp_path):
     plain, other = tmp_path / "plain.py", tmp_path / "other.py"
     plain.write_text("def f(a):\n    return a + 1\n")
     other.write_text('"""About."""\n# why\ndef f(a):\n    """Adds."""\n    return (a + 1)\n')
-    assert running._code(plain) == running._code(other)
+    assert code_of(plain) == code_of(other)
     other.write_text("def f(a):\n    return a + 2\n")
-    running._code.cache_clear()
-    assert running._code(plain) != running._code(other)
+    assert code_of(plain) != code_of(other)
+
+
+CLASS = """
+import numpy as np
+class Peak:
+    def __init__(self, low):
+        self.low, self.high = low, low
+    def update(self, value):
+        def outer():
+            return value
+        self.high = np.fmax(self.high, outer() - self.low)
+        return [each for each in (self.low, self.high)]
+def run(values, low=0):
+    peak = Peak(low=low)
+    return [peak.update(value) for value in values if value > peak.high]
+"""
+
+
+def test_a_consistent_new_name_is_the_same_code(tmp_path):
+    file = tmp_path / "peak.py"
+    file.write_text(CLASS)
+    before = code_without_names([file])
+    renamed = CLASS.replace("Peak", "Maximum").replace("low", "floor").replace("each", "entry")
+    renamed = renamed.replace("outer", "current").replace("run", "maxima").replace("update", "add")
+    file.write_text(renamed)
+    assert code_without_names([file]) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("np.fmax", "np.fmin"),  # a function of a library
+        ("outer() - self.low", "outer() - self.high"),
+        ("outer() - self.low", "self.low - outer()"),
+        ("(self.low, self.high)", "(self.high, self.low)"),
+        ("value > peak.high", "value > peak.low"),
+        ("value > peak.high", "value >= peak.high"),
+        ("low=0", "low=1"),
+        ("return value", "return self.low"),
+        ("self.low, self.high = low, low", "self.high, self.low = low, low"),
+    ],
+)
+def test_other_code_has_another_text(old, new, tmp_path):
+    file = tmp_path / "peak.py"
+    file.write_text(CLASS)
+    before = code_without_names([file])
+    assert CLASS.count(old) == 1
+    file.write_text(CLASS.replace(old, new))
+    assert code_without_names([file]) != before
 
 
 def test_the_digest_is_of_the_task_the_arm_and_what_they_import():
