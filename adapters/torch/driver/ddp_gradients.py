@@ -10,7 +10,7 @@ bucket. After a failure on one rank the other ranks would wait there. Therefore
 - a failed rank completes the reduction without gradients (`complete`), and all drop the result.
 
 `reduce` and `complete` use DDP's own reducer, with its buckets, communication hooks and unused
-parameters: a backward pass through `_ZeroGradient` signals that all gradients have arrived.
+parameters: a backward pass through `_NoGradient` signals that all gradients have arrived.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from healcore.torch.store.gloo import GlooRanks
 _WINDOWS = 2
 """Number of first windows without a reduction in backward passes. DDP changes its buckets after the
 first window."""
-SECONDS = 120.0
+PEER_TIMEOUT_S = 120.0
 """Seconds that a failed rank waits for the other ranks to finish their parts."""
 _WAITING = "the other ranks wait in a collective that this rank has left: "
 
@@ -171,7 +171,7 @@ class DDPGradients:
 
         self._helper.put(run)  # may wait until the group's time-out
         with suppress(Empty):
-            return outcome.get(timeout=SECONDS)
+            return outcome.get(timeout=PEER_TIMEOUT_S)
         return False
 
     def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
@@ -180,7 +180,7 @@ class DDPGradients:
             self._look()
         votes = [failed, grows, self._irregular, self._wanted]
         try:
-            found = self._ranks.largest([*map(int, votes)], SECONDS if failed else None)
+            found = self._ranks.largest([*map(int, votes)], PEER_TIMEOUT_S if failed else None)
         except RuntimeError:
             if failed:
                 return None
@@ -313,18 +313,18 @@ class _Replica:
 
     def _reduce(self, params: list[Tensor], *, begins: bool) -> None:
         with torch.enable_grad():
-            zero_gradient = _ZeroGradient.apply(*params)
+            scalar = _NoGradient.apply(*params)
         if begins:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # there are no unused parameters
                 self._reducer.prepare_for_forward()
                 unused = self.ddp.find_unused_parameters
-                self._reducer.prepare_for_backward([zero_gradient] if unused else [])
-        zero_gradient.backward()
+                self._reducer.prepare_for_backward([scalar] if unused else [])
+        scalar.backward()
         self._reducer._check_reducer_finalized()
 
 
-class _ZeroGradient(torch.autograd.Function):
+class _NoGradient(torch.autograd.Function):
     """Sends None as the gradient of each argument, which the reducer counts as an arrival."""
 
     @staticmethod

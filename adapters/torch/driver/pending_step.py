@@ -131,7 +131,13 @@ class Recorder:
             return ()  # only other ranks have gradients
         found, usual = norms.on_host(), None
         if self._baseline_norms is not None:
-            known = dict(zip(map(id, self._baseline_norms.params), self._baseline_norms.on_host(), strict=True))
+            known = dict(
+                zip(
+                    map(id, self._baseline_norms.params),
+                    self._baseline_norms.on_host(),
+                    strict=True,
+                )
+            )
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
         return evidence(found, usual, self._names(norms.params))
 
