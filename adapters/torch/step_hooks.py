@@ -239,7 +239,8 @@ class StepHooks:
         if self._engine.per_tensor and len(all_parameters) != self._groups:
             raise ParametersChangedError(
                 f"the optimizer had {self._groups} parameters at attach, "
-                f"now {len(all_parameters)}, and this policy has a clipping history for each: detach() and attach again"
+                f"now {len(all_parameters)}, and this policy has a clipping history for each: "
+                "detach() and attach again"
             )
         if self._update_norm is not None:  # of the previous update, as in JAX
             if "update_norm" in self._engine.needs:
