@@ -19,7 +19,7 @@ CONSTANTS = (
     "healcore.core.detectors.spike:LOWEST",
     "healcore.core.detectors.spike:LASTS",
     "healcore.core.detectors.divergence:HIGH",
-    "healcore.core.engine.lr:FALL",
+    "healcore.core.engine.lr:RESTART_RATIO",
     "healcore.runtime.dominance.anchor:STAKE",
     "healcore.runtime.dominance.anchor:SAMPLE",
     "healcore.runtime.dominance.anchor:MEDIAN",

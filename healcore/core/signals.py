@@ -115,7 +115,7 @@ def _is_norm(norm: Any) -> Any:
     return (norm > -numerics.TINY) & (norm <= numerics.HUGE)
 
 
-def _check_alone(name: str, value: object) -> None:
+def _check_not_tuple(name: str, value: object) -> None:
     """Raises SignalError for a tuple or mapping, such as `(loss, aux)`."""
     if isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) != 1):
         raise SignalError(
@@ -139,7 +139,7 @@ def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.flo
     """
     if value is None:
         raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
-    _check_alone(name, value)
+    _check_not_tuple(name, value)
     try:
         with np.errstate(over="ignore"):
             array = np.asarray(value, dtype=np.float64)

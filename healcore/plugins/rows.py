@@ -62,7 +62,7 @@ def judge_row(
     """
     new, _ = engine.step(state, signals, xp=xp)
     if engine.mode != "observe":
-        new = engine.charged(new, xp=xp)
+        new = engine.subtract_rollback(new, xp=xp)
     after = new.incident
     # `recovered` counts alarms since the incident's last rollback order, granted or denied. At an
     # alarm (quiet is 0) it is 0 only for a new order.

@@ -117,8 +117,8 @@ class Recorder:
         if clipped := self._ceiling.add(record.grad_norm):
             self._warn(clipped)
         if record.cause:
-            of_rank = entry.norms.of_rank() if self.healing.ranks > 1 else None
-            return record._replace(evidence=self._evidence(entry.norms), of_rank=of_rank)
+            rank_signals = entry.norms.rank_signals() if self.healing.ranks > 1 else None
+            return record._replace(evidence=self._evidence(entry.norms), rank_signals=rank_signals)
         self._usual = entry.norms if entry.norms.params else self._usual
         return record
 
@@ -129,9 +129,9 @@ class Recorder:
         """
         if not norms.params:
             return ()  # only other ranks have gradients
-        found, usual = norms.on_host(), None
+        found, usual = norms.to_host(), None
         if self._usual is not None:
-            known = dict(zip(map(id, self._usual.params), self._usual.on_host(), strict=True))
+            known = dict(zip(map(id, self._usual.params), self._usual.to_host(), strict=True))
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
         return evidence(found, usual, self._names(norms.params))
 

@@ -121,7 +121,7 @@ def _learn(
 ) -> ZClipState:
     """Updates mean and variance: Welford during warm-up, then moving averages."""
     warm = count < config.warmup_steps
-    value, first_were_outliers = baseline.robust(accepted, state.mean, count, warm, xp=xp)
+    value, first_were_outliers = baseline.limit_outlier(accepted, state.mean, count, warm, xp=xp)
     count = xp.where(learn & first_were_outliers, 0, count)
     known = count > 0
     mean = xp.where(known, state.mean, 0.0)

@@ -70,7 +70,7 @@ class GradEmaConfig(NamedTuple):
             self.shift, state.shift, norm, alarm, learn & ~warm, seen.restart, xp=xp
         )
         taught = learn & ~alarm
-        value, first_were_outliers = baseline.robust(norm, state.mean, count, warm, xp=xp)
+        value, first_were_outliers = baseline.limit_outlier(norm, state.mean, count, warm, xp=xp)
         count = xp.where(taught & first_were_outliers, 0, count)
         first = count == 0
         old = xp.where(first, 0.0, state.weight)

@@ -20,7 +20,7 @@ from healcore.core.verdict import Decision, Telemetry
 
 SCHEMA = 6  # version of the saved form
 
-_MOST_GROUPS = 10_000_000
+_MAX_GROUPS = 10_000_000
 
 
 class StateError(HealcoreError, ValueError):
@@ -199,8 +199,8 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None)
             "fresh state, whose detectors warm up again"
         )
     groups = data.get("groups")
-    if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MOST_GROUPS:
-        raise StateError(f"groups must be a number of tensors up to {_MOST_GROUPS}, got {groups!r}")
+    if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MAX_GROUPS:
+        raise StateError(f"groups must be a number of tensors up to {_MAX_GROUPS}, got {groups!r}")
     return _arrays(init(config, groups=groups), data.get("state"), "state")
 
 
