@@ -230,8 +230,8 @@ def preset_names() -> tuple[str, ...]:
 def recipe_names() -> tuple[str, ...]:
     """Names of the published recipes that healcore includes, sorted."""
     names = (entry.name for entry in resources.files("healcore.policies").iterdir())
-    found = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
-    return tuple(sorted(name for name in found if name not in PRESETS))
+    stems = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
+    return tuple(sorted(name for name in stems if name not in PRESETS))
 
 
 def name_of(fingerprint: str | None) -> str | None:

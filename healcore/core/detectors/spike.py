@@ -124,17 +124,17 @@ def _judge(
     vote = numerics.quotient(z - threshold, threshold, xp=xp)
     vote = xp.where(vote > 0, xp.where(vote < 1, vote, 1.0), 0.0)
 
-    most = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.HUGE)
-    values, weight = noise.learn(values, value, most, config.window, xp=xp)
+    max_gap = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.HUGE)
+    values, weight = noise.learn(values, value, max_gap, config.window, xp=xp)
     votes = votes - numerics.product(weight, votes, xp=xp) + vote
     votes = numerics.smaller(votes, vote - vote + 1.0 + config.evidence, xp=xp)
     sustained = votes > config.evidence
     lasting = xp.where(sustained, lasting + 1, 0)
     escaped = lasting >= ESCAPE_WINDOWS * config.window
 
-    rise = numerics.product(weight, numerics.smaller(gap, most, xp=xp), xp=xp)
-    pair = numerics.larger(value, before.values.last, xp=xp)
-    level = xp.where(gap > 0, level + rise, numerics.smaller(level, pair, xp=xp))
+    rise = numerics.product(weight, numerics.smaller(gap, max_gap, xp=xp), xp=xp)
+    higher_of_two = numerics.larger(value, before.values.last, xp=xp)
+    level = xp.where(gap > 0, level + rise, numerics.smaller(level, higher_of_two, xp=xp))
     factor = THRESHOLD_GAIN * (vote - TARGET_VOTE)
     learnt = threshold + numerics.product(threshold, factor, xp=xp)
     learnt = numerics.larger(learnt, MIN_THRESHOLD_SHARE * start, xp=xp)

@@ -33,9 +33,9 @@ class LrState(NamedTuple):
 
 def init() -> LrState:
     """A multiplier of 1."""
-    zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
-    floats = (zero.copy() for _ in range(4))
-    return LrState(np.ones((), np.float32), *floats, hold=none, ramp=none.copy())
+    zero_float, zero_int = np.zeros((), np.float32), np.zeros((), np.int32)
+    floats = (zero_float.copy() for _ in range(4))
+    return LrState(np.ones((), np.float32), *floats, hold=zero_int, ramp=zero_int.copy())
 
 
 def update(
