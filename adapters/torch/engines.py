@@ -62,7 +62,7 @@ class DeviceOrder(NamedTuple):
     cut: Tensor
     """1 if the policy cuts the learning rate at this step and does not skip it, else 0."""
 
-    def on_host(self) -> HostOrder:
+    def to_host(self) -> HostOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
         found_inf, scale, lr_scale, groups, cut = read(
             [self.found_inf, self.grad_scale, self.lr_scale, self.group_scale, self.cut]
@@ -198,7 +198,7 @@ class HostEngine(_StatefulEngine):
         """The last step's record, read from the immutable state."""
         state = self.state
         # Cached, because the next step's record also reads this step's number.
-        return functools.cache(lambda: step_record.on_host(step_record.numbers(state)))
+        return functools.cache(lambda: step_record.to_host(step_record.numbers(state)))
 
     def grow(self, groups: int) -> None:
         """See `DeviceEngine.grow`."""

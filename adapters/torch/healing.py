@@ -239,7 +239,7 @@ class Healing:
         last = self.hooks.last_norms
         if last is None:
             return {}
-        values = dict(zip(map(id, last.params), last.on_host().tolist(), strict=True))
+        values = dict(zip(map(id, last.params), last.to_host().tolist(), strict=True))
         return {name: values[id(each)] for name, each in named if id(each) in values}
 
     def report(self) -> Report:

@@ -82,7 +82,7 @@ class StepNorms(NamedTuple):
     loss: Tensor | None = None
     """0-d float32: the loss that this rank has observed."""
 
-    def on_host(self) -> np.ndarray:
+    def to_host(self) -> np.ndarray:
         """The norms as (n,) float32, divided by `grad_divisor`. A sync on an accelerator.
 
         Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
@@ -93,7 +93,7 @@ class StepNorms(NamedTuple):
         with np.errstate(all="ignore"):
             return values if divisor is None else values / divisor
 
-    def of_rank(self) -> tuple[float, float]:
+    def rank_signals(self) -> tuple[float, float]:
         """The loss and the gradient norm of this rank alone, NaN if absent. A sync."""
         loss = math.nan if self.loss is None else float(self.loss)
         if not self.norms:

@@ -276,7 +276,7 @@ class StepHooks:
                 self._skipped = order.found_inf
                 self._resets_next = self._resets_moments and self._cuts.add(order.cut)
             else:
-                order = order.on_host() if isinstance(order, DeviceOrder) else order
+                order = order.to_host() if isinstance(order, DeviceOrder) else order
                 order = self.limited(order, measured)
                 self._order, self._skipped = order, order.skip
                 if self._undo.reevaluates:  # too late for this step, see `_before`

@@ -5,8 +5,8 @@ A rule that learns only accepted values would reject every value after a lasting
 they stay at one level, this level becomes the baseline (docs/detectors.md).
 
 A plain mean of the first 25 norms (ZClip) is not robust: one norm of 1000 times the usual size
-hides spikes for hundreds of steps. So `robust` limits a norm in the warm-up to ten times the mean.
-A norm below a tenth of the mean restarts the warm-up: the earlier norms were outliers.
+hides spikes for hundreds of steps. So `limit_outlier` limits a norm in the warm-up to ten times the
+mean. A norm below a tenth of the mean restarts the warm-up: the earlier norms were outliers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from healcore.core import numerics
 _RATE = 0.125
 # Largest variance of values at one level, in squares of the level. The standard deviation is 0.31
 # for lognormal(0.3) noise, and above 1 for norms that double at each step and must be rejected.
-_STANDING = 0.25
-_OUTLIER = 10.0  # ratio of an outlier to the mean of the warm-up
+_MAX_VARIANCE = 0.25
+_OUTLIER_RATIO = 10.0  # ratio of an outlier to the mean of the warm-up
 
 
 class ShiftConfig(NamedTuple):
@@ -73,12 +73,12 @@ def watch_level(
     Where `learn` is false the state is unchanged. `restart` clears earlier rejections.
     """
     rejected = rejected & learn
-    run = xp.where(restart, 0, state.run)
-    first = rejected & (run == 0)
-    active = learn & (rejected | (run > 0))
-    lower = run - config.forgive
+    rejections = xp.where(restart, 0, state.run)
+    first = rejected & (rejections == 0)
+    active = learn & (rejected | (rejections > 0))
+    lower = rejections - config.forgive
     lower = xp.where(lower > 0, lower, 0)
-    run = xp.where(rejected, run + config.gain, xp.where(learn, lower, run))
+    rejections = xp.where(rejected, rejections + config.gain, xp.where(learn, lower, rejections))
 
     before = xp.where(first, value, state.level)
     deviation = value - before
@@ -88,17 +88,17 @@ def watch_level(
     spread = spread + xp.where(active, _RATE * (square - spread), 0.0)
     level, spread = numerics.settle(level, xp=xp), numerics.settle(spread, xp=xp)
 
-    standing = spread <= _STANDING * (level * level)
-    escaped = rejected & (run >= config.patience * config.gain) & standing
+    at_one_level = spread <= _MAX_VARIANCE * (level * level)
+    escaped = rejected & (rejections >= config.patience * config.gain) & at_one_level
     # The bound prevents an overflow.
     limit = 2 * config.patience * config.gain
-    run = xp.where(escaped, 0, xp.where(run > limit, limit, run))
-    return ShiftState(run, level, spread), Shift(escaped, level, spread)
+    rejections = xp.where(escaped, 0, xp.where(rejections > limit, limit, rejections))
+    return ShiftState(rejections, level, spread), Shift(escaped, level, spread)
 
 
-def robust(value: Any, mean: Any, count: Any, warm: Any, *, xp: Any) -> tuple[Any, Any]:
+def limit_outlier(value: Any, mean: Any, count: Any, warm: Any, *, xp: Any) -> tuple[Any, Any]:
     """The limited value of a norm, and whether to forget the `count` norms before it."""
     judged = warm & (count > 0)
-    ceiling = _OUTLIER * mean
+    ceiling = _OUTLIER_RATIO * mean
     value = xp.where(judged & (value > ceiling), ceiling, value)
-    return value, judged & (_OUTLIER * value < mean)
+    return value, judged & (_OUTLIER_RATIO * value < mean)

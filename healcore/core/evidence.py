@@ -11,7 +11,7 @@ from healcore.core import numerics
 
 MOST = 10  # tensors reported per step
 
-STANDS_OUT = 4.0
+REPORT_RATIO = 4.0
 """Ratio to the tensor's norm at the last step without an alarm from which a norm is reported. In
 the demo's transformer the 99th percentile of 4,116 such ratios is 2.1, and the largest is 3.5."""
 
@@ -38,4 +38,6 @@ def evidence(
         ratios = np.where(usual > 0, norms / usual, 0.0)
     ratios[~(norms <= numerics.HUGE)] = np.inf  # NaN and overflow need no usual norm
     worst = np.argsort(-ratios, kind="stable")[:MOST]
-    return tuple(Evidence(str(names[i]), float(norms[i])) for i in worst if ratios[i] >= STANDS_OUT)
+    return tuple(
+        Evidence(str(names[i]), float(norms[i])) for i in worst if ratios[i] >= REPORT_RATIO
+    )

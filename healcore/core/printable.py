@@ -18,26 +18,26 @@ def clean(text: str, keep: str = "\n\t") -> str:
     Control characters (ESC, C1), direction overrides and invisible characters become `\x1b` or
     `\u202e`, as in TOML and Python. Pass `keep=""` for names, which have one line.
     """
-    return _cleaned(text, keep, _escaped)
+    return _clean(text, keep, _escape)
 
 
 def clean_json(text: str) -> str:
     """Escapes the same characters in a JSON document without changing its content."""
-    return _cleaned(text, "\n", lambda each: json.dumps(each)[1:-1])
+    return _clean(text, "\n", lambda each: json.dumps(each)[1:-1])
 
 
-def _cleaned(text: str, keep: str, escape: Callable[[str], str]) -> str:
+def _clean(text: str, keep: str, escape: Callable[[str], str]) -> str:
     if text.isascii() and text.isprintable():
         return text
-    spaces = {each for each in text if unicodedata.category(each) == "Zs"}
+    spaces = {char for char in text if unicodedata.category(char) == "Zs"}
     return "".join(
-        each if each.isprintable() or each in spaces or each in keep else escape(each)
-        for each in text
+        char if char.isprintable() or char in spaces or char in keep else escape(char)
+        for char in text
     )
 
 
-def _escaped(each: str) -> str:
-    code = ord(each)
+def _escape(char: str) -> str:
+    code = ord(char)
     if code < 0x80:  # includes \t and \n
-        return each.encode("unicode_escape").decode()
+        return char.encode("unicode_escape").decode()
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

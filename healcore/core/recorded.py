@@ -16,7 +16,7 @@ import numpy as np
 
 from healcore.core import host
 
-_DEEPEST = 20
+_MAX_DEPTH = 20
 """Limit of nested parentheses in the program; Python's parser has a limit of 200."""
 _LOGICAL = {"&": "and", "|": "or"}
 
@@ -156,8 +156,8 @@ class Tape:
         if isinstance(tree, tuple):
             parts = [self.given(part) for part in tree]
             values = [value for value, _ in parts]
-            made = type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-            return made, "[" + ", ".join(pattern for _, pattern in parts) + "]"
+            rebuilt = type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+            return rebuilt, "[" + ", ".join(pattern for _, pattern in parts) + "]"
         value = self._new("", (), tree)
         return value, f"v{value.place}"
 
@@ -178,11 +178,11 @@ class Tape:
     def add(self, text: str, function: Callable[..., Any], *arguments: Any) -> Value:
         """Records an operation; an equal operation returns the value that exists."""
         names = tuple(self._name(each) for each in arguments)
-        found = self._known.get((text, names))
-        if found is None:
-            found = self._new(text, names, function(*(_sample(each) for each in arguments)))
-            self._known[text, names] = found
-        return found
+        recorded = self._known.get((text, names))
+        if recorded is None:
+            recorded = self._new(text, names, function(*(_sample(each) for each in arguments)))
+            self._known[text, names] = recorded
+        return recorded
 
     def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
         """Compiles the operations on which the result depends."""
@@ -202,7 +202,7 @@ class Tape:
             parts = [inlined.pop(name, (name, 0)) for name in names]
             line = text.format(*(part for part, _ in parts))
             depth = 1 + max((deep for _, deep in parts), default=0)
-            if uses[place] == 1 and depth < _DEEPEST:
+            if uses[place] == 1 and depth < _MAX_DEPTH:
                 inlined[f"v{place}"] = (f"({line})", depth)
             else:
                 body.append(f"v{place} = {line}")

@@ -68,38 +68,38 @@ def observe(signals: Signals, restart: Any, *, xp: Any) -> Observed:
     """
     finite = restart | True
     bad_loss = bad_grad = bad_update = has_eval = None
-    loss, norm, update, evaluation = signals.loss, signals.grad_norm, None, None
-    groups = signals.group_norms
+    loss, grad_norm, update_norm, eval_loss = signals.loss, signals.grad_norm, None, None
+    group_norms = signals.group_norms
     if loss is not None:
-        fine = xp.isfinite(loss)
-        bad_loss, finite = ~fine, finite & fine
-        loss = numerics.bounded(loss, fine, xp=xp)
-    if norm is not None:
-        fine = _is_norm(norm)
-        bad_grad, finite = ~fine, finite & fine
-        norm = numerics.bounded(norm, fine, xp=xp)
-    if groups is not None:
-        each = _is_norm(groups)
-        bad = xp.sum(xp.astype(~each, xp.int32), axis=-1) > 0
-        bad_grad = bad if bad_grad is None else bad_grad | bad
-        finite = finite & ~bad
-        groups = numerics.bounded(groups, each, xp=xp)
+        is_valid = xp.isfinite(loss)
+        bad_loss, finite = ~is_valid, finite & is_valid
+        loss = numerics.bounded(loss, is_valid, xp=xp)
+    if grad_norm is not None:
+        is_valid = _is_norm(grad_norm)
+        bad_grad, finite = ~is_valid, finite & is_valid
+        grad_norm = numerics.bounded(grad_norm, is_valid, xp=xp)
+    if group_norms is not None:
+        valid_groups = _is_norm(group_norms)
+        any_bad = xp.sum(xp.astype(~valid_groups, xp.int32), axis=-1) > 0
+        bad_grad = any_bad if bad_grad is None else bad_grad | any_bad
+        finite = finite & ~any_bad
+        group_norms = numerics.bounded(group_norms, valid_groups, xp=xp)
     if signals.update_norm is not None:
-        fine = _is_norm(signals.update_norm)
-        bad_update, finite = ~fine, finite & fine
-        update = numerics.bounded(signals.update_norm, fine, xp=xp)
+        is_valid = _is_norm(signals.update_norm)
+        bad_update, finite = ~is_valid, finite & is_valid
+        update_norm = numerics.bounded(signals.update_norm, is_valid, xp=xp)
     rate = signals.learning_rate
     if rate is not None:
         rate = numerics.bounded(rate, xp.isfinite(rate), xp=xp)
     if signals.eval_loss is not None:
         has_eval = xp.isfinite(signals.eval_loss)
-        evaluation = numerics.bounded(signals.eval_loss, has_eval, xp=xp)
+        eval_loss = numerics.bounded(signals.eval_loss, has_eval, xp=xp)
     return Observed(
         loss=loss,
-        grad_norm=norm,
-        update_norm=update,
-        eval_loss=evaluation,
-        group_norms=groups,
+        grad_norm=grad_norm,
+        update_norm=update_norm,
+        eval_loss=eval_loss,
+        group_norms=group_norms,
         bad_loss=bad_loss,
         bad_grad=bad_grad,
         bad_update=bad_update,
@@ -115,7 +115,7 @@ def _is_norm(norm: Any) -> Any:
     return (norm > -numerics.TINY) & (norm <= numerics.HUGE)
 
 
-def _check_alone(name: str, value: object) -> None:
+def _check_not_tuple(name: str, value: object) -> None:
     """Raises SignalError for a tuple or mapping, such as `(loss, aux)`."""
     if isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) != 1):
         raise SignalError(
@@ -139,7 +139,7 @@ def check_scalar(name: str, value: Any, *, floor: float | None = None) -> np.flo
     """
     if value is None:
         raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
-    _check_alone(name, value)
+    _check_not_tuple(name, value)
     try:
         with np.errstate(over="ignore"):
             array = np.asarray(value, dtype=np.float64)

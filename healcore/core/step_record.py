@@ -69,7 +69,7 @@ class StepRecord(NamedTuple):
     engine: str = ""  # name of the optimizer in the run's state; each optimizer has its own engine
     evidence: tuple[Evidence, ...] = ()  # worst first, at most 10; only for steps with a cause
     # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
-    of_rank: tuple[float, float] | None = None
+    rank_signals: tuple[float, float] | None = None
     judged: bool = True  # False: the step only accumulated gradients
 
     @property
@@ -102,7 +102,7 @@ def leaf_paths() -> list[str]:
     return list(_STATE_PATHS.values())
 
 
-def on_host(values: Sequence[Any], engine: str = "") -> StepRecord:
+def to_host(values: Sequence[Any], engine: str = "") -> StepRecord:
     """Makes a record of Python values from scalars in the order of `FIELDS`."""
     step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:INTS])
     return StepRecord(
@@ -121,4 +121,4 @@ def on_host(values: Sequence[Any], engine: str = "") -> StepRecord:
 
 def unpack(packed: np.ndarray, engine: str = "") -> StepRecord:
     """Makes a record from int32 (`len(FIELDS)`,): the integers, then the bits of the floats."""
-    return on_host(packed[:INTS].tolist() + packed[INTS:].view(np.float32).tolist(), engine)
+    return to_host(packed[:INTS].tolist() + packed[INTS:].view(np.float32).tolist(), engine)

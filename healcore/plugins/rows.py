@@ -62,11 +62,11 @@ def judge_row(
     """
     new, _ = engine.step(state, signals, xp=xp)
     if engine.mode != "observe":
-        new = engine.charged(new, xp=xp)
-    after = new.incident
+        new = engine.subtract_rollback(new, xp=xp)
+    incident = new.incident
     # `recovered` counts alarms since the incident's last rollback order, granted or denied. At an
     # alarm (quiet is 0) it is 0 only for a new order.
-    due = after.open & (after.quiet == 0) & (after.recovered == 0)
+    due = incident.open & (incident.quiet == 0) & (incident.recovered == 0)
     return new, (*step_record.numbers(new), due)
 
 
@@ -126,8 +126,8 @@ def choose_backend(loops: Iterable[tuple[int, int]], policies: int = 1) -> str:
     Each of `loops` is a pair: the rows of all traces, and the number of combinations of signals.
     """
     saved = sum(rows - LOOP_ROWS - COMBINATION_ROWS * combinations for rows, combinations in loops)
-    worth = saved * policies >= IMPORT_ROWS and importlib.util.find_spec("jax") is not None
-    return "jax" if worth else "numpy"
+    is_faster = saved * policies >= IMPORT_ROWS and importlib.util.find_spec("jax") is not None
+    return "jax" if is_faster else "numpy"
 
 
 @functools.lru_cache(maxsize=256)  # policies times layouts

@@ -30,7 +30,7 @@ from healcore.policy.table import (
 )
 
 _shift, _zclip, _auto, _adagc = ShiftConfig(), ZClipConfig(), AutoClipConfig(), AdaGCConfig()
-_recent, _update = RecentMaxConfig(), UpdateClipConfig()
+_recent, _update_clip = RecentMaxConfig(), UpdateClipConfig()
 
 
 class Shift(Table):
@@ -128,10 +128,10 @@ class UpdateClip(Table):
 
     core = UpdateClipConfig
 
-    z_threshold: Positive = _update.z_threshold
-    ema_decay: Fraction = _update.ema_decay
-    warmup_steps: Steps = _update.warmup_steps
-    min_rel_std: NotNegative = _update.min_rel_std
+    z_threshold: Positive = _update_clip.z_threshold
+    ema_decay: Fraction = _update_clip.ema_decay
+    warmup_steps: Steps = _update_clip.warmup_steps
+    min_rel_std: NotNegative = _update_clip.min_rel_std
     shift: Shift = Shift()
 
 

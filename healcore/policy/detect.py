@@ -11,7 +11,7 @@ from healcore.policy.table import (
     Fraction,
     Limit,
     NotNegative,
-    OneNeeded,
+    NumberUnless,
     OnOff,
     Positive,
     Ratio,
@@ -22,13 +22,13 @@ from healcore.policy.table import (
     whole,
 )
 
-_loss, _norm = detectors.LossSpikeConfig(), detectors.GradSpikeConfig()
-_trend, _growing = detectors.DivergenceConfig(), detectors.InstabilityConfig()
-_records, _gone = detectors.RecordsConfig(), detectors.VanishingConfig()
-_flat, _gap = detectors.PlateauConfig(), detectors.OverfitConfig()
-_ratio, _window = detectors.LossRatioConfig(), detectors.LossWindowConfig()
-_ceiling, _limit = detectors.LossCeilingConfig(), detectors.GradCeilingConfig()
-_ema = detectors.GradEmaConfig()
+_loss_spike, _grad_spike = detectors.LossSpikeConfig(), detectors.GradSpikeConfig()
+_divergence, _instability = detectors.DivergenceConfig(), detectors.InstabilityConfig()
+_records, _vanishing = detectors.RecordsConfig(), detectors.VanishingConfig()
+_flat, _overfit = detectors.PlateauConfig(), detectors.OverfitConfig()
+_loss_ratio, _loss_window = detectors.LossRatioConfig(), detectors.LossWindowConfig()
+_ceiling, _grad_ceiling = detectors.LossCeilingConfig(), detectors.GradCeilingConfig()
+_grad_ema = detectors.GradEmaConfig()
 
 _WARMUP_IN_WINDOW = AtMost("warmup_steps", "window", "longer", "the window never holds more values")
 
@@ -44,10 +44,10 @@ class LossSpike(Table):
 
     core = detectors.LossSpikeConfig
 
-    z_threshold: Positive = _loss.z_threshold
-    evidence: Annotated[float, number(above=0, most=15)] = _loss.evidence
-    window: Steps = _loss.window
-    min_noise: Positive = _loss.min_noise
+    z_threshold: Positive = _loss_spike.z_threshold
+    evidence: Annotated[float, number(above=0, most=15)] = _loss_spike.evidence
+    window: Steps = _loss_spike.window
+    min_noise: Positive = _loss_spike.min_noise
 
 
 class NormSpike(LossSpike):
@@ -55,7 +55,7 @@ class NormSpike(LossSpike):
 
     core = detectors.GradSpikeConfig
 
-    min_noise: Positive = _norm.min_noise
+    min_noise: Positive = _grad_spike.min_noise
 
 
 class UpdateSpike(NormSpike):
@@ -69,9 +69,9 @@ class Divergence(Table):
 
     core = detectors.DivergenceConfig
 
-    rise: Positive = _trend.rise
-    patience: Steps = _trend.patience
-    window: Steps = _trend.window
+    rise: Positive = _divergence.rise
+    patience: Steps = _divergence.patience
+    window: Steps = _divergence.window
 
 
 class Instability(Table):
@@ -79,10 +79,10 @@ class Instability(Table):
 
     core = detectors.InstabilityConfig
 
-    growth: NotNegative = _growing.growth
-    records: Annotated[int, whole(least=2, most=1000)] = _growing.records
-    norm_ratio: Annotated[float, number(least=1)] = _growing.norm_ratio
-    patience: Steps = _growing.patience
+    growth: NotNegative = _instability.growth
+    records: Annotated[int, whole(least=2, most=1000)] = _instability.records
+    norm_ratio: Annotated[float, number(least=1)] = _instability.norm_ratio
+    patience: Steps = _instability.patience
 
 
 class Records(Table):
@@ -102,8 +102,8 @@ class Vanishing(Table):
     core = detectors.VanishingConfig
 
     # The core sets norms below 1e-12 to zero (numerics.TINY).
-    threshold: Annotated[float, number(above=1e-12)] = _gone.threshold
-    patience: Steps = _gone.patience
+    threshold: Annotated[float, number(above=1e-12)] = _vanishing.threshold
+    patience: Steps = _vanishing.patience
 
 
 class Plateau(Table):
@@ -123,9 +123,9 @@ class Overfit(Table):
 
     core = detectors.OverfitConfig
 
-    max_gap: Positive = _gap.max_gap
-    patience: Steps = _gap.patience
-    ema_decay: Fraction = _gap.ema_decay
+    max_gap: Positive = _overfit.max_gap
+    patience: Steps = _overfit.patience
+    ema_decay: Fraction = _overfit.ema_decay
 
 
 class LossRatio(Table):
@@ -137,11 +137,11 @@ class LossRatio(Table):
         AtMost("sustain", "escape", "longer", "from then on the high loss is the level"),
     )
 
-    ratio: Annotated[float, number(above=1)] = _ratio.ratio
-    window: Annotated[int, whole(least=1, most=4096)] = _ratio.window
-    warmup_steps: Steps = _ratio.warmup_steps
-    sustain: Steps = _ratio.sustain
-    escape: Steps = _ratio.escape
+    ratio: Annotated[float, number(above=1)] = _loss_ratio.ratio
+    window: Annotated[int, whole(least=1, most=4096)] = _loss_ratio.window
+    warmup_steps: Steps = _loss_ratio.warmup_steps
+    sustain: Steps = _loss_ratio.sustain
+    escape: Steps = _loss_ratio.escape
 
 
 class LossCeiling(Table):
@@ -149,7 +149,7 @@ class LossCeiling(Table):
 
     core = detectors.LossCeilingConfig
     rules = (
-        OneNeeded(
+        NumberUnless(
             "ceiling",
             "first_steps",
             "a number if first_steps is 0: otherwise nothing is compared",
@@ -169,12 +169,12 @@ class LossWindow(Table):
     core = detectors.LossWindowConfig
     rules = (_WARMUP_IN_WINDOW,)
 
-    sigmas: Positive = _window.sigmas
-    window: Annotated[int, whole(least=2, most=4096)] = _window.window
-    warmup_steps: Annotated[int, whole(least=2, most=4096)] = _window.warmup_steps
-    bessel: OnOff = _window.bessel
-    min_rel_std: NotNegative = _window.min_rel_std
-    sustain: Steps = _window.sustain
+    sigmas: Positive = _loss_window.sigmas
+    window: Annotated[int, whole(least=2, most=4096)] = _loss_window.window
+    warmup_steps: Annotated[int, whole(least=2, most=4096)] = _loss_window.warmup_steps
+    bessel: OnOff = _loss_window.bessel
+    min_rel_std: NotNegative = _loss_window.min_rel_std
+    sustain: Steps = _loss_window.sustain
 
 
 class GradWindow(LossWindow):
@@ -188,7 +188,7 @@ class GradEma(Table):
 
     core = detectors.GradEmaConfig
     rules = (
-        OneNeeded(
+        NumberUnless(
             "ratio",
             "sigmas",
             "a number if sigmas is none: otherwise nothing is compared",
@@ -197,12 +197,12 @@ class GradEma(Table):
         AtMost("sustain", "shift.patience", "longer", "from then on the high norm is the level"),
     )
 
-    ratio: Annotated[float | None, number(above=1, none=True)] = _ema.ratio
-    sigmas: Limit = _ema.sigmas
-    ema_decay: Fraction = _ema.ema_decay
-    warmup_steps: Steps = _ema.warmup_steps
-    min_rel_std: NotNegative = _ema.min_rel_std
-    sustain: Annotated[int, whole(least=1, most=1_000_000)] = _ema.sustain
+    ratio: Annotated[float | None, number(above=1, none=True)] = _grad_ema.ratio
+    sigmas: Limit = _grad_ema.sigmas
+    ema_decay: Fraction = _grad_ema.ema_decay
+    warmup_steps: Steps = _grad_ema.warmup_steps
+    min_rel_std: NotNegative = _grad_ema.min_rel_std
+    sustain: Annotated[int, whole(least=1, most=1_000_000)] = _grad_ema.sustain
     shift: Shift = Shift()
 
 
@@ -211,7 +211,7 @@ class GradCeiling(Table):
 
     core = detectors.GradCeilingConfig
     rules = (
-        OneNeeded(
+        NumberUnless(
             "ceiling",
             "first_ratio",
             "a number if first_ratio is none: otherwise nothing is compared",
@@ -220,11 +220,11 @@ class GradCeiling(Table):
         AtMost("sustain", "escape", "longer", "from then on the first norms are learnt again"),
     )
 
-    ceiling: Limit = _limit.ceiling
-    first_ratio: Annotated[float | None, number(least=1, none=True)] = _limit.first_ratio
-    first_steps: Steps = _limit.first_steps
-    sustain: Steps = _limit.sustain
-    escape: Steps = _limit.escape
+    ceiling: Limit = _grad_ceiling.ceiling
+    first_ratio: Annotated[float | None, number(least=1, none=True)] = _grad_ceiling.first_ratio
+    first_steps: Steps = _grad_ceiling.first_steps
+    sustain: Steps = _grad_ceiling.sustain
+    escape: Steps = _grad_ceiling.escape
 
 
 class Detect(Table):

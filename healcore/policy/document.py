@@ -40,7 +40,7 @@ SCHEMA = 1
 """Version of the file format that this release reads and writes."""
 
 
-_BUDGETED = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"), ("shrink_microbatch", "shrinks"))
+_BUDGET_KEYS = (("rollback", "recoveries"), ("cut_lr", "lr_cuts"), ("shrink_microbatch", "shrinks"))
 
 
 def _entries(value: Any) -> Any:
@@ -90,7 +90,7 @@ class Policy(Table):
                         f"a cause whose detector is on; the policy lacks [detect.{detector}]",
                         f"a table [detect.{detector}], or drop {cause!r} from the rule",
                     )
-                for other in self._mistaken_for(cause, rule.to):
+                for other in self._detectors_sharing_flags(cause, rule.to):
                     yield Conflict(
                         ("respond", i, "to", j),
                         cause,
@@ -98,7 +98,7 @@ class Policy(Table):
                         "too, and rules match causes, not detectors",
                         f'to = ["{cause}", "{other}"], or only one of the two tables',
                     )
-            for action, budget in _BUDGETED:
+            for action, budget in _BUDGET_KEYS:
                 if action in rule.do and getattr(self.budget, budget) == 0:
                     yield Conflict(
                         ("respond", i, "do", rule.do.index(action)),
@@ -107,7 +107,7 @@ class Policy(Table):
                         f"budget.{budget} = 3, or drop {action!r} from the rule",
                     )
 
-    def _mistaken_for(self, cause: str, named: tuple[str, ...]) -> Iterator[str]:
+    def _detectors_sharing_flags(self, cause: str, named: tuple[str, ...]) -> Iterator[str]:
         """Yields active detectors that share a flag with `cause` and are not in the rule."""
         flags = CAUSES[cause]
         for other in DETECTORS:
@@ -118,12 +118,12 @@ class Policy(Table):
 
     def config(self) -> EngineConfig:
         """The core's config. Floats are rounded to float32 once, for all backends."""
-        watched = ((name, getattr(self.detect, name)) for name in DETECTORS)
+        tables = ((name, getattr(self.detect, name)) for name in DETECTORS)
         return EngineConfig(
             mode=self.mode,
             clip=self.clip.rule(),
             update_clip=None if self.update_clip is None else self.update_clip.config(),
-            detectors=tuple((name, table.config()) for name, table in watched if table is not None),
+            detectors=tuple((name, table.config()) for name, table in tables if table is not None),
             rules=tuple(rule.config() for rule in self.respond if not rule.for_faults),
             incident=self.incident.config(),
             rollback=self.rollback.config(),
@@ -135,12 +135,12 @@ class Policy(Table):
 
     def fault_actions(self) -> dict[Cause, frozenset[str]]:
         """The actions for each fault that the rules name; the host performs them."""
-        found: dict[Cause, frozenset[str]] = {}
+        actions: dict[Cause, frozenset[str]] = {}
         for rule in self.respond:
             for name in rule.to if rule.for_faults else ():
                 cause = FAULTS[name][0]
-                found[cause] = found.get(cause, frozenset()) | set(rule.do)
-        return found
+                actions[cause] = actions.get(cause, frozenset()) | set(rule.do)
+        return actions
 
     def engine(self) -> Engine:
         """The engine of this policy; engines of repeated calls are equal."""
@@ -222,6 +222,6 @@ def fingerprint(policy: Policy) -> str:
     Name, description and references do not count. Numbers count as float32: 0.97 and 0.9700000001
     give the same fingerprint. Equals `Engine.fingerprint`.
     """
-    found = policy.engine().fingerprint
-    assert found is not None, "a policy has Python numbers, not arrays"
-    return found
+    digest = policy.engine().fingerprint
+    assert digest is not None, "a policy has Python numbers, not arrays"
+    return digest

@@ -17,7 +17,7 @@ from healcore.policy.table import NONE, Table
 
 Path = tuple[str | int, ...]
 
-_MOST_REPORTED = 100
+_MAX_PROBLEMS = 100
 """Limit of reported problems, because each one searches all keys for a close match."""
 
 _EXAMPLES = {
@@ -73,7 +73,7 @@ class PolicyError(HealcoreError, ValueError):
         return "\n".join([head, *(f"  {line}" for line in body.splitlines())])
 
 
-def shown(value: object, limit: int = 60) -> str:
+def show_value(value: object, limit: int = 60) -> str:
     """Formats a received value nearly as TOML, shortened for a message."""
     try:
         if isinstance(value, bool):
@@ -93,29 +93,29 @@ def dotted(parts: tuple[str | int, ...]) -> str:
             key += f"[{part}]"
         else:
             bare = part.replace("_", "").replace("-", "")
-            name = part if bare.isascii() and bare.isalnum() else shown(part)
+            name = part if bare.isascii() and bare.isalnum() else show_value(part)
             key += f".{name}" if key else name
     return key
 
 
 def problems_in(error: ValidationError, root: type[Table]) -> tuple[Problem, ...]:
     """Converts pydantic's errors, in pydantic's order; `root` is the model of the document."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     details = error.errors(include_url=False)
-    for detail in details[:_MOST_REPORTED]:
-        found.extend(_problems(detail, root))
-    if len(details) > _MOST_REPORTED:
-        rule = f"{len(details) - _MOST_REPORTED} more keys are wrong"
-        found.append(Problem("policy", "", rule, "correct the problems above first"))
-    return tuple(found)
+    for detail in details[:_MAX_PROBLEMS]:
+        problems.extend(_problems(detail, root))
+    if len(details) > _MAX_PROBLEMS:
+        rule = f"{len(details) - _MAX_PROBLEMS} more keys are wrong"
+        problems.append(Problem("policy", "", rule, "correct the problems above first"))
+    return tuple(problems)
 
 
 def _problems(detail: ErrorDetails, root: type[Table]) -> Iterator[Problem]:
-    path, table = _walk(detail["loc"], root)
-    kind, value, context = detail["type"], shown(detail["input"]), detail.get("ctx", {})
+    path, table = _locate(detail["loc"], root)
+    kind, value, context = detail["type"], show_value(detail["input"]), detail.get("ctx", {})
     if kind == "conflict":
         for inner, received, rule, write in context["conflicts"]:
-            yield Problem(dotted((*path, *inner)), shown(received), rule, write)
+            yield Problem(dotted((*path, *inner)), show_value(received), rule, write)
     elif kind == "missing":
         yield Problem(dotted(path), "", "required, and missing", _EXAMPLES[str(path[-1])])
     elif kind == "extra_forbidden":
@@ -124,23 +124,23 @@ def _problems(detail: ErrorDetails, root: type[Table]) -> Iterator[Problem]:
     elif kind in ("union_tag_not_found", "union_tag_invalid"):
         received = detail["input"].get("kind") if isinstance(detail["input"], dict) else None
         rule = "one of " + ", ".join(f'"{name}"' for name in KINDS)
-        value = "" if received is None else shown(received)
+        value = "" if received is None else show_value(received)
         choices = [] if received is None else list(KINDS)
         close = difflib.get_close_matches(str(received), choices, n=1, cutoff=0.6) or ["zclip"]
-        yield Problem(dotted((*path, "kind")), value, rule, f"kind = {shown(close[0])}")
+        yield Problem(dotted((*path, "kind")), value, rule, f"kind = {show_value(close[0])}")
     elif kind == "rule":
         received = detail["input"]
         if "entry" in context:
             path, received = (*path, context["entry"]), received[context["entry"]]
         rule, write = context["rule"], _instead(path, table, received, context.get("choices", ()))
-        yield Problem(dotted(path), shown(received), rule, write)
+        yield Problem(dotted(path), show_value(received), rule, write)
     else:  # not a table: model_type, model_attributes_type, dict_type
         rule_itself = len(path) == 2 and path[0] == "respond"
         write = "[[respond]]" if rule_itself else f"[{dotted(path)}]" if path else "key = value"
         yield Problem(dotted(path) or "policy", value, "a table", write)
 
 
-def _walk(loc: Path, root: type[Table]) -> tuple[Path, type[Table]]:
+def _locate(loc: Path, root: type[Table]) -> tuple[Path, type[Table]]:
     """The path without pydantic's markers, and the table that should hold the last key."""
     path: list[str | int] = []
     table = root
@@ -181,9 +181,9 @@ def _keys(table: type[Table]) -> list[str]:
 
 def _known_keys(key: str, table: type[Table], root: type[Table]) -> str:
     known = _keys(table)
-    homes = [place for place, keys in _places(root) if key in keys]
-    if homes:  # an existing key is misplaced, not misspelt
-        return f"{key!r} under {' or '.join(homes)}"
+    tables = [place for place, keys in _places(root) if key in keys]
+    if tables:  # an existing key is misplaced, not misspelt
+        return f"{key!r} under {' or '.join(tables)}"
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"
@@ -212,7 +212,9 @@ def _instead(path: Path, table: type[Table], received: Any, choices: tuple[str, 
     if isinstance(path[-1], int):  # an entry of a list
         if received in choices:
             return "drop the second entry"
-        return shown(close[0]) if close else "one of these" if choices else "a string in quotes"
+        return (
+            show_value(close[0]) if close else "one of these" if choices else "a string in quotes"
+        )
     key = path[-1]
     if key in _EXAMPLES:
         return _EXAMPLES[key]
@@ -221,4 +223,4 @@ def _instead(path: Path, table: type[Table], received: Any, choices: tuple[str, 
     if isinstance(default, int) and isinstance(received, float) and received.is_integer():
         default = int(received)
     value = close[0] if close else NONE if default is None else default
-    return f"{key} = {shown(value)}"
+    return f"{key} = {show_value(value)}"

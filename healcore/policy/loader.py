@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from healcore import regular_file
 from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.document import SCHEMA, Policy, to_dict
-from healcore.policy.errors import PolicyError, Problem, problems_in, shown
+from healcore.policy.errors import PolicyError, Problem, problems_in, show_value
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies; all others in `healcore.policies` are recipes, published settings."""
@@ -29,11 +29,11 @@ _SUFFIX = ".toml"
 PolicySource = str | os.PathLike[str] | Policy
 """A name of a preset or recipe, a path of a TOML file, or a policy."""
 
-_LARGEST_FILE = 1 << 20  # bytes; a policy has a few kB, so a larger file is no policy
+_MAX_FILE_BYTES = 1 << 20  # bytes; a policy has a few kB, so a larger file is no policy
 
-_MOST_PARTS = 32
+_MAX_KEY_PARTS = 32
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
-_LONG_KEY = re.compile(rf"""(?<![\w.'"-])(?:{_PART}){{{_MOST_PARTS}}}""")
+_LONG_KEY = re.compile(rf"""(?<![\w.'"-])(?:{_PART}){{{_MAX_KEY_PARTS}}}""")
 
 
 _Table = Mapping[str, Any]
@@ -88,18 +88,18 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
         policy.endswith(".toml") or "/" in policy or os.sep in policy
     ):
         if policy not in (*preset_names(), *recipe_names()):
-            raise _no_preset(policy)
+            raise _unknown_policy(policy)
         source = policy
-        data = _parsed(preset_text(policy), source)
+        data = _parse(preset_text(policy), source)
     elif isinstance(policy, str | os.PathLike):
         source = os.fsdecode(policy)
-        data = _parsed(_read(policy), source)
+        data = _parse(_read(policy), source)
     else:
         rule = "a preset's name, a path, or a Policy"
         if overrides:
             rule += f", to replace {', '.join(overrides)} by keyword"
         write = '"default", or from_dict(...) for a mapping'
-        raise _error(type(policy).__name__, shown(policy), rule, write, key="policy")
+        raise _error(type(policy).__name__, show_value(policy), rule, write, key="policy")
     if overrides:
         source = f"{source} with {', '.join(overrides)} given as keywords"
     return from_dict(merged(data, overrides), source=source)
@@ -116,19 +116,19 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
         PolicyError: as `load`.
     """
     if not isinstance(text, str):
-        raise _error(source, shown(text), "TOML text, a str", "text.decode(), or load(path)")
-    return from_dict(_parsed(text, source), source=source)
+        raise _error(source, show_value(text), "TOML text, a str", "text.decode(), or load(path)")
+    return from_dict(_parse(text, source), source=source)
 
 
-def _parsed(text: str, source: str) -> dict[str, Any]:
+def _parse(text: str, source: str) -> dict[str, Any]:
     """Parses TOML without validation.
 
     tomllib's memory grows with the square of the number of parts in a dotted key. The number of
     parts is therefore limited.
     """
-    long = (line for line in text.split("\n") if line.count(".") >= _MOST_PARTS)
+    long = (line for line in text.split("\n") if line.count(".") >= _MAX_KEY_PARTS)
     if any(map(_LONG_KEY.search, long)):
-        rule = f"keys of at most {_MOST_PARTS} parts, as in clip.max_norm"
+        rule = f"keys of at most {_MAX_KEY_PARTS} parts, as in clip.max_norm"
         raise _error(source, "a dotted key of many parts", rule, "the keys of docs/policies.md")
     try:
         return tomllib.loads(text)
@@ -155,7 +155,7 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
     if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
         rule = f"{SCHEMA}, the version of the file format that this release reads"
         write = "schema = 1, or upgrade healcore if a newer one wrote the file"
-        raise _error(source, shown(schema), rule, write, key="schema")
+        raise _error(source, show_value(schema), rule, write, key="schema")
     try:
         return Policy.model_validate(dict(data) if isinstance(data, Mapping) else data)
     except ValidationError as error:
@@ -169,21 +169,21 @@ def _error(
     return PolicyError(source, (Problem(key, value, rule, write),), unreadable=unreadable)
 
 
-def _no_preset(name: str) -> PolicyError:
+def _unknown_policy(name: str) -> PolicyError:
     known = (*preset_names(), *recipe_names())
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]!r}? " if close else ""
     rule, write = f"one of {', '.join(known)}", f"{hint}for a file write {name}.toml"
-    return _error(shown(name), shown(name), rule, write, key="policy", unreadable=True)
+    return _error(show_value(name), show_value(name), rule, write, key="policy", unreadable=True)
 
 
 def _read(path: str | os.PathLike[str]) -> str:
     """Reads the file's text; raises `PolicyError`."""
     try:
         with open(path, "rb", opener=regular_file.opener) as file:
-            content = file.read(_LARGEST_FILE + 1)
-        if len(content) > _LARGEST_FILE:
-            raise ValueError(f"larger than {_LARGEST_FILE} bytes, the limit of a policy")
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ValueError(f"larger than {_MAX_FILE_BYTES} bytes, the limit of a policy")
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         reason, rule = f"not UTF-8 at byte {error.start}", "a text file in UTF-8"
@@ -218,8 +218,8 @@ def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
     Raises:
         PolicyError: the policy does not exist or is not valid.
     """
-    found = resolve(policy, overrides)
-    return found if isinstance(found, Engine) else found.engine()
+    resolved = resolve(policy, overrides)
+    return resolved if isinstance(resolved, Engine) else resolved.engine()
 
 
 def preset_names() -> tuple[str, ...]:
@@ -230,8 +230,8 @@ def preset_names() -> tuple[str, ...]:
 def recipe_names() -> tuple[str, ...]:
     """Names of the published recipes that healcore includes, sorted."""
     names = (entry.name for entry in resources.files("healcore.policies").iterdir())
-    found = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
-    return tuple(sorted(name for name in found if name not in PRESETS))
+    stems = (name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
+    return tuple(sorted(name for name in stems if name not in PRESETS))
 
 
 def name_of(fingerprint: str | None) -> str | None:

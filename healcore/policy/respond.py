@@ -43,10 +43,10 @@ class When(Table):
     def conflicts(self) -> Iterator[Conflict]:
         """Yields a conflict if `count` or `within` is set alone, or `count` exceeds `within`."""
         if bool(self.count) != bool(self.within):
-            there, absent = ("count", "within") if self.count else ("within", "count")
+            present, absent = ("count", "within") if self.count else ("within", "count")
             yield Conflict(
-                (there,),
-                getattr(self, there),
+                (present,),
+                getattr(self, present),
                 f"together with {absent}: a number of hits, and a window in steps",
                 "when = { count = 5, within = 100 }",
             )

@@ -79,16 +79,16 @@ def number(
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise broken(rule)
         try:
-            found = float(value)
+            result = float(value)
         except OverflowError:
-            found = math.inf
-        if not math.isfinite(found) or not inside(found):
+            result = math.inf
+        if not math.isfinite(result) or not inside(result):
             raise broken(rule)
-        if abs(found) > _LARGEST or 0 < abs(found) < _SMALLEST:
+        if abs(result) > _LARGEST or 0 < abs(result) < _SMALLEST:
             raise broken(f"{rule}, in the range of float32 ({_SMALLEST:.3g} to {_LARGEST:.3g})")
-        if not inside(to_float32(found)):
-            raise broken(f"{rule}, also after rounding to float32, here {to_float32(found)}")
-        return found
+        if not inside(to_float32(result)):
+            raise broken(f"{rule}, also after rounding to float32, here {to_float32(result)}")
+        return result
 
     return Value(rule, check)
 
@@ -212,7 +212,7 @@ class AtMost(NamedTuple):
         return Conflict((self.key,), value, rule, write)
 
 
-class OneNeeded(NamedTuple):
+class NumberUnless(NamedTuple):
     """Rule of a table: `key` must not be "none" if `other` is none or 0."""
 
     key: str
@@ -239,7 +239,7 @@ class Table(BaseModel):
     core: ClassVar[type | None] = None
     host_only: ClassVar[frozenset[str]] = frozenset()
     """Keys that only the host reads; the engine's config lacks them."""
-    rules: ClassVar[tuple[AtMost | OneNeeded, ...]] = ()
+    rules: ClassVar[tuple[AtMost | NumberUnless, ...]] = ()
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yields the violated `rules`; a subclass may yield further conflicts."""
@@ -247,9 +247,9 @@ class Table(BaseModel):
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Any:
-        found = list(self.conflicts())
-        if found:
-            raise PydanticCustomError("conflict", "values that conflict", {"conflicts": found})
+        conflicts = list(self.conflicts())
+        if conflicts:
+            raise PydanticCustomError("conflict", "values that conflict", {"conflicts": conflicts})
         return self
 
     def config(self) -> Any:

@@ -13,7 +13,7 @@ _WITH_LIMIT = ("recent_max", "zclip", "fixed", "autoclip")
 """Kinds of clipping whose `max_norm` applies at every step."""
 
 
-def keeps_limit(policy: Policy | Engine) -> bool:
+def can_apply_limit(policy: Policy | Engine) -> bool:
     """Whether the policy's clipping can apply a fixed limit at every step.
 
     False without clipping, in observe mode, and with AdaGC, whose limit ends with its warm-up. Also
@@ -25,9 +25,9 @@ def keeps_limit(policy: Policy | Engine) -> bool:
 def with_limit(policy: Policy | Engine, limit: float | None) -> Policy | Engine:
     """Returns the policy with a trainer's limit as `max_norm`, unless its own limit is lower.
 
-    The policy is unchanged if `limit` is None or `keeps_limit` is False.
+    The policy is unchanged if `limit` is None or `can_apply_limit` is False.
     """
-    if limit is None or not isinstance(policy, Policy) or not keeps_limit(policy):
+    if limit is None or not isinstance(policy, Policy) or not can_apply_limit(policy):
         return policy
     own = getattr(policy.clip, "max_norm", None)
     if isinstance(own, int | float) and own <= limit:

@@ -210,12 +210,12 @@ def test_a_limited_policy_takes_the_rate_and_scales_updates():
     """Also without a rule that cuts: the rollback may come from compared weights."""
     back = RuleConfig(int(Cause.NONFINITE_LOSS), action=int(Action.ROLLBACK))
     engine = Engine(ESCALATION._replace(rules=(back,), lr=LR))
-    assert engine.may_be_limited
+    assert engine.allows_lr_limit
     assert engine.limits_lr
     assert engine.scales_lr
     for other in (
         ESCALATION._replace(rules=(back,), lr=LR._replace(ceiling=0.0)),
         ESCALATION._replace(rules=(back._replace(action=int(Action.ALERT)),), lr=LR),
     ):
-        assert not Engine(other).may_be_limited
+        assert not Engine(other).allows_lr_limit
         assert not Engine(other).scales_lr

@@ -13,4 +13,4 @@ from healcore.policy import load
 def record(**changes: Any) -> StepRecord:
     """An ordinary step of the engine `model`, with these fields replaced."""
     state = init(load("default").engine().config)
-    return step_record.on_host(step_record.numbers(state), "model")._replace(**changes)
+    return step_record.to_host(step_record.numbers(state), "model")._replace(**changes)

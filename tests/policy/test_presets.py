@@ -139,7 +139,7 @@ def test_default_warns_of_records_and_never_cuts_by_itself():
     assert int(decisions[first].action) == Action.ALERT
     assert {float(d.lr_scale) for d in decisions} == {1.0}
     assert not load("default").engine().cuts_lr
-    assert load("default").engine().may_be_limited
+    assert load("default").engine().allows_lr_limit
 
 
 def test_pretraining_comes_back_to_the_schedule_and_default_to_a_ceiling():

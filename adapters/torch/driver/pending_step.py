@@ -117,8 +117,8 @@ class Recorder:
         if clipped := self._ceiling.add(record.grad_norm):
             self._warn(clipped)
         if record.cause:
-            of_rank = entry.norms.of_rank() if self.healing.ranks > 1 else None
-            return record._replace(evidence=self._evidence(entry.norms), of_rank=of_rank)
+            rank_signals = entry.norms.rank_signals() if self.healing.ranks > 1 else None
+            return record._replace(evidence=self._evidence(entry.norms), rank_signals=rank_signals)
         self._baseline_norms = entry.norms if entry.norms.params else self._baseline_norms
         return record
 
@@ -129,12 +129,12 @@ class Recorder:
         """
         if not norms.params:
             return ()  # only other ranks have gradients
-        found, usual = norms.on_host(), None
+        found, usual = norms.to_host(), None
         if self._baseline_norms is not None:
             known = dict(
                 zip(
                     map(id, self._baseline_norms.params),
-                    self._baseline_norms.on_host(),
+                    self._baseline_norms.to_host(),
                     strict=True,
                 )
             )

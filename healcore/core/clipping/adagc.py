@@ -57,32 +57,32 @@ class AdaGCConfig(NamedTuple):
         count = xp.where(seen.restart, 0, state.count)
         warm = count < self.warmup_steps
         learn = learn & seen.finite
-        over_all = seen.grad_norm > self.max_norm
-        shared = scale_to(self.max_norm, seen.grad_norm, over_all, xp=xp)
+        over_global = seen.grad_norm > self.max_norm
+        global_scale = scale_to(self.max_norm, seen.grad_norm, over_global, xp=xp)
 
-        warm_n, shared_n, learn_n = warm[..., None], shared[..., None], learn[..., None]
+        warm_n, global_scale_n, learn_n = warm[..., None], global_scale[..., None], learn[..., None]
         restart_n = seen.restart[..., None]
         gamma = xp.where(restart_n, 0.0, state.gamma)
         unknown = gamma == 0
         limit = self.ratio * gamma
         over = ~warm_n & ~unknown & (norms > limit)
-        own = scale_to(limit, norms, over, xp=xp)
-        scale = xp.where(warm_n, shared_n, own)
+        tensor_scale = scale_to(limit, norms, over, xp=xp)
+        scale = xp.where(warm_n, global_scale_n, tensor_scale)
 
         learn_n = learn_n & (norms > 0)
         accepted = xp.where(over, limit, norms)
-        clipped = numerics.settle(norms * shared_n, xp=xp)
+        clipped = numerics.settle(norms * global_scale_n, xp=xp)
         lowest = xp.where(unknown, clipped, numerics.smaller(gamma, clipped, xp=xp))
         rate = numerics.complement(self.ema_decay, norms)
-        followed = xp.where(unknown, norms, numerics.ema(gamma, accepted, rate, learn_n, xp=xp))
-        gamma = xp.where(learn_n, xp.where(warm_n, lowest, followed), gamma)
-        watch, shift = baseline.watch_level(
+        moved = xp.where(unknown, norms, numerics.ema(gamma, accepted, rate, learn_n, xp=xp))
+        gamma = xp.where(learn_n, xp.where(warm_n, lowest, moved), gamma)
+        shift_state, shift = baseline.watch_level(
             self.shift, state.shift, norms, over, learn_n & ~warm_n, restart_n, xp=xp
         )
         gamma = xp.where(shift.escaped, shift.level, gamma)
         count = xp.where(learn & warm & (seen.grad_norm > 0), count + 1, count)
         threshold = xp.where(warm_n, self.max_norm, limit)
         zero = norms - norms
-        return AdaGCState(count, gamma, watch), Clip(
-            scale, zero + threshold, zero, (warm_n & over_all[..., None]) | over
+        return AdaGCState(count, gamma, shift_state), Clip(
+            scale, zero + threshold, zero, (warm_n & over_global[..., None]) | over
         )

@@ -75,8 +75,8 @@ class AutoClipConfig(NamedTuple):
         over = norm > target
         limit = xp.where(over, target, norm)
         zero = norm - norm
-        kept = xp.where(full[..., None], counts // 2, counts)
-        return AutoClipState(xp.astype(kept, xp.int32)), Clip(
+        new_counts = xp.where(full[..., None], counts // 2, counts)
+        return AutoClipState(xp.astype(new_counts, xp.int32)), Clip(
             scale_to(limit, norm, over, xp=xp), zero + threshold, zero, over
         )
 
@@ -90,5 +90,5 @@ def _percentile(percent: Any, counts: Any, total: Any, edges: Any, *, xp: Any) -
     below = numerics.as_float(xp.cumsum(counts, axis=-1), xp=xp)
     rank = numerics.product(percent, numerics.as_float(total, xp=xp), xp=xp) * 0.01
     before = below - numerics.as_float(counts, xp=xp)
-    here = (below >= rank[..., None]) & (before < rank[..., None])
-    return xp.sum(xp.where(here, edges[1:], 0.0), axis=-1)
+    in_bin = (below >= rank[..., None]) & (before < rank[..., None])
+    return xp.sum(xp.where(in_bin, edges[1:], 0.0), axis=-1)

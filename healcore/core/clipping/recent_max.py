@@ -59,9 +59,9 @@ class RecentMaxConfig(NamedTuple):
         peak = xp.where(seen.restart, 0.0, state.peak)
         warm = count < self.warmup_steps
         limit = numerics.product(self.ratio, peak, xp=xp)
-        held = xp.where(peak > 0, numerics.smaller(norm, limit, xp=xp), norm)
+        clipped_norm = xp.where(peak > 0, numerics.smaller(norm, limit, xp=xp), norm)
 
-        passed = xp.where(warm, norm, held)
+        passed = xp.where(warm, norm, clipped_norm)
         threshold = xp.where(warm, 0.0, limit)
         if self.max_norm is not None:
             passed = numerics.smaller(passed, self.max_norm, xp=xp)
@@ -71,7 +71,7 @@ class RecentMaxConfig(NamedTuple):
         clip = Clip(scale_to(passed, norm, over, xp=xp), threshold, norm - norm, over)
 
         learn = learn & seen.finite & (norm > 0)
-        faded = numerics.product(self.decay, peak, xp=xp)
-        learnt = xp.where(learn, numerics.larger(faded, held, xp=xp), peak)
+        decayed_peak = numerics.product(self.decay, peak, xp=xp)
+        learnt = xp.where(learn, numerics.larger(decayed_peak, clipped_norm, xp=xp), peak)
         count = xp.where(learn & warm, count + 1, count)
         return RecentMaxState(count, numerics.settle(learnt, xp=xp)), clip

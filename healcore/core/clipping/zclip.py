@@ -98,14 +98,14 @@ class ZClipConfig(NamedTuple):
 
         learn = learn & seen.finite & (norm > 0)
         learnt = _learn(self, state, count, norm, accepted, learn, xp=xp)
-        watch, shift = baseline.watch_level(
+        shift_state, shift = baseline.watch_level(
             self.shift, state.shift, norm, spike, learn & ~warm, seen.restart, xp=xp
         )
         return ZClipState(
             count=learnt.count,
             mean=xp.where(shift.escaped, shift.level, learnt.mean),
             var=xp.where(shift.escaped, shift.spread, learnt.var),
-            shift=watch,
+            shift=shift_state,
         ), Clip(scale, threshold, z, over)
 
 
@@ -121,28 +121,28 @@ def _learn(
 ) -> ZClipState:
     """Updates mean and variance: Welford during warm-up, then moving averages."""
     warm = count < config.warmup_steps
-    value, first_were_outliers = baseline.robust(accepted, state.mean, count, warm, xp=xp)
+    value, first_were_outliers = baseline.limit_outlier(accepted, state.mean, count, warm, xp=xp)
     count = xp.where(learn & first_were_outliers, 0, count)
     known = count > 0
     mean = xp.where(known, state.mean, 0.0)
     var = xp.where(known, state.var, 0.0)
 
-    seen = xp.where(learn & warm, count + 1, count)
-    divisor = numerics.as_float(xp.where(seen > 0, seen, 1), xp=xp)
+    new_count = xp.where(learn & warm, count + 1, count)
+    divisor = numerics.as_float(xp.where(new_count > 0, new_count, 1), xp=xp)
     rate = numerics.complement(config.ema_decay, norm)
     gap = value - mean
     mean = mean + xp.where(learn, _step(gap, divisor, rate, warm, xp=xp), 0.0)
-    rest = value - mean
-    square = numerics.product(xp.where(warm, gap, rest), rest, xp=xp)
-    off = square - var
-    step = _step(off, divisor, rate, warm, xp=xp)
+    new_gap = value - mean
+    square = numerics.product(xp.where(warm, gap, new_gap), new_gap, xp=xp)
+    deviation = square - var
+    step = _step(deviation, divisor, rate, warm, xp=xp)
     var = var + xp.where(learn, step, 0.0)
     # Rounding can give a variance of -1e-12 after equal values.
     var = xp.where(var > 0, var, 0.0)
     # If the step is not learnt, the baseline stays as it is after an expected change.
     mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
     mean, var = numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp)
-    return state._replace(count=seen, mean=mean, var=var)
+    return state._replace(count=new_count, mean=mean, var=var)
 
 
 def _step(gap: Any, count: Any, rate: Any, warm: Any, *, xp: Any) -> Any:

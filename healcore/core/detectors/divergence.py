@@ -60,26 +60,28 @@ class DivergenceConfig(NamedTuple):
         trend = xp.where(first, loss, state.trend)
         unit = noise.unit(values, trend, noise.SMALL, xp=xp)
         threshold = numerics.product(self.rise, unit, xp=xp)
-        most = xp.where(unit > 0, threshold, numerics.HUGE)
-        learnt, weight = noise.learn(values, loss, most, self.window, xp=xp)
+        max_distance = xp.where(unit > 0, threshold, numerics.HUGE)
+        learnt, weight = noise.learn(values, loss, max_distance, self.window, xp=xp)
 
-        off = numerics.larger(numerics.smaller(loss - trend, most, xp=xp), -most, xp=xp)
-        trend = trend + numerics.product(weight, off, xp=xp)
+        distance = numerics.larger(
+            numerics.smaller(loss - trend, max_distance, xp=xp), -max_distance, xp=xp
+        )
+        trend = trend + numerics.product(weight, distance, xp=xp)
         best = xp.where(warm, trend, numerics.smaller(trend, state.best, xp=xp))
         excess = trend - best
         high = excess > threshold
         peak = xp.where(high, numerics.larger(trend, state.peak, xp=xp), trend)
         elevated = high & (excess > HIGH * (peak - best))
-        run = xp.where(elevated, state.run + 1, numerics.sub_one(state.run, xp=xp))
-        run = xp.where(high, run, 0)
-        alarm = learn & elevated & (run >= self.patience)
-        over = run >= self.patience + self.patience
+        elevated_count = xp.where(elevated, state.run + 1, numerics.sub_one(state.run, xp=xp))
+        elevated_count = xp.where(high, elevated_count, 0)
+        alarm = learn & elevated & (elevated_count >= self.patience)
+        expired = elevated_count >= self.patience + self.patience
         after = DivergenceState(
             learnt,
             numerics.settle(trend, xp=xp),
-            numerics.settle(xp.where(over, trend, best), xp=xp),
+            numerics.settle(xp.where(expired, trend, best), xp=xp),
             numerics.settle(peak, xp=xp),
-            xp.where(over, 0, run),
+            xp.where(expired, 0, elevated_count),
         )
         before = state._replace(values=values)
         new = map_leaves(lambda a, b: xp.where(learn, a, b), after, before)

@@ -65,46 +65,46 @@ class GradEmaConfig(NamedTuple):
         learn = seen.finite & (norm > 0)
         count = xp.where(seen.restart, 0, state.count)
         warm = count < self.warmup_steps
-        alarm = learn & ~warm & _far(self, state, norm, xp=xp)
-        watch, shift = baseline.watch_level(
+        alarm = learn & ~warm & _is_outlier(self, state, norm, xp=xp)
+        shift_state, shift = baseline.watch_level(
             self.shift, state.shift, norm, alarm, learn & ~warm, seen.restart, xp=xp
         )
-        taught = learn & ~alarm
-        value, first_were_outliers = baseline.robust(norm, state.mean, count, warm, xp=xp)
-        count = xp.where(taught & first_were_outliers, 0, count)
+        accepted = learn & ~alarm
+        value, first_were_outliers = baseline.limit_outlier(norm, state.mean, count, warm, xp=xp)
+        count = xp.where(accepted & first_were_outliers, 0, count)
         first = count == 0
-        old = xp.where(first, 0.0, state.weight)
-        rest = numerics.complement(self.ema_decay, norm)
-        weight = numerics.ema(old, norm - norm + 1.0, rest, taught, xp=xp)
+        old_weight = xp.where(first, 0.0, state.weight)
+        complement = numerics.complement(self.ema_decay, norm)
+        weight = numerics.ema(old_weight, norm - norm + 1.0, complement, accepted, xp=xp)
         # Weight of the new value: 1 for the first value, 1 - decay in the long run.
-        rate = numerics.quotient(rest, xp.where(weight > 0, weight, 1.0), xp=xp)
+        rate = numerics.quotient(complement, xp.where(weight > 0, weight, 1.0), xp=xp)
         start = xp.where(first, 0.0, state.mean)
-        mean = numerics.ema(start, value, rate, taught, xp=xp)
+        mean = numerics.ema(start, value, rate, accepted, xp=xp)
         square = numerics.settle(numerics.product(value - start, value - mean, xp=xp), xp=xp)
-        var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, taught, xp=xp)
+        var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, accepted, xp=xp)
         var = xp.where(var > 0, var, 0.0)
 
-        sustained = alarm & (watch.run >= self.sustain * self.shift.gain)
+        sustained = alarm & (shift_state.run >= self.sustain * self.shift.gain)
         learnt = GradEmaState(
-            count=xp.where(taught & warm, count + 1, count),
-            weight=xp.where(taught, weight, state.weight),
-            mean=xp.where(shift.escaped, shift.level, xp.where(taught, mean, state.mean)),
-            var=xp.where(shift.escaped, shift.spread, xp.where(taught, var, state.var)),
-            shift=watch,
+            count=xp.where(accepted & warm, count + 1, count),
+            weight=xp.where(accepted, weight, state.weight),
+            mean=xp.where(shift.escaped, shift.level, xp.where(accepted, mean, state.mean)),
+            var=xp.where(shift.escaped, shift.spread, xp.where(accepted, var, state.var)),
+            shift=shift_state,
         )
         return learnt, Reading(alarm, sustained | shift.escaped)
 
 
-def _far(config: GradEmaConfig, state: GradEmaState, norm: Any, *, xp: Any) -> Any:
+def _is_outlier(config: GradEmaConfig, state: GradEmaState, norm: Any, *, xp: Any) -> Any:
     """Whether the norm fails one of the two tests."""
-    far = norm < 0
+    outlier = norm < 0
     if config.ratio is not None:
-        far = far | (norm >= config.ratio * state.mean)
+        outlier = outlier | (norm >= config.ratio * state.mean)
     if config.sigmas is not None:
         k, gap = config.sigmas, norm - state.mean
         floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
-        least = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
-        limit = k * numerics.product(k, numerics.larger(state.var, least, xp=xp), xp=xp)
+        min_var = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
+        limit = k * numerics.product(k, numerics.larger(state.var, min_var, xp=xp), xp=xp)
         square = numerics.settle(numerics.product(gap, gap, xp=xp), xp=xp)
-        far = far | ((gap > 0) & (square >= limit))
-    return far
+        outlier = outlier | ((gap > 0) & (square >= limit))
+    return outlier

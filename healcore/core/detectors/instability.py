@@ -52,9 +52,9 @@ class InstabilityConfig(NamedTuple):
 
     def init(self) -> InstabilityState:
         """The state before the first step."""
-        none = np.zeros((), np.int32)
+        zero = np.zeros((), np.int32)
         usual = np.zeros((), np.float32)
-        return InstabilityState(none, records.no_loss(), usual, none.copy(), none.copy())
+        return InstabilityState(zero, records.no_loss(), usual, zero.copy(), zero.copy())
 
     def update(
         self, state: InstabilityState, seen: Observed, *, xp: Any

@@ -77,12 +77,12 @@ class VanishingConfig(NamedTuple):
         self, state: VanishingState, seen: Observed, *, xp: Any
     ) -> tuple[VanishingState, Reading]:
         """Counts steps below the threshold. Non-finite steps change nothing."""
-        gone = seen.grad_norm < self.threshold
-        more = xp.where(state.run < self.patience, state.run + 1, state.run)
-        run = xp.where(seen.finite, xp.where(gone, more, 0), state.run)
-        run = xp.where(seen.restart, 0, run)
-        alarm = seen.finite & gone & (run >= self.patience)
-        return VanishingState(run), Reading(alarm, alarm)
+        vanished = seen.grad_norm < self.threshold
+        longer = xp.where(state.run < self.patience, state.run + 1, state.run)
+        streak = xp.where(seen.finite, xp.where(vanished, longer, 0), state.run)
+        streak = xp.where(seen.restart, 0, streak)
+        alarm = seen.finite & vanished & (streak >= self.patience)
+        return VanishingState(streak), Reading(alarm, alarm)
 
 
 class CeilingState(NamedTuple):
@@ -94,8 +94,8 @@ class CeilingState(NamedTuple):
 
 
 def _no_value() -> CeilingState:
-    none = np.zeros((), np.int32)
-    return CeilingState(none, np.zeros((), np.float32), none.copy())
+    zero = np.zeros((), np.int32)
+    return CeilingState(zero, np.zeros((), np.float32), zero.copy())
 
 
 class LossCeilingConfig(NamedTuple):
@@ -139,11 +139,11 @@ class LossCeilingConfig(NamedTuple):
         if self.ceiling is not None:
             over = over | (loss > self.ceiling)
         alarm = learn & ~early & over
-        run = xp.where(seen.restart, 0, state.run)
-        more = xp.where(run < self.sustain, run + 1, run)
-        run = xp.where(learn, xp.where(alarm, more, 0), run)
+        streak = xp.where(seen.restart, 0, state.run)
+        longer = xp.where(streak < self.sustain, streak + 1, streak)
+        streak = xp.where(learn, xp.where(alarm, longer, 0), streak)
         count = xp.where(learn & early, count + 1, count)
-        return CeilingState(count, top, run), Reading(alarm, alarm & (run >= self.sustain))
+        return CeilingState(count, top, streak), Reading(alarm, alarm & (streak >= self.sustain))
 
 
 class GradCeilingConfig(NamedTuple):
@@ -182,21 +182,21 @@ class GradCeilingConfig(NamedTuple):
         count = xp.where(seen.restart, 0, state.count)
         early = count < self.first_steps
         top = xp.where(count == 0, 0.0, state.top)
-        far = norm < 0
+        outlier = norm < 0
         if self.first_ratio is not None:
-            far = far | (~early & (norm >= self.first_ratio * top))
+            outlier = outlier | (~early & (norm >= self.first_ratio * top))
         if self.ceiling is not None:
-            far = far | (norm > self.ceiling)
-        alarm = learn & far
+            outlier = outlier | (norm > self.ceiling)
+        alarm = learn & outlier
 
-        run = xp.where(seen.restart, 0, state.run)
-        more = xp.where(run < self.escape, run + 1, run)
-        run = xp.where(learn, xp.where(alarm, more, 0), run)
-        sustained = alarm & (run >= self.sustain)
-        taught = learn & early & ~alarm
-        count = xp.where(taught, count + 1, count)
-        top = xp.where(taught & (norm > top), norm, top)
+        streak = xp.where(seen.restart, 0, state.run)
+        longer = xp.where(streak < self.escape, streak + 1, streak)
+        streak = xp.where(learn, xp.where(alarm, longer, 0), streak)
+        sustained = alarm & (streak >= self.sustain)
+        accepted = learn & early & ~alarm
+        count = xp.where(accepted, count + 1, count)
+        top = xp.where(accepted & (norm > top), norm, top)
         if self.first_ratio is not None:
-            escaped = alarm & (run >= self.escape)
-            count, run = xp.where(escaped, 0, count), xp.where(escaped, 0, run)
-        return CeilingState(count, top, run), Reading(alarm, sustained)
+            escaped = alarm & (streak >= self.escape)
+            count, streak = xp.where(escaped, 0, count), xp.where(escaped, 0, streak)
+        return CeilingState(count, top, streak), Reading(alarm, sustained)

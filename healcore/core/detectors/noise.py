@@ -39,16 +39,16 @@ def begin(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> NoiseState
     return state._replace(count=count, last=xp.where(count == 0, value, state.last))
 
 
-def unit(state: NoiseState, level: Any, least: Any, *, xp: Any) -> Any:
-    """The noise, but at least the share `least` of the level; 0 if all values were zero."""
-    floor = numerics.product(least, xp.abs(level), xp=xp)
+def unit(state: NoiseState, level: Any, min_share: Any, *, xp: Any) -> Any:
+    """The noise, but at least the share `min_share` of the level; 0 if all values were zero."""
+    floor = numerics.product(min_share, xp.abs(level), xp=xp)
     return numerics.larger(state.noise, floor, xp=xp)
 
 
 def learn(
-    state: NoiseState, value: Any, most: Any, window: Any, *, xp: Any
+    state: NoiseState, value: Any, max_jump: Any, window: Any, *, xp: Any
 ) -> tuple[NoiseState, Any]:
-    """Learns a value; a difference counts for at most `most`.
+    """Learns a value; a difference counts for at most `max_jump`.
 
     Returns:
         The new state, and the weight of this value: 1 / count, but at least 1 / window.
@@ -56,6 +56,6 @@ def learn(
     count = xp.where(state.count < window, state.count + 1, state.count)
     weight = numerics.quotient(value - value + 1.0, numerics.as_float(count, xp=xp), xp=xp)
     jump = xp.abs(value - state.last)
-    step = numerics.product(weight, numerics.smaller(jump, most, xp=xp) - state.noise, xp=xp)
+    step = numerics.product(weight, numerics.smaller(jump, max_jump, xp=xp) - state.noise, xp=xp)
     noise = state.noise + xp.where(jump > 0, step, 0.0)
     return NoiseState(count, value, numerics.settle(noise, xp=xp)), weight

@@ -50,9 +50,9 @@ class OverfitConfig(NamedTuple):
         train = numerics.ema(state.train, seen.loss, rate, learn, xp=xp)
         train = xp.where(learn & ~state.started, seen.loss, train)
         started = state.started | learn
-        wide = seen.eval_loss - train > self.max_gap
-        more = xp.where(state.run < self.patience, state.run + 1, state.run)
-        run = xp.where(seen.has_eval & started, xp.where(wide, more, 0), state.run)
-        run = xp.where(seen.restart, 0, run)
-        alarm = run >= self.patience
-        return OverfitState(train, started, run), Reading(alarm, alarm)
+        too_wide = seen.eval_loss - train > self.max_gap
+        longer = xp.where(state.run < self.patience, state.run + 1, state.run)
+        streak = xp.where(seen.has_eval & started, xp.where(too_wide, longer, 0), state.run)
+        streak = xp.where(seen.restart, 0, streak)
+        alarm = streak >= self.patience
+        return OverfitState(train, started, streak), Reading(alarm, alarm)

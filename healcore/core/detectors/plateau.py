@@ -72,8 +72,8 @@ class PlateauConfig(NamedTuple):
         first = done & (state.windows == 0)
         needed = xp.where(done, self.min_improvement * change, 0.0)
         better = first | (done & (state.best - mean > needed))
-        more = xp.where(state.stale < self.patience, state.stale + 1, state.stale)
-        stale = xp.where(done, xp.where(better, 0, more), state.stale)
+        longer = xp.where(state.stale < self.patience, state.stale + 1, state.stale)
+        stale = xp.where(done, xp.where(better, 0, longer), state.stale)
         guessing = state.chance
         if self.chance_level is not None:
             near = xp.abs(mean - self.chance_level) <= self.chance_margin

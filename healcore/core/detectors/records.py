@@ -112,17 +112,19 @@ class RecordsConfig(NamedTuple):
 
         count = xp.where(learn & (before < _COUNTED), before + 1, before)
         t = numerics.as_float(count, xp=xp)
-        expected = numerics.product(self.record_rate, t, xp=xp)
-        others = numerics.product(numerics.complement(self.record_rate, t), t, xp=xp)
-        usual = numerics.quotient(others, xp.where(t > 1, t - 1, 1.0), xp=xp)
+        record_ratio = numerics.product(self.record_rate, t, xp=xp)
+        numerator = numerics.product(numerics.complement(self.record_rate, t), t, xp=xp)
+        other_ratio = numerics.quotient(numerator, xp.where(t > 1, t - 1, 1.0), xp=xp)
         pairs = numerics.product(t, t + 1, xp=xp)
         first_steps = numerics.as_float(count - count + self.warmup_steps, xp=xp)
         weight = numerics.quotient(first_steps, xp.where(pairs > 0, pairs, 1.0), xp=xp)
-        counts = learn & (count > self.warmup_steps) & (expected > 1)
-        grown = numerics.product(score + weight, xp.where(record, expected, usual), xp=xp)
-        alarm = counts & (numerics.product(self.alpha, grown, xp=xp) >= 1)
+        counts = learn & (count > self.warmup_steps) & (record_ratio > 1)
+        new_score = numerics.product(
+            score + weight, xp.where(record, record_ratio, other_ratio), xp=xp
+        )
+        alarm = counts & (numerics.product(self.alpha, new_score, xp=xp) >= 1)
 
-        score = xp.where(counts & ~alarm, grown, xp.where(alarm, 0.0, score))
+        score = xp.where(counts & ~alarm, new_score, xp.where(alarm, 0.0, score))
         new = RecordsState(
             count=xp.where(alarm, 0, count),
             history=history,

@@ -19,10 +19,10 @@ from healcore.core.signals import Observed
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Cause, Reading
 
-LEARN = 0.2  # increase of the threshold per full vote, as a share of the threshold
-OUTLIERS = 1.0 / 256.0  # mean vote at which the threshold settles
-LASTS = 2  # windows after which the level of a sustained spike becomes the level
-LOWEST = 0.5  # smallest threshold, as a share of `z_threshold`
+THRESHOLD_GAIN = 0.2  # increase of the threshold per full vote, as a share of the threshold
+TARGET_VOTE = 1.0 / 256.0  # mean vote at which the threshold settles
+ESCAPE_WINDOWS = 2  # windows after which the level of a sustained spike becomes the level
+MIN_THRESHOLD_SHARE = 0.5  # smallest threshold, as a share of `z_threshold`
 
 
 class SpikeState(NamedTuple):
@@ -40,7 +40,7 @@ class LossSpikeConfig(NamedTuple):
 
     z_threshold: Any = 5.5
     """Initial threshold: height above the level, in units of the noise, from which a value is an
-    outlier. At twice the threshold the vote is full. See also `LOWEST`."""
+    outlier. At twice the threshold the vote is full. See also `MIN_THRESHOLD_SHARE`."""
     evidence: Any = 2.0
     """Sum of votes above which a spike is sustained."""
     window: Any = noise.WINDOW
@@ -124,20 +124,20 @@ def _judge(
     vote = numerics.quotient(z - threshold, threshold, xp=xp)
     vote = xp.where(vote > 0, xp.where(vote < 1, vote, 1.0), 0.0)
 
-    most = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.HUGE)
-    values, weight = noise.learn(values, value, most, config.window, xp=xp)
+    max_gap = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.HUGE)
+    values, weight = noise.learn(values, value, max_gap, config.window, xp=xp)
     votes = votes - numerics.product(weight, votes, xp=xp) + vote
     votes = numerics.smaller(votes, vote - vote + 1.0 + config.evidence, xp=xp)
     sustained = votes > config.evidence
     lasting = xp.where(sustained, lasting + 1, 0)
-    escaped = lasting >= LASTS * config.window
+    escaped = lasting >= ESCAPE_WINDOWS * config.window
 
-    rise = numerics.product(weight, numerics.smaller(gap, most, xp=xp), xp=xp)
-    pair = numerics.larger(value, before.values.last, xp=xp)
-    level = xp.where(gap > 0, level + rise, numerics.smaller(level, pair, xp=xp))
-    factor = LEARN * (vote - OUTLIERS)
+    rise = numerics.product(weight, numerics.smaller(gap, max_gap, xp=xp), xp=xp)
+    higher_of_two = numerics.larger(value, before.values.last, xp=xp)
+    level = xp.where(gap > 0, level + rise, numerics.smaller(level, higher_of_two, xp=xp))
+    factor = THRESHOLD_GAIN * (vote - TARGET_VOTE)
     learnt = threshold + numerics.product(threshold, factor, xp=xp)
-    learnt = numerics.larger(learnt, LOWEST * start, xp=xp)
+    learnt = numerics.larger(learnt, MIN_THRESHOLD_SHARE * start, xp=xp)
     after = SpikeState(
         values,
         numerics.settle(xp.where(escaped, value, level), xp=xp),

@@ -28,8 +28,8 @@ class Window(NamedTuple):
 def empty(length: int) -> Window:
     """An empty window of `length` values."""
     slots = 1 << (length - 1).bit_length()
-    none = np.zeros((), np.int32)
-    return Window(np.zeros((slots,), np.float32), none, none.copy())
+    zero = np.zeros((), np.int32)
+    return Window(np.zeros((slots,), np.float32), zero, zero.copy())
 
 
 def cleared(window: Window, when: Any, *, xp: Any) -> Window:
@@ -44,10 +44,10 @@ def cleared(window: Window, when: Any, *, xp: Any) -> Window:
 def push(window: Window, length: int, value: Any, learn: Any, *, xp: Any) -> Window:
     """Replaces the oldest value by `value` where `learn` holds; `length` is as in `empty`."""
     slots = window.values.shape[-1]
-    here = (xp.arange(slots) == window.place[..., None]) & learn[..., None]
+    slot = (xp.arange(slots) == window.place[..., None]) & learn[..., None]
     after = window.place + 1
     return Window(
-        xp.where(here, value[..., None], window.values),
+        xp.where(slot, value[..., None], window.values),
         xp.where(learn, xp.where(after < length, after, 0), window.place),
         xp.where(learn & (window.count < length), window.count + 1, window.count),
     )
@@ -62,9 +62,9 @@ def mean(window: Window, *, xp: Any) -> Any:
 def variance(window: Window, mean: Any, bessel: bool, *, xp: Any) -> Any:
     """Mean square of the deviations from `mean`; a running sum of squares would round it away."""
     slots = window.values.shape[-1]
-    there = xp.arange(slots) < window.count[..., None]
-    off = xp.where(there, window.values - mean[..., None], 0.0)
-    squares = numerics.settle(numerics.product(off, off, xp=xp), xp=xp)
+    occupied = xp.arange(slots) < window.count[..., None]
+    deviation = xp.where(occupied, window.values - mean[..., None], 0.0)
+    squares = numerics.settle(numerics.product(deviation, deviation, xp=xp), xp=xp)
     several = window.count > (1 if bessel else 0)
     divisor = xp.where(several, window.count - 1 if bessel else window.count, 1)
     return numerics.quotient(total(squares), numerics.as_float(divisor, xp=xp), xp=xp)
@@ -132,28 +132,28 @@ class LossRatioConfig(NamedTuple):
     ) -> tuple[LossRatioState, Reading]:
         """Judges `seen.loss` against the window, then learns it if accepted."""
         learn, loss = seen.finite, seen.loss
-        held = cleared(state.window, seen.restart, xp=xp)
-        usual = mean(held, xp=xp)
-        negative = xp.sum(xp.astype(held.values < 0, xp.int32), axis=-1)
-        positive = xp.sum(xp.astype(held.values > 0, xp.int32), axis=-1)
-        plain = (negative == 0) & (2 * positive > held.count)
-        level = xp.where(plain, usual, largest(xp.abs(held.values), xp=xp))
+        window = cleared(state.window, seen.restart, xp=xp)
+        usual = mean(window, xp=xp)
+        negative = xp.sum(xp.astype(window.values < 0, xp.int32), axis=-1)
+        positive = xp.sum(xp.astype(window.values > 0, xp.int32), axis=-1)
+        plain = (negative == 0) & (2 * positive > window.count)
+        level = xp.where(plain, usual, largest(xp.abs(window.values), xp=xp))
 
-        known = (held.count > 0) & (held.count >= self.warmup_steps) & (level > 0)
-        known = known & (plain | (held.count >= self.window))
+        known = (window.count > 0) & (window.count >= self.warmup_steps) & (level > 0)
+        known = known & (plain | (window.count >= self.window))
         needed = numerics.product(self.ratio, level, xp=xp)
-        far = xp.where(plain, loss, loss - usual) >= needed
-        alarm = learn & known & far & (loss > state.last)
+        outlier = xp.where(plain, loss, loss - usual) >= needed
+        alarm = learn & known & outlier & (loss > state.last)
 
-        run = xp.where(seen.restart, 0, state.run)
-        run = xp.where(learn, xp.where(alarm, run + 1, 0), run)
-        sustained = alarm & (run >= self.sustain)
-        escaped = alarm & (run >= self.escape)
-        taught = learn & (~alarm | escaped)
-        held = cleared(held, escaped, xp=xp)
-        held = push(held, self.window, loss, taught, xp=xp)
-        last = xp.where(taught, loss, state.last)
-        new = LossRatioState(held, last, xp.where(escaped, 0, run))
+        streak = xp.where(seen.restart, 0, state.run)
+        streak = xp.where(learn, xp.where(alarm, streak + 1, 0), streak)
+        sustained = alarm & (streak >= self.sustain)
+        escaped = alarm & (streak >= self.escape)
+        accepted = learn & (~alarm | escaped)
+        window = cleared(window, escaped, xp=xp)
+        window = push(window, self.window, loss, accepted, xp=xp)
+        last = xp.where(accepted, loss, state.last)
+        new = LossRatioState(window, last, xp.where(escaped, 0, streak))
         return new, Reading(alarm, sustained)
 
 
@@ -200,30 +200,30 @@ class LossWindowConfig(NamedTuple):
         """Judges the signal in `NEEDS` against the window, then learns it."""
         (signal,) = self.NEEDS
         value, learn = getattr(seen, signal), seen.finite
-        held = cleared(state.window, seen.restart, xp=xp)
-        usual = mean(held, xp=xp)
-        raw = variance(held, usual, self.bessel, xp=xp)
+        window = cleared(state.window, seen.restart, xp=xp)
+        usual = mean(window, xp=xp)
+        raw_var = variance(window, usual, self.bessel, xp=xp)
         # Floors as in ZClip: XLA rewrites (c m)(c m) as (m m) c^2, and sqrt(x x) as |x|. Squares of
         # 1e-20 are subnormal, and XLA flushes them, so `settle` sets them to zero everywhere.
         floor = numerics.product(self.min_rel_std, xp.abs(usual), xp=xp)
         square = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
-        var = numerics.larger(raw, square, xp=xp)
-        sigma = numerics.larger(xp.sqrt(raw), floor, xp=xp)
+        var = numerics.larger(raw_var, square, xp=xp)
+        sigma = numerics.larger(xp.sqrt(raw_var), floor, xp=xp)
 
-        known = (held.count > 0) & (held.count >= self.warmup_steps) & (var > 0)
+        known = (window.count > 0) & (window.count >= self.warmup_steps) & (var > 0)
         k = self.sigmas
         gap = value - usual
         square = numerics.settle(numerics.product(gap, gap, xp=xp), xp=xp)
-        far = (gap > 0) & (square > k * numerics.product(k, var, xp=xp))
-        alarm = learn & known & far
+        outlier = (gap > 0) & (square > k * numerics.product(k, var, xp=xp))
+        alarm = learn & known & outlier
 
         limit = usual + xp.where(alarm, numerics.product(k, sigma, xp=xp), 0.0)
-        entered = numerics.settle(xp.where(alarm, limit, value), xp=xp)
-        held = push(held, self.window, entered, learn, xp=xp)
-        run = xp.where(seen.restart, 0, state.run)
-        more = xp.where(run < self.sustain, run + 1, run)
-        run = xp.where(learn, xp.where(alarm, more, 0), run)
-        return WindowState(held, run), Reading(alarm, alarm & (run >= self.sustain))
+        limited = numerics.settle(xp.where(alarm, limit, value), xp=xp)
+        window = push(window, self.window, limited, learn, xp=xp)
+        streak = xp.where(seen.restart, 0, state.run)
+        longer = xp.where(streak < self.sustain, streak + 1, streak)
+        streak = xp.where(learn, xp.where(alarm, longer, 0), streak)
+        return WindowState(window, streak), Reading(alarm, alarm & (streak >= self.sustain))
 
 
 class GradWindowConfig(LossWindowConfig):

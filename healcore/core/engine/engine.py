@@ -86,7 +86,7 @@ class Engine:
         return self._may_order(Action.CUT_LR)
 
     @cached_property
-    def may_be_limited(self) -> bool:
+    def allows_lr_limit(self) -> bool:
         """Whether the host may limit the learning rate at a rollback, see `limit_lr`."""
         return self._may_order(Action.ROLLBACK) and self._has_ceiling
 
@@ -103,12 +103,12 @@ class Engine:
     @property
     def scales_lr(self) -> bool:
         """Whether `Decision.lr_scale` can differ from 1."""
-        return self.cuts_lr or self.softens or self.may_be_limited
+        return self.cuts_lr or self.softens or self.allows_lr_limit
 
     @cached_property
     def limits_lr(self) -> bool:
         """Whether the rate may get an absolute limit, which needs `Signals.learning_rate`."""
-        return (self.cuts_lr and self._has_ceiling) or self.may_be_limited
+        return (self.cuts_lr and self._has_ceiling) or self.allows_lr_limit
 
     @property
     def clips_updates(self) -> bool:
@@ -163,7 +163,7 @@ class Engine:
         with _silent(xp):
             new, decision = judge(self.config, state, signals, xp=xp)
             if self.mode == "observe":
-                new = self.charged(new, xp=xp)
+                new = self.subtract_rollback(new, xp=xp)
             if signals.externally_skipped is not None:
                 skipped = signals.externally_skipped
                 new = map_leaves(
@@ -196,14 +196,14 @@ class Engine:
             a skipped step, for an ordinary update, and in observe mode.
         """
         assert self.config.update_clip is not None, "the policy has no update_clip"
-        held = skipped | state.last.decision.skip  # in observe mode the order counts too
-        learn = ~held
+        not_applied = skipped | state.last.decision.skip  # in observe mode the order counts too
+        learn = ~not_applied
         if self.softens:
             learn = learn & ((state.last.decision.action & int(Action.SOFT_STEP)) == 0)
         with _silent(xp):
             clip, scale = self.config.update_clip.update(state.update_clip, norm, learn, xp=xp)
-        clip = clip._replace(scale=xp.where(held, 1.0, clip.scale))
-        unchanged = held | True if self.mode == "observe" else held
+        clip = clip._replace(scale=xp.where(not_applied, 1.0, clip.scale))
+        unchanged = not_applied | True if self.mode == "observe" else not_applied
         return state._replace(update_clip=clip), xp.where(unchanged, 1.0, scale)
 
     # -- requests of the host -------------------------------------------------------------------
@@ -239,29 +239,29 @@ class Engine:
         if restored.update_clip is not None:  # the count continues, like the tally
             clip = restored.update_clip._replace(clips=live.update_clip.clips)
             restored = restored._replace(update_clip=clip)
-        left = numerics.sub_one(live.budget.recoveries, xp=xp)
-        then = restored.lr
-        raised = (then.broken > 0) & (then.broken < live.lr.broken)
-        rate = live.lr._replace(
-            broken=xp.where(raised, then.broken, live.lr.broken),
-            low=xp.where(raised, then.low, live.lr.low),
+        recoveries = numerics.sub_one(live.budget.recoveries, xp=xp)
+        restored_lr = restored.lr
+        raised = (restored_lr.broken > 0) & (restored_lr.broken < live.lr.broken)
+        live_lr = live.lr._replace(
+            broken=xp.where(raised, restored_lr.broken, live.lr.broken),
+            low=xp.where(raised, restored_lr.low, live.lr.low),
         )
         return restored._replace(
             incident=closed,
-            budget=live.budget._replace(recoveries=left, healthy=live.budget.healthy * 0),
-            lr=rate,
+            budget=live.budget._replace(recoveries=recoveries, healthy=live.budget.healthy * 0),
+            lr=live_lr,
             tally=tally,
             last=live.last,
         )
 
-    def charged(self, state: EngineState, *, xp: Any) -> EngineState:
+    def subtract_rollback(self, state: EngineState, *, xp: Any) -> EngineState:
         """Subtracts a rollback that the last step ordered from the budget.
 
         For observe mode and replays, in which no host rolls back.
         """
         ordered = (state.last.decision.action & int(Action.ROLLBACK)) != 0
-        left = xp.where(ordered, state.budget.recoveries - 1, state.budget.recoveries)
-        return state._replace(budget=state.budget._replace(recoveries=left))
+        recoveries = xp.where(ordered, state.budget.recoveries - 1, state.budget.recoveries)
+        return state._replace(budget=state.budget._replace(recoveries=recoveries))
 
     def limit_lr(self, state: EngineState, limit: Any, rate: Any, *, xp: Any) -> EngineState:
         """Sets a limit on the learning rate for the host; no effect if no cuts are left.
@@ -290,7 +290,7 @@ class Engine:
         full = map_leaves(lambda new, old: xp.where(always, new, old), lr.init(), state.lr)
         return state._replace(lr=full._replace(peak=state.lr.peak, rate=state.lr.rate))
 
-    def at_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
+    def apply_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
         """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.
 
         A rollback restores the schedule, and a cut limits the rate in absolute terms. At a lower
@@ -302,8 +302,8 @@ class Engine:
             xp: the array namespace.
         """
         never = state.step < 0
-        there = lr.update(self.config.lr, state.lr, never, ~never, never, never, rate, xp=xp)
-        return state._replace(lr=state.lr._replace(scale=there.scale))
+        rescaled = lr.update(self.config.lr, state.lr, never, ~never, never, never, rate, xp=xp)
+        return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
     # -- metrics and saved form -------------------------------------------------------------------
 

@@ -64,17 +64,17 @@ class Orders(NamedTuple):
 
 def init() -> IncidentState:
     """The state before the first incident."""
-    none, minus = np.zeros((), np.int32), np.full((), -1, np.int32)
+    zero, no_order = np.zeros((), np.int32), np.full((), -1, np.int32)
     return IncidentState(
         open=np.zeros((), bool),
         skipped=np.zeros((), bool),
-        number=none,
-        onset=minus,
-        quiet=none.copy(),
-        recovered=minus.copy(),
-        cut=minus.copy(),
-        last_onset=minus.copy(),
-        escalations=none.copy(),
+        number=zero,
+        onset=no_order,
+        quiet=zero.copy(),
+        recovered=no_order.copy(),
+        cut=no_order.copy(),
+        last_onset=no_order.copy(),
+        escalations=zero.copy(),
     )
 
 
@@ -121,44 +121,44 @@ def update(
         wants_cut: bool: a rule with CUT_LR fired.
         xp: the array namespace.
     """
-    trouble = cause & causes(config)
-    alarm = trouble != 0
+    incident_cause = cause & causes(config)
+    alarm = incident_cause != 0
     # A step is harmless if it is skipped only because it is not finite. If such steps order a
     # recovery, their incident is an ordinary one.
-    harmless = skip & ((trouble & ~_NONFINITE) == 0)
-    acts = numerics.shared(harmless & (wants_recovery | wants_cut), xp=xp)
-    harmless = numerics.shared(harmless & ~acts, xp=xp)
-    begun = alarm & ~harmless & ~state.open & ~(acts & state.skipped)
+    harmless = skip & ((incident_cause & ~_NONFINITE) == 0)
+    orders_recovery = numerics.shared(harmless & (wants_recovery | wants_cut), xp=xp)
+    harmless = numerics.shared(harmless & ~orders_recovery, xp=xp)
+    incident_begun = alarm & ~harmless & ~state.open & ~(orders_recovery & state.skipped)
     skip_begun = alarm & harmless & ~state.open & ~state.skipped
-    opened = numerics.shared(begun | skip_begun, xp=xp)
-    waited = xp.where(state.open | state.skipped, state.quiet + 1, 0)
-    quiet = xp.where(alarm, xp.where(harmless & state.open, state.quiet, 0), waited)
+    opened = numerics.shared(incident_begun | skip_begun, xp=xp)
+    quiet_steps = xp.where(state.open | state.skipped, state.quiet + 1, 0)
+    quiet = xp.where(alarm, xp.where(harmless & state.open, state.quiet, 0), quiet_steps)
     lasts = quiet < config.incident.quiet_steps
-    open_ = numerics.shared((state.open | begun | acts) & lasts, xp=xp)
-    skipped = ((state.skipped & ~begun & ~acts) | skip_begun) & lasts
+    is_open = numerics.shared((state.open | incident_begun | orders_recovery) & lasts, xp=xp)
+    skipped = ((state.skipped & ~incident_begun & ~orders_recovery) | skip_begun) & lasts
     onset = xp.where(opened, step, state.onset)
 
     patience = config.incident.patience
     recovered = xp.where(opened, -1, state.recovered)
     cut = xp.where(opened, -1, state.cut)
-    cuts = wants_cut & ((cut < 0) | (cut >= patience))
+    cut_due = wants_cut & ((cut < 0) | (cut >= patience))
     # A cut repeats the rollback order, because the host may have declined an earlier one.
-    recover = wants_recovery & ((recovered < 0) | (recovered >= patience) | cuts)
-    recover, cuts = numerics.shared(recover, xp=xp), numerics.shared(cuts, xp=xp)
-    recovered = xp.where(recover, 0, _one_more(recovered, alarm, xp=xp))
-    cut = xp.where(cuts, 0, _one_more(cut, alarm, xp=xp))
+    recover = wants_recovery & ((recovered < 0) | (recovered >= patience) | cut_due)
+    recover, cut_due = numerics.shared(recover, xp=xp), numerics.shared(cut_due, xp=xp)
+    recovered = xp.where(recover, 0, _count_alarm(recovered, alarm, xp=xp))
+    cut = xp.where(cut_due, 0, _count_alarm(cut, alarm, xp=xp))
 
     again = (state.last_onset >= 0) & (onset - state.last_onset < config.rollback.region)
     # A rollback also resets the step counter, so an earlier onset is in the same region.
     escalations = xp.where(recover, xp.where(again, state.escalations + 1, 0), state.escalations)
     depth = config.rollback.depth + config.rollback.deepen * escalations
-    healthy = numerics.shared(~open_ & ~alarm, xp=xp)
-    after, orders = _grant(
-        config.budget, budget, recover, cuts, depth, healthy, open_, cause, xp=xp
+    healthy = numerics.shared(~is_open & ~alarm, xp=xp)
+    new_budget, orders = _grant(
+        config.budget, budget, recover, cut_due, depth, healthy, is_open, cause, xp=xp
     )
     return (
         IncidentState(
-            open=open_,
+            open=is_open,
             skipped=skipped,
             number=xp.where(opened, state.number + 1, state.number),
             onset=onset,
@@ -168,12 +168,12 @@ def update(
             last_onset=xp.where(recover, onset, state.last_onset),
             escalations=escalations,
         ),
-        after,
+        new_budget,
         orders,
     )
 
 
-def _one_more(since: Any, alarm: Any, *, xp: Any) -> Any:
+def _count_alarm(since: Any, alarm: Any, *, xp: Any) -> Any:
     """Counts an alarm since an order; -1 (no order yet) stays."""
     return xp.where(alarm & (since >= 0), since + 1, since)
 
@@ -210,10 +210,10 @@ def _grant(
         refund=refund,
         healthy=healthy,
     )
-    left = state.recoveries
-    cuts = xp.where(orders.cut, state.lr_cuts - 1, state.lr_cuts)
+    recoveries = state.recoveries
+    lr_cuts = xp.where(orders.cut, state.lr_cuts - 1, state.lr_cuts)
     return BudgetState(
-        recoveries=xp.where(refund & (left < config.recoveries), left + 1, left),
-        lr_cuts=xp.where(refund & (cuts < config.lr_cuts), cuts + 1, cuts),
+        recoveries=xp.where(refund & (recoveries < config.recoveries), recoveries + 1, recoveries),
+        lr_cuts=xp.where(refund & (lr_cuts < config.lr_cuts), lr_cuts + 1, lr_cuts),
         healthy=xp.where(refund, 0, count),
     ), orders

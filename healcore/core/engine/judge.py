@@ -35,7 +35,7 @@ def judge(
     alarmed, sustained = _causes(config, readings, seen, xp=xp)
     alarmed, sustained = numerics.shared(alarmed, xp=xp), numerics.shared(sustained, xp=xp)
     cause = alarmed | sustained
-    memories, fired = _fire(config, state, alarmed, sustained, xp=xp)
+    rule_states, fired = _fire(config, state, alarmed, sustained, xp=xp)
 
     never = cause != cause  # false, with the batch's shape
     skips, skip, soft = rules.limit_skips(
@@ -88,8 +88,8 @@ def judge(
     lr_scale = lr_state.scale
     if soft is not None:
         action = action | flag(soft, Action.SOFT_STEP, xp=xp)
-        less = numerics.product(config.lr.soft_step, lr_scale, xp=xp)
-        lr_scale = xp.where(soft, less, lr_scale)
+        soft_scale = numerics.product(config.lr.soft_step, lr_scale, xp=xp)
+        lr_scale = xp.where(soft, soft_scale, lr_scale)
 
     grad_scale, group_scale, clipped = _scales(clip, skip, lr_state.scale, xp=xp)
     ordered = Decision(
@@ -118,7 +118,7 @@ def judge(
         grace=grace,
         clip=clip_state,
         detectors=detectors,
-        rules=memories,
+        rules=rule_states,
         skips=skips,
         incident=incidents,
         budget=budget,
@@ -134,14 +134,14 @@ def _read(
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
     """Runs the detectors that have their signals; the grace window mutes all but `nonfinite`."""
     states, readings = [], {}
-    for (name, detector), memory in zip(config.detectors, state.detectors, strict=True):
+    for (name, detector), detector_state in zip(config.detectors, state.detectors, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
-            memory, reading = detector.update(memory, seen, xp=xp)
+            detector_state, reading = detector.update(detector_state, seen, xp=xp)
             if name != "nonfinite":
                 alarm, sustained = reading.alarm & ~in_grace, reading.sustained & ~in_grace
                 reading = reading._replace(alarm=alarm, sustained=sustained)
             readings[name] = reading
-        states.append(memory)
+        states.append(detector_state)
     return tuple(states), readings
 
 
@@ -165,14 +165,14 @@ def _causes(
 def _fire(
     config: EngineConfig, state: EngineState, alarmed: Any, sustained: Any, *, xp: Any
 ) -> tuple[tuple[rules.RuleState, ...], list[tuple[RuleConfig, rules.Firing]]]:
-    memories, fired = [], []
-    for rule, memory in zip(config.rules, state.rules, strict=True):
+    rule_states, fired = [], []
+    for rule, rule_state in zip(config.rules, state.rules, strict=True):
         hit = ((sustained if rule.sustained else alarmed) & rule.causes) != 0
         quiet = config.incident.quiet_steps
-        memory, firing = rules.update(rule, memory, hit, state.step, quiet, xp=xp)
-        memories.append(memory)
+        rule_state, firing = rules.update(rule, rule_state, hit, state.step, quiet, xp=xp)
+        rule_states.append(rule_state)
         fired.append((rule, firing))
-    return tuple(memories), fired
+    return tuple(rule_states), fired
 
 
 def _clip(
@@ -224,8 +224,8 @@ def _telemetry(
 
 def _softened(fired: list[tuple[RuleConfig, rules.Firing]], never: Any) -> Any | None:
     """Whether a rule orders a soft step, or None if no rule of the policy can."""
-    wishes = [f.fired for rule, f in fired if rule.action & Action.SOFT_STEP]
-    return _any(wishes, never) if wishes else None
+    soft_steps = [f.fired for rule, f in fired if rule.action & Action.SOFT_STEP]
+    return _any(soft_steps, never) if soft_steps else None
 
 
 def _any(flags: list[Any], never: Any) -> Any:

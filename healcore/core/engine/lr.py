@@ -16,7 +16,7 @@ from healcore.core import numerics
 from healcore.core.engine.config import LrConfig
 
 _MOST = 1e12  # limit of `LrState.broken`, above the rate of any schedule
-FALL = 0.5  # a rate below this share of the last step's rate begins another schedule
+RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins another schedule
 
 
 class LrState(NamedTuple):
@@ -33,9 +33,9 @@ class LrState(NamedTuple):
 
 def init() -> LrState:
     """A multiplier of 1."""
-    zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
-    floats = (zero.copy() for _ in range(4))
-    return LrState(np.ones((), np.float32), *floats, hold=none, ramp=none.copy())
+    zero_float, zero_int = np.zeros((), np.float32), np.zeros((), np.int32)
+    floats = (zero_float.copy() for _ in range(4))
+    return LrState(np.ones((), np.float32), *floats, hold=zero_int, ramp=zero_int.copy())
 
 
 def update(
@@ -58,38 +58,40 @@ def update(
     one = state.scale - state.scale + 1.0
     rate = one if rate is None else xp.where((rate > 0) & (rate < _MOST), rate, one)
     # After a window with a wrong, high rate, its low multiplier must not stay in force.
-    same = (rate >= FALL * state.rate) & ~cut
-    peak = xp.where(same & (state.peak > rate), state.peak, rate)
-    lower = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
+    same_schedule = (rate >= RESTART_RATIO * state.rate) & ~cut
+    peak = xp.where(same_schedule & (state.peak > rate), state.peak, rate)
+    cut_scale = numerics.larger(config.factor * state.scale, config.floor, xp=xp)
     # A floor above the multiplier does not raise the multiplier.
-    lower = numerics.smaller(lower, state.scale, xp=xp)
-    low = xp.where(cut, numerics.product(lower, rate, xp=xp), state.low)
-    broken = xp.where(
+    cut_scale = numerics.smaller(cut_scale, state.scale, xp=xp)
+    rate_after_cut = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.low)
+    rate_before_cut = xp.where(
         refund, numerics.quotient(state.broken, config.factor * one, xp=xp), state.broken
     )
-    broken = numerics.smaller(broken, _MOST, xp=xp)
-    broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
+    rate_before_cut = numerics.smaller(rate_before_cut, _MOST, xp=xp)
+    rate_before_cut = xp.where(cut, numerics.product(state.scale, rate, xp=xp), rate_before_cut)
     hold = xp.where(cut, config.hold_steps, state.hold)
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
 
     holding = hold > 0
-    moves = healthy & ~cut
-    ramp = xp.where(moves & ~holding, numerics.sub_one(ramp, xp=xp), ramp)
-    hold = xp.where(moves & holding, hold - 1, hold)
-    limited = (broken > 0) & (config.ceiling * one > 0)
-    top = numerics.quotient(numerics.product(config.ceiling, broken, xp=xp), peak, xp=xp)
+    advances = healthy & ~cut
+    ramp = xp.where(advances & ~holding, numerics.sub_one(ramp, xp=xp), ramp)
+    hold = xp.where(advances & holding, hold - 1, hold)
+    limited = (rate_before_cut > 0) & (config.ceiling * one > 0)
+    top = numerics.quotient(numerics.product(config.ceiling, rate_before_cut, xp=xp), peak, xp=xp)
     top = xp.where(limited & (top < 1), top, 1.0)
-    bottom = numerics.smaller(numerics.quotient(low, rate, xp=xp), top, xp=xp)
+    bottom = numerics.smaller(numerics.quotient(rate_after_cut, rate, xp=xp), top, xp=xp)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
     share = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
-    climbed = numerics.as_float(config.ramp_steps - ramp, xp=xp) * share
-    ramped = bottom + numerics.product(top - bottom, climbed, xp=xp)
+    ramp_share = numerics.as_float(config.ramp_steps - ramp, xp=xp) * share
+    ramped = bottom + numerics.product(top - bottom, ramp_share, xp=xp)
     done = ~holding & (ramp == 0)
     scale = xp.where(done, top, xp.where(holding, bottom, ramped))
     scale = xp.where(in_incident, numerics.smaller(state.scale, top, xp=xp), scale)
-    scale = xp.where(cut, lower, scale)
-    return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)
+    scale = xp.where(cut, cut_scale, scale)
+    return LrState(
+        numerics.settle(scale, xp=xp), rate_after_cut, rate_before_cut, peak, rate, hold, ramp
+    )
 
 
 def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
@@ -102,14 +104,14 @@ def limited(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any)
     limit = xp.where(limit > 0, limit, rate)
     scale = numerics.smaller(numerics.quotient(limit, rate, xp=xp), state.scale, xp=xp)
     share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
-    broken = numerics.smaller(numerics.quotient(limit, share, xp=xp), _MOST, xp=xp)
-    none = state.hold - state.hold
+    rate_before_cut = numerics.smaller(numerics.quotient(limit, share, xp=xp), _MOST, xp=xp)
+    zero = state.hold - state.hold
     return LrState(
         numerics.settle(scale, xp=xp),
         limit,
-        broken,
+        rate_before_cut,
         rate,
         rate,
-        none + config.hold_steps,
-        none + config.ramp_steps,
+        zero + config.hold_steps,
+        zero + config.ramp_steps,
     )

@@ -55,45 +55,45 @@ def update(
     xp: Any,
 ) -> tuple[RuleState, Firing]:
     """Counts one step; `hit` tells whether a cause of the rule is present, `step` is its index."""
-    run = xp.where(hit, xp.where(state.run < _NEVER, state.run + 1, state.run), 0)
-    fired = hit & (run >= config.consecutive)
+    streak = xp.where(hit, xp.where(state.run < _NEVER, state.run + 1, state.run), 0)
+    fired = hit & (streak >= config.consecutive)
     window = state.window
     if config.within:
-        here = xp.arange(config.within) == (step % config.within)[..., None]
-        window = xp.where(here, xp.astype(hit, xp.int32)[..., None], window)
+        slot = xp.arange(config.within) == (step % config.within)[..., None]
+        window = xp.where(slot, xp.astype(hit, xp.int32)[..., None], window)
         fired = fired & (xp.sum(window, axis=-1) >= config.count)
     fresh = fired & (state.age >= quiet_steps)
     age = xp.where(fired, 0, xp.where(state.age < _NEVER, state.age + 1, state.age))
-    return RuleState(run, window, age), Firing(fired, fresh)
+    return RuleState(streak, window, age), Firing(fired, fresh)
 
 
 def limit_skips(
-    max_skips: Any, run: Any, wished: Any, softened: Any | None, seen: Observed, *, xp: Any
+    max_skips: Any, streak: Any, wished: Any, softened: Any | None, seen: Observed, *, xp: Any
 ) -> tuple[Any, Any, Any | None]:
     """Decides which steps are skipped or soft, at most `max_skips` finite ones in a row.
 
     Args:
         max_skips: the limit.
-        run: int32: finite steps skipped or softened in a row; a step without an alarm resets it.
+        streak: int32: finite steps skipped or softened in a row; a step without an alarm resets it.
         wished: bool: a rule orders a skip, which has precedence over a soft step.
         softened: bool: a rule orders a soft step, or None if no rule of the policy can.
         seen: the step's signals.
         xp: the array namespace.
 
     Returns:
-        The new `run`; bool: the step is skipped; bool: the step is soft, or None.
+        The new `streak`; bool: the step is skipped; bool: the step is soft, or None.
     """
     bad = ~seen.finite
-    either = wished if softened is None else wished | softened
-    finite = either & ~bad
-    allowed = run < max_skips
-    run = xp.where(bad, run, xp.where(finite, xp.where(allowed, run + 1, run), 0))
-    held = (either & bad) | (finite & allowed)
+    ordered = wished if softened is None else wished | softened
+    finite_order = ordered & ~bad
+    allowed = streak < max_skips
+    streak = xp.where(bad, streak, xp.where(finite_order, xp.where(allowed, streak + 1, streak), 0))
+    granted = (ordered & bad) | (finite_order & allowed)
     if seen.bad_grad is not None:
-        held = held | seen.bad_grad  # under every policy
+        granted = granted | seen.bad_grad  # under every policy
     if softened is None:
-        return run, held, None
-    skip = held & wished
+        return streak, granted, None
+    skip = granted & wished
     if seen.bad_grad is not None:
         skip = skip | seen.bad_grad
-    return run, skip, held & ~skip
+    return streak, skip, granted & ~skip

@@ -20,7 +20,7 @@ from healcore.core.verdict import Decision, Telemetry
 
 SCHEMA = 6  # version of the saved form
 
-_MOST_GROUPS = 10_000_000
+_MAX_GROUPS = 10_000_000
 
 
 class StateError(HealcoreError, ValueError):
@@ -73,14 +73,14 @@ def neutral(*, groups: int | None = None) -> Decision:
     Args:
         groups: number of tensors for a per-tensor clipping rule, else None.
     """
-    one, none = np.ones((), np.float32), np.zeros((), np.int32)
+    one, zero = np.ones((), np.float32), np.zeros((), np.int32)
     return Decision(
         grad_scale=one,
         skip=np.zeros((), bool),
         lr_scale=one.copy(),
-        action=none,
-        cause=none.copy(),
-        rollback_depth=none.copy(),
+        action=zero,
+        cause=zero.copy(),
+        rollback_depth=zero.copy(),
         group_scale=None if groups is None else np.ones((groups,), np.float32),
     )
 
@@ -93,20 +93,20 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
         name, clip = config.clip
         clip_state = clip.init(groups=groups)
         per_tensor = groups if name == "adagc" else None
-    zero, none = np.zeros((), np.float32), np.zeros((), np.int32)
+    zero_float, zero_int = np.zeros((), np.float32), np.zeros((), np.int32)
     state = EngineState(
-        step=none,
+        step=zero_int,
         change_expected=np.zeros((), bool),
-        grace=none.copy(),
+        grace=zero_int.copy(),
         clip=clip_state,
         detectors=tuple(detector.init() for _, detector in config.detectors),
         rules=tuple(rules.init(rule) for rule in config.rules),
-        skips=none.copy(),
+        skips=zero_int.copy(),
         incident=incident.init(),
         budget=incident.full_budget(config.budget),
         lr=lr.init(),
-        tally=Tally(*(none.copy() for _ in Tally._fields)),
-        last=Telemetry(neutral(groups=per_tensor), *(zero.copy() for _ in range(5))),
+        tally=Tally(*(zero_int.copy() for _ in Tally._fields)),
+        last=Telemetry(neutral(groups=per_tensor), *(zero_float.copy() for _ in range(5))),
         update_clip=None if config.update_clip is None else config.update_clip.init(),
     )
     if not batch:
@@ -199,8 +199,8 @@ def from_dict(config: EngineConfig, data: Mapping[str, Any], policy: str | None)
             "fresh state, whose detectors warm up again"
         )
     groups = data.get("groups")
-    if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MOST_GROUPS:
-        raise StateError(f"groups must be a number of tensors up to {_MOST_GROUPS}, got {groups!r}")
+    if not isinstance(groups, int) or isinstance(groups, bool) or not 0 <= groups <= _MAX_GROUPS:
+        raise StateError(f"groups must be a number of tensors up to {_MAX_GROUPS}, got {groups!r}")
     return _arrays(init(config, groups=groups), data.get("state"), "state")
 
 

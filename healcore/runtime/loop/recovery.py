@@ -257,7 +257,7 @@ class Recovery:
     @property
     def _may_limit_lr(self) -> bool:
         """Whether rollbacks limit the learning rate. Otherwise only rules of the policy cut it."""
-        return self._policy.confirm and self._policy.engine.may_be_limited
+        return self._policy.confirm and self._policy.engine.allows_lr_limit
 
     def roll_back(self, order: Rollback) -> None:
         """Restores a checkpoint for an order, and reports the rollback."""

@@ -63,7 +63,7 @@ def without_limit(engine: Engine, engines: Engines) -> dict[str, dict[str, Any]]
     }
 
 
-def at_rate(
+def apply_rate(
     engine: Engine, engines: Engines, rate: float | None
 ) -> tuple[dict[str, dict[str, Any]], float | None, float]:
     """Adapts engine states to the schedule's restored rate.
@@ -79,7 +79,7 @@ def at_rate(
     states = {name: engine.from_dict(each) for name, each in engines.items()}
     if rate is not None:
         at = np.float32(rate)
-        states = {name: engine.at_rate(each, at, xp=np) for name, each in states.items()}
+        states = {name: engine.apply_rate(each, at, xp=np) for name, each in states.items()}
     ceiling = engine.config.lr.ceiling
     limits = [
         float(each.lr.low if each.lr.hold else ceiling * each.lr.broken) for each in states.values()

@@ -169,11 +169,11 @@ class IncidentMonitor:
 
     def _of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
         """Loss and norm of each rank, or None with one rank. Collective, once per incident."""
-        if record.of_rank is None or self.ranks.world == 1:
+        if record.rank_signals is None or self.ranks.world == 1:
             return None
         return [
             {"rank": rank, "loss": loss, "grad_norm": norm}
-            for rank, (loss, norm) in enumerate(self.ranks.gather(record.of_rank))
+            for rank, (loss, norm) in enumerate(self.ranks.gather(record.rank_signals))
         ]
 
     def _order(

@@ -31,7 +31,7 @@ from healcore.runtime.recovery.checkpoint_choice import (
 )
 from healcore.runtime.recovery.engine_states import (
     after_rollback,
-    at_rate,
+    apply_rate,
     compatible,
     for_rerun,
     limited,
@@ -209,7 +209,7 @@ class Restorer:
                 # No step has been trained at the rate of the very first state.
                 trained = result.step > (self.journal.state.first_step or 0)
                 engines = limited(engine, engines, plan.lr_at_fault, rate, healthy=trained)
-            engines, limit, scale = at_rate(engine, engines, rate)
+            engines, limit, scale = apply_rate(engine, engines, rate)
             self.driver.load_healing(engines)
             applied = {"engines": engines, "lr_limit": limit, "lr_scale": scale}
             return host, {"target": result.step, **applied}

@@ -57,7 +57,7 @@ def decisions_of(policy: Any, losses: Any, norms: Any = None, evals: Any = None)
             seen = Signals(loss=loss, grad_norm=norm, eval_loss=evaluation)
             state, _ = engine.step(state, seen, xp=host)
             if engine.mode != "observe":  # where a step does it by itself
-                state = engine.charged(state, xp=host)
+                state = engine.subtract_rollback(state, xp=host)
             ordered = state.last.decision  # as ordered, in observe mode too
             rows.append(
                 (ordered.cause, ordered.action, ordered.skip, ordered.lr_scale, ordered.grad_scale)

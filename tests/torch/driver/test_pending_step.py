@@ -191,7 +191,7 @@ def test_a_step_without_an_alarm_reads_no_norm(monkeypatch: pytest.MonkeyPatch):
     run, driver = driven(fused, ROLLS_BACK)
     read: list[StepNorms] = []
     monkeypatch.setattr(
-        "healcore.torch.measurement.StepNorms.on_host",
+        "healcore.torch.measurement.StepNorms.to_host",
         lambda step: read.append(step) or pytest.fail("read"),
     )
     for i in range(5):

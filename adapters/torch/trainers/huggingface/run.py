@@ -14,7 +14,7 @@ from healcore.core.verdict import NONFINITE, Cause
 from healcore.events import Log
 from healcore.events.models import Ending
 from healcore.policy import Policy
-from healcore.policy.trainer_limit import keeps_limit
+from healcore.policy.trainer_limit import can_apply_limit
 from healcore.runtime.checkpoints.host_state import HostState
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.faults.shapes import shape_diagnosis
@@ -110,7 +110,7 @@ class TrainingRun:
             self.driver = TorchDriver(state, self.policy.engine, attach)
             stack.callback(self.driver.close)
             stack.enter_context(signals.unclipped(trainer))
-            if limit is not None and not keeps_limit(policy):
+            if limit is not None and not can_apply_limit(policy):
                 stack.enter_context(signals.clipped_after(trainer, optimizer, limit))
             stack.enter_context(signals.observed_losses(trainer, self.driver.observe))
             stack.enter_context(

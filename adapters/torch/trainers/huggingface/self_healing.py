@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from healcore.core.engine import Engine
 from healcore.policy import Overrides, Policy, PolicyLike, load
 from healcore.policy.loader import resolve
-from healcore.policy.trainer_limit import keeps_limit, with_limit
+from healcore.policy.trainer_limit import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.incidents.hooks import Hooks
@@ -145,7 +145,7 @@ class SelfHealingTrainer:
         _check(trainer)
         self.trainer = trainer
         self._limit = signals.max_grad_norm(trainer)
-        if keeps_limit(policy):
+        if can_apply_limit(policy):
             policy, self._limit = with_limit(policy, self._limit), None
         if store == "auto":
             # Trainer.push_to_hub skips names that begin with an underscore.

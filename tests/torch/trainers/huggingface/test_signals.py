@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from healcore.policy import load
-from healcore.policy.trainer_limit import keeps_limit, with_limit
+from healcore.policy.trainer_limit import can_apply_limit, with_limit
 from healcore.torch.trainers.huggingface import signals
 from tests.torch.trainers.huggingface import small_runs
 
@@ -127,7 +127,7 @@ def test_the_lower_limit_holds(policy: str, overrides: Any, limit: Any, kept: An
 @pytest.mark.parametrize("policy", ["adagc", "observe"])
 def test_a_policy_that_cannot_keep_a_limit_is_left_alone(policy: str):
     before = load(policy)
-    assert not keeps_limit(before)
+    assert not can_apply_limit(before)
     assert with_limit(before, 0.3) is before
 
 
