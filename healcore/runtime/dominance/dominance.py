@@ -41,13 +41,13 @@ ANCHORS = 3
 """Max number of anchors."""
 AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
-AGAIN = 0.5
+RESTART_POWER = 0.5
 """While a verdict is pending, the evidence restarts at this power of the threshold."""
-COST = 0.01
+MAX_SHARE = 0.01
 """Max share of a healthy run's time that comparisons may cost."""
 STEP_COST = 3.0
 """Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
-SAVED = 30.0
+MAX_CREDIT = 30.0
 """Max credit of evaluations; a run starts with this credit."""
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
@@ -135,7 +135,7 @@ class Dominance:
         """The pending verdict, until the run rolls back or recovers, or None."""
         self._of_dispatch: list[float] = []
         """Losses of the steps of the current dispatch."""
-        self._credit = SAVED
+        self._credit = MAX_CREDIT
         self._price = 1
         self._step_s = 0.0
         self._last_time: float | None = None
@@ -195,7 +195,7 @@ class Dominance:
         """
         if not self.asks:
             return None
-        self._credit = min(SAVED, self._credit + COST * STEP_COST)
+        self._credit = min(MAX_CREDIT, self._credit + MAX_SHARE * STEP_COST)
         self._note_time()
         if alarm:
             first, last = self._alarms
@@ -297,7 +297,7 @@ class Dominance:
         self._trouble = None
         self._recent.clear()
         self._rates.clear()
-        self._credit = SAVED
+        self._credit = MAX_CREDIT
         self._of_dispatch.clear()
         self._alarms = (-1, -1)
 
@@ -350,7 +350,7 @@ class Dominance:
             elif self._trouble is not None and anchor.evidence <= 1:
                 self._recovered(step.index)
         if found is not None and step.index < found.due:
-            self._wait(found)
+            self._postpone(found)
             found = None
         if not self.suspects:
             self._rates.clear()
@@ -359,13 +359,13 @@ class Dominance:
         self._pay(0 if suspected else evaluations, evaluations, time.monotonic() - began)
         return found
 
-    def _wait(self, found: Verdict) -> None:
+    def _postpone(self, found: Verdict) -> None:
         """Keeps a verdict pending until its step `due`."""
         self._trouble = found
         for each in self.anchors:
             each.forget()
             if each.step == found.anchor:
-                each.onset, each.evidence = found.onset, self.threshold**AGAIN
+                each.onset, each.evidence = found.onset, self.threshold**RESTART_POWER
         self._log(found.index, "worse", found.onset)
         self.log.warning(
             f"step {found.index}: the weights of step {found.anchor} are better on the same "

@@ -175,7 +175,7 @@ class Ledger:
             if onset <= each.step + within and (reruns or not each.rerun)
         ]
 
-    def row_onset(self, index: int) -> int:
+    def first_consecutive(self, index: int) -> int:
         """First of the consecutive unhealthy steps that end at step `index`."""
         at = bisect.bisect_right(self.unhealthy, index)
         while at > 0 and self.unhealthy[at - 1] == index:
@@ -191,10 +191,10 @@ class Ledger:
 
     def forget(self, before: int) -> None:
         """Drops unhealthy steps before a step, except consecutive ones up to the newest step."""
-        before = min(before, self.row_onset(self.next_step - 1))
+        before = min(before, self.first_consecutive(self.next_step - 1))
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 
-    def take_over(self, other: Ledger, step: int, saved: Ledger | None) -> None:
+    def continue_from(self, other: Ledger, step: int, saved: Ledger | None) -> None:
         """Continues an earlier process's ledger from a checkpoint of `step` that holds `saved`."""
         vars(self).update(vars(other))
         self._rewind(step, saved)

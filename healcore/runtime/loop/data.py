@@ -75,7 +75,7 @@ class Data:
         """Number of a loader -> its batches since the last step, if weights are compared."""
         self._current = 0
         """Number of the loader of the last batch."""
-        self._open: set[int] = set()
+        self._in_use: set[int] = set()
         """Numbers of the loaders whose last batch the loop is still using."""
         self._generators: HostParts | None = None
         """Random states of the resumed checkpoint until the first batch, then None."""
@@ -138,12 +138,12 @@ class Data:
         self._generators = None
         if self._keeps_batches and not self._loop_names_batches:
             self._contents.setdefault(number, []).append(ObservedBatch(batch))
-        self._open.add(number)
+        self._in_use.add(number)
         return batch
 
-    def put_down(self, number: int) -> None:
+    def release_batch(self, number: int) -> None:
         """Notes that the loop no longer uses its batch of a loader."""
-        self._open.discard(number)
+        self._in_use.discard(number)
 
     def end(self, number: int) -> None:
         """Ends the loop over a loader that has no further batch."""
@@ -156,7 +156,7 @@ class Data:
 
     def at_last_batch(self, number: int | None) -> bool:
         """Whether the loop is using the last batch of this loader."""
-        return number in self._open and self.loaders.at_end(number)
+        return number in self._in_use and self.loaders.at_end(number)
 
     def log_skipped(self, number: int) -> None:
         """Logs the batches that the loader has skipped since the last call."""
@@ -201,7 +201,7 @@ class Data:
 
     def take(self, pending: PendingDispatch) -> StepResult:
         """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
-        again = self._last_ids if self._current in self._open else []  # two updates on one batch
+        again = self._last_ids if self._current in self._in_use else []  # two updates on one batch
         self._last_ids = ids = self._ids.get(self._current, again)
         self._ids.clear()  # a step may take batches of several loaders
         self.loaders.stepped(self._current, ids[-1] if ids else None)
@@ -240,7 +240,7 @@ class Data:
         return {number: ids[0] for number, ids in self._ids.items() if ids}
 
     @property
-    def steps_left_out(self) -> int:
+    def skipped_steps(self) -> int:
         """Approximate number of steps whose batches rollbacks have skipped."""
         return self.loaders.left_out_count // max(1, len(self._last_ids))
 
@@ -316,7 +316,7 @@ class _Reader:
                 found = self._loaders.next(number, after=failed)
             except Exception as error:
                 if pending is not None and error is not failed:
-                    self._carry_out(number, pending)
+                    self._skip_batch(number, pending)
                 if isinstance(error, StopIteration) or error is failed:
                     raise
                 if self._repeats_read(number, attempt, error):
@@ -327,12 +327,12 @@ class _Reader:
                     raise
                 failed = error
                 if not self._alone:
-                    self._carry_out(number, pending)
+                    self._skip_batch(number, pending)
                     self._failed[number] = error
                     return _copied(self._last[number]), self._loaders.replaced(number)
             else:
                 if pending is not None:
-                    self._carry_out(number, pending)
+                    self._skip_batch(number, pending)
                 if attempt > 1:
                     self._report_attempt(Attempt(_reading(found[1]), attempt))
                 self._in_a_row = 0
@@ -393,7 +393,7 @@ class _Reader:
             problem += "; the batch before comes again in its place"
         return _Skip(fault, batch, problem)
 
-    def _carry_out(self, number: int, skip: _Skip) -> None:
+    def _skip_batch(self, number: int, skip: _Skip) -> None:
         """Skips the batch, unless another batch has replaced it, and logs the fault."""
         if self._alone:
             self._loaders.leave_out(number, skip.batch)

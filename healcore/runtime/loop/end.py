@@ -85,7 +85,7 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
 
 
 def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseException | None:
-    """Ends a run. Returns an exception for the block to raise instead of `error`, or None."""
+    """Ends a run. Returns an exception for the block to raise replacement of `error`, or None."""
     loop.guard.pause()
     ranks, saver, data = loop.ranks, loop.saver, loop.data
     ending = ending_of(error, ranks.termination.signal_number)
@@ -105,7 +105,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     saved, together = True, completed or ranks.ends_together or ranks.world == 1
     if completed and ranks.world > 1:
         try:
-            _meet(loop)
+            _wait_for_ranks(loop)
         except Exception as problem:
             together, raised = False, problem
             problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
@@ -114,19 +114,19 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     notes = [] if together else _notes(loop, ending, error or raised, fault)
     if completed and together:
         attempt("the last steps could not be read", loop.read_remaining)
-    instead: BaseException | None = None
+    replacement: BaseException | None = None
     if together and isinstance(error, Terminated | Interrupted | EndRequested):
         try:  # a restart from a later state would not see the orders of the last steps
             attempt("the last steps could not be read", loop.act_on_last_steps)
         except RunStopped as stop:
-            error = instead = stop
+            error = replacement = stop
             ending = Ending.STOPPED
     between_steps = data.between_steps
     other = notes[0] if notes and notes[0].rank != ranks.rank else None
     if other is not None:
         fault = _report_other(loop, other)
     elif fault is not None and isinstance(raised, Exception):  # the cause of a stop too
-        attempt("the fault could not be dealt with", partial(_answer, loop, fault, raised))
+        attempt("the fault could not be dealt with", partial(_save_and_log_fault, loop, fault, raised))
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state partly changed.
         save = partial(saver.save_last, completed=completed)
@@ -134,10 +134,10 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     attempt("checkpoints being written", saver.checkpoints.wait)
     if completed and (not together or _lost_on_any(loop, saved, problems)):
         # The journal must not have "completed", so that the next start resumes and saves the run.
-        error = instead = LastStateNotSaved(_not_saved(loop, problems))
+        error = replacement = LastStateNotSaved(_not_saved(loop, problems))
         ending = Ending.EXCEPTION
     elif completed:
-        error = instead = _shortfall(loop)
+        error = replacement = _incomplete_run_error(loop)
         ending = ending_of(error)
         if error is None and loop.left_by_break:
             ending = Ending.REQUESTED
@@ -170,7 +170,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     ):
         with contextlib.suppress(Exception):
             end()
-    return instead
+    return replacement
 
 
 def release(loop: Loop[CheckpointSaver]) -> None:
@@ -183,7 +183,7 @@ def release(loop: Loop[CheckpointSaver]) -> None:
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def _meet(loop: Loop[Any]) -> None:
+def _wait_for_ranks(loop: Loop[Any]) -> None:
     """Waits for the end of all ranks' loops. Raises RuntimeError or OSError if a rank has left."""
     ranks = loop.ranks
 
@@ -204,7 +204,7 @@ def _notes(
     completed = ending == Ending.COMPLETED
     note = _note(loop, Ending.EXCEPTION if completed else ending, error, fault)
     if loop.ranks.rank:
-        if all(each.rank != note.rank for each in loop.notes.found()):  # see `_meet`
+        if all(each.rank != note.rank for each in loop.notes.found()):  # see `_wait_for_ranks`
             loop.notes.leave(note)
         return []
     until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
@@ -265,7 +265,7 @@ def _report_other(loop: Loop[Any], note: RankNote) -> Fault | None:
 # -- the last state -------------------------------------------------------------------------------
 
 
-def _answer(loop: Loop[CheckpointSaver], fault: Fault, error: Exception) -> None:
+def _save_and_log_fault(loop: Loop[CheckpointSaver], fault: Fault, error: Exception) -> None:
     """Saves if a rule of the policy says so, and logs the exception that ends the run."""
     answer, why_not = None, ""
     # The ranks that have not raised do not take part in a save; memory ends with the process.
@@ -315,7 +315,7 @@ def _not_saved(loop: Loop[CheckpointSaver], problems: list[str]) -> str:
     )
 
 
-def _shortfall(loop: Loop[Any]) -> BaseException | None:
+def _incomplete_run_error(loop: Loop[Any]) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
     data, ledger = loop.data, loop.recovery.ledger
     unread = len(data.unused)
@@ -332,7 +332,7 @@ def _shortfall(loop: Loop[Any]) -> BaseException | None:
             f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
             f"`{write}`. Nothing was trained: the next start begins at step {data.step}"
         )
-    left_out = data.steps_left_out
+    left_out = data.skipped_steps
     skipped, total = ledger.untrained, data.step + left_out
     if not loop.policy.observes and 2 * (skipped + left_out) > total:
         try:

@@ -77,7 +77,7 @@ class OutOfMemory:
         self.last_resort: Callable[[], str] | None = None
         self.sizes = MicrobatchSizes(shrinks=policy.shrinks, grow_after=policy.refund_after)
         self._gradients = driver.gradient_window()
-        self._alone_why = ""
+        self._redo_obstacle = ""
         """Reason why the ranks cannot redo a window together, or an empty string."""
         self.window = AccumulationWindow(
             self._gradients,
@@ -87,7 +87,7 @@ class OutOfMemory:
             on_growth=self._report_growth,
             on_redo=data.forget_parts,
             clear_cache="clear_cache" in self._answers,
-            together=self._together if ranks.world > 1 else lambda: None,
+            together=self._distributed_window if ranks.world > 1 else lambda: None,
         )
 
     def resume(self) -> None:
@@ -129,9 +129,9 @@ class OutOfMemory:
         """Reason why the policy or the loop does not permit a redo, or an empty string."""
         if self._policy_obstacle():
             return self._policy_obstacle()
-        if self._alone_why:
+        if self._redo_obstacle:
             return (
-                f"{self._alone_why}; pass the size that fits, healer.microbatches(batch, "
+                f"{self._redo_obstacle}; pass the size that fits, healer.microbatches(batch, "
                 "most=...), on every rank"
             )
         if not failure.redoable:
@@ -208,12 +208,12 @@ class OutOfMemory:
 
     # -- several ranks --------------------------------------------------------------------------
 
-    def _together(self) -> DistributedWindow | None:
+    def _distributed_window(self) -> DistributedWindow | None:
         """The window that all ranks redo together, or None if each rank has its own."""
         if self._policy_obstacle():
             return None
         found = self._gradients.between_ranks(self._ranks)
-        self._alone_why = found if isinstance(found, str) else ""
+        self._redo_obstacle = found if isinstance(found, str) else ""
         if isinstance(found, str):
             return None
         sync = found

@@ -65,7 +65,7 @@ class Recovery:
         self.restorer = restorer
         self._instead = instead
         self._newest_good = newest_good
-        self._reruns = reruns
+        self._rerun_first = reruns
         self.ledger = ledger
         self.reader = DelayedReader(lag)
         every = 0 if self._checkpoints is None else self._checkpoints.every
@@ -290,7 +290,7 @@ class Recovery:
 
     def read_engines(self) -> None:
         """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
-        self.monitor.set_engines(self._driver.healing())
+        self.monitor.sync_engines(self._driver.healing())
 
     def _why_stop(self, order: Rollback) -> str:
         if order.arrays:
@@ -306,7 +306,7 @@ class Recovery:
 
     def _needs_rerun(self, order: Rollback) -> bool:
         """Whether a re-run answers an order; at most one for the same trouble."""
-        if not self._reruns or order.forced or self.restorer is None:
+        if not self._rerun_first or order.forced or self.restorer is None:
             return False
         past = self.ledger.same_trouble(order.onset, self._policy.region, reruns=True)
         return not past and self.restorer.loaders.can_rewind

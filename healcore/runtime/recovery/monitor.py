@@ -22,8 +22,8 @@ from healcore.runtime.incidents.step_lines import StepLines, passes_power_of_ten
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
-_ON_HOST = (Action.STOP, Action.ROLLBACK, Action.SAVE)
-_NO_ORDER = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
+_HOST_ACTIONS = (Action.STOP, Action.ROLLBACK, Action.SAVE)
+_ENGINE_ACTIONS = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
 """Actions that the engine carries out itself, or that only need an event."""
 REMEMBERED = 1000
 """Min number of steps whose batch ids are kept; more if the policy's region is longer."""
@@ -135,7 +135,7 @@ class IncidentMonitor:
         self._batches = {index: ids for index, ids in self._batches.items() if index < target}
         self._loader_from = min(self._loader_from, target)
 
-    def set_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+    def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets multipliers and counts from engine states (`Driver.healing`), without an event."""
         self._lr_scale = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
         self._lr_scale_before = dict(self._lr_scale)
@@ -164,10 +164,10 @@ class IncidentMonitor:
             onset=incident.onset,
             cause=names(Cause(incident.cause)),
             batches=[list(each) for each in step.batches],
-            of_ranks=self._of_ranks(first),
+            of_ranks=self._values_of_ranks(first),
         )
 
-    def _of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
+    def _values_of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
         """Loss and norm of each rank, or None with one rank. Collective, once per incident."""
         if record.of_rank is None or self.ranks.world == 1:
             return None
@@ -183,7 +183,7 @@ class IncidentMonitor:
         onset = incident.onset if incident else step.index
         if incident and incident.only_skips:
             # A finite step within the incident shows that the weights were finite at this step.
-            onset = self.ledger.row_onset(step.index)
+            onset = self.ledger.first_consecutive(step.index)
         number = incident.number if incident else 0
         action = self._ask_hooks(step, record, number, onset) if len(self.hooks) else ordered
         if self.ranks.world > 1:
@@ -195,7 +195,7 @@ class IncidentMonitor:
                 depth = max(depth, depth_of_rank)
         if action & Action.ALERT:
             self._alert(step, record, number, action)
-        if self.policy.observes or action & ~_NO_ORDER:
+        if self.policy.observes or action & ~_ENGINE_ACTIONS:
             self.log.event(
                 "order",
                 step=step.index,
@@ -205,7 +205,7 @@ class IncidentMonitor:
                 depth=depth,
                 observed=self.policy.observes,
             )
-        if self.policy.observes or not any(action & each for each in _ON_HOST):
+        if self.policy.observes or not any(action & each for each in _HOST_ACTIONS):
             return None
         first = incident.first if incident else {}
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)

@@ -95,7 +95,7 @@ class Restorer:
     """Errors of checkpoints that do not fit the state and that `resume` passed over."""
     journal_outdated: bool = field(default=False, init=False)
     """Whether the last write of the journal failed; the next save tries again."""
-    _behind: Background = field(default_factory=lambda: Background("healcore-journal"), init=False)
+    _executor: Background = field(default_factory=lambda: Background("healcore-journal"), init=False)
 
     def contents(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state to save after `step` steps, and healcore's part of the checkpoint."""
@@ -131,7 +131,7 @@ class Restorer:
             rollback.status, self.journal.state.rollback = Status.DECLINED, last
             self.write_journal(step)  # so that the next start does not carry out the plan
             raise
-        moved = self.loaders.rewind(_position(host), rollback.batches, self._more(rollback))
+        moved = self.loaders.rewind(_position(host), rollback.batches, self._extra_skips(rollback))
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
         self._complete(rollback)
@@ -154,7 +154,7 @@ class Restorer:
         rollback.engines = self.driver.healing()
         rollback.lr = self.driver.learning_rate()
         rollback.skipped = len(rollback.batches)
-        rollback.left_out = self.loaders.left_out(rollback.batches, self._more(rollback))
+        rollback.left_out = self.loaders.left_out(rollback.batches, self._extra_skips(rollback))
         rollback.forward = self.loaders.forward_positions()
         if rollback.lr_at_fault is not None and not math.isfinite(rollback.lr_at_fault):
             rollback.lr_at_fault = self._rate_in_force(rollback)
@@ -170,7 +170,7 @@ class Restorer:
             checkpoint=choice.order[0],
         )
 
-    def _more(self, rollback: Rollback) -> int:
+    def _extra_skips(self, rollback: Rollback) -> int:
         """Number of batches to skip after the bad batches."""
         return self.policy.skip_batches if rollback.batches else 0
 
@@ -244,7 +244,7 @@ class Restorer:
             raise self.journal.malformed() from error
         if self.journal.state.ledger is not None:
             ledger = Ledger.from_dict(self.journal.state.ledger)
-            self.ledger.take_over(ledger, plan.candidates[0], None)
+            self.ledger.continue_from(ledger, plan.candidates[0], None)
         host = self._apply_plan(plan, now=plan.step)
         self.loaders.resume(_with(host, plan.forward), plan.left_out)
         self._complete(plan)
@@ -300,7 +300,7 @@ class Restorer:
             of_journal, forward = self.journal.state.ledger, last.forward
             ledger = None if of_journal is None else Ledger.from_dict(of_journal)
         if ledger is not None:
-            self.ledger.take_over(ledger, step, saved.ledger)
+            self.ledger.continue_from(ledger, step, saved.ledger)
         else:
             self.ledger.next_step = step
         self.loaders.resume(_with(host_state, forward), {} if last is None else last.left_out)
@@ -398,7 +398,7 @@ class Restorer:
         self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool
     ) -> HostParts | None:
         """Loads state and engines. Returns the part for `HostState`."""
-        host_state = self._of_this_world(result, saved.host)
+        host_state = self._adapt_to_world(result, saved.host)
         state = result.restored.state
         self.driver.replace({name: each for name, each in state.items() if name != ITEM})
         if reset:
@@ -406,7 +406,7 @@ class Restorer:
         self.driver.load_healing(engines)
         return host_state
 
-    def _of_this_world(self, result: RestoreResult, own: HostParts | None) -> HostParts | None:
+    def _adapt_to_world(self, result: RestoreResult, own: HostParts | None) -> HostParts | None:
         """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
 
         Random generators stay as the program has set them: added ranks have no saved state.
@@ -472,7 +472,7 @@ class Restorer:
             except OSError:
                 self.journal_outdated = True  # the next save writes and reports it
 
-        self._behind.submit(now, "while writing the journal", job)
+        self._executor.submit(now, "while writing the journal", job)
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import pytest
 from healcore.errors import SignalError
 from healcore.runtime.dominance import dominance as module
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
-from healcore.runtime.dominance.dominance import SAVED
+from healcore.runtime.dominance.dominance import MAX_CREDIT
 from tests.runtime.dominance.toy_driver import Run
 
 
@@ -264,7 +264,7 @@ def test_a_healthy_run_costs_at_most_one_percent(alarm, gives_loss):
     run = Run(noisy)
     run.dominance.gives_loss = gives_loss
     healthy(run, 5000, alarm=alarm)
-    most = SAVED + 0.03 * 5000 + 2
+    most = MAX_CREDIT + 0.03 * 5000 + 2
     assert run.driver.evaluations <= most
     if alarm:
         assert run.driver.evaluations > 0.8 * most
