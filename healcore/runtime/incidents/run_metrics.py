@@ -14,7 +14,7 @@ COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 _LAST = ("loss", "threshold", "grad_scale", "lr_scale")
 """Numbers of the newest step, named as in `StepRecord`."""
 
-_OF_ONE_STEP = {"loss", "threshold", "grad_scale"}
+_STEP_METRICS = {"loss", "threshold", "grad_scale"}
 
 METRICS = (*_LAST, "incidents", *COUNTS)
 """Names of all metrics, without the prefix `heal/`."""
@@ -32,7 +32,7 @@ class RunMetrics:
     """
 
     def __init__(self, *, per_tensor: bool) -> None:
-        self._left_out = {"clips"} if per_tensor else set[str]()
+        self._omitted = {"clips"} if per_tensor else set[str]()
         self._counts: dict[str, dict[str, int]] = {}
         self._last: dict[str, StepRecord] = {}
 
@@ -70,7 +70,7 @@ class RunMetrics:
             found |= {
                 f"{prefix}/{each}": float(numbers[each])
                 for each in METRICS
-                if each not in self._left_out
+                if each not in self._omitted
             }
         return found
 
@@ -91,7 +91,7 @@ class ChangedMetrics:
         now = {
             name: value
             for name, value in self._values().items()
-            if name.rpartition("/")[2] not in _OF_ONE_STEP
+            if name.rpartition("/")[2] not in _STEP_METRICS
         }
         changed = {
             name: value

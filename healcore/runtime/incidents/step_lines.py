@@ -56,7 +56,7 @@ class StepLines:
             number = f"incident {incident.number}: " if incident is not None else ""
             self._log.warning(
                 f"step {step.index}: {number}{incident_text(record, self._rate())}"
-                f"{self._done(record, skips)}"
+                f"{self._outcome_text(record, skips)}"
             )
 
     def _rate(self) -> float | None:
@@ -65,7 +65,7 @@ class StepLines:
         except RuntimeError:  # a step in JAX that failed may have donated the state
             return None
 
-    def _done(self, record: StepRecord, skips: int) -> str:
+    def _outcome_text(self, record: StepRecord, skips: int) -> str:
         if self._policy.observes:
             orders = names(record.action & _ORDERS)
             ordered = f"; {' and '.join(orders)} ordered" if orders else ""

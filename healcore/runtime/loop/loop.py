@@ -130,7 +130,7 @@ class Loop(Generic[AnySaver]):
     def _between_steps(self, *, last: bool = False) -> bool:
         self.guard.pause()
         self.polled = True
-        has_stepped = self._poll()
+        has_stepped = self._count_dispatch()
         if last:
             return self._roll_back_at_end()
         data = self.data
@@ -147,7 +147,7 @@ class Loop(Generic[AnySaver]):
         self.ranks.raise_if_asked(may_end=may_end)
         return False
 
-    def _poll(self) -> bool:
+    def _count_dispatch(self) -> bool:
         """Counts and queues the dispatch since the last call, if there was one."""
         pending = self.driver.poll_step()
         if pending is None:
@@ -242,7 +242,7 @@ class Loop(Generic[AnySaver]):
 
     def save(self) -> None:
         """See `Healer.save`."""
-        self.take_last_step()
+        self.count_last_step()
         self.saver.save("requested")
 
     def stop(self, why: str) -> NoReturn:
@@ -251,11 +251,11 @@ class Loop(Generic[AnySaver]):
 
     # -- the end, see `end` ---------------------------------------------------------------------
 
-    def take_last_step(self) -> bool:
+    def count_last_step(self) -> bool:
         """Counts the last step of a loop that was left. False if an update was interrupted."""
         if self.driver.interrupted():
             return False
-        self._poll()
+        self._count_dispatch()
         return True
 
     def act_on_last_steps(self) -> None:
@@ -263,7 +263,7 @@ class Loop(Generic[AnySaver]):
 
         Raises RunStopped if an order stops the run.
         """
-        if self.take_last_step():
+        if self.count_last_step():
             self.read(all=True)
 
     def read_last_steps(self) -> list[tuple[StepResult, Rollback | None]]:
@@ -272,14 +272,14 @@ class Loop(Generic[AnySaver]):
 
     def read_remaining(self) -> None:
         """Reads the unread steps at the end of a run, and only reports their orders."""
-        self._poll()
+        self._count_dispatch()
         self.log_warnings()
         if self.data.batches_since_step >= _MIN_WITHOUT_STEP:
             self._warn_no_step()
         data = self.data
         if data.resumed_here and not data.had_completed:
-            used_up = data.used_up and data.between_steps
-            why = "the data were exhausted" if used_up else "the loop ended without a step"
+            exhausted = data.loader_exhausted and data.between_steps
+            why = "the data were exhausted" if exhausted else "the loop ended without a step"
             self.warn(f"no step was taken: {why} at step {data.step}")
         for step, order in self.read_last_steps():
             if order is not None:
@@ -288,7 +288,7 @@ class Loop(Generic[AnySaver]):
                 self.log.problem(step.index, problem)
 
     @property
-    def left_by_break(self) -> str:
+    def break_place(self) -> str:
         """Place at which a `break` has left the loop before its last epoch ended, or ""."""
         return "" if self._has_trainer else self.data.loaders.left_at()
 

@@ -77,7 +77,7 @@ class OutOfMemory:
         self.last_resort: Callable[[], str] | None = None
         self.sizes = MicrobatchSizes(shrinks=policy.shrinks, grow_after=policy.refund_after)
         self._gradients = driver.gradient_window()
-        self._redo_obstacle = ""
+        self._ranks_obstacle = ""
         """Reason why the ranks cannot redo a window together, or an empty string."""
         self.window = AccumulationWindow(
             self._gradients,
@@ -129,9 +129,9 @@ class OutOfMemory:
         """Reason why the policy or the loop does not permit a redo, or an empty string."""
         if self._policy_obstacle():
             return self._policy_obstacle()
-        if self._redo_obstacle:
+        if self._ranks_obstacle:
             return (
-                f"{self._redo_obstacle}; pass the size that fits, healer.microbatches(batch, "
+                f"{self._ranks_obstacle}; pass the size that fits, healer.microbatches(batch, "
                 "most=...), on every rank"
             )
         if not failure.redoable:
@@ -213,7 +213,7 @@ class OutOfMemory:
         if self._policy_obstacle():
             return None
         found = self._gradients.between_ranks(self._ranks)
-        self._redo_obstacle = found if isinstance(found, str) else ""
+        self._ranks_obstacle = found if isinstance(found, str) else ""
         if isinstance(found, str):
             return None
         sync = found

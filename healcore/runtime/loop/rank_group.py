@@ -29,11 +29,11 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks, on_first
 
-SILENT_S = 30.0
+WARN_AFTER_S = 30.0
 """Seconds for which a rank waits for the other ranks before it warns."""
 _VISIBLE_S = 5.0
 """Max seconds until a new file on a network disk is visible to the other ranks."""
-_MOST_REPORTS = 200
+_MAX_REPORTS = 200
 """Max distinct lines that a rank reports: a failed disk may fail at every step."""
 
 
@@ -85,7 +85,7 @@ class RankGroup:
         self.termination = TerminationWatch(self._propose_end if self.votes else None)
         self._driver = driver
         self._lag = lag
-        self._mine: list[Proposal] = []
+        self._pending_proposals: list[Proposal] = []
         self._reported: set[str] = set()
         """Lines that this rank has written or reported."""
         self._due_at: int | None = None
@@ -117,7 +117,7 @@ class RankGroup:
 
     def propose(self, proposal: Proposal) -> None:
         """Makes a proposal to all ranks, from the training thread or its signal handler."""
-        self._mine.append(proposal)
+        self._pending_proposals.append(proposal)
         self._driver.request_vote(True)
 
     def _propose_end(self, number: int) -> None:
@@ -126,7 +126,7 @@ class RankGroup:
     def report(self, text: str) -> None:
         """Reports a line to rank 0, which writes the events; repeated lines are dropped."""
         known = text in self._reported
-        if len(self._reported) < _MOST_REPORTS:
+        if len(self._reported) < _MAX_REPORTS:
             self._reported.add(text)
             if self.rank and not known:
                 self.propose(Proposal(text))
@@ -146,9 +146,9 @@ class RankGroup:
     def vote(self, step: int, log: RunLog) -> Proposal | None:
         """Exchanges proposals. Returns the lowest rank's proposal to end, or None. Collective."""
         self._due_at, self._voted_at = None, step
-        mine, self._mine = self._mine, []
+        mine, self._pending_proposals = self._pending_proposals, []
         of_ranks: Sequence[Sequence[Proposal]] = self.gather(mine)
-        self._driver.request_vote(bool(self._mine))  # a signal may have come meanwhile
+        self._driver.request_vote(bool(self._pending_proposals))  # a signal may have come meanwhile
         known = self._reported if self.rank == 0 else ()  # all ranks may have seen the same
         every = [
             (rank, each)
@@ -208,10 +208,10 @@ def warning_if_late(of: str, advice: str, then: Callable[[], object] = int) -> I
     """
 
     def warn() -> None:
-        console.warning(f"{of} has waited {SILENT_S:g} s for the other ranks: {advice}")
+        console.warning(f"{of} has waited {WARN_AFTER_S:g} s for the other ranks: {advice}")
         then()
 
-    timer = threading.Timer(SILENT_S, warn)
+    timer = threading.Timer(WARN_AFTER_S, warn)
     timer.daemon = True
     timer.start()
     try:

@@ -26,7 +26,7 @@ def after_rollback(
     `counted` says that the budgets in `live` already include this rollback.
     """
     then = saved or {}
-    return {name: _merged(engine, now, then.get(name), counted) for name, now in live.items()}
+    return {name: _merge(engine, now, then.get(name), counted) for name, now in live.items()}
 
 
 def limited(
@@ -104,7 +104,7 @@ def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[s
     return {**after_rollback(engine, live, saved), **states}
 
 
-def _merged(
+def _merge(
     engine: Engine, live: Mapping[str, Any], saved: Mapping[str, Any] | None, counted: bool
 ) -> dict[str, Any]:
     now = engine.from_dict(live)

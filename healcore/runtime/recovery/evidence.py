@@ -76,7 +76,7 @@ class Evidence:
         if self._compares:
             self.decline(order, step, "nothing", "no comparison shows that the weights are worse")
             return False
-        if order.cause & NONFINITE and self._nonfinite_lasts(order):
+        if order.cause & NONFINITE and self._nonfinite_persists(order):
             self._assess(order, step, "damage", "repetition")
             return True
         why = "cannot tell without loss_fn whether the model is worse"
@@ -85,7 +85,7 @@ class Evidence:
         self.decline(order, step, "nothing", why)
         return False
 
-    def _nonfinite_lasts(self, order: Rollback) -> bool:
+    def _nonfinite_persists(self, order: Rollback) -> bool:
         """Whether the incident has lasted `probation` steps, although the weights are finite.
 
         After this time a checkpoint from within the incident could become known-good.

@@ -155,7 +155,9 @@ class Journal:
         return self._unusable("has fields that healcore does not write")
 
     def _unusable(self, why: str) -> JournalError:
-        without = "" if self.path is None else f", or resume without it: {_rename_command(self.path)}"
+        without = (
+            "" if self.path is None else f", or resume without it: {_rename_command(self.path)}"
+        )
         return JournalError(
             f"{self.path} {why}: it holds the budgets after the last rollback, which checkpoints "
             "are quarantined, and whether a rollback is unfinished. Restore an intact copy of this "

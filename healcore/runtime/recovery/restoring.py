@@ -95,7 +95,9 @@ class Restorer:
     """Errors of checkpoints that do not fit the state and that `resume` passed over."""
     journal_outdated: bool = field(default=False, init=False)
     """Whether the last write of the journal failed; the next save tries again."""
-    _executor: Background = field(default_factory=lambda: Background("healcore-journal"), init=False)
+    _executor: Background = field(
+        default_factory=lambda: Background("healcore-journal"), init=False
+    )
 
     def contents(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state to save after `step` steps, and healcore's part of the checkpoint."""
@@ -125,7 +127,7 @@ class Restorer:
         self.find_damage()
         last = self.journal.state.rollback
         try:
-            self._plan(rollback, step)
+            self._make_plan(rollback, step)
             host = self._apply_plan(rollback, now=step)
         except StoreError:
             rollback.status, self.journal.state.rollback = Status.DECLINED, last
@@ -134,21 +136,21 @@ class Restorer:
         moved = self.loaders.rewind(_position(host), rollback.batches, self._extra_skips(rollback))
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
-        self._complete(rollback)
+        self._record_applied(rollback)
         return moved
 
-    def _plan(self, rollback: Rollback, step: int) -> None:
+    def _make_plan(self, rollback: Rollback, step: int) -> None:
         """Completes an order to a plan, and writes the plan to the journal."""
         saves = self.saves()
         tried = [
             each.target for each in self.ledger.same_trouble(rollback.onset, self.policy.region)
         ]
-        choice = self._choice(saves, rollback, tried)
+        choice = self._choose(saves, rollback, tried)
         if rollback.better is None:
             rollback.why_older = why_older(saves, choice, onset=rollback.onset, tried=tried)
         rollback.initial, rollback.repeated = choice.initial, choice.repeated
         rollback.candidates = list(choice.order)
-        newer = {*saved_after(saves, onset=rollback.onset), *_newer(saves, choice.order[0])}
+        newer = {*saved_after(saves, onset=rollback.onset), *_steps_after(saves, choice.order[0])}
         rollback.quarantine = sorted(newer - {*choice.order})
         rollback.number, rollback.step = self.journal.state.rollbacks + 1, step
         rollback.engines = self.driver.healing()
@@ -174,7 +176,7 @@ class Restorer:
         """Number of batches to skip after the bad batches."""
         return self.policy.skip_batches if rollback.batches else 0
 
-    def _choice(
+    def _choose(
         self, saves: Sequence[Saved], rollback: Rollback, tried: Sequence[int]
     ) -> CheckpointChoice:
         if rollback.better is not None:
@@ -218,13 +220,13 @@ class Restorer:
         (host, applied), saved = self._load_first_intact(plan.candidates, load, now)
         for name, value in applied.items():
             setattr(plan, name, value)
-        self.checkpoints.quarantine(_newer(self.saves(), plan.target), now=now)
+        self.checkpoints.quarantine(_steps_after(self.saves(), plan.target), now=now)
         self.checkpoints.retry_quarantine(plan.target)
         self.ledger.on_rollback(plan, saved.ledger)
         plan.status = Status.APPLIED
         return host
 
-    def _complete(self, plan: Rollback) -> None:
+    def _record_applied(self, plan: Rollback) -> None:
         """Writes an applied plan to the journal, which keeps it until the next save."""
         state = self.journal.state
         state.rollbacks, state.ledger = plan.number, self.ledger.to_dict()
@@ -247,7 +249,7 @@ class Restorer:
             self.ledger.continue_from(ledger, plan.candidates[0], None)
         host = self._apply_plan(plan, now=plan.step)
         self.loaders.resume(_with(host, plan.forward), plan.left_out)
-        self._complete(plan)
+        self._record_applied(plan)
         return host
 
     def resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
@@ -338,7 +340,7 @@ class Restorer:
             result = self._restore(left)
             loaded = failure = None
             try:
-                saved = on_each(self.ranks, lambda each=result: self._content(each))
+                saved = on_each(self.ranks, lambda each=result: self._checked_content(each))
                 loaded = load(result, saved), saved
             except Exception as error:
                 failure = error
@@ -377,7 +379,7 @@ class Restorer:
                 return result
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} is intact on every rank")
 
-    def _content(self, result: RestoreResult) -> _Content:
+    def _checked_content(self, result: RestoreResult) -> _Content:
         """Checks healcore's part. Malformed values raise any exception."""
         healing, own = result.restored.healing or {}, result.restored.state.get(ITEM)
         check_lineage(self.journal, result)
@@ -495,5 +497,5 @@ def _batches(data: Mapping[str, Any] | None) -> dict[str, Any]:
     return {n: (each["kind"], each["epoch"], each["index"]) for n, each in places.items()}
 
 
-def _newer(saves: Sequence[Saved], step: int) -> list[int]:
+def _steps_after(saves: Sequence[Saved], step: int) -> list[int]:
     return [save.step for save in saves if save.step > step]
