@@ -264,8 +264,8 @@ class Dominance:
         self._checked = True
         mistake = problem = failure = None
         try:
-            found = self.driver.try_loss_fn(self.loss_fn, batch)  # type: ignore[arg-type]
-            self._expected = float(check_scalar("loss_fn(batch)", found))
+            loss = self.driver.try_loss_fn(self.loss_fn, batch)  # type: ignore[arg-type]
+            self._expected = float(check_scalar("loss_fn(batch)", loss))
         except SignalError as error:
             mistake, failure = str(error), error
         except Exception as error:
@@ -318,7 +318,7 @@ class Dominance:
         if not self.driver.may_save():
             return None  # within an accumulation: the weights have not changed since the last step
         began, evaluations = time.monotonic(), 0
-        found, suspected = None, self.suspects
+        verdict, suspected = None, self.suspects
         for anchor in self._eligible_anchors(step.index):
             losses = self._losses_of([step], anchor, None if not self.gives_loss else [loss])
             if losses is None:
@@ -346,31 +346,31 @@ class Dominance:
             if won:
                 self._recent.append(then)
             if anchor.evidence >= self.threshold:
-                found = self._verdict(step.index, anchor, now - then, remembered)
+                verdict = self._verdict(step.index, anchor, now - then, remembered)
             elif self._pending_verdict is not None and anchor.evidence <= 1:
                 self._report_recovery(step.index)
-        if found is not None and step.index < found.due:
-            self._postpone(found)
-            found = None
+        if verdict is not None and step.index < verdict.due:
+            self._postpone(verdict)
+            verdict = None
         if not self.suspects:
             self._rates.clear()
         elif (rate := self.learning_rate()) is not None:
             self._rates.append(rate)
         self._charge(0 if suspected else evaluations, evaluations, time.monotonic() - began)
-        return found
+        return verdict
 
-    def _postpone(self, found: Verdict) -> None:
+    def _postpone(self, verdict: Verdict) -> None:
         """Keeps a verdict pending until its step `due`."""
-        self._pending_verdict = found
+        self._pending_verdict = verdict
         for each in self.anchors:
             each.forget()
-            if each.step == found.anchor:
-                each.onset, each.evidence = found.onset, self.threshold**RESTART_POWER
-        self._log(found.index, "worse", found.onset)
+            if each.step == verdict.anchor:
+                each.onset, each.evidence = verdict.onset, self.threshold**RESTART_POWER
+        self._log(verdict.index, "worse", verdict.onset)
         self.log.warning(
-            f"step {found.index}: the weights of step {found.anchor} are better on the same "
-            f"batches, since step {found.onset}; unless the run recovers, it rolls back to them at "
-            f"step {found.due}, or at the end of the data"
+            f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
+            f"batches, since step {verdict.onset}; unless the run recovers, it rolls back to them "
+            f"at step {verdict.due}, or at the end of the data"
         )
 
     def _report_recovery(self, index: int) -> None:
@@ -450,8 +450,8 @@ class Dominance:
         return now, then
 
     def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
-        found = self.driver.losses_of(self.loss_fn, batches, weights)  # type: ignore[arg-type]
-        return [float(check_scalar("loss_fn(batch)", loss)) for loss in found]
+        losses = self.driver.losses_of(self.loss_fn, batches, weights)  # type: ignore[arg-type]
+        return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
 
     # -- the budget -----------------------------------------------------------------------------
 

@@ -126,19 +126,19 @@ class Ledger:
 
     def _watch(self, index: int, causes: int) -> IncidentRecord | None:
         """The incident of lasting causes that the policy only alerts on; its steps are healthy."""
-        found = next((e for e in reversed(self.incidents) if e.watched), None)
-        if found is not None and (not causes or found.over or self.open):
-            found.over |= not causes
-            found = None
+        incident = next((e for e in reversed(self.incidents) if e.watched), None)
+        if incident is not None and (not causes or incident.over or self.open):
+            incident.over |= not causes
+            incident = None
         if not causes or self.open:
             return None
-        if found is None:
-            found = self._append(IncidentRecord(0, index, index, 0, watched=True))
-        found.last, found.alarms = index, found.alarms + 1
-        found.cause |= causes
+        if incident is None:
+            incident = self._append(IncidentRecord(0, index, index, 0, watched=True))
+        incident.last, incident.alarms = index, incident.alarms + 1
+        incident.cause |= causes
         for name in names(Cause(causes)):
-            found.first.setdefault(name, index)
-        return found
+            incident.first.setdefault(name, index)
+        return incident
 
     def _append(self, incident: IncidentRecord) -> IncidentRecord:
         """Numbers a new incident and adds it."""

@@ -63,16 +63,16 @@ class RunMetrics:
 
     def values(self) -> dict[str, float]:
         """Name -> value, such as `heal/skips`, or `heal/<engine>/skips` with several engines."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, record in self._last.items():
             prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
             numbers = record._asdict() | {"incidents": record.incident} | self._counts[name]
-            found |= {
+            metrics |= {
                 f"{prefix}/{each}": float(numbers[each])
                 for each in METRICS
                 if each not in self._omitted
             }
-        return found
+        return metrics
 
 
 class ChangedMetrics:

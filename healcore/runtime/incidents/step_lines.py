@@ -83,10 +83,10 @@ class StepLines:
 
 def incident_text(record: StepRecord, learning_rate: float | None) -> str:
     """Causes, loss, norm and rate of a step, as a clause; the rate is without the multiplier."""
-    of = "last finite " if record.cause & NONFINITE else ""
+    prefix = "last finite " if record.cause & NONFINITE else ""
     loss = f"loss {record.loss:.4g}, " if record.loss else ""  # 0 before the first finite loss
     rate = "" if learning_rate is None else f", learning rate {learning_rate:.4g}"
-    return f"{cause_text(record.cause)}; {of}{loss}gradient norm {record.grad_norm:.4g}{rate}"
+    return f"{cause_text(record.cause)}; {prefix}{loss}gradient norm {record.grad_norm:.4g}{rate}"
 
 
 def enforced_text(record: StepRecord) -> str:

@@ -313,7 +313,7 @@ class _Reader:
         while True:
             self._reads += 1
             try:
-                found = self._loaders.next(number, after=failed)
+                result = self._loaders.next(number, after=failed)
             except Exception as error:
                 if pending is not None and error is not failed:
                     self._skip_batch(number, pending)
@@ -334,11 +334,11 @@ class _Reader:
                 if pending is not None:
                     self._skip_batch(number, pending)
                 if attempt > 1:
-                    self._report_attempt(Attempt(_batch_text(found[1]), attempt))
+                    self._report_attempt(Attempt(_batch_text(result[1]), attempt))
                 self._consecutive = 0
                 if not self._single_rank:
-                    self._last[number] = _copied(found[0])
-                return found
+                    self._last[number] = _copied(result[0])
+                return result
 
     def _prepare_repeat(self, number: int, attempt: int, error: Exception) -> bool:
         """Prepares and awaits a repeated read. Returns False if the read is not repeated."""

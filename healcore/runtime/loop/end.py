@@ -162,7 +162,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     _write_end(loop, ending, error, cause, notes)
     if not ranks.rank:
         loop.notes.remove()
-    for end in (
+    for close_part in (
         loop.guard.close,
         ranks.close,
         saver.checkpoints.close,
@@ -171,7 +171,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         loop.log.close,
     ):
         with contextlib.suppress(Exception):
-            end()
+            close_part()
     return replacement
 
 
@@ -194,8 +194,8 @@ def _wait_for_ranks(loop: Loop[Any]) -> None:
         if ranks.rank:
             loop.notes.leave(_own_note(loop, Ending.COMPLETED, why=why))
 
-    of = f"rank {ranks.rank}, whose loop has ended at step {loop.data.step},"
-    with rank_group.warning_if_late(of, _LENGTH_ADVICE, then=leave_note):
+    subject = f"rank {ranks.rank}, whose loop has ended at step {loop.data.step},"
+    with rank_group.warning_if_late(subject, _LENGTH_ADVICE, then=leave_note):
         ranks.gather(None)
 
 
@@ -211,18 +211,18 @@ def _collect_notes(
         return []
     until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
     while True:
-        found = loop.notes.found()
+        others = loop.notes.found()
         if completed:  # other completed ranks are not the cause
-            found = [each for each in found if each.ending != Ending.COMPLETED]
-        if any(not each.follows for each in found) or time.monotonic() >= until:
+            others = [each for each in others if each.ending != Ending.COMPLETED]
+        if any(not each.follows for each in others) or time.monotonic() >= until:
             break
         time.sleep(0.1)
-    if found and note.follows and not found[0].follows:
-        return [*found, note]
+    if others and note.follows and not others[0].follows:
+        return [*others, note]
     if is_broken_connection(error):
         lost = f"the connection to another rank broke, and no rank has said why: {AFTER_A_KILL}"
         note = note.model_copy(update={"why": lost})
-    return [note, *found]
+    return [note, *others]
 
 
 def _own_note(
@@ -321,26 +321,26 @@ def _incomplete_run_error(loop: Loop[Any]) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
     data, ledger = loop.data, loop.recovery.ledger
     unread = len(data.unused)
-    write = _RECOMMENDED_LOOPS[loop.driver.framework]
+    loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
     if data.steps_taken and not loop.polled:
         return IncompleteRun(
             "healcore: the loop took its steps without the Healer, which could not save between "
-            f"them, roll back or stop. Write `{write}`, or call healer.after_step() after each "
+            f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
             "step. The last state is saved"
         )
     if not data.steps_taken and (data.step == 0 or (unread and not loop.break_place)):
         read = counted(unread, "batch", "batches")
         return IncompleteRun(
             f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
-            f"`{write}`. Nothing was trained: the next start begins at step {data.step}"
+            f"`{loop_text}`. Nothing was trained: the next start begins at step {data.step}"
         )
-    left_out = data.skipped_steps
-    skipped, total = ledger.untrained, data.step + left_out
-    if not loop.policy.observes and 2 * (skipped + left_out) > total:
+    skipped = data.skipped_steps
+    untrained, total = ledger.untrained, data.step + skipped
+    if not loop.policy.observes and 2 * (untrained + skipped) > total:
         try:
             loop.stop(
                 "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps, {skipped} were skipped and {left_out} had their batches skipped"
+                f"{total} steps, {untrained} were skipped and {skipped} had their batches skipped"
             )
         except RunStopped as stop:
             return stop
@@ -402,9 +402,9 @@ def write_postmortem(loop: Loop[Any], end: RunEnd, trace: str | None) -> Path | 
     events = loop.log.events
     if events.path is None:
         return None
-    found = postmortem.of(end, events, seconds=time.monotonic() - loop.began, trace=trace)
+    content = postmortem.of(end, events, seconds=time.monotonic() - loop.began, trace=trace)
     path = postmortem.path_for(events.path, events.run)
-    problem = postmortem.write(path, found)
+    problem = postmortem.write(path, content)
     if problem:
         loop.log.warning(problem)
     return None if problem else path
@@ -450,14 +450,14 @@ def end_line(
         done.append(f"declined {counted(end.declined, 'order')}")
     if end.lr_scale < 1 and not end.observes:
         done.append(f"learning rate × {end.lr_scale:.3g} at the end")
-    good = "none" if end.last_good is None else f"step {end.last_good}"
+    last_good = "none" if end.last_good is None else f"step {end.last_good}"
     disk = "" if newest is None else f"checkpoint {newest} is on disk, "
     ended = _ENDING_TEXTS[Ending(end.ending)]
     if end.ending == Ending.REQUESTED:
         ended += f" {end.why}"
     return (
         f"{ended} after step {end.step}: "
-        f"{', '.join(done) or 'no intervention'}; {disk}newest known-good checkpoint: {good}"
+        f"{', '.join(done) or 'no intervention'}; {disk}newest known-good checkpoint: {last_good}"
     )
 
 

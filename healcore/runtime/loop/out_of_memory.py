@@ -93,9 +93,9 @@ class OutOfMemory:
     def resume(self) -> None:
         """Loads the sizes that an earlier process has written to the journal."""
         restorer = self._recovery.restorer
-        found = None if restorer is None else restorer.journal.state.microbatches
-        if found is not None:
-            self.sizes.load(found)
+        saved = None if restorer is None else restorer.journal.state.microbatches
+        if saved is not None:
+            self.sizes.load(saved)
 
     # -- one rank -------------------------------------------------------------------------------
 
@@ -212,11 +212,11 @@ class OutOfMemory:
         """The window that all ranks redo together, or None if each rank has its own."""
         if self._policy_obstacle():
             return None
-        found = self._gradients.between_ranks(self._ranks)
-        self._ranks_obstacle = found if isinstance(found, str) else ""
-        if isinstance(found, str):
+        result = self._gradients.between_ranks(self._ranks)
+        self._ranks_obstacle = result if isinstance(result, str) else ""
+        if isinstance(result, str):
             return None
-        sync = found
+        sync = result
 
         def redo(failure: Failure | None, growing: BatchSize | None) -> bool:
             if failure is None:
@@ -276,9 +276,11 @@ class OutOfMemory:
                 self._grow(each)
         return False
 
-    def _shrink_together(self, error: BaseException | None, found: list[_Overrun | None]) -> bool:
+    def _shrink_together(
+        self, error: BaseException | None, overruns: list[_Overrun | None]
+    ) -> bool:
         kinds: dict[str, list[tuple[float, int, _Overrun]]] = {}
-        for rank, each in enumerate(found):
+        for rank, each in enumerate(overruns):
             if each is None:
                 continue
             if each.size is None:
@@ -298,8 +300,8 @@ class OutOfMemory:
 
 def _bytes(error: BaseException) -> int | None:
     """Size of the failed allocation in a message of torch or XLA, or None."""
-    found = _BYTES.search(str(error))
-    if found is None:
+    match = _BYTES.search(str(error))
+    if match is None:
         return None
-    unit = found[2].lower().removesuffix("bytes").removesuffix("b").removesuffix("i")
-    return int(float(found[1]) * 1024 ** _UNITS[unit])
+    unit = match[2].lower().removesuffix("bytes").removesuffix("b").removesuffix("i")
+    return int(float(match[1]) * 1024 ** _UNITS[unit])

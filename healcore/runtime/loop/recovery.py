@@ -218,7 +218,7 @@ class Recovery:
     def _order_of(self, verdict: Verdict) -> Rollback:
         restorer = self.restorer
         assert restorer is not None  # only a run with checkpoints compares weights
-        found = agreed(  # each rank reads its own optimizer
+        chosen = agreed(  # each rank reads its own optimizer
             self._ranks,
             change(
                 verdict,
@@ -233,10 +233,10 @@ class Recovery:
             index=verdict.index,
             onset=verdict.onset,
             since=verdict.onset,
-            batches=[] if found.skip is None else self.monitor.batches_between(*found.skip),
+            batches=[] if chosen.skip is None else self.monitor.batches_between(*chosen.skip),
             forced=True,
             better=verdict.anchor,
-            lr_at_fault=found.lr_at_fault,
+            lr_at_fault=chosen.lr_at_fault,
         )
 
     def _set_measures(self, order: Rollback) -> None:
@@ -421,23 +421,23 @@ class Recovery:
         )
 
     def _facts_of_checkpoints(self) -> Mapping[str, Any]:
-        found = self._checkpoints
-        if found is None:
+        checkpoints = self._checkpoints
+        if checkpoints is None:
             return {}
         return {
-            "damaged": tuple(found.damaged),
-            "damaged_in_memory": tuple(found.damaged_in_memory),
-            "not_finite": tuple(found.nonfinite),
-            "unsaved": found.failures,
-            "unsaved_why": found.last_failure,
+            "damaged": tuple(checkpoints.damaged),
+            "damaged_in_memory": tuple(checkpoints.damaged_in_memory),
+            "not_finite": tuple(checkpoints.nonfinite),
+            "unsaved": checkpoints.failures,
+            "unsaved_why": checkpoints.last_failure,
         }
 
     def _last_good_checkpoint(self) -> tuple[int | None, str | None]:
         """Step and path of the newest known-good checkpoint."""
         if self._checkpoints is None:
             return self._newest_good()
-        good = self._checkpoints.good
-        return good, next((each.path for each in self._listed() if each.step == good), None)
+        step = self._checkpoints.good
+        return step, next((each.path for each in self._listed() if each.step == step), None)
 
     def _listed(self) -> list[Saved]:
         try:

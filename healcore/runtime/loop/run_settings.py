@@ -88,8 +88,10 @@ def batch_text(size: object, accumulated: int, ranks: int) -> str:
 def settings_of(state: Any) -> dict[str, Any]:
     """The settings of the trainer that owns the state: name -> value; empty without a trainer."""
     parts = state.values() if isinstance(state, Mapping) else ()
-    found = [getattr(part, "run_settings", None) for part in parts]
-    return {name: each for some in found if isinstance(some, dict) for name, each in some.items()}
+    settings = [getattr(part, "run_settings", None) for part in parts]
+    return {
+        name: each for some in settings if isinstance(some, dict) for name, each in some.items()
+    }
 
 
 def has_trainer(state: Any) -> bool:

@@ -243,13 +243,13 @@ class CheckpointSaver(Saver):
         """
         if at_end:
             self._save_if_not_finite()
-        found = self.checkpoints.nonfinite_checkpoints()
-        new = found.keys() - self._known_nonfinite
-        self._known_nonfinite |= found.keys()
+        nonfinite = self.checkpoints.nonfinite_checkpoints()
+        new = nonfinite.keys() - self._known_nonfinite
+        self._known_nonfinite |= nonfinite.keys()
         policy, step = self._policy, self._data.step
-        if not new or (policy.observes and len(found) > len(new)):
+        if not new or (policy.observes and len(nonfinite) > len(new)):
             return None  # an observing policy reports the first bad save only
-        first, action = min(found), _ACTIONS[policy.nonfinite_state]
+        first, action = min(nonfinite), _ACTIONS[policy.nonfinite_state]
         since = self.checkpoints.catalog.newest_finite_before(first)
         bad = self._unhealthy(since, first) or list(range(since, first))
         order = Rollback(
@@ -259,7 +259,7 @@ class CheckpointSaver(Saver):
             action=int(action),
             batches=self._monitor.batches_of(bad),
             forced=True,
-            arrays=list(found[first]),
+            arrays=list(nonfinite[first]),
         )
         serious = action & (Action.ROLLBACK | Action.STOP)
         if serious and self._is_harmless(order):

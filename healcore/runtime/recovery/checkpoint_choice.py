@@ -132,10 +132,10 @@ def _worst(saves: Sequence[Saved]) -> Saved:
 
 
 def _no_checkpoint_text(saves: Sequence[Saved], onset: int) -> str:
-    there = ", ".join(
+    listed = ", ".join(
         f"{save.step} ({save.status if save.finite else 'not finite'})" for save in saves[-5:]
     )
     return (
         f"no known-good checkpoint from before the onset at step {onset}, and no initial snapshot; "
-        f"there: {there or 'none'}"
+        f"there: {listed or 'none'}"
     )

@@ -86,8 +86,8 @@ def at_rate(
     ]
     limit = min((each for each in limits if each > 0), default=None)
     scale = min((float(each.lr.scale) for each in states.values()), default=1.0)
-    found = {name: engine.to_dict(each) for name, each in states.items()}
-    return found, None if rate is None else limit, scale
+    adapted = {name: engine.to_dict(each) for name, each in states.items()}
+    return adapted, None if rate is None else limit, scale
 
 
 def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:

@@ -117,10 +117,10 @@ class Evidence:
         healthy repeated steps refund it, and rollbacks by a hook do not use it.
         """
         reach = max(self._policy.refund_after, 1)
-        near = len(self._ledger.same_trouble(order.onset, reach))
-        if near < max(self._policy.recoveries, 1):
+        count = len(self._ledger.same_trouble(order.onset, reach))
+        if count < max(self._policy.recoveries, 1):
             return ""
-        return f"{near} rollbacks have been made within {reach} steps of the run"
+        return f"{count} rollbacks have been made within {reach} steps of the run"
 
 
 class Change(NamedTuple):

@@ -109,8 +109,8 @@ class JournalState:
     @property
     def plan(self) -> Rollback | None:
         """The unfinished rollback, or None."""
-        found = self.rollback
-        return found if found is not None and found.status is Status.PLANNED else None
+        rollback = self.rollback
+        return rollback if rollback is not None and rollback.status is Status.PLANNED else None
 
 
 _STATE = TypeAdapter(JournalState)

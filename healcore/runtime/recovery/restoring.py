@@ -315,11 +315,11 @@ class Restorer:
 
     def find_damage(self) -> None:
         """Reports checkpoints that are too damaged for a listing."""
-        found = []
+        damaged = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
-            found = self.checkpoints.store.damaged()
+            damaged = self.checkpoints.store.damaged()
         known = {(error.path, error.file) for error in self.damage}
-        for error in agreed(self.ranks, found):
+        for error in agreed(self.ranks, damaged):
             if (error.path, error.file) not in known:
                 self._log_damage(error)
 
