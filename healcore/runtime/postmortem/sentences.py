@@ -72,9 +72,7 @@ def mark(mark: Mark) -> str:
 def _start(event: EventRecord) -> str:
     observed = " (observes, changes nothing)" if event.mode == "observe" else ""
     framework = event.framework or ""
-    return (
-        f"run {event.run} begins: {framework}, policy {_or_question_mark(event.policy)}{observed}"
-    )
+    return f"run {event.run} begins: {framework}, policy {_shown(event.policy)}{observed}"
 
 
 def _alarm(event: EventRecord) -> str:
@@ -92,7 +90,7 @@ def _rollback(event: EventRecord) -> str:
         return f"re-run from step {event.checkpoint}, to test whether the fault is transient"
     number = len(event.batches or ())
     parts = (
-        f"from step {event.step or 0} back to the checkpoint of step {_or_question_mark(event.checkpoint)}",
+        f"from step {event.step or 0} back to the checkpoint of step {_shown(event.checkpoint)}",
         Rollback.of(event).lr_text,
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
@@ -126,20 +124,20 @@ def _fault(event: EventRecord) -> str:
     return f"fault: {kinds or 'unknown'}: {event.problem or ''}{done}"
 
 
-def _or_question_mark(value: object) -> object:
+def _shown(value: object) -> object:
     return "?" if value is None else value
 
 
 _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "start": (_start, "framework policy mode"),
     "resume": (
-        lambda event: f"resumed from the checkpoint of step {_or_question_mark(event.checkpoint)}",
+        lambda event: f"resumed from the checkpoint of step {_shown(event.checkpoint)}",
         "checkpoint",
     ),
     "alarm": (_alarm, "cause skip"),
     "incident": (
         lambda event: (
-            f"incident {_or_question_mark(event.incident)}: {flag_names(event.cause or ()) or 'unknown cause'}"
+            f"incident {_shown(event.incident)}: {flag_names(event.cause or ()) or 'unknown cause'}"
         ),
         "incident cause",
     ),
@@ -153,12 +151,13 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "rollback": (_rollback, "checkpoint outcome initial repeated"),
     "lr": (_lr, "why"),
     "verdict": (
-        lambda event: f"the re-run: the fault is {_or_question_mark(event.outcome)}",
+        lambda event: f"the re-run: the fault is {_shown(event.outcome)}",
         "outcome",
     ),
     "grow": (
         lambda event: (
-            f"tries parts of {_or_question_mark(event.size)} samples again instead of {_or_question_mark(event.size_before)}"
+            f"tries parts of {_shown(event.size)} samples again instead of "
+            f"{_shown(event.size_before)}"
         ),
         "size size_before",
     ),
@@ -169,9 +168,7 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "hook": (_hook, "hook ordered action problem"),
     "fault": (_fault, "problem answer"),
     "retried": (
-        lambda event: (
-            event.why or f"a call succeeded at attempt {_or_question_mark(event.attempt)}"
-        ),
+        lambda event: event.why or f"a call succeeded at attempt {_shown(event.attempt)}",
         "why",
     ),
     "stop": (lambda event: f"stopped: {event.why or ''}", "why"),
