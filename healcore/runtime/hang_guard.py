@@ -178,7 +178,7 @@ class HangGuard:
         step, why = own_note.step, own_note.why
         missing = sorted({*range(self._world)} - {note.rank for note in notes})
         if missing:
-            why += f"; rank {_shortened(missing)} has not answered"
+            why += f"; rank {_ranks_text(missing)} has not answered"
         stacks = postmortem.stacks_of(notes)
         self._log.event(
             "fault",
@@ -202,7 +202,7 @@ class HangGuard:
         self._log.event("end", step=step, ending=Ending.STOPPED, incidents=hung.end.incidents)
 
 
-def _shortened(ranks: list[int]) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     hidden = len(ranks) - _MAX_RANKS_SHOWN
     more = f" and {hidden} more" if hidden > 0 else ""
     return ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN])) + more

@@ -15,7 +15,7 @@ from healcore.runtime.driver import Driver
 from healcore.runtime.incidents.ledger import IncidentRecord
 from healcore.runtime.incidents.rollback import Rollback
 from healcore.runtime.loop.termination import RunStopped
-from healcore.runtime.postmortem.diagnosis import RunEnd, why_none_is_good, with_undone
+from healcore.runtime.postmortem.diagnosis import RunEnd, why_no_good_checkpoint, with_undone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class HealingReport:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
         undone = sum(incident.undone for incident in self.history)
         incidents = with_undone(str(len(self.history)), undone)
-        known_good = f"none{why_none_is_good(self.steps, self.probation)}"
+        known_good = f"none{why_no_good_checkpoint(self.steps, self.probation)}"
         if self.last_good is not None:
             known_good = f"step {self.last_good}"
         lines = [

@@ -58,7 +58,10 @@ ARITHMETIC = {
 """Bounds of arithmetic and memory, and the version of a file's layout."""
 COUNTS = {
     "core/engine/lr": ["range(4)"],
-    "runtime/dominance/dominance": ["evaluations += 2", "max(1, len(self.anchors) - ANCHORS + 2)"],
+    "runtime/dominance/dominance": [
+        "evaluations += 2",
+        "max(1, len(self.anchors) - MAX_ANCHORS + 2)",
+    ],
     "runtime/store/retention": ["(('good', 1), ('candidates', 2), ('quarantined', 0))"],
 }
 """Numbers of fields, of evaluations in a line, of places in a list; the least values of options."""

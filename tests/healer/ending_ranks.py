@@ -151,7 +151,7 @@ def main(root: Path, cases: list[str]) -> None:
     for case in cases or CASES:
         kind, at = case if case == "FSDP2" else "DDP", root / case
         seconds = TIMEOUT if case in TIMES_OUT else BOUND
-        gloo.MIN_TIMEOUT, rank_group.SILENT_S = timedelta(seconds=seconds), 2.0
+        gloo.MIN_TIMEOUT, rank_group.WARN_AFTER_S = timedelta(seconds=seconds), 2.0
         began = time.monotonic()
         ended = run_ranks(
             at, WORLD, partial(train, case, at, kind), seconds=seconds, kills_after=GRACE

@@ -74,7 +74,7 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
 def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_there(
     framework, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(termination, "LOOK_S", 0.01)
+    monkeypatch.setattr(termination, "POLL_INTERVAL_S", 0.01)
     store, path = tmp_path / "store", tmp_path / "STOP"
 
     def ask(healer, number):

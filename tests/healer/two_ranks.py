@@ -241,7 +241,7 @@ def destroyed_group(root: Path) -> str:
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     state = {"model": net, "optimizer": optimizer}
-    rank_group.SILENT_S = 0.2
+    rank_group.WARN_AFTER_S = 0.2
     time.sleep(dist.get_rank())  # rank 0 has to wait for it
     try:
         with Healer(rules(), state=state, store=root / "destroyed") as healer:
@@ -288,7 +288,7 @@ def main(rank: int, root: Path, scenarios: list[str]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2
     )
-    termination.LOOK_S = 0.01
+    termination.POLL_INTERVAL_S = 0.01
     for scenario in scenarios:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(json.dumps(run(scenario, root / scenario)), flush=True)

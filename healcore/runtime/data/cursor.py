@@ -127,7 +127,7 @@ class Cursor:
             try:
                 batch = reader.read()
             except StopIteration:
-                if after is not None and reader.should_have(which.index):
+                if after is not None and reader.has_batch(which.index):
                     after.add_note(
                         f"healcore: {reader.name} has ended with this error, as a generator does: "
                         "there is no batch after it to continue with"

@@ -124,7 +124,7 @@ class EpochReader:
         except TypeError:
             return None
 
-    def should_have(self, index: int) -> bool:
+    def has_batch(self, index: int) -> bool:
         """Whether an epoch has a batch of this index. True if the loader has no length."""
         return self.length is None or index < self.length
 

@@ -78,7 +78,7 @@ class _StatefulLoader(LoaderAdapter):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         generators = [getattr(sampler, "generator", None) for sampler in samplers_of(loader)]
-        self._generators: list[Any] = [gen for gen in generators if _has_both(gen, _GET_STATE)]
+        self._generators: list[Any] = [gen for gen in generators if _has_methods(gen, _GET_STATE)]
 
     def state(self) -> Any:
         return self._state(ended=False)
@@ -286,7 +286,7 @@ def iterate(loader: Any) -> Iterator[Any]:
     """The batches of one epoch; continues after a batch that cannot be read."""
     if not hasattr(loader, "__iter__"):
         return _ByIndex(loader)
-    if _is(loader, "accelerate.data_loader", "DataLoaderShard", "SkipDataLoader"):
+    if _is_type(loader, "accelerate.data_loader", "DataLoaderShard", "SkipDataLoader"):
         return _accelerate_epoch(loader)
     return iter(loader)
 
@@ -311,17 +311,17 @@ def adapter_for(loader: Any) -> LoaderAdapter:
     """
     if isinstance(why_not := getattr(loader, "why_not", None), str):
         return LoaderAdapter(loader, why_not=why_not)
-    if _is(loader, "accelerate.data_loader", "DataLoaderShard", "DataLoaderDispatcher"):
+    if _is_type(loader, "accelerate.data_loader", "DataLoaderShard", "DataLoaderDispatcher"):
         why_not = _accelerate_problem(loader)
         return LoaderAdapter(loader, why_not=why_not) if why_not else _AccelerateLoader(loader)
-    if _has_both(loader, _STATE_DICT):
+    if _has_methods(loader, _STATE_DICT):
         why_not = _unrecorded_order(loader)
         return LoaderAdapter(loader, why_not=why_not) if why_not else _StatefulLoader(loader)
     if isinstance(loader, Sequence):
         return _IndexedSequence(loader)
     first = iterate(loader)
     for names in (_GET_STATE, _STATE_DICT):
-        if _has_both(first, names):
+        if _has_methods(first, names):
             return _StatefulIterator(loader, first, names)
     return LoaderAdapter(loader, why_not=why_no_state(loader), first=first)
 
@@ -346,7 +346,9 @@ def division(loader: Any) -> list[Any] | None:
         replicas = getattr(candidate, "num_replicas", None)
         if type(rows) is int and type(replicas) is int and hasattr(candidate, "set_epoch"):
             return ["rows of a global batch", rows * replicas]
-        if _is(candidate, "torch.utils.data", "SequentialSampler") and hasattr(loader, "__len__"):
+        if _is_type(candidate, "torch.utils.data", "SequentialSampler") and hasattr(
+            loader, "__len__"
+        ):
             return ["batches", len(loader)]
     return None
 
@@ -367,12 +369,12 @@ def why_no_state(loader: Any) -> str:
             f"{name} only runs forward: pass a list, torchdata's StatefulDataLoader, a Grain "
             "dataset, or an iterator with state_dict and load_state_dict"
         )
-    if _is(loader, "torch.utils.data", "DataLoader"):
+    if _is_type(loader, "torch.utils.data", "DataLoader"):
         return (
             f"{name} has no state_dict: torchdata.stateful_dataloader.StatefulDataLoader takes the "
             "same arguments and has one"
         )
-    if _is(loader, "lightning", "_FabricDataLoader"):
+    if _is_type(loader, "lightning", "_FabricDataLoader"):
         return (
             f"{name} hides the state of its loader: pass a StatefulDataLoader that is not "
             "set up by fabric.setup_dataloaders, and move its batches with fabric.to_device(batch)"
@@ -394,14 +396,14 @@ def _unrecorded_order(loader: Any) -> str | None:
         return f"{class_name(loader)} with in_order=False has no fixed order: use in_order=True"
     sampler, _, inner = samplers_of(loader)
     for candidate in (sampler, inner):
-        if _is(candidate, "torch.utils.data", *_UNRECORDED) and not hasattr(
+        if _is_type(candidate, "torch.utils.data", *_UNRECORDED) and not hasattr(
             candidate, "state_dict"
         ):
             return _unrecorded_order_text(candidate, loader, "shuffle=True")
-    node = getattr(loader, "root", None) if _is(loader, "torchdata.nodes", "Loader") else None
+    node = getattr(loader, "root", None) if _is_type(loader, "torchdata.nodes", "Loader") else None
     while node is not None:
         sampler = getattr(node, "sampler", None)
-        if _is(sampler, "torch", *_UNRECORDED_IN_NODES):
+        if _is_type(sampler, "torch", *_UNRECORDED_IN_NODES):
             return _unrecorded_order_text(sampler, loader, "a DistributedSampler")
         node = getattr(node, "source", None)
     return None
@@ -410,11 +412,11 @@ def _unrecorded_order(loader: Any) -> str | None:
 def _accelerate_problem(loader: Any) -> str | None:
     """Why a loader that Accelerate has prepared cannot be rewound, or None."""
     name, options = class_name(loader), ["use_stateful_dataloader=True"]
-    if _is(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
+    if _is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
         return f"{name} reads for all ranks on one rank: use dispatch_batches=False"
     sampler = loader.get_sampler()
-    shuffles = _is(sampler, "torch.utils.data", *_UNRECORDED)
-    seeded = _is(sampler, "accelerate.data_loader", "SeedableRandomSampler")
+    shuffles = _is_type(sampler, "torch.utils.data", *_UNRECORDED)
+    seeded = _is_type(sampler, "accelerate.data_loader", "SeedableRandomSampler")
     if getattr(loader, "use_stateful_dataloader", False) and (seeded or not shuffles):
         return None
     if shuffles:
@@ -432,11 +434,11 @@ def _unrecorded_order_text(sampler: Any, loader: Any, instead: str) -> str:
     )
 
 
-def _has_both(thing: Any, names: tuple[str, str]) -> bool:
+def _has_methods(thing: Any, names: tuple[str, str]) -> bool:
     return all(callable(getattr(thing, name, None)) for name in names)
 
 
-def _is(thing: Any, package: str, *names: str) -> bool:
+def _is_type(thing: Any, package: str, *names: str) -> bool:
     return any(
         kind.__name__ in names and kind.__module__.startswith(package)
         for kind in type(thing).__mro__

@@ -102,8 +102,8 @@ def ordinary(losses: Iterable[float], usual: Sequence[float]) -> bool:
 
     True if their median is at most the largest usual loss plus the range of the usual losses.
     """
-    found = sorted(losses)
-    if not usual or not found:
+    ascending = sorted(losses)
+    if not usual or not ascending:
         return True
-    middle = found[int(len(found) * MEDIAN)]
+    middle = ascending[int(len(ascending) * MEDIAN)]
     return middle <= max(usual) + RANGES * (max(usual) - min(usual))

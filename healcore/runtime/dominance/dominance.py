@@ -36,18 +36,18 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
 HEARTBEAT = 100
-"""Steps between two routine comparisons; more if a comparison is slow, see `_pay`."""
-ANCHORS = 3
+"""Steps between two routine comparisons; more if a comparison is slow, see `_charge`."""
+MAX_ANCHORS = 3
 """Max number of anchors."""
-AGE = 0.5
+MIN_AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
-AGAIN = 0.5
+RESTART_POWER = 0.5
 """While a verdict is pending, the evidence restarts at this power of the threshold."""
-COST = 0.01
+MAX_SHARE = 0.01
 """Max share of a healthy run's time that comparisons may cost."""
 STEP_COST = 3.0
 """Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
-SAVED = 30.0
+MAX_CREDIT = 30.0
 """Max credit of evaluations; a run starts with this credit."""
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
@@ -111,7 +111,7 @@ class Dominance:
     learning_rate: Callable[[], float | None]
     """The learning rate in force, or None if it is unknown."""
     anchors: list[Anchor] = field(default_factory=list, init=False)
-    """At most `ANCHORS`, oldest first: the weights at the start of this process and at the last
+    """At most `MAX_ANCHORS`, oldest first: the weights at the start of this process and at the last
     checkpoints."""
     gives_loss: bool = field(default=False, init=False)
     """Whether the training loss is the result of `loss_fn`. Comparisons then do not evaluate the
@@ -131,11 +131,11 @@ class Dominance:
         """First and last step of the latest alarms, with gaps of at most `SAMPLE` steps."""
         self._silent_until = -1
         self._wanted = False
-        self._trouble: Verdict | None = None
+        self._pending_verdict: Verdict | None = None
         """The pending verdict, until the run rolls back or recovers, or None."""
-        self._of_dispatch: list[float] = []
+        self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
-        self._credit = SAVED
+        self._credit = MAX_CREDIT
         self._price = 1
         self._step_s = 0.0
         self._last_time: float | None = None
@@ -143,14 +143,14 @@ class Dominance:
     # -- what the loop calls --------------------------------------------------------------------
 
     @property
-    def asks(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether weights are compared, which requires a `loss_fn`."""
         return self.loss_fn is not None
 
     @property
     def suspects(self) -> bool:
         """Whether an anchor has evidence, or a verdict is pending."""
-        return self._trouble is not None or any(each.evidence > 1 for each in self.anchors)
+        return self._pending_verdict is not None or any(each.evidence > 1 for each in self.anchors)
 
     def check_loss_fn(self, batch: Any) -> None:
         """Calls `loss_fn` on the first batch, so that a mistake in it raises at the start.
@@ -170,12 +170,12 @@ class Dominance:
 
         Drops anchors of steps that are not in `restorable`, the steps of the checkpoints.
         """
-        if not self.asks or self.suspects:
+        if not self.is_enabled or self.suspects:
             return
         self.anchors = [each for each in self.anchors if each.step in restorable]
         if step not in restorable or any(each.step == step for each in self.anchors):
             return
-        del self.anchors[1 : max(1, len(self.anchors) - ANCHORS + 2)]  # the first one stays
+        del self.anchors[1 : max(1, len(self.anchors) - MAX_ANCHORS + 2)]  # the first one stays
         self.anchors.append(Anchor(step, self.driver.copy_weights(), self.learning_rate()))
 
     def observe(
@@ -193,10 +193,10 @@ class Dominance:
         Returns:
             A verdict if the run has to roll back, or None.
         """
-        if not self.asks:
+        if not self.is_enabled:
             return None
-        self._credit = min(SAVED, self._credit + COST * STEP_COST)
-        self._note_time()
+        self._credit = min(MAX_CREDIT, self._credit + MAX_SHARE * STEP_COST)
+        self._update_step_time()
         if alarm:
             first, last = self._alarms
             self._alarms = (first if step.index - last <= SAMPLE else step.index, step.index)
@@ -204,22 +204,22 @@ class Dominance:
         self._losses.append(loss if math.isfinite(loss) else -math.inf)
         heartbeat = step.index % (HEARTBEAT * self._price) == HEARTBEAT - 1
         self._wanted |= alarm or high or heartbeat
-        self._of_dispatch.append(loss)
+        self._dispatch_losses.append(loss)
         if not step.batches:
             return None
         if not self._checked:
             self._check(step.batches[0].content)
-            self._expected = self._predicted(step)
+            self._expected = self._predict_loss(step)
         if self._expected is not None:  # the first step after the check, on the same batch
             same = len(step.batches) == 1 and math.isclose(loss, self._expected, rel_tol=SAME_LOSS)
-            self.gives_loss |= same and len(self._of_dispatch) == 1
+            self.gives_loss |= same and len(self._dispatch_losses) == 1
         self._expected = None
         wanted, self._wanted = self._wanted and self._credit > 0, False
-        loss = sum(self._of_dispatch) / len(self._of_dispatch)
-        self._of_dispatch.clear()
+        loss = sum(self._dispatch_losses) / len(self._dispatch_losses)
+        self._dispatch_losses.clear()
         verdict = None
-        if self._trouble is not None:
-            if step.index >= self._trouble.due:
+        if self._pending_verdict is not None:
+            if step.index >= self._pending_verdict.due:
                 verdict = self._compare(step, loss)
         elif step.index >= self._silent_until and (self.suspects or wanted):
             verdict = self._compare(step, loss)
@@ -234,12 +234,12 @@ class Dominance:
         Returns:
             The verdict with `index`, if the anchor is better on most of its sampled batches.
         """
-        if self._trouble is None or not self.asks:
+        if self._pending_verdict is None or not self.is_enabled:
             return None
-        [anchor] = self._eligible(index)
+        [anchor] = self._eligible_anchors(index)
         losses = self._losses_of(anchor.sample, anchor)
         won = [better(*pair) for pair in zip(*losses, strict=True)] if losses else []
-        return self._trouble._replace(index=index) if sum(won) > MEDIAN * len(won) else None
+        return self._pending_verdict._replace(index=index) if sum(won) > MEDIAN * len(won) else None
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
@@ -264,8 +264,8 @@ class Dominance:
         self._checked = True
         mistake = problem = failure = None
         try:
-            found = self.driver.try_loss_fn(self.loss_fn, batch)  # type: ignore[arg-type]
-            self._expected = float(check_scalar("loss_fn(batch)", found))
+            loss = self.driver.try_loss_fn(self.loss_fn, batch)  # type: ignore[arg-type]
+            self._expected = float(check_scalar("loss_fn(batch)", loss))
         except SignalError as error:
             mistake, failure = str(error), error
         except Exception as error:
@@ -285,7 +285,7 @@ class Dominance:
             self._expected = None
             self.warn(problems[0])
 
-    def _predicted(self, first: TrainedStep) -> float | None:
+    def _predict_loss(self, first: TrainedStep) -> float | None:
         """Result of `loss_fn` for the first step, with several ranks; None with one rank."""
         start = next((each for each in self.anchors if each.step == first.index), None)
         if self.ranks.world == 1 or self._expected is None or start is None:
@@ -294,22 +294,22 @@ class Dominance:
         return None if losses is None else losses[1][0]
 
     def _forget_trouble(self) -> None:
-        self._trouble = None
+        self._pending_verdict = None
         self._recent.clear()
         self._rates.clear()
-        self._credit = SAVED
-        self._of_dispatch.clear()
+        self._credit = MAX_CREDIT
+        self._dispatch_losses.clear()
         self._alarms = (-1, -1)
 
-    def _eligible(self, index: int) -> list[Anchor]:
+    def _eligible_anchors(self, index: int) -> list[Anchor]:
         """The anchors to compare with: the newest that is old enough, and anchors with evidence.
 
         Weights of a few steps ago differ too little, and are as damaged as the current weights.
         After `SAMPLE` steps the sample of an anchor is full. A pending verdict has its own anchor.
         """
-        if self._trouble is not None:
-            return [each for each in self.anchors if each.step == self._trouble.anchor]
-        age = max(SAMPLE, min(self.interval, int(AGE * index)))
+        if self._pending_verdict is not None:
+            return [each for each in self.anchors if each.step == self._pending_verdict.anchor]
+        age = max(SAMPLE, min(self.interval, int(MIN_AGE * index)))
         old = [each for each in self.anchors if index - each.step >= age]
         return [each for each in old if each is old[-1] or each.evidence > 1]
 
@@ -318,8 +318,8 @@ class Dominance:
         if not self.driver.may_save():
             return None  # within an accumulation: the weights have not changed since the last step
         began, evaluations = time.monotonic(), 0
-        found, suspected = None, self.suspects
-        for anchor in self._eligible(step.index):
+        verdict, suspected = None, self.suspects
+        for anchor in self._eligible_anchors(step.index):
             losses = self._losses_of([step], anchor, None if not self.gives_loss else [loss])
             if losses is None:
                 return None
@@ -346,38 +346,39 @@ class Dominance:
             if won:
                 self._recent.append(then)
             if anchor.evidence >= self.threshold:
-                found = self._verdict(step.index, anchor, now - then, remembered)
-            elif self._trouble is not None and anchor.evidence <= 1:
-                self._recovered(step.index)
-        if found is not None and step.index < found.due:
-            self._wait(found)
-            found = None
+                verdict = self._verdict(step.index, anchor, now - then, remembered)
+            elif self._pending_verdict is not None and anchor.evidence <= 1:
+                self._report_recovery(step.index)
+        if verdict is not None and step.index < verdict.due:
+            self._postpone(verdict)
+            verdict = None
         if not self.suspects:
             self._rates.clear()
         elif (rate := self.learning_rate()) is not None:
             self._rates.append(rate)
-        self._pay(0 if suspected else evaluations, evaluations, time.monotonic() - began)
-        return found
+        self._charge(0 if suspected else evaluations, evaluations, time.monotonic() - began)
+        return verdict
 
-    def _wait(self, found: Verdict) -> None:
+    def _postpone(self, verdict: Verdict) -> None:
         """Keeps a verdict pending until its step `due`."""
-        self._trouble = found
+        self._pending_verdict = verdict
         for each in self.anchors:
             each.forget()
-            if each.step == found.anchor:
-                each.onset, each.evidence = found.onset, self.threshold**AGAIN
-        self._log(found.index, "worse", found.onset)
+            if each.step == verdict.anchor:
+                each.onset, each.evidence = verdict.onset, self.threshold**RESTART_POWER
+        self._log(verdict.index, "worse", verdict.onset)
         self.log.warning(
-            f"step {found.index}: the weights of step {found.anchor} are better on the same "
-            f"batches, since step {found.onset}; unless the run recovers, it rolls back to them at "
-            f"step {found.due}, or at the end of the data"
+            f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
+            f"batches, since step {verdict.onset}; unless the run recovers, it rolls back to them "
+            f"at step {verdict.due}, or at the end of the data"
         )
 
-    def _recovered(self, index: int) -> None:
-        assert self._trouble is not None
-        self._log(index, "recovered", self._trouble.onset)
+    def _report_recovery(self, index: int) -> None:
+        assert self._pending_verdict is not None
+        self._log(index, "recovered", self._pending_verdict.onset)
         self.log.info(
-            f"step {index}: the run has recovered from the damage of step {self._trouble.onset}"
+            f"step {index}: the run has recovered from the damage of step "
+            f"{self._pending_verdict.onset}"
         )
         self._forget_trouble()
 
@@ -387,8 +388,8 @@ class Dominance:
         )
 
     def _verdict(self, index: int, anchor: Anchor, rise: float, remembered: float) -> Verdict:
-        if self._trouble is not None:
-            return self._trouble._replace(
+        if self._pending_verdict is not None:
+            return self._pending_verdict._replace(
                 index=index, evidence=anchor.evidence, rise=rise, rise_remembered=remembered
             )
         onset = index if anchor.onset is None else anchor.onset
@@ -431,8 +432,8 @@ class Dominance:
         mine: tuple[list[float], list[float]] | str
         failure = None
         try:
-            now = known or _means(self._evaluated(batches, None), steps)
-            mine = (now, _means(self._evaluated(batches, anchor.weights), steps))
+            now = known or _mean_losses(self._evaluated(batches, None), steps)
+            mine = (now, _mean_losses(self._evaluated(batches, anchor.weights), steps))
         except Exception as error:
             mine, failure = f"{type(error).__name__}: {error}", error
         everyone = exchange(self.ranks, mine, failure)
@@ -449,12 +450,12 @@ class Dominance:
         return now, then
 
     def _evaluated(self, batches: Sequence[Any], weights: Any) -> list[float]:
-        found = self.driver.losses_of(self.loss_fn, batches, weights)  # type: ignore[arg-type]
-        return [float(check_scalar("loss_fn(batch)", loss)) for loss in found]
+        losses = self.driver.losses_of(self.loss_fn, batches, weights)  # type: ignore[arg-type]
+        return [float(check_scalar("loss_fn(batch)", loss)) for loss in losses]
 
     # -- the budget -----------------------------------------------------------------------------
 
-    def _note_time(self) -> None:
+    def _update_step_time(self) -> None:
         """Updates the time of a step without comparison, a moving average over a heartbeat."""
         now = time.monotonic()
         if self._last_time is not None:
@@ -462,7 +463,7 @@ class Dominance:
             self._step_s += (taken - self._step_s) * (1 / HEARTBEAT if self._step_s else 1.0)
         self._last_time = now
 
-    def _pay(self, counted: int, evaluations: int, seconds: float) -> None:
+    def _charge(self, counted: int, evaluations: int, seconds: float) -> None:
         """Subtracts `counted` evaluations from the credit, and measures the price of an evaluation.
 
         During a suspicion `counted` is 0. The price only lengthens the heartbeat: comparisons at
@@ -477,7 +478,7 @@ class Dominance:
         self._price = max(self.ranks.gather(price))  # times differ between ranks
 
 
-def _means(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:
+def _mean_losses(losses: Sequence[float], steps: Sequence[TrainedStep]) -> list[float]:
     """The mean loss of each step, from the losses of all their batches in order."""
     remaining, means = iter(losses), []
     for step in steps:

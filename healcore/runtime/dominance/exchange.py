@@ -25,17 +25,17 @@ def exchange(ranks: Ranks, item: Any, failure: Exception | None) -> list[Any]:
     """
     if failure is None or ranks.world == 1:
         return ranks.gather(item)
-    found: list[list[Any]] = []
+    gathered: list[list[Any]] = []
 
     def gather() -> None:
         try:
-            found.append(ranks.gather(item))
+            gathered.append(ranks.gather(item))
         except Exception as error:  # another rank has ended the connections
             failure.__context__ = error
 
     thread = threading.Thread(target=gather, name="healcore-loss-fn", daemon=True)
     thread.start()
     thread.join(WAIT_S)
-    if not found:
+    if not gathered:
         raise failure
-    return found[0]
+    return gathered[0]

@@ -126,19 +126,19 @@ class Ledger:
 
     def _watch(self, index: int, causes: int) -> IncidentRecord | None:
         """The incident of lasting causes that the policy only alerts on; its steps are healthy."""
-        found = next((e for e in reversed(self.incidents) if e.watched), None)
-        if found is not None and (not causes or found.over or self.open):
-            found.over |= not causes
-            found = None
+        incident = next((e for e in reversed(self.incidents) if e.watched), None)
+        if incident is not None and (not causes or incident.over or self.open):
+            incident.over |= not causes
+            incident = None
         if not causes or self.open:
             return None
-        if found is None:
-            found = self._append(IncidentRecord(0, index, index, 0, watched=True))
-        found.last, found.alarms = index, found.alarms + 1
-        found.cause |= causes
+        if incident is None:
+            incident = self._append(IncidentRecord(0, index, index, 0, watched=True))
+        incident.last, incident.alarms = index, incident.alarms + 1
+        incident.cause |= causes
         for name in names(Cause(causes)):
-            found.first.setdefault(name, index)
-        return found
+            incident.first.setdefault(name, index)
+        return incident
 
     def _append(self, incident: IncidentRecord) -> IncidentRecord:
         """Numbers a new incident and adds it."""
@@ -175,7 +175,7 @@ class Ledger:
             if onset <= each.step + within and (reruns or not each.rerun)
         ]
 
-    def row_onset(self, index: int) -> int:
+    def first_consecutive(self, index: int) -> int:
         """First of the consecutive unhealthy steps that end at step `index`."""
         at = bisect.bisect_right(self.unhealthy, index)
         while at > 0 and self.unhealthy[at - 1] == index:
@@ -191,10 +191,10 @@ class Ledger:
 
     def forget(self, before: int) -> None:
         """Drops unhealthy steps before a step, except consecutive ones up to the newest step."""
-        before = min(before, self.row_onset(self.next_step - 1))
+        before = min(before, self.first_consecutive(self.next_step - 1))
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 
-    def take_over(self, other: Ledger, step: int, saved: Ledger | None) -> None:
+    def continue_from(self, other: Ledger, step: int, saved: Ledger | None) -> None:
         """Continues an earlier process's ledger from a checkpoint of `step` that holds `saved`."""
         vars(self).update(vars(other))
         self._rewind(step, saved)

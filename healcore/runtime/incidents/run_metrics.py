@@ -14,7 +14,7 @@ COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")
 _LAST = ("loss", "threshold", "grad_scale", "lr_scale")
 """Numbers of the newest step, named as in `StepRecord`."""
 
-_OF_ONE_STEP = {"loss", "threshold", "grad_scale"}
+_STEP_METRICS = {"loss", "threshold", "grad_scale"}
 
 METRICS = (*_LAST, "incidents", *COUNTS)
 """Names of all metrics, without the prefix `heal/`."""
@@ -32,7 +32,7 @@ class RunMetrics:
     """
 
     def __init__(self, *, per_tensor: bool) -> None:
-        self._left_out = {"clips"} if per_tensor else set[str]()
+        self._omitted = {"clips"} if per_tensor else set[str]()
         self._counts: dict[str, dict[str, int]] = {}
         self._last: dict[str, StepRecord] = {}
 
@@ -63,16 +63,16 @@ class RunMetrics:
 
     def values(self) -> dict[str, float]:
         """Name -> value, such as `heal/skips`, or `heal/<engine>/skips` with several engines."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, record in self._last.items():
             prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
             numbers = record._asdict() | {"incidents": record.incident} | self._counts[name]
-            found |= {
+            metrics |= {
                 f"{prefix}/{each}": float(numbers[each])
                 for each in METRICS
-                if each not in self._left_out
+                if each not in self._omitted
             }
-        return found
+        return metrics
 
 
 class ChangedMetrics:
@@ -91,7 +91,7 @@ class ChangedMetrics:
         now = {
             name: value
             for name, value in self._values().items()
-            if name.rpartition("/")[2] not in _OF_ONE_STEP
+            if name.rpartition("/")[2] not in _STEP_METRICS
         }
         changed = {
             name: value

@@ -56,7 +56,7 @@ class StepLines:
             number = f"incident {incident.number}: " if incident is not None else ""
             self._log.warning(
                 f"step {step.index}: {number}{incident_text(record, self._rate())}"
-                f"{self._done(record, skips)}"
+                f"{self._outcome_text(record, skips)}"
             )
 
     def _rate(self) -> float | None:
@@ -65,7 +65,7 @@ class StepLines:
         except RuntimeError:  # a step in JAX that failed may have donated the state
             return None
 
-    def _done(self, record: StepRecord, skips: int) -> str:
+    def _outcome_text(self, record: StepRecord, skips: int) -> str:
         if self._policy.observes:
             orders = names(record.action & _ORDERS)
             ordered = f"; {' and '.join(orders)} ordered" if orders else ""
@@ -83,10 +83,10 @@ class StepLines:
 
 def incident_text(record: StepRecord, learning_rate: float | None) -> str:
     """Causes, loss, norm and rate of a step, as a clause; the rate is without the multiplier."""
-    of = "last finite " if record.cause & NONFINITE else ""
+    prefix = "last finite " if record.cause & NONFINITE else ""
     loss = f"loss {record.loss:.4g}, " if record.loss else ""  # 0 before the first finite loss
     rate = "" if learning_rate is None else f", learning rate {learning_rate:.4g}"
-    return f"{cause_text(record.cause)}; {of}{loss}gradient norm {record.grad_norm:.4g}{rate}"
+    return f"{cause_text(record.cause)}; {prefix}{loss}gradient norm {record.grad_norm:.4g}{rate}"
 
 
 def enforced_text(record: StepRecord) -> str:

@@ -39,7 +39,7 @@ class Data:
     Attributes:
         step: Steps done. A rollback decreases the number.
         steps_taken: Steps of this process, including steps that a rollback has undone.
-        used_up: Whether the training loader is exhausted.
+        loader_exhausted: Whether the training loader is exhausted.
         had_completed: Whether the run in the store had completed, and this process has its last
             state.
     """
@@ -59,7 +59,7 @@ class Data:
         self.loaders = loaders
         self.host = host
         self.step = self.steps_taken = 0
-        self.used_up = self.had_completed = False
+        self.loader_exhausted = self.had_completed = False
         self._termination = termination
         self._log = log
         self._journal = journal
@@ -75,7 +75,7 @@ class Data:
         """Number of a loader -> its batches since the last step, if weights are compared."""
         self._current = 0
         """Number of the loader of the last batch."""
-        self._open: set[int] = set()
+        self._in_use: set[int] = set()
         """Numbers of the loaders whose last batch the loop is still using."""
         self._generators: HostParts | None = None
         """Random states of the resumed checkpoint until the first batch, then None."""
@@ -138,17 +138,17 @@ class Data:
         self._generators = None
         if self._keeps_batches and not self._loop_names_batches:
             self._contents.setdefault(number, []).append(ObservedBatch(batch))
-        self._open.add(number)
+        self._in_use.add(number)
         return batch
 
-    def put_down(self, number: int) -> None:
+    def release_batch(self, number: int) -> None:
         """Notes that the loop no longer uses its batch of a loader."""
-        self._open.discard(number)
+        self._in_use.discard(number)
 
     def end(self, number: int) -> None:
         """Ends the loop over a loader that has no further batch."""
         if number == self.loaders.current:
-            self.used_up = True
+            self.loader_exhausted = True
         else:  # an evaluation, whose batches belong to no step
             self._ids.pop(number, None)
             self._contents.pop(number, None)
@@ -156,7 +156,7 @@ class Data:
 
     def at_last_batch(self, number: int | None) -> bool:
         """Whether the loop is using the last batch of this loader."""
-        return number in self._open and self.loaders.at_end(number)
+        return number in self._in_use and self.loaders.at_end(number)
 
     def log_skipped(self, number: int) -> None:
         """Logs the batches that the loader has skipped since the last call."""
@@ -201,7 +201,7 @@ class Data:
 
     def take(self, pending: PendingDispatch) -> StepResult:
         """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
-        again = self._last_ids if self._current in self._open else []  # two updates on one batch
+        again = self._last_ids if self._current in self._in_use else []  # two updates on one batch
         self._last_ids = ids = self._ids.get(self._current, again)
         self._ids.clear()  # a step may take batches of several loaders
         self.loaders.stepped(self._current, ids[-1] if ids else None)
@@ -240,7 +240,7 @@ class Data:
         return {number: ids[0] for number, ids in self._ids.items() if ids}
 
     @property
-    def steps_left_out(self) -> int:
+    def skipped_steps(self) -> int:
         """Approximate number of steps whose batches rollbacks have skipped."""
         return self.loaders.left_out_count // max(1, len(self._last_ids))
 
@@ -274,16 +274,16 @@ class _Reader:
         self._skips = "skip_batch" in policy.answers(Cause.DATA)
         retries = "retry" in policy.answers(Cause.NETWORK)
         self._retry: Retry | None = policy.retry if retries else None
-        self._alone = ranks.world == 1
+        self._single_rank = ranks.world == 1
         self._termination = termination
         self._log = log
         self._reads = 0
         self._unreadable: deque[int] = deque()
         """Numbers of the reads that failed, among the last `within`."""
-        self._in_a_row = 0
+        self._consecutive = 0
         self._last: dict[int, Any] = {}
         """Number of a loader -> its last batch, with several ranks."""
-        self._failed: dict[int, Exception] = {}
+        self._replaced_errors: dict[int, Exception] = {}
         """Number of a loader -> exception of the last replaced batch."""
 
     def retrying(self, call: Callable[P, T]) -> Callable[P, T]:
@@ -307,40 +307,40 @@ class _Reader:
 
     def next(self, number: int) -> tuple[Any, BatchId]:
         """Returns the next readable batch and its id. Raises StopIteration after the last batch."""
-        failed = self._failed.pop(number, None)
+        failed = self._replaced_errors.pop(number, None)
         pending: _Skip | None = None  # skipped once the loader has yielded the batch after it
         attempt = 1
         while True:
             self._reads += 1
             try:
-                found = self._loaders.next(number, after=failed)
+                result = self._loaders.next(number, after=failed)
             except Exception as error:
                 if pending is not None and error is not failed:
-                    self._carry_out(number, pending)
+                    self._skip_batch(number, pending)
                 if isinstance(error, StopIteration) or error is failed:
                     raise
-                if self._repeats_read(number, attempt, error):
+                if self._prepare_repeat(number, attempt, error):
                     attempt, pending, failed = attempt + 1, None, None
                     continue
-                pending = self._skip_of(number, error)
+                pending = self._skip_for(number, error)
                 if pending is None:
                     raise
                 failed = error
-                if not self._alone:
-                    self._carry_out(number, pending)
-                    self._failed[number] = error
+                if not self._single_rank:
+                    self._skip_batch(number, pending)
+                    self._replaced_errors[number] = error
                     return _copied(self._last[number]), self._loaders.replaced(number)
             else:
                 if pending is not None:
-                    self._carry_out(number, pending)
+                    self._skip_batch(number, pending)
                 if attempt > 1:
-                    self._report_attempt(Attempt(_reading(found[1]), attempt))
-                self._in_a_row = 0
-                if not self._alone:
-                    self._last[number] = _copied(found[0])
-                return found
+                    self._report_attempt(Attempt(_batch_text(result[1]), attempt))
+                self._consecutive = 0
+                if not self._single_rank:
+                    self._last[number] = _copied(result[0])
+                return result
 
-    def _repeats_read(self, number: int, attempt: int, error: Exception) -> bool:
+    def _prepare_repeat(self, number: int, attempt: int, error: Exception) -> bool:
         """Prepares and awaits a repeated read. Returns False if the read is not repeated."""
         batch, fault = self._loaders.unreadable(number), classify(error)
         if batch is None or not is_retried(fault) or not self._retry:
@@ -356,13 +356,13 @@ class _Reader:
                     "this batch: repeat the read in the dataset, with healcore.retrying(call)"
                 )
             self._data.host.set_generators(states)  # rewinding a loader draws numbers
-        self._report_attempt(Attempt(_reading(batch), attempt, error, fault, wait_s))
+        self._report_attempt(Attempt(_batch_text(batch), attempt, error, fault, wait_s))
         if wait_s is None:
             return False
         self._termination.sleep(wait_s)
         return True
 
-    def _skip_of(self, number: int, error: Exception) -> _Skip | None:
+    def _skip_for(self, number: int, error: Exception) -> _Skip | None:
         """The skip of a batch whose read has raised, or None if the error propagates."""
         batch = self._loaders.unreadable(number)
         fault = classify(error)
@@ -376,37 +376,37 @@ class _Reader:
             self._unreadable.popleft()
         if not self._skips:
             return None
-        if self._in_a_row >= limits.consecutive or len(self._unreadable) >= limits.count:
-            done = "skipped" if self._alone else "replaced by the batch before"
+        if self._consecutive >= limits.consecutive or len(self._unreadable) >= limits.count:
+            done = "skipped" if self._single_rank else "replaced by the batch before"
             error.add_note(
-                f"healcore: {self._in_a_row} unreadable batches in a row and "
+                f"healcore: {self._consecutive} unreadable batches in a row and "
                 f"{len(self._unreadable)} within {limits.within} were {done}, which is "
                 "the limit of [skip_batch]"
             )
             return None
-        if not self._alone and number not in self._last:
+        if not self._single_rank and number not in self._last:
             return None
         self._unreadable.append(self._reads)
-        self._in_a_row += 1
-        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {_line_of(error)}"
-        if not self._alone:
+        self._consecutive += 1
+        problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {_one_line(error)}"
+        if not self._single_rank:
             problem += "; the batch before comes again in its place"
         return _Skip(fault, batch, problem)
 
-    def _carry_out(self, number: int, skip: _Skip) -> None:
+    def _skip_batch(self, number: int, skip: _Skip) -> None:
         """Skips the batch, unless another batch has replaced it, and logs the fault."""
-        if self._alone:
+        if self._single_rank:
             self._loaders.leave_out(number, skip.batch)
         batches = [list(skip.batch)]
         step = self._data.step
         self._log.fault(step, skip.fault, skip.problem, answer="skip_batch", batches=batches)
 
 
-def _reading(batch: BatchId) -> str:
+def _batch_text(batch: BatchId) -> str:
     return f"reading batch {batch.index} of epoch {batch.epoch}"
 
 
-def _line_of(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """An exception in one line; torch puts the traceback of a loader's worker into its message."""
     lines = f"{type(error).__name__}: {error}".strip().splitlines()
     return " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))

@@ -43,21 +43,21 @@ from healcore.runtime.postmortem.diagnosis import (
 from healcore.runtime.postmortem.rank_notes import RankNote, of_ranks, traces
 from healcore.runtime.store import StoreError
 
-_OF_FAULTS = (Ending.EXCEPTION, Ending.STOPPED)
+_FAULT_ENDINGS = (Ending.EXCEPTION, Ending.STOPPED)
 """Endings that an exception may have caused."""
 _VISIBLE_S = 2.0
 """Seconds within which rank 0 sees the note of a rank whose connection has broken."""
-_OTHER_LENGTHS = (
+_LENGTH_ADVICE = (
     "give every rank as many batches (torch's DistributedSampler does, or itertools.islice), and "
     "leave the loop at the same step on all ranks; ranks that train on wait for this rank until "
     "the time-out of their process group"
 )
-_LOOPS = {
+_RECOMMENDED_LOOPS = {
     "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
     "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
 }
 """Framework -> recommended loop."""
-_ENDINGS = {
+_ENDING_TEXTS = {
     Ending.COMPLETED: "completed",
     Ending.STOPPED: "stopped",
     Ending.EXCEPTION: "ended by an exception",
@@ -105,41 +105,43 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     saved, together = True, completed or ranks.ends_together or ranks.world == 1
     if completed and ranks.world > 1:
         try:
-            _meet(loop)
+            _wait_for_ranks(loop)
         except Exception as problem:
             together, raised = False, problem
             problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
-    is_fault = completed or ending in _OF_FAULTS
+    is_fault = completed or ending in _FAULT_ENDINGS
     fault = classify(raised) if is_fault and raised is not None else None
-    notes = [] if together else _notes(loop, ending, error or raised, fault)
+    notes = [] if together else _collect_notes(loop, ending, error or raised, fault)
     if completed and together:
         attempt("the last steps could not be read", loop.read_remaining)
-    instead: BaseException | None = None
+    replacement: BaseException | None = None
     if together and isinstance(error, Terminated | Interrupted | EndRequested):
         try:  # a restart from a later state would not see the orders of the last steps
             attempt("the last steps could not be read", loop.act_on_last_steps)
         except RunStopped as stop:
-            error = instead = stop
+            error = replacement = stop
             ending = Ending.STOPPED
     between_steps = data.between_steps
     other = notes[0] if notes and notes[0].rank != ranks.rank else None
     if other is not None:
-        fault = _report_other(loop, other)
+        fault = _report_fault_of_rank(loop, other)
     elif fault is not None and isinstance(raised, Exception):  # the cause of a stop too
-        attempt("the fault could not be dealt with", partial(_answer, loop, fault, raised))
+        attempt(
+            "the fault could not be dealt with", partial(_save_and_log_fault, loop, fault, raised)
+        )
     if together and (ending == Ending.COMPLETED or (between_steps and ending != Ending.STOPPED)):
         # Not after an exception within a step, which leaves the state partly changed.
         save = partial(saver.save_last, completed=completed)
         saved = attempt("the last state could not be saved", save)
     attempt("checkpoints being written", saver.checkpoints.wait)
-    if completed and (not together or _lost_on_any(loop, saved, problems)):
+    if completed and (not together or _is_lost_on_any_rank(loop, saved, problems)):
         # The journal must not have "completed", so that the next start resumes and saves the run.
-        error = instead = LastStateNotSaved(_not_saved(loop, problems))
+        error = replacement = LastStateNotSaved(_unsaved_state_text(loop, problems))
         ending = Ending.EXCEPTION
     elif completed:
-        error = instead = _shortfall(loop)
+        error = replacement = _incomplete_run_error(loop)
         ending = ending_of(error)
-        if error is None and loop.left_by_break:
+        if error is None and loop.break_place:
             ending = Ending.REQUESTED
     if together:
         ledger = loop.recovery.ledger
@@ -160,7 +162,7 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
     _write_end(loop, ending, error, cause, notes)
     if not ranks.rank:
         loop.notes.remove()
-    for end in (
+    for close_part in (
         loop.guard.close,
         ranks.close,
         saver.checkpoints.close,
@@ -169,8 +171,8 @@ def close(loop: Loop[CheckpointSaver], error: BaseException | None) -> BaseExcep
         loop.log.close,
     ):
         with contextlib.suppress(Exception):
-            end()
-    return instead
+            close_part()
+    return replacement
 
 
 def release(loop: Loop[CheckpointSaver]) -> None:
@@ -183,47 +185,47 @@ def release(loop: Loop[CheckpointSaver]) -> None:
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def _meet(loop: Loop[Any]) -> None:
+def _wait_for_ranks(loop: Loop[Any]) -> None:
     """Waits for the end of all ranks' loops. Raises RuntimeError or OSError if a rank has left."""
     ranks = loop.ranks
 
     def leave_note() -> None:
-        why = f"its loop has ended, and it waits for the other ranks: {_OTHER_LENGTHS}"
+        why = f"its loop has ended, and it waits for the other ranks: {_LENGTH_ADVICE}"
         if ranks.rank:
-            loop.notes.leave(_note(loop, Ending.COMPLETED, why=why))
+            loop.notes.leave(_own_note(loop, Ending.COMPLETED, why=why))
 
-    of = f"rank {ranks.rank}, whose loop has ended at step {loop.data.step},"
-    with rank_group.warning_if_late(of, _OTHER_LENGTHS, then=leave_note):
+    subject = f"rank {ranks.rank}, whose loop has ended at step {loop.data.step},"
+    with rank_group.warning_if_late(subject, _LENGTH_ADVICE, then=leave_note):
         ranks.gather(None)
 
 
-def _notes(
+def _collect_notes(
     loop: Loop[Any], ending: Ending, error: BaseException | None, fault: Fault | None
 ) -> list[RankNote]:
     """Notes of the ended ranks on rank 0, the cause first. Other ranks leave a note for rank 0."""
     completed = ending == Ending.COMPLETED
-    note = _note(loop, Ending.EXCEPTION if completed else ending, error, fault)
+    note = _own_note(loop, Ending.EXCEPTION if completed else ending, error, fault)
     if loop.ranks.rank:
-        if all(each.rank != note.rank for each in loop.notes.found()):  # see `_meet`
+        if all(each.rank != note.rank for each in loop.notes.found()):  # see `_wait_for_ranks`
             loop.notes.leave(note)
         return []
     until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
     while True:
-        found = loop.notes.found()
+        others = loop.notes.found()
         if completed:  # other completed ranks are not the cause
-            found = [each for each in found if each.ending != Ending.COMPLETED]
-        if any(not each.follows for each in found) or time.monotonic() >= until:
+            others = [each for each in others if each.ending != Ending.COMPLETED]
+        if any(not each.follows for each in others) or time.monotonic() >= until:
             break
         time.sleep(0.1)
-    if found and note.follows and not found[0].follows:
-        return [*found, note]
+    if others and note.follows and not others[0].follows:
+        return [*others, note]
     if is_broken_connection(error):
         lost = f"the connection to another rank broke, and no rank has said why: {AFTER_A_KILL}"
         note = note.model_copy(update={"why": lost})
-    return [note, *found]
+    return [note, *others]
 
 
-def _note(
+def _own_note(
     loop: Loop[Any],
     ending: Ending,
     error: BaseException | None = None,
@@ -249,7 +251,7 @@ def _note(
     )
 
 
-def _report_other(loop: Loop[Any], note: RankNote) -> Fault | None:
+def _report_fault_of_rank(loop: Loop[Any], note: RankNote) -> Fault | None:
     """Logs the exception of another rank, which has ended the run."""
     if not note.cause:
         return None
@@ -265,14 +267,14 @@ def _report_other(loop: Loop[Any], note: RankNote) -> Fault | None:
 # -- the last state -------------------------------------------------------------------------------
 
 
-def _answer(loop: Loop[CheckpointSaver], fault: Fault, error: Exception) -> None:
+def _save_and_log_fault(loop: Loop[CheckpointSaver], fault: Fault, error: Exception) -> None:
     """Saves if a rule of the policy says so, and logs the exception that ends the run."""
     answer, why_not = None, ""
     # The ranks that have not raised do not take part in a save; memory ends with the process.
     alone = loop.ranks.world == 1 and loop.saver.checkpoints.store.disk is not None
     if alone and "save" in loop.policy.answers(fault.cause):
         try:
-            if loop.take_last_step():
+            if loop.count_last_step():
                 loop.read_last_steps()
                 why_not = loop.saver.save_emergency()
             else:
@@ -286,7 +288,7 @@ def _answer(loop: Loop[CheckpointSaver], fault: Fault, error: Exception) -> None
         loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 
 
-def _lost_on_any(loop: Loop[CheckpointSaver], saved: bool, problems: list[str]) -> bool:
+def _is_lost_on_any_rank(loop: Loop[CheckpointSaver], saved: bool, problems: list[str]) -> bool:
     """Whether the last state is lost on any rank. A rank that does not answer counts as lost."""
     checkpoints = loop.saver.checkpoints
     lost = loop.data.step in checkpoints.unsaved or not saved
@@ -298,7 +300,7 @@ def _lost_on_any(loop: Loop[CheckpointSaver], saved: bool, problems: list[str]) 
         return True
 
 
-def _not_saved(loop: Loop[CheckpointSaver], problems: list[str]) -> str:
+def _unsaved_state_text(loop: Loop[CheckpointSaver], problems: list[str]) -> str:
     checkpoints = loop.saver.checkpoints
     store = checkpoints.store
     try:  # the checkpoints that survive the process
@@ -315,30 +317,30 @@ def _not_saved(loop: Loop[CheckpointSaver], problems: list[str]) -> str:
     )
 
 
-def _shortfall(loop: Loop[Any]) -> BaseException | None:
+def _incomplete_run_error(loop: Loop[Any]) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
     data, ledger = loop.data, loop.recovery.ledger
     unread = len(data.unused)
-    write = _LOOPS[loop.driver.framework]
+    loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
     if data.steps_taken and not loop.polled:
         return IncompleteRun(
             "healcore: the loop took its steps without the Healer, which could not save between "
-            f"them, roll back or stop. Write `{write}`, or call healer.after_step() after each "
+            f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
             "step. The last state is saved"
         )
-    if not data.steps_taken and (data.step == 0 or (unread and not loop.left_by_break)):
+    if not data.steps_taken and (data.step == 0 or (unread and not loop.break_place)):
         read = counted(unread, "batch", "batches")
         return IncompleteRun(
             f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
-            f"`{write}`. Nothing was trained: the next start begins at step {data.step}"
+            f"`{loop_text}`. Nothing was trained: the next start begins at step {data.step}"
         )
-    left_out = data.steps_left_out
-    skipped, total = ledger.untrained, data.step + left_out
-    if not loop.policy.observes and 2 * (skipped + left_out) > total:
+    skipped = data.skipped_steps
+    untrained, total = ledger.untrained, data.step + skipped
+    if not loop.policy.observes and 2 * (untrained + skipped) > total:
         try:
             loop.stop(
                 "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps, {skipped} were skipped and {left_out} had their batches skipped"
+                f"{total} steps, {untrained} were skipped and {skipped} had their batches skipped"
             )
         except RunStopped as stop:
             return stop
@@ -364,10 +366,10 @@ def _write_end(
     fault: Cause,
     notes: list[RankNote],
 ) -> None:
-    """Writes the postmortem and the last event. `notes` are those of `_notes`."""
+    """Writes the postmortem and the last event. `notes` are those of `_collect_notes`."""
     with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
         loop.recovery.read_engines()
-    why = loop.left_by_break if ending == Ending.REQUESTED and error is None else _why(error)
+    why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
     exception = trace = None
     if notes and notes[0].rank != loop.ranks.rank and ending != Ending.EXCEPTION:
         why = f"rank {notes[0].rank}: {notes[0].why}"
@@ -400,9 +402,9 @@ def write_postmortem(loop: Loop[Any], end: RunEnd, trace: str | None) -> Path | 
     events = loop.log.events
     if events.path is None:
         return None
-    found = postmortem.of(end, events, seconds=time.monotonic() - loop.began, trace=trace)
+    content = postmortem.of(end, events, seconds=time.monotonic() - loop.began, trace=trace)
     path = postmortem.path_for(events.path, events.run)
-    problem = postmortem.write(path, found)
+    problem = postmortem.write(path, content)
     if problem:
         loop.log.warning(problem)
     return None if problem else path
@@ -448,14 +450,14 @@ def end_line(
         done.append(f"declined {counted(end.declined, 'order')}")
     if end.lr_scale < 1 and not end.observes:
         done.append(f"learning rate × {end.lr_scale:.3g} at the end")
-    good = "none" if end.last_good is None else f"step {end.last_good}"
+    last_good = "none" if end.last_good is None else f"step {end.last_good}"
     disk = "" if newest is None else f"checkpoint {newest} is on disk, "
-    ended = _ENDINGS[Ending(end.ending)]
+    ended = _ENDING_TEXTS[Ending(end.ending)]
     if end.ending == Ending.REQUESTED:
         ended += f" {end.why}"
     return (
         f"{ended} after step {end.step}: "
-        f"{', '.join(done) or 'no intervention'}; {disk}newest known-good checkpoint: {good}"
+        f"{', '.join(done) or 'no intervention'}; {disk}newest known-good checkpoint: {last_good}"
     )
 
 

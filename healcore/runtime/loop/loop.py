@@ -74,7 +74,7 @@ class Loop(Generic[AnySaver]):
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
         self._has_trainer = has_trainer
-        self._update_went_back = False
+        self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         parts = (ranks, self.guard, driver, log.trackers)
         self.finalizer = weakref.finalize(self, _clean_up, *parts)
@@ -94,7 +94,7 @@ class Loop(Generic[AnySaver]):
                 batch = data.next(number)
             except StopIteration:
                 guard.pause()
-                if not self._back_from_the_end(number):
+                if not self._roll_back_at_end(number):
                     break
                 continue
             finally:
@@ -107,7 +107,7 @@ class Loop(Generic[AnySaver]):
                 guard.pause()
                 raise
             finally:
-                data.put_down(number)
+                data.release_batch(number)
             self.after_step()
             if number == data.loaders.current and data.batches_since_step == _MAX_WITHOUT_STEP:
                 self._warn_no_step()
@@ -115,24 +115,24 @@ class Loop(Generic[AnySaver]):
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
-        went_back = self._between_steps(last=last) or self._update_went_back
-        self._update_went_back = False
-        return went_back
+        rolled_back = self._between_steps(last=last) or self._update_rolled_back
+        self._update_rolled_back = False
+        return rolled_back
 
     def after_update(self) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
         number = self.data.loaders.current
-        went_back = self._between_steps()
-        if not went_back and self.data.at_last_batch(number):
-            went_back = self._back_from_the_end(number)
-        self._update_went_back |= went_back
+        rolled_back = self._between_steps()
+        if not rolled_back and self.data.at_last_batch(number):
+            rolled_back = self._roll_back_at_end(number)
+        self._update_rolled_back |= rolled_back
 
     def _between_steps(self, *, last: bool = False) -> bool:
         self.guard.pause()
         self.polled = True
-        has_stepped = self._poll()
+        has_stepped = self._count_dispatch()
         if last:
-            return self._back_from_the_end()
+            return self._roll_back_at_end()
         data = self.data
         if has_stepped:
             if self.read() or self._save_when_due():
@@ -147,7 +147,7 @@ class Loop(Generic[AnySaver]):
         self.ranks.raise_if_asked(may_end=may_end)
         return False
 
-    def _poll(self) -> bool:
+    def _count_dispatch(self) -> bool:
         """Counts and queues the dispatch since the last call, if there was one."""
         pending = self.driver.poll_step()
         if pending is None:
@@ -161,7 +161,7 @@ class Loop(Generic[AnySaver]):
         self.saver.after_step()
         return True
 
-    def _back_from_the_end(self, number: int | None = None) -> bool:
+    def _roll_back_at_end(self, number: int | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
         alone, of_training = self.ranks.world == 1, number in (None, self.data.loaders.current)
         if not alone and not of_training:
@@ -170,9 +170,9 @@ class Loop(Generic[AnySaver]):
             return True
         recovery = self.recovery
         verdict = recovery.dominance.at_end(self.data.step) if of_training else None
-        if verdict is not None and self._went_back(recovery.roll_back_to_better(verdict)):
+        if verdict is not None and self._rewind_if_applied(recovery.roll_back_to_better(verdict)):
             return True
-        return alone and self._leave_bad_state(at_end=of_training)
+        return alone and self._roll_back_if_nonfinite(at_end=of_training)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Loop(Generic[AnySaver]):
             order = self.recovery.act(step, order)
             if order is None:
                 continue
-            if self._went_back(order):
+            if self._rewind_if_applied(order):
                 return True
             if order.action & Action.SAVE:
                 self.saver.save("ordered")
@@ -199,7 +199,7 @@ class Loop(Generic[AnySaver]):
             self.guard.watch()
         self.guard.pause()
 
-    def _went_back(self, order: Rollback) -> bool:
+    def _rewind_if_applied(self, order: Rollback) -> bool:
         """Rewinds all parts to the checkpoint of an applied order. False for any other order."""
         if order.status is not Status.APPLIED:
             return False
@@ -219,18 +219,18 @@ class Loop(Generic[AnySaver]):
         if self.read(all=True):
             return True
         if self.saver.may_save(why):
-            if why == "regular" and self._leave_bad_state():
+            if why == "regular" and self._roll_back_if_nonfinite():
                 return True
             self.saver.save(why)
         return False
 
-    def _leave_bad_state(self, *, at_end: bool = False) -> bool:
+    def _roll_back_if_nonfinite(self, *, at_end: bool = False) -> bool:
         """Rolls back if saves have found NaN or Inf. True if it did."""
         order = self.saver.check(at_end=at_end)
         if order is None:
             return False
         self.recovery.carry_out(order)
-        return self._went_back(order)
+        return self._rewind_if_applied(order)
 
     # -- what the program asks for --------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Loop(Generic[AnySaver]):
 
     def save(self) -> None:
         """See `Healer.save`."""
-        self.take_last_step()
+        self.count_last_step()
         self.saver.save("requested")
 
     def stop(self, why: str) -> NoReturn:
@@ -251,11 +251,11 @@ class Loop(Generic[AnySaver]):
 
     # -- the end, see `end` ---------------------------------------------------------------------
 
-    def take_last_step(self) -> bool:
+    def count_last_step(self) -> bool:
         """Counts the last step of a loop that was left. False if an update was interrupted."""
         if self.driver.interrupted():
             return False
-        self._poll()
+        self._count_dispatch()
         return True
 
     def act_on_last_steps(self) -> None:
@@ -263,7 +263,7 @@ class Loop(Generic[AnySaver]):
 
         Raises RunStopped if an order stops the run.
         """
-        if self.take_last_step():
+        if self.count_last_step():
             self.read(all=True)
 
     def read_last_steps(self) -> list[tuple[StepResult, Rollback | None]]:
@@ -272,14 +272,14 @@ class Loop(Generic[AnySaver]):
 
     def read_remaining(self) -> None:
         """Reads the unread steps at the end of a run, and only reports their orders."""
-        self._poll()
+        self._count_dispatch()
         self.log_warnings()
         if self.data.batches_since_step >= _MIN_WITHOUT_STEP:
             self._warn_no_step()
         data = self.data
         if data.resumed_here and not data.had_completed:
-            used_up = data.used_up and data.between_steps
-            why = "the data were exhausted" if used_up else "the loop ended without a step"
+            exhausted = data.loader_exhausted and data.between_steps
+            why = "the data were exhausted" if exhausted else "the loop ended without a step"
             self.warn(f"no step was taken: {why} at step {data.step}")
         for step, order in self.read_last_steps():
             if order is not None:
@@ -288,7 +288,7 @@ class Loop(Generic[AnySaver]):
                 self.log.problem(step.index, problem)
 
     @property
-    def left_by_break(self) -> str:
+    def break_place(self) -> str:
         """Place at which a `break` has left the loop before its last epoch ended, or ""."""
         return "" if self._has_trainer else self.data.loaders.left_at()
 

@@ -77,7 +77,7 @@ class OutOfMemory:
         self.last_resort: Callable[[], str] | None = None
         self.sizes = MicrobatchSizes(shrinks=policy.shrinks, grow_after=policy.refund_after)
         self._gradients = driver.gradient_window()
-        self._alone_why = ""
+        self._ranks_obstacle = ""
         """Reason why the ranks cannot redo a window together, or an empty string."""
         self.window = AccumulationWindow(
             self._gradients,
@@ -87,15 +87,15 @@ class OutOfMemory:
             on_growth=self._report_growth,
             on_redo=data.forget_parts,
             clear_cache="clear_cache" in self._answers,
-            together=self._together if ranks.world > 1 else lambda: None,
+            together=self._distributed_window if ranks.world > 1 else lambda: None,
         )
 
     def resume(self) -> None:
         """Loads the sizes that an earlier process has written to the journal."""
         restorer = self._recovery.restorer
-        found = None if restorer is None else restorer.journal.state.microbatches
-        if found is not None:
-            self.sizes.load(found)
+        saved = None if restorer is None else restorer.journal.state.microbatches
+        if saved is not None:
+            self.sizes.load(saved)
 
     # -- one rank -------------------------------------------------------------------------------
 
@@ -129,9 +129,9 @@ class OutOfMemory:
         """Reason why the policy or the loop does not permit a redo, or an empty string."""
         if self._policy_obstacle():
             return self._policy_obstacle()
-        if self._alone_why:
+        if self._ranks_obstacle:
             return (
-                f"{self._alone_why}; pass the size that fits, healer.microbatches(batch, "
+                f"{self._ranks_obstacle}; pass the size that fits, healer.microbatches(batch, "
                 "most=...), on every rank"
             )
         if not failure.redoable:
@@ -208,15 +208,15 @@ class OutOfMemory:
 
     # -- several ranks --------------------------------------------------------------------------
 
-    def _together(self) -> DistributedWindow | None:
+    def _distributed_window(self) -> DistributedWindow | None:
         """The window that all ranks redo together, or None if each rank has its own."""
         if self._policy_obstacle():
             return None
-        found = self._gradients.between_ranks(self._ranks)
-        self._alone_why = found if isinstance(found, str) else ""
-        if isinstance(found, str):
+        result = self._gradients.between_ranks(self._ranks)
+        self._ranks_obstacle = result if isinstance(result, str) else ""
+        if isinstance(result, str):
             return None
-        sync = found
+        sync = result
 
         def redo(failure: Failure | None, growing: BatchSize | None) -> bool:
             if failure is None:
@@ -276,9 +276,11 @@ class OutOfMemory:
                 self._grow(each)
         return False
 
-    def _shrink_together(self, error: BaseException | None, found: list[_Overrun | None]) -> bool:
+    def _shrink_together(
+        self, error: BaseException | None, overruns: list[_Overrun | None]
+    ) -> bool:
         kinds: dict[str, list[tuple[float, int, _Overrun]]] = {}
-        for rank, each in enumerate(found):
+        for rank, each in enumerate(overruns):
             if each is None:
                 continue
             if each.size is None:
@@ -298,8 +300,8 @@ class OutOfMemory:
 
 def _bytes(error: BaseException) -> int | None:
     """Size of the failed allocation in a message of torch or XLA, or None."""
-    found = _BYTES.search(str(error))
-    if found is None:
+    match = _BYTES.search(str(error))
+    if match is None:
         return None
-    unit = found[2].lower().removesuffix("bytes").removesuffix("b").removesuffix("i")
-    return int(float(found[1]) * 1024 ** _UNITS[unit])
+    unit = match[2].lower().removesuffix("bytes").removesuffix("b").removesuffix("i")
+    return int(float(match[1]) * 1024 ** _UNITS[unit])

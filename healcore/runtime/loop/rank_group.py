@@ -29,11 +29,11 @@ from healcore.runtime.run_log import RunLog
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import Ranks, on_first
 
-SILENT_S = 30.0
+WARN_AFTER_S = 30.0
 """Seconds for which a rank waits for the other ranks before it warns."""
 _VISIBLE_S = 5.0
 """Max seconds until a new file on a network disk is visible to the other ranks."""
-_MOST_REPORTS = 200
+_MAX_REPORTS = 200
 """Max distinct lines that a rank reports: a failed disk may fail at every step."""
 
 
@@ -85,7 +85,7 @@ class RankGroup:
         self.termination = TerminationWatch(self._propose_end if self.votes else None)
         self._driver = driver
         self._lag = lag
-        self._mine: list[Proposal] = []
+        self._pending_proposals: list[Proposal] = []
         self._reported: set[str] = set()
         """Lines that this rank has written or reported."""
         self._due_at: int | None = None
@@ -117,7 +117,7 @@ class RankGroup:
 
     def propose(self, proposal: Proposal) -> None:
         """Makes a proposal to all ranks, from the training thread or its signal handler."""
-        self._mine.append(proposal)
+        self._pending_proposals.append(proposal)
         self._driver.request_vote(True)
 
     def _propose_end(self, number: int) -> None:
@@ -126,7 +126,7 @@ class RankGroup:
     def report(self, text: str) -> None:
         """Reports a line to rank 0, which writes the events; repeated lines are dropped."""
         known = text in self._reported
-        if len(self._reported) < _MOST_REPORTS:
+        if len(self._reported) < _MAX_REPORTS:
             self._reported.add(text)
             if self.rank and not known:
                 self.propose(Proposal(text))
@@ -146,37 +146,37 @@ class RankGroup:
     def vote(self, step: int, log: RunLog) -> Proposal | None:
         """Exchanges proposals. Returns the lowest rank's proposal to end, or None. Collective."""
         self._due_at, self._voted_at = None, step
-        mine, self._mine = self._mine, []
+        mine, self._pending_proposals = self._pending_proposals, []
         of_ranks: Sequence[Sequence[Proposal]] = self.gather(mine)
-        self._driver.request_vote(bool(self._mine))  # a signal may have come meanwhile
+        self._driver.request_vote(bool(self._pending_proposals))  # a signal may have come meanwhile
         known = self._reported if self.rank == 0 else ()  # all ranks may have seen the same
-        every = [
+        proposals = [
             (rank, each)
             for rank, some in enumerate(of_ranks)
             for each in some
             if each.ends or each.why not in known
         ]
-        if not every:
+        if not proposals:
             return None
-        ends = next((each for _, each in every if each.ends), None)
-        outcome = ends or every[0][1]
+        end_proposal = next((each for _, each in proposals if each.ends), None)
+        outcome = end_proposal or proposals[0][1]
         log.event(
             "vote",
             step=step,
             outcome=outcome.outcome,
             why=outcome.why,
             of_ranks=[
-                {"rank": rank, "outcome": each.outcome, "why": each.why} for rank, each in every
+                {"rank": rank, "outcome": each.outcome, "why": each.why} for rank, each in proposals
             ],
         )
-        for rank, each in every:
+        for rank, each in proposals:
             if not each.ends:
                 log.warning(f"step {step}: rank {rank}: {each.why:.600}")
-        if ends is not None:
-            of = ", ".join(f"rank {rank}: {each.why}" for rank, each in every)
-            log.info(f"step {step}: the ranks end together ({of:.500})")
-        self.ends_together = ends is not None
-        return ends
+        if end_proposal is not None:
+            reasons = ", ".join(f"rank {rank}: {each.why}" for rank, each in proposals)
+            log.info(f"step {step}: the ranks end together ({reasons:.500})")
+        self.ends_together = end_proposal is not None
+        return end_proposal
 
     def on_rollback(self) -> None:
         """Forgets the marks of undone steps; the next steps are marked for pending proposals."""
@@ -198,20 +198,20 @@ def check_same(mine: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 @contextlib.contextmanager
-def warning_if_late(of: str, advice: str, then: Callable[[], object] = int) -> Iterator[None]:
+def warning_if_late(subject: str, advice: str, then: Callable[[], object] = int) -> Iterator[None]:
     """A context that warns if it lasts long: a program may have a Healer on rank 0 only.
 
     Args:
-        of: subject of the warning, which waits for the other ranks.
+        subject: subject of the warning, which waits for the other ranks.
         advice: correction of the program.
         then: called after the warning, in another thread.
     """
 
     def warn() -> None:
-        console.warning(f"{of} has waited {SILENT_S:g} s for the other ranks: {advice}")
+        console.warning(f"{subject} has waited {WARN_AFTER_S:g} s for the other ranks: {advice}")
         then()
 
-    timer = threading.Timer(SILENT_S, warn)
+    timer = threading.Timer(WARN_AFTER_S, warn)
     timer.daemon = True
     timer.start()
     try:
@@ -229,24 +229,24 @@ def check_one_directory(folder: Path | None, ranks: Ranks) -> None:
         return
     name = f".tmp-healcore-{os.getpid()}-{secrets.token_hex(8)}"
 
-    def leave() -> str | None:
+    def create_file() -> str | None:
         try:
             (folder / name).touch()
         except OSError:  # the store raises a better message
             return None
         return name
 
-    left = on_first(ranks, leave)
+    created = on_first(ranks, create_file)
     until = time.monotonic() + _VISIBLE_S
-    while not (seen := left is None or (folder / left).exists()) and time.monotonic() < until:
+    while not (seen := created is None or (folder / created).exists()) and time.monotonic() < until:
         time.sleep(0.1)
-    found = ranks.gather((seen, str(folder.absolute())))
-    if ranks.rank == 0 and left is not None:
-        (folder / left).unlink(missing_ok=True)
-    blind = [rank for rank, (sees, _) in enumerate(found) if not sees]
+    answers = ranks.gather((seen, str(folder.absolute())))
+    if ranks.rank == 0 and created is not None:
+        (folder / created).unlink(missing_ok=True)
+    blind = [rank for rank, (sees, _) in enumerate(answers) if not sees]
     if blind:
         raise StoreError(
-            f"rank {blind[0]} does not see in {found[blind[0]][1]} what rank 0 writes to "
-            f"{found[0][1]}: all ranks need one directory (a name with the time or the rank in it "
-            "differs between ranks: broadcast the name from rank 0)"
+            f"rank {blind[0]} does not see in {answers[blind[0]][1]} what rank 0 writes to "
+            f"{answers[0][1]}: all ranks need one directory (a name with the time or the rank in "
+            "it differs between ranks: broadcast the name from rank 0)"
         )

@@ -65,7 +65,7 @@ class Recovery:
         self.restorer = restorer
         self._instead = instead
         self._newest_good = newest_good
-        self._reruns = reruns
+        self._rerun_first = reruns
         self.ledger = ledger
         self.reader = DelayedReader(lag)
         every = 0 if self._checkpoints is None else self._checkpoints.every
@@ -89,7 +89,7 @@ class Recovery:
             log=log,
             learning_rate=self._rate_in_force,
         )
-        compares = self.dominance.asks
+        compares = self.dominance.is_enabled
         self._evidence = Evidence(policy, driver, ranks, ledger, log, compares=compares)
         self._verdict = ""
         """Verdict of the last re-run: `transient` or `reproducible`, or an empty string."""
@@ -121,7 +121,7 @@ class Recovery:
         Returns the order, or None. Raises RunStopped if the order stops the run.
         """
         self._check_rate()
-        verdict = self._compared(step)
+        verdict = self._compare_weights(step)
         self._observe_rerun(step.index, order)
         if order is not None:
             self.carry_out(order)
@@ -129,10 +129,10 @@ class Recovery:
             order = self.roll_back_to_better(verdict)
         return order
 
-    def _compared(self, step: StepResult) -> Verdict | None:
+    def _compare_weights(self, step: StepResult) -> Verdict | None:
         """Compares the current weights with earlier ones, if there is a reason to."""
         records = step.records
-        if not self.dominance.asks or not any(each.judged for each in records):
+        if not self.dominance.is_enabled or not any(each.judged for each in records):
             return None
         bad = any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
@@ -167,13 +167,13 @@ class Recovery:
         if evidence.needed(order) and not evidence.found(order, self._data.step):
             return
         if order.action & Action.STOP:
-            self.stop(self._why_stop(order))
+            self.stop(self._stop_reason(order))
         if not order.action & Action.ROLLBACK:
             return
         exhausted = evidence.exhausted(order)
         if not exhausted:
             order.rerun = self._needs_rerun(order)
-            self._add_measures(order)
+            self._set_measures(order)
             self.roll_back(order)
             return
         if not evidence.needed(order) or not evidence.finite():
@@ -218,7 +218,7 @@ class Recovery:
     def _order_of(self, verdict: Verdict) -> Rollback:
         restorer = self.restorer
         assert restorer is not None  # only a run with checkpoints compares weights
-        found = agreed(  # each rank reads its own optimizer
+        chosen = agreed(  # each rank reads its own optimizer
             self._ranks,
             change(
                 verdict,
@@ -233,13 +233,13 @@ class Recovery:
             index=verdict.index,
             onset=verdict.onset,
             since=verdict.onset,
-            batches=[] if found.skip is None else self.monitor.batches_between(*found.skip),
+            batches=[] if chosen.skip is None else self.monitor.batches_between(*chosen.skip),
             forced=True,
             better=verdict.anchor,
-            lr_at_fault=found.lr_at_fault,
+            lr_at_fault=chosen.lr_at_fault,
         )
 
-    def _add_measures(self, order: Rollback) -> None:
+    def _set_measures(self, order: Rollback) -> None:
         """Sets depth, learning-rate limit and skipped batches of an order of the policy.
 
         The rate is limited if an earlier rollback for the same trouble has not helped.
@@ -290,9 +290,9 @@ class Recovery:
 
     def read_engines(self) -> None:
         """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
-        self.monitor.set_engines(self._driver.healing())
+        self.monitor.sync_engines(self._driver.healing())
 
-    def _why_stop(self, order: Rollback) -> str:
+    def _stop_reason(self, order: Rollback) -> str:
         if order.arrays:
             return nonfinite_save(order)
         if order.forced:
@@ -306,7 +306,7 @@ class Recovery:
 
     def _needs_rerun(self, order: Rollback) -> bool:
         """Whether a re-run answers an order; at most one for the same trouble."""
-        if not self._reruns or order.forced or self.restorer is None:
+        if not self._rerun_first or order.forced or self.restorer is None:
             return False
         past = self.ledger.same_trouble(order.onset, self._policy.region, reruns=True)
         return not past and self.restorer.loaders.can_rewind
@@ -405,7 +405,7 @@ class Recovery:
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
         """The facts for a diagnosis. `why` is the reason of a stop, or the signal."""
-        good, path = self._good_checkpoint()
+        good, path = self._last_good_checkpoint()
         return RunEnd(
             ending=ending,
             step=self._data.step,
@@ -421,23 +421,23 @@ class Recovery:
         )
 
     def _facts_of_checkpoints(self) -> Mapping[str, Any]:
-        found = self._checkpoints
-        if found is None:
+        checkpoints = self._checkpoints
+        if checkpoints is None:
             return {}
         return {
-            "damaged": tuple(found.damaged),
-            "damaged_in_memory": tuple(found.damaged_in_memory),
-            "not_finite": tuple(found.nonfinite),
-            "unsaved": found.failures,
-            "unsaved_why": found.last_failure,
+            "damaged": tuple(checkpoints.damaged),
+            "damaged_in_memory": tuple(checkpoints.damaged_in_memory),
+            "not_finite": tuple(checkpoints.nonfinite),
+            "unsaved": checkpoints.failures,
+            "unsaved_why": checkpoints.last_failure,
         }
 
-    def _good_checkpoint(self) -> tuple[int | None, str | None]:
+    def _last_good_checkpoint(self) -> tuple[int | None, str | None]:
         """Step and path of the newest known-good checkpoint."""
         if self._checkpoints is None:
             return self._newest_good()
-        good = self._checkpoints.good
-        return good, next((each.path for each in self._listed() if each.step == good), None)
+        step = self._checkpoints.good
+        return step, next((each.path for each in self._listed() if each.step == step), None)
 
     def _listed(self) -> list[Saved]:
         try:
@@ -455,7 +455,7 @@ class Recovery:
             rank=self._ranks.rank,
             learning_rate=self._driver.learning_rate(),
             rollbacks=self.rollbacks,
-            last_good=self._good_checkpoint()[0],
+            last_good=self._last_good_checkpoint()[0],
             checkpoints=tuple(self._listed()),
         )
 

@@ -56,10 +56,10 @@ class SettingsChange(NamedTuple):
     @property
     def changes_model(self) -> bool:
         """Whether the model of the run differs from the model that these settings would train."""
-        return bool(self.saved or self._of_training)
+        return bool(self.saved or self._training_changes)
 
     @property
-    def _of_training(self) -> list[str]:
+    def _training_changes(self) -> list[str]:
         """Changed settings that affect training, without the run length and `hparams`."""
         names = {each: each.partition(":")[0] for each in self.given}
         return [e for e in self.given if names[e] not in _LENGTHS and "hparams." not in names[e]]
@@ -88,8 +88,10 @@ def batch_text(size: object, accumulated: int, ranks: int) -> str:
 def settings_of(state: Any) -> dict[str, Any]:
     """The settings of the trainer that owns the state: name -> value; empty without a trainer."""
     parts = state.values() if isinstance(state, Mapping) else ()
-    found = [getattr(part, "run_settings", None) for part in parts]
-    return {name: each for some in found if isinstance(some, dict) for name, each in some.items()}
+    settings = [getattr(part, "run_settings", None) for part in parts]
+    return {
+        name: each for some in settings if isinstance(some, dict) for name, each in some.items()
+    }
 
 
 def has_trainer(state: Any) -> bool:
@@ -109,7 +111,7 @@ def change_since(journal: Journal, now: RunSettings) -> SettingsChange:
     def of(kind: str, values: dict[str, Any]) -> tuple[str, ...]:
         before, last = at_start.get(kind, {}), at_end.get(kind, {})
         return tuple(
-            f"{name}: {_shown(before[name])} -> {_shown(value)}"
+            f"{name}: {_short_repr(before[name])} -> {_short_repr(value)}"
             for name, value in values.items()
             if name in before and value != before[name] and value != last.get(name, before[name])
         )
@@ -158,5 +160,5 @@ def _listed(changes: tuple[str, ...], effect: str) -> str:
     return f"{', '.join(changes[:_SHOWN])}{more} ({effect})"
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     return f"{value!r:.60}"

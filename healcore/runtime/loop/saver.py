@@ -15,7 +15,7 @@ from healcore.runtime.recovery.restoring import Restorer
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.claim import Claim
 
-RECENT_ALARM = 2
+RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
 _ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
@@ -72,10 +72,12 @@ class CheckpointSaver(Saver):
         self._monitor = recovery.monitor
         self._dominance = recovery.dominance
         # Whether a run can resume exactly from a save at an exception.
-        self._exact = self.checkpoints.store.disk is not None and restorer.ranks.world == 1
+        self._can_resume_exactly = (
+            self.checkpoints.store.disk is not None and restorer.ranks.world == 1
+        )
         self._counted_to = 0
         """Step of the last call of `due`; a dispatch may have several steps."""
-        self._overdue = 0
+        self._due_since = 0
         """Step at which the pending save became due, or 0 without a pending save."""
         self._saved = self._newest = -1
         """Step of the last checkpoint or of the start; `_newest` includes restart points."""
@@ -84,16 +86,16 @@ class CheckpointSaver(Saver):
     def start(self, step: int) -> None:
         """Starts from the checkpoint of `step`, or from the initial state."""
         self.restorer.started_from = step
-        self._saved, self._newest, self._overdue, self._counted_to = step, step, 0, step
+        self._saved, self._newest, self._due_since, self._counted_to = step, step, 0, step
 
     def on_rollback(self, target: int) -> None:
         """Starts over at the checkpoint of `target`."""
-        self._saved, self._newest, self._overdue, self._counted_to = target, target, 0, target
+        self._saved, self._newest, self._due_since, self._counted_to = target, target, 0, target
         self._known_nonfinite.clear()
 
     def after_step(self) -> None:
         """Records the host's state after this step, for a save at a later exception."""
-        if self._exact:
+        if self._can_resume_exactly:
             self.restorer.host.after_step()
 
     # -- regular saves --------------------------------------------------------------------------
@@ -103,8 +105,8 @@ class CheckpointSaver(Saver):
         step = self._data.step
         steps, self._counted_to = step - self._counted_to, step
         if self.checkpoints.due(step, steps):
-            self._overdue = self._overdue or step
-        if self._overdue and self._alarm_free and self._driver.may_save():
+            self._due_since = self._due_since or step
+        if self._due_since and self._alarm_free and self._driver.may_save():
             return "regular"
         return "restart" if self._restart_due else ""
 
@@ -119,7 +121,7 @@ class CheckpointSaver(Saver):
         A restart resumes from a restart point although it has passed no probation.
         """
         due = self.checkpoints.restart_points.due(self._data.step, self._newest)
-        return due and not self._ledger.open and not self._alarmed and self._driver.may_save()
+        return due and not self._ledger.open and not self._recent_alarm and self._driver.may_save()
 
     @property
     def _alarm_free(self) -> bool:
@@ -128,13 +130,13 @@ class CheckpointSaver(Saver):
         The delay is at most one interval, because a run with occasional alarms has an incident open
         most of the time. A checkpoint after an onset does no harm: a rollback quarantines it.
         """
-        late = self._data.step - self._overdue >= self.checkpoints.every
-        return not self._alarmed or late or self._policy.observes
+        late = self._data.step - self._due_since >= self.checkpoints.every
+        return not self._recent_alarm or late or self._policy.observes
 
     @property
-    def _alarmed(self) -> bool:
+    def _recent_alarm(self) -> bool:
         unhealthy = self._ledger.unhealthy
-        return bool(unhealthy) and unhealthy[-1] >= self._data.step - RECENT_ALARM
+        return bool(unhealthy) and unhealthy[-1] >= self._data.step - RECENT_ALARM_STEPS
 
     def save(self, why: str) -> None:
         """Saves a checkpoint of this step; a restart point if `why` is `restart`."""
@@ -143,7 +145,7 @@ class CheckpointSaver(Saver):
         if why == "restart":
             self.checkpoints.save_for_restart(step, *self.restorer.contents(step))
         else:
-            self._overdue, self._saved = 0, step
+            self._due_since, self._saved = 0, step
             self.checkpoints.save(step, *self.restorer.contents(step), why)
         if self.restorer.journal_outdated:
             self.restorer.write_journal(step)
@@ -164,7 +166,7 @@ class CheckpointSaver(Saver):
 
     def _save_if_not_finite(self) -> None:
         """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
-        due = self._data.step != self._saved and self._alarmed and self._driver.may_save()
+        due = self._data.step != self._saved and self._recent_alarm and self._driver.may_save()
         if due and not self._driver.finite():
             self.save("last")
 
@@ -191,7 +193,7 @@ class CheckpointSaver(Saver):
 
         A restart resumes from this checkpoint, which has passed no probation.
         """
-        if self._ledger.open or self._alarmed:
+        if self._ledger.open or self._recent_alarm:
             return "the last steps had an alarm"
         if not self._driver.finite():
             return "the weights are not finite"
@@ -214,7 +216,7 @@ class CheckpointSaver(Saver):
         """
         loaders = self._data.loaders
         batches = {**loaders.all_unreadable(), **self._data.waiting}
-        if not batches or not self._exact:
+        if not batches or not self._can_resume_exactly:
             yield
             return
         why_not = self._driver.undo_window()
@@ -241,13 +243,13 @@ class CheckpointSaver(Saver):
         """
         if at_end:
             self._save_if_not_finite()
-        found = self.checkpoints.nonfinite_checkpoints()
-        new = found.keys() - self._known_nonfinite
-        self._known_nonfinite |= found.keys()
+        nonfinite = self.checkpoints.nonfinite_checkpoints()
+        new = nonfinite.keys() - self._known_nonfinite
+        self._known_nonfinite |= nonfinite.keys()
         policy, step = self._policy, self._data.step
-        if not new or (policy.observes and len(found) > len(new)):
+        if not new or (policy.observes and len(nonfinite) > len(new)):
             return None  # an observing policy reports the first bad save only
-        first, action = min(found), _ACTIONS[policy.nonfinite_state]
+        first, action = min(nonfinite), _ACTIONS[policy.nonfinite_state]
         since = self.checkpoints.catalog.newest_finite_before(first)
         bad = self._unhealthy(since, first) or list(range(since, first))
         order = Rollback(
@@ -257,10 +259,10 @@ class CheckpointSaver(Saver):
             action=int(action),
             batches=self._monitor.batches_of(bad),
             forced=True,
-            arrays=list(found[first]),
+            arrays=list(nonfinite[first]),
         )
         serious = action & (Action.ROLLBACK | Action.STOP)
-        if serious and self._harmless(order):
+        if serious and self._is_harmless(order):
             self._log.problem(
                 step,
                 f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
@@ -282,7 +284,7 @@ class CheckpointSaver(Saver):
         steps = self._ledger.unhealthy
         return steps[bisect.bisect_left(steps, since) : bisect.bisect_left(steps, until)]
 
-    def _harmless(self, order: Rollback) -> bool:
+    def _is_harmless(self, order: Rollback) -> bool:
         """Whether a rollback has not helped, without any alarm and with finite weights."""
         past = self._ledger.same_trouble(order.onset, self._policy.region)
         again = any({*order.arrays} <= {*each.arrays} for each in past)

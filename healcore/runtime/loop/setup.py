@@ -54,7 +54,7 @@ from healcore.runtime.store.memory import SMALL
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.trackers import Selection, Trackers
 
-MOST_CANDIDATES = 8
+MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
 _loops: weakref.WeakSet[Loop[CheckpointSaver]] = weakref.WeakSet()
 """Runs of this process, including ended runs that are still referenced."""
@@ -264,7 +264,7 @@ def _construct(
         every=every,
         # By default all checkpoints on probation, within a bound, and some older known-good ones.
         keep=options.checkpoints.keep
-        or Keep(candidates=min(-(-policy.probation // every) + 1, MOST_CANDIDATES), older=True),
+        or Keep(candidates=min(-(-policy.probation // every) + 1, MAX_CANDIDATES), older=True),
         probation=policy.probation,
         region=policy.region,
         verifier=BackgroundVerifier(in_background=ranks.world == 1),
@@ -328,13 +328,13 @@ def _store(options: Options, driver: Driver, ranks: Ranks) -> CheckpointStore:
     given, nonfinite_ok = options.store, tuple(options.checkpoints.nonfinite_ok)
     if given is None or isinstance(given, str | os.PathLike):
         own = driver.store(given, nonfinite_ok, trust=options.checkpoints.trust)
-        return _fitting(own, driver, ranks, options)
+        return _store_that_fits(own, driver, ranks, options)
     if nonfinite_ok:
         given.nonfinite_ok = (*given.nonfinite_ok, *nonfinite_ok)
     return given
 
 
-def _fitting(
+def _store_that_fits(
     store: CheckpointStore, driver: Driver, ranks: Ranks, options: Options
 ) -> CheckpointStore:
     """The default store, or its disk alone if snapshots do not fit into host memory."""
@@ -400,7 +400,7 @@ def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
 
 def _refuse_to_start(stop_file: StopFile, ranks: Ranks, log: RunLog) -> None:
     """Raises EndRequested on all ranks if one of them finds the stop file."""
-    if not any(ranks.gather(stop_file.there())):
+    if not any(ranks.gather(stop_file.file_exists())):
         return
     log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
     raise EndRequested(stop_file.why)

@@ -25,9 +25,9 @@ from typing import Any
 
 from healcore.core.errors import HealcoreError
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Seconds between two checks for the stop file."""
-_SLICE_S = 0.1
+_MAX_SLEEP_S = 0.1
 """Max seconds of one sleep, because a Python signal handler does not end a sleep."""
 
 
@@ -166,7 +166,7 @@ class TerminationWatch:
             left = until - time.monotonic()
             if left <= 0:
                 return
-            time.sleep(min(left, _SLICE_S))
+            time.sleep(min(left, _MAX_SLEEP_S))
 
     def on_signal(self, number: int) -> bool:
         """Records a signal. Returns whether the run can end at once."""
@@ -202,7 +202,7 @@ class StopFile:
         """Name of the file, as a clause."""
         return f"the stop file {self.path}"
 
-    def there(self) -> bool:
+    def file_exists(self) -> bool:
         """Whether the file exists now."""
         return self.path is not None and os.path.lexists(self.path)
 
@@ -216,8 +216,8 @@ class StopFile:
         self._closed.set()
 
     def _look(self) -> None:
-        while not self._closed.wait(LOOK_S):
-            if self.there():
+        while not self._closed.wait(POLL_INTERVAL_S):
+            if self.file_exists():
                 self.found = True
                 return
 

@@ -117,12 +117,12 @@ def explain(end: RunEnd) -> str:
     """The diagnosis: a headline, then paragraphs with a label."""
     parts = [
         _headline(end),
-        *_seen(end),
+        *_incidents_section(end),
         *_state(end),
         *_actions(end),
-        *_unsaved(end),
-        *_look_at(end),
-        _last_good(end),
+        *_storage_section(end),
+        *_advice_section(end),
+        _last_good_text(end),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -155,7 +155,7 @@ _HEADLINES = {
 }
 
 
-def _seen(end: RunEnd) -> Iterator[str]:
+def _incidents_section(end: RunEnd) -> Iterator[str]:
     if not end.cause:
         if end.incidents:
             yield _section("Seen", f"{incidents_text(end)}, all resolved.")
@@ -221,13 +221,13 @@ def _actions(end: RunEnd) -> Iterator[str]:
             yield _section(part, f"checkpoints found damaged{where}: {steps}. Check {check}.")
 
 
-def _unsaved(end: RunEnd) -> Iterator[str]:
+def _storage_section(end: RunEnd) -> Iterator[str]:
     if end.unsaved:
         times = counted(end.unsaved, "checkpoint was", "checkpoints were")
         yield _section("Storage", f"{times} not saved; the last one: {end.unsaved_why}.")
 
 
-def _look_at(end: RunEnd) -> Iterator[str]:
+def _advice_section(end: RunEnd) -> Iterator[str]:
     if end.ending == Ending.COMPLETED and not (end.open or end.not_finite or end.fault):
         return
     hints = advice(
@@ -245,11 +245,11 @@ def _look_at(end: RunEnd) -> Iterator[str]:
         yield _wrapped(hint, first="  - ", then="    ")
 
 
-def _last_good(end: RunEnd) -> str:
+def _last_good_text(end: RunEnd) -> str:
     if end.last_good is not None:
         where = f", in {end.last_good_path}" if end.last_good_path else ""
         return f"Last known-good: the checkpoint of step {end.last_good}{where}."
-    text = "none" + why_none_is_good(end.step, end.probation)
+    text = "none" + why_no_good_checkpoint(end.step, end.probation)
     if end.ending != Ending.COMPLETED and not (end.incidents or end.not_finite):
         text += "; the run had no incident: the next start resumes from the newest checkpoint on "
         text += "disk, if any"
@@ -258,7 +258,7 @@ def _last_good(end: RunEnd) -> str:
     return _section("Last known-good", f"{text}.")
 
 
-def why_none_is_good(step: int, probation: int | None) -> str:
+def why_no_good_checkpoint(step: int, probation: int | None) -> str:
     """Reason why no checkpoint is known-good after `step` steps: text after a colon, or empty."""
     if probation is None:
         return ""

@@ -72,7 +72,7 @@ def mark(mark: Mark) -> str:
 def _start(event: EventRecord) -> str:
     observed = " (observes, changes nothing)" if event.mode == "observe" else ""
     framework = event.framework or ""
-    return f"run {event.run} begins: {framework}, policy {_or(event.policy)}{observed}"
+    return f"run {event.run} begins: {framework}, policy {_shown(event.policy)}{observed}"
 
 
 def _alarm(event: EventRecord) -> str:
@@ -90,7 +90,7 @@ def _rollback(event: EventRecord) -> str:
         return f"re-run from step {event.checkpoint}, to test whether the fault is transient"
     number = len(event.batches or ())
     parts = (
-        f"from step {event.step or 0} back to the checkpoint of step {_or(event.checkpoint)}",
+        f"from step {event.step or 0} back to the checkpoint of step {_shown(event.checkpoint)}",
         Rollback.of(event).lr_text,
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         "finished by the next process" if event.outcome == RollbackOutcome.AFTER_CRASH else "",
@@ -124,20 +124,20 @@ def _fault(event: EventRecord) -> str:
     return f"fault: {kinds or 'unknown'}: {event.problem or ''}{done}"
 
 
-def _or(value: object) -> object:
+def _shown(value: object) -> object:
     return "?" if value is None else value
 
 
 _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "start": (_start, "framework policy mode"),
     "resume": (
-        lambda event: f"resumed from the checkpoint of step {_or(event.checkpoint)}",
+        lambda event: f"resumed from the checkpoint of step {_shown(event.checkpoint)}",
         "checkpoint",
     ),
     "alarm": (_alarm, "cause skip"),
     "incident": (
         lambda event: (
-            f"incident {_or(event.incident)}: {flag_names(event.cause or ()) or 'unknown cause'}"
+            f"incident {_shown(event.incident)}: {flag_names(event.cause or ()) or 'unknown cause'}"
         ),
         "incident cause",
     ),
@@ -150,10 +150,14 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "order": (_order, "action cause observed"),
     "rollback": (_rollback, "checkpoint outcome initial repeated"),
     "lr": (_lr, "why"),
-    "verdict": (lambda event: f"the re-run: the fault is {_or(event.outcome)}", "outcome"),
+    "verdict": (
+        lambda event: f"the re-run: the fault is {_shown(event.outcome)}",
+        "outcome",
+    ),
     "grow": (
         lambda event: (
-            f"tries parts of {_or(event.size)} samples again instead of {_or(event.size_before)}"
+            f"tries parts of {_shown(event.size)} samples again instead of "
+            f"{_shown(event.size_before)}"
         ),
         "size size_before",
     ),
@@ -164,7 +168,7 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
     "hook": (_hook, "hook ordered action problem"),
     "fault": (_fault, "problem answer"),
     "retried": (
-        lambda event: event.why or f"a call succeeded at attempt {_or(event.attempt)}",
+        lambda event: event.why or f"a call succeeded at attempt {_shown(event.attempt)}",
         "why",
     ),
     "stop": (lambda event: f"stopped: {event.why or ''}", "why"),
@@ -185,10 +189,10 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
 def outcome(incident: Incident) -> str:
     """The outcome of an incident as text."""
     if incident.mode is Mode.REPLAY:
-        return _replayed(incident)
+        return _replay_text(incident)
     responses = [sentence(event) for event in incident.responses]
     if incident.mode is Mode.OBSERVE:
-        return "; ".join([f"observed only: nothing was done{_would(incident)}", *responses])
+        return "; ".join([f"observed only: nothing was done{_would_text(incident)}", *responses])
     if responses:
         return "; ".join(responses)
     return (
@@ -202,7 +206,7 @@ def _skipped(incident: Incident) -> str:
     return f"{counted(incident.skipped, 'step')}{' or more' if incident.capped else ''}"
 
 
-def _would(incident: Incident) -> str:
+def _would_text(incident: Incident) -> str:
     parts = [f"skipped {_skipped(incident)}"] if incident.skipped else []
     if "ROLLBACK" in incident.action:
         times = "once" if incident.repeats == 1 else f"{incident.repeats} times"
@@ -213,7 +217,7 @@ def _would(incident: Incident) -> str:
     return f"; it would have {', '.join(parts)}" if parts else ""
 
 
-def _replayed(incident: Incident) -> str:
+def _replay_text(incident: Incident) -> str:
     parts: list[str] = []
     if incident.denied:
         parts.append("a rollback was due and the budget was exhausted: the run would stop")

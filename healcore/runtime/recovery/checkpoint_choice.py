@@ -52,16 +52,16 @@ def choose(
     usable = [save for save in saves if save.finite and save.step <= onset]
     good = sorted((save.step for save in usable if save.status == "good"), reverse=True)
     candidates = {save.step for save in usable if save.status == "candidate"}
-    chain = good + [step for step in dict.fromkeys(initial) if step in candidates]
-    if not chain:
-        raise NoGoodCheckpoint(_nothing(saves, onset))
+    choices = good + [step for step in dict.fromkeys(initial) if step in candidates]
+    if not choices:
+        raise NoGoodCheckpoint(_no_checkpoint_text(saves, onset))
 
-    older = [step for step in chain if step < min(tried, default=onset + 1)]
+    older = [step for step in choices if step < min(tried, default=onset + 1)]
     start = min(max(depth, 1), len(good) or 1) - 1
-    chosen = chain[start]
+    chosen = choices[start]
     if tried and chosen >= min(tried):
-        chosen = older[0] if older else min(chain)
-    order = chain[chain.index(chosen) :]
+        chosen = older[0] if older else min(choices)
+    order = choices[choices.index(chosen) :]
     return CheckpointChoice(
         order=tuple(order),
         initial=chosen not in good,
@@ -78,7 +78,7 @@ def newest_until(saves: Sequence[Saved], step: int) -> CheckpointChoice:
     usable = [save for save in saves if save.finite and save.status != "quarantined"]
     order = sorted((save.step for save in usable if save.step <= step), reverse=True)
     if not order:
-        raise NoGoodCheckpoint(_nothing(saves, step))
+        raise NoGoodCheckpoint(_no_checkpoint_text(saves, step))
     good = {save.step for save in usable if save.status == "good"}
     return CheckpointChoice(
         order=tuple(order), initial=order[-1] == order[0] not in good, repeated=False
@@ -131,11 +131,11 @@ def _worst(saves: Sequence[Saved]) -> Saved:
     )
 
 
-def _nothing(saves: Sequence[Saved], onset: int) -> str:
-    there = ", ".join(
+def _no_checkpoint_text(saves: Sequence[Saved], onset: int) -> str:
+    listed = ", ".join(
         f"{save.step} ({save.status if save.finite else 'not finite'})" for save in saves[-5:]
     )
     return (
         f"no known-good checkpoint from before the onset at step {onset}, and no initial snapshot; "
-        f"there: {there or 'none'}"
+        f"there: {listed or 'none'}"
     )

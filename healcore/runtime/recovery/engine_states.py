@@ -26,7 +26,7 @@ def after_rollback(
     `counted` says that the budgets in `live` already include this rollback.
     """
     then = saved or {}
-    return {name: _merged(engine, now, then.get(name), counted) for name, now in live.items()}
+    return {name: _merge(engine, now, then.get(name), counted) for name, now in live.items()}
 
 
 def limited(
@@ -86,8 +86,8 @@ def apply_rate(
     ]
     limit = min((each for each in limits if each > 0), default=None)
     scale = min((float(each.lr.scale) for each in states.values()), default=1.0)
-    found = {name: engine.to_dict(each) for name, each in states.items()}
-    return found, None if rate is None else limit, scale
+    adapted = {name: engine.to_dict(each) for name, each in states.items()}
+    return adapted, None if rate is None else limit, scale
 
 
 def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[str, Any]]:
@@ -104,7 +104,7 @@ def for_rerun(engine: Engine, live: Engines, saved: Engines) -> dict[str, dict[s
     return {**after_rollback(engine, live, saved), **states}
 
 
-def _merged(
+def _merge(
     engine: Engine, live: Mapping[str, Any], saved: Mapping[str, Any] | None, counted: bool
 ) -> dict[str, Any]:
     now = engine.from_dict(live)

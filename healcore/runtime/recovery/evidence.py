@@ -76,7 +76,7 @@ class Evidence:
         if self._compares:
             self.decline(order, step, "nothing", "no comparison shows that the weights are worse")
             return False
-        if order.cause & NONFINITE and self._nonfinite_lasts(order):
+        if order.cause & NONFINITE and self._nonfinite_persists(order):
             self._assess(order, step, "damage", "repetition")
             return True
         why = "cannot tell without loss_fn whether the model is worse"
@@ -85,7 +85,7 @@ class Evidence:
         self.decline(order, step, "nothing", why)
         return False
 
-    def _nonfinite_lasts(self, order: Rollback) -> bool:
+    def _nonfinite_persists(self, order: Rollback) -> bool:
         """Whether the incident has lasted `probation` steps, although the weights are finite.
 
         After this time a checkpoint from within the incident could become known-good.
@@ -117,10 +117,10 @@ class Evidence:
         healthy repeated steps refund it, and rollbacks by a hook do not use it.
         """
         reach = max(self._policy.refund_after, 1)
-        near = len(self._ledger.same_trouble(order.onset, reach))
-        if near < max(self._policy.recoveries, 1):
+        count = len(self._ledger.same_trouble(order.onset, reach))
+        if count < max(self._policy.recoveries, 1):
             return ""
-        return f"{near} rollbacks have been made within {reach} steps of the run"
+        return f"{count} rollbacks have been made within {reach} steps of the run"
 
 
 class Change(NamedTuple):

@@ -64,7 +64,7 @@ class _Settings:
     batch_sizes: dict[str, int] = field(default_factory=dict)
 
 
-def _began(rollback: Rollback) -> Rollback:
+def _check_begun(rollback: Rollback) -> Rollback:
     if rollback.status not in (Status.PLANNED, Status.APPLIED):
         raise ValueError("a rollback that has not begun")
     if rollback.status is Status.PLANNED and not rollback.candidates:
@@ -74,7 +74,7 @@ def _began(rollback: Rollback) -> Rollback:
 
 _Ledger = Annotated[dict[str, Any], _read_by(Ledger.from_dict)]
 _Sizes = Annotated[dict[str, Any], _read_by(MicrobatchSizes(shrinks=0, grow_after=0).load)]
-_OfStart = Annotated[dict[str, Any], _read_by(TypeAdapter(_Settings).validate_python)]
+_SettingsDict = Annotated[dict[str, Any], _read_by(TypeAdapter(_Settings).validate_python)]
 
 
 @dataclass
@@ -84,7 +84,7 @@ class JournalState:
     ending: str | None = None
     """`Ending` of the last process, or None if the process is running or was killed."""
     rollbacks: int = 0
-    rollback: Annotated[Rollback, AfterValidator(_began)] | None = None
+    rollback: Annotated[Rollback, AfterValidator(_check_begun)] | None = None
     """The last rollback: a plan, or an applied rollback, which a restart needs until a save."""
     nonfinite_ok: list[str] | None = None
     """Names of arrays that were not finite in the first snapshot."""
@@ -101,16 +101,16 @@ class JournalState:
     """`MicrobatchSizes.to_dict`, or None while all batches have fitted into memory."""
     quarantined: list[str] = field(default_factory=list)
     """Directory names of quarantined checkpoints, in case their status files get damaged."""
-    settings: _OfStart | None = None
+    settings: _SettingsDict | None = None
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
-    settings_at_end: _OfStart | None = None
+    settings_at_end: _SettingsDict | None = None
     """Hyperparameters at the end of the last process."""
 
     @property
     def plan(self) -> Rollback | None:
         """The unfinished rollback, or None."""
-        found = self.rollback
-        return found if found is not None and found.status is Status.PLANNED else None
+        rollback = self.rollback
+        return rollback if rollback is not None and rollback.status is Status.PLANNED else None
 
 
 _STATE = TypeAdapter(JournalState)
@@ -146,7 +146,7 @@ class Journal:
             raise JournalError(
                 f"{self.path} has schema {schema!r}, this version of healcore reads {SCHEMA}: use "
                 "the version that wrote it. It holds the budgets after the last rollback. To "
-                f"resume without it: {_moved_away(self.path)}"
+                f"resume without it: {_rename_command(self.path)}"
             )
         return self.state
 
@@ -155,7 +155,9 @@ class Journal:
         return self._unusable("has fields that healcore does not write")
 
     def _unusable(self, why: str) -> JournalError:
-        without = "" if self.path is None else f", or resume without it: {_moved_away(self.path)}"
+        without = (
+            "" if self.path is None else f", or resume without it: {_rename_command(self.path)}"
+        )
         return JournalError(
             f"{self.path} {why}: it holds the budgets after the last rollback, which checkpoints "
             "are quarantined, and whether a rollback is unfinished. Restore an intact copy of this "
@@ -183,7 +185,7 @@ class Journal:
         return write
 
 
-def _moved_away(path: Path) -> str:
+def _rename_command(path: Path) -> str:
     """A shell command that renames the journal."""
     return f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.old')}"
 

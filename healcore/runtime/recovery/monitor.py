@@ -22,12 +22,12 @@ from healcore.runtime.incidents.step_lines import StepLines, passes_power_of_ten
 from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
 
-_ON_HOST = (Action.STOP, Action.ROLLBACK, Action.SAVE)
-_NO_ORDER = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
+_HOST_ACTIONS = (Action.STOP, Action.ROLLBACK, Action.SAVE)
+_NO_ORDER_ACTIONS = Action.ALERT | Action.CUT_LR | Action.SOFT_STEP
 """Actions that the engine carries out itself, or that only need an event."""
-REMEMBERED = 1000
+MIN_STEPS_REMEMBERED = 1000
 """Min number of steps whose batch ids are kept; more if the policy's region is longer."""
-INTERVALS = 5
+MIN_INTERVALS_REMEMBERED = 5
 """Min number of checkpoint intervals whose batch ids are kept. Trouble begins up to two intervals
 after the restored checkpoint, lasts as long, and is found by comparisons."""
 
@@ -55,7 +55,7 @@ class IncidentMonitor:
         self.metrics = RunMetrics(per_tensor=self.policy.engine.per_tensor)
         self._lines = StepLines(self.policy, self.log, self.learning_rate)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
-        self._loader_from = 0
+        self._loader_start = 0
         """First step of the current loader, in which ids of earlier loaders have no meaning."""
         self._lr_scale: dict[str, float] = {}
         self._lr_scale_before: dict[str, float] = {}
@@ -67,7 +67,9 @@ class IncidentMonitor:
     def process(self, step: StepResult) -> Rollback | None:
         """Processes one step. Returns an order if the host has to act, or None."""
         self._batches[step.index] = step.batches
-        kept = max(self.policy.region, REMEMBERED, INTERVALS * self.interval)
+        kept = max(
+            self.policy.region, MIN_STEPS_REMEMBERED, MIN_INTERVALS_REMEMBERED * self.interval
+        )
         self._batches.pop(step.index - kept, None)
         incident = self.ledger.record(step.index, step.records)
         is_new = incident is not None and incident.number > self._last_incident
@@ -82,7 +84,7 @@ class IncidentMonitor:
                 self._log_alarm(step, record, incident)
             self._log_lr_change(step, record)
             if record.action:
-                order = _merged(order, self._order(step, record, incident))
+                order = _merge(order, self._order(step, record, incident))
         return order
 
     def end_facts(self) -> dict[str, Any]:
@@ -123,19 +125,19 @@ class IncidentMonitor:
 
     def batches_between(self, first: int, last: int) -> list[BatchId]:
         """Batches of the steps from `first` to `last`, of the current loader."""
-        first = max(first, self._loader_from)
+        first = max(first, self._loader_start)
         return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
 
     def begin_loader(self, step: int) -> None:
         """Notes that the batches come from another loader from this step on."""
-        self._loader_from = step
+        self._loader_start = step
 
     def on_rollback(self, target: int) -> None:
         """Forgets the batches of the steps from `target` on, which are repeated."""
         self._batches = {index: ids for index, ids in self._batches.items() if index < target}
-        self._loader_from = min(self._loader_from, target)
+        self._loader_start = min(self._loader_start, target)
 
-    def set_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+    def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets multipliers and counts from engine states (`Driver.healing`), without an event."""
         self._lr_scale = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
         self._lr_scale_before = dict(self._lr_scale)
@@ -164,10 +166,10 @@ class IncidentMonitor:
             onset=incident.onset,
             cause=names(Cause(incident.cause)),
             batches=[list(each) for each in step.batches],
-            of_ranks=self._of_ranks(first),
+            of_ranks=self._values_of_ranks(first),
         )
 
-    def _of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
+    def _values_of_ranks(self, record: StepRecord) -> list[dict[str, Any]] | None:
         """Loss and norm of each rank, or None with one rank. Collective, once per incident."""
         if record.rank_signals is None or self.ranks.world == 1:
             return None
@@ -183,7 +185,7 @@ class IncidentMonitor:
         onset = incident.onset if incident else step.index
         if incident and incident.only_skips:
             # A finite step within the incident shows that the weights were finite at this step.
-            onset = self.ledger.row_onset(step.index)
+            onset = self.ledger.first_consecutive(step.index)
         number = incident.number if incident else 0
         action = self._ask_hooks(step, record, number, onset) if len(self.hooks) else ordered
         if self.ranks.world > 1:
@@ -195,7 +197,7 @@ class IncidentMonitor:
                 depth = max(depth, depth_of_rank)
         if action & Action.ALERT:
             self._alert(step, record, number, action)
-        if self.policy.observes or action & ~_NO_ORDER:
+        if self.policy.observes or action & ~_NO_ORDER_ACTIONS:
             self.log.event(
                 "order",
                 step=step.index,
@@ -205,7 +207,7 @@ class IncidentMonitor:
                 depth=depth,
                 observed=self.policy.observes,
             )
-        if self.policy.observes or not any(action & each for each in _ON_HOST):
+        if self.policy.observes or not any(action & each for each in _HOST_ACTIONS):
             return None
         first = incident.first if incident else {}
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
@@ -331,7 +333,7 @@ class IncidentMonitor:
         )
 
 
-def _merged(one: Rollback | None, other: Rollback | None) -> Rollback | None:
+def _merge(one: Rollback | None, other: Rollback | None) -> Rollback | None:
     if one is None or other is None:
         return one or other
     return replace(

@@ -95,7 +95,9 @@ class Restorer:
     """Errors of checkpoints that do not fit the state and that `resume` passed over."""
     journal_outdated: bool = field(default=False, init=False)
     """Whether the last write of the journal failed; the next save tries again."""
-    _behind: Background = field(default_factory=lambda: Background("healcore-journal"), init=False)
+    _executor: Background = field(
+        default_factory=lambda: Background("healcore-journal"), init=False
+    )
 
     def contents(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state to save after `step` steps, and healcore's part of the checkpoint."""
@@ -125,36 +127,36 @@ class Restorer:
         self.find_damage()
         last = self.journal.state.rollback
         try:
-            self._plan(rollback, step)
+            self._make_plan(rollback, step)
             host = self._apply_plan(rollback, now=step)
         except StoreError:
             rollback.status, self.journal.state.rollback = Status.DECLINED, last
             self.write_journal(step)  # so that the next start does not carry out the plan
             raise
-        moved = self.loaders.rewind(_position(host), rollback.batches, self._more(rollback))
+        moved = self.loaders.rewind(_position(host), rollback.batches, self._extra_skips(rollback))
         if host is not None:  # after the loaders, which draw random numbers
             self.host.put_back(host)
-        self._complete(rollback)
+        self._record_applied(rollback)
         return moved
 
-    def _plan(self, rollback: Rollback, step: int) -> None:
+    def _make_plan(self, rollback: Rollback, step: int) -> None:
         """Completes an order to a plan, and writes the plan to the journal."""
         saves = self.saves()
         tried = [
             each.target for each in self.ledger.same_trouble(rollback.onset, self.policy.region)
         ]
-        choice = self._choice(saves, rollback, tried)
+        choice = self._choose(saves, rollback, tried)
         if rollback.better is None:
             rollback.why_older = why_older(saves, choice, onset=rollback.onset, tried=tried)
         rollback.initial, rollback.repeated = choice.initial, choice.repeated
         rollback.candidates = list(choice.order)
-        newer = {*saved_after(saves, onset=rollback.onset), *_newer(saves, choice.order[0])}
+        newer = {*saved_after(saves, onset=rollback.onset), *_steps_after(saves, choice.order[0])}
         rollback.quarantine = sorted(newer - {*choice.order})
         rollback.number, rollback.step = self.journal.state.rollbacks + 1, step
         rollback.engines = self.driver.healing()
         rollback.lr = self.driver.learning_rate()
         rollback.skipped = len(rollback.batches)
-        rollback.left_out = self.loaders.left_out(rollback.batches, self._more(rollback))
+        rollback.left_out = self.loaders.left_out(rollback.batches, self._extra_skips(rollback))
         rollback.forward = self.loaders.forward_positions()
         if rollback.lr_at_fault is not None and not math.isfinite(rollback.lr_at_fault):
             rollback.lr_at_fault = self._rate_in_force(rollback)
@@ -170,11 +172,11 @@ class Restorer:
             checkpoint=choice.order[0],
         )
 
-    def _more(self, rollback: Rollback) -> int:
+    def _extra_skips(self, rollback: Rollback) -> int:
         """Number of batches to skip after the bad batches."""
         return self.policy.skip_batches if rollback.batches else 0
 
-    def _choice(
+    def _choose(
         self, saves: Sequence[Saved], rollback: Rollback, tried: Sequence[int]
     ) -> CheckpointChoice:
         if rollback.better is not None:
@@ -218,13 +220,13 @@ class Restorer:
         (host, applied), saved = self._load_first_intact(plan.candidates, load, now)
         for name, value in applied.items():
             setattr(plan, name, value)
-        self.checkpoints.quarantine(_newer(self.saves(), plan.target), now=now)
+        self.checkpoints.quarantine(_steps_after(self.saves(), plan.target), now=now)
         self.checkpoints.retry_quarantine(plan.target)
         self.ledger.on_rollback(plan, saved.ledger)
         plan.status = Status.APPLIED
         return host
 
-    def _complete(self, plan: Rollback) -> None:
+    def _record_applied(self, plan: Rollback) -> None:
         """Writes an applied plan to the journal, which keeps it until the next save."""
         state = self.journal.state
         state.rollbacks, state.ledger = plan.number, self.ledger.to_dict()
@@ -244,10 +246,10 @@ class Restorer:
             raise self.journal.malformed() from error
         if self.journal.state.ledger is not None:
             ledger = Ledger.from_dict(self.journal.state.ledger)
-            self.ledger.take_over(ledger, plan.candidates[0], None)
+            self.ledger.continue_from(ledger, plan.candidates[0], None)
         host = self._apply_plan(plan, now=plan.step)
         self.loaders.resume(_with(host, plan.forward), plan.left_out)
-        self._complete(plan)
+        self._record_applied(plan)
         return host
 
     def resume(self, order: Sequence[int]) -> tuple[int, HostParts | None]:
@@ -300,7 +302,7 @@ class Restorer:
             of_journal, forward = self.journal.state.ledger, last.forward
             ledger = None if of_journal is None else Ledger.from_dict(of_journal)
         if ledger is not None:
-            self.ledger.take_over(ledger, step, saved.ledger)
+            self.ledger.continue_from(ledger, step, saved.ledger)
         else:
             self.ledger.next_step = step
         self.loaders.resume(_with(host_state, forward), {} if last is None else last.left_out)
@@ -313,11 +315,11 @@ class Restorer:
 
     def find_damage(self) -> None:
         """Reports checkpoints that are too damaged for a listing."""
-        found = []
+        damaged = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
-            found = self.checkpoints.store.damaged()
+            damaged = self.checkpoints.store.damaged()
         known = {(error.path, error.file) for error in self.damage}
-        for error in agreed(self.ranks, found):
+        for error in agreed(self.ranks, damaged):
             if (error.path, error.file) not in known:
                 self._log_damage(error)
 
@@ -338,7 +340,7 @@ class Restorer:
             result = self._restore(left)
             loaded = failure = None
             try:
-                saved = on_each(self.ranks, lambda each=result: self._content(each))
+                saved = on_each(self.ranks, lambda each=result: self._checked_content(each))
                 loaded = load(result, saved), saved
             except Exception as error:
                 failure = error
@@ -377,7 +379,7 @@ class Restorer:
                 return result
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} is intact on every rank")
 
-    def _content(self, result: RestoreResult) -> _Content:
+    def _checked_content(self, result: RestoreResult) -> _Content:
         """Checks healcore's part. Malformed values raise any exception."""
         healing, own = result.restored.healing or {}, result.restored.state.get(ITEM)
         check_lineage(self.journal, result)
@@ -398,7 +400,7 @@ class Restorer:
         self, result: RestoreResult, saved: _Content, engines: dict[str, Any], *, reset: bool
     ) -> HostParts | None:
         """Loads state and engines. Returns the part for `HostState`."""
-        host_state = self._of_this_world(result, saved.host)
+        host_state = self._adapt_to_world(result, saved.host)
         state = result.restored.state
         self.driver.replace({name: each for name, each in state.items() if name != ITEM})
         if reset:
@@ -406,7 +408,7 @@ class Restorer:
         self.driver.load_healing(engines)
         return host_state
 
-    def _of_this_world(self, result: RestoreResult, own: HostParts | None) -> HostParts | None:
+    def _adapt_to_world(self, result: RestoreResult, own: HostParts | None) -> HostParts | None:
         """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
 
         Random generators stay as the program has set them: added ranks have no saved state.
@@ -472,7 +474,7 @@ class Restorer:
             except OSError:
                 self.journal_outdated = True  # the next save writes and reports it
 
-        self._behind.submit(now, "while writing the journal", job)
+        self._executor.submit(now, "while writing the journal", job)
 
 
 def _position(own: HostParts | None) -> dict[str, Any] | None:
@@ -495,5 +497,5 @@ def _batches(data: Mapping[str, Any] | None) -> dict[str, Any]:
     return {n: (each["kind"], each["epoch"], each["index"]) for n, each in places.items()}
 
 
-def _newer(saves: Sequence[Saved], step: int) -> list[int]:
+def _steps_after(saves: Sequence[Saved], step: int) -> list[int]:
     return [save.step for save in saves if save.step > step]

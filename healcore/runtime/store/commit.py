@@ -16,7 +16,7 @@ from healcore.runtime.store import files, inspection, manifest
 from healcore.runtime.store.copies import StateCopy
 from healcore.runtime.store.errors import SaveFailed
 from healcore.runtime.store.inspection import Digest
-from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, united
+from healcore.runtime.store.ranks import Ranks, agreed, on_first, together, union_of_names
 
 _UNTOUCHED = "earlier checkpoints are unchanged"
 _READ_ONLY = "point the store at a directory that can be written"
@@ -64,7 +64,7 @@ def commit(
         on_first(ranks, lambda: folder.mkdir())
         parts = together(ranks, lambda: write(folder))
         on_first(ranks, lambda: (join(folder), _complete(root, folder, copy, format, parts)))
-        return united(part.nonfinite for part in parts)
+        return union_of_names(part.nonfinite for part in parts)
     except Exception as error:
         raise SaveFailed(copy.step, f"while writing to {root}", error, _hint(error)) from error
     finally:
@@ -158,7 +158,7 @@ def _complete(
     digests = {path: digest for part in parts for path, digest in part.digests.items()}
     digests.update(_sync_and_digest(folder, [path for path in paths if path not in digests]))
     earlier = manifest.complete(root).get(copy.step, [])
-    nonfinite = united(part.nonfinite for part in parts)
+    nonfinite = union_of_names(part.nonfinite for part in parts)
     record = manifest.Manifest(
         step=copy.step,
         created=copy.created,

@@ -189,7 +189,7 @@ class DirectoryStore(Tier):
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf on any rank; saves nothing."""
         names_on_rank = super().nonfinite_in
-        return ranks.united(ranks.together(self.processes, lambda: names_on_rank(state)))
+        return ranks.union_of_names(ranks.together(self.processes, lambda: names_on_rank(state)))
 
     @property
     def busy(self) -> bool:

@@ -78,7 +78,7 @@ def _picklable(failure: Exception | None, rank: int) -> Exception | None:
     return RankFailed(f"rank {rank}: {type(failure).__name__}: {failure}")
 
 
-def united(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
+def union_of_names(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
     """The union of the names of all ranks, sorted."""
     return tuple(sorted(set().union(*names)))
 

@@ -23,7 +23,7 @@ class Client:
     def __init__(self, where: str | None, user_run: Any) -> None:
         run = user_run or (mlflow.active_run() if where is None else None)
         self._client = mlflow.MlflowClient()
-        self._is_users = run is not None
+        self._owned_by_user = run is not None
         self._run_id: str = "" if run is None else run.info.run_id
         self._experiment = where or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "healcore"
         self._metrics: list[Metric] = []
@@ -31,7 +31,7 @@ class Client:
 
     def start(self, run: TrackedRun) -> None:
         """Creates or continues a run if needed, and tags the run."""
-        if not self._is_users:
+        if not self._owned_by_user:
             self._run_id = self._find_or_create_run(run.id)
             self._client.update_run(self._run_id, RunStatus.to_string(RunStatus.RUNNING))
         self._client.set_tag(self._run_id, _ID_TAG, run.id)
@@ -59,7 +59,7 @@ class Client:
 
     def close(self) -> None:
         """Ends the run, except a run of the user."""
-        if not self._is_users:
+        if not self._owned_by_user:
             self._client.set_terminated(self._run_id, RunStatus.to_string(self._status))
 
     def _find_or_create_run(self, run: str) -> str:

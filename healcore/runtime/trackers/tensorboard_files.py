@@ -36,12 +36,12 @@ class Client:
 
     def __init__(self, where: str | None, user_writer: Any) -> None:
         self._folder = where
-        self._is_users = user_writer is not None
+        self._owned_by_user = user_writer is not None
         self._writer: Any = user_writer
 
     def start(self, run: TrackedRun) -> None:
         """Opens a new event file, in a restarted program in the same directory."""
-        if not self._is_users:
+        if not self._owned_by_user:
             self._writer = _Files(self._folder or os.path.join("runs", run.id))
         policy = run.config.get("policy_toml", run.config["policy"])
         self._writer.add_text("heal/policy", f"```\n{policy}\n```")
@@ -61,7 +61,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the event file, except a writer of the user."""
-        if not self._is_users:
+        if not self._owned_by_user:
             self._writer.close()
 
 

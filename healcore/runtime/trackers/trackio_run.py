@@ -18,12 +18,12 @@ class Client(EventTable):
         super().__init__()
         self._run: Any = user_run or (context_vars.current_run.get() if where is None else None)
         self._project = where or os.environ.get("TRACKIO_PROJECT") or "healcore"
-        self._is_users = self._run is not None
+        self._owned_by_user = self._run is not None
         self._last_step = 0
 
     def start(self, run: TrackedRun) -> None:
         """Creates or continues a run if needed."""
-        if not self._is_users:
+        if not self._owned_by_user:
             config = {"healcore": run.config}
             self._run = trackio.init(self._project, name=run.id, resume="allow", config=config)
 
@@ -40,5 +40,5 @@ class Client(EventTable):
         """Logs the table of events, and finishes the run, except a run of the user."""
         table = trackio.Table(columns=self.columns, data=self._rows)
         self._run.log({"heal/events": table}, step=self._last_step)
-        if not self._is_users:
+        if not self._owned_by_user:
             self._run.finish()

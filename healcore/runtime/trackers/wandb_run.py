@@ -22,11 +22,11 @@ class Client(EventTable):
         super().__init__()
         self._run: Any = user_run or (wandb.run if where is None else None)
         self._project = where
-        self._is_users = self._run is not None
+        self._owned_by_user = self._run is not None
 
     def start(self, run: TrackedRun) -> None:
         """Creates or continues a run if needed, and declares the x-axis."""
-        if not self._is_users:
+        if not self._owned_by_user:
             # "allow" continues the run with this id in the project, or creates it.
             self._run = wandb.init(
                 project=self._project,
@@ -45,7 +45,7 @@ class Client(EventTable):
         In the user's run, the numbers become part of the row of the user's next `log`. A separate
         row would increase wandb's step, and wandb would reject the user's `log(..., step=epoch)`.
         """
-        self._run.log({"heal/step": step, **values}, commit=not self._is_users)
+        self._run.log({"heal/step": step, **values}, commit=not self._owned_by_user)
 
     def _alert(self, title: str, text: str, step: int | None, *, is_error: bool) -> None:
         self._run.alert(title, text, level="ERROR" if is_error else "WARN")
@@ -53,6 +53,6 @@ class Client(EventTable):
     def close(self) -> None:
         """Logs the table of events, and finishes the run, except a run of the user."""
         table = wandb.Table(columns=self.columns, data=self._rows)
-        self._run.log({"heal/events": table}, commit=not self._is_users)
-        if not self._is_users:
+        self._run.log({"heal/events": table}, commit=not self._owned_by_user)
+        if not self._owned_by_user:
             self._run.finish()

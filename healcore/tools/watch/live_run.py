@@ -13,7 +13,7 @@ from healcore.history.metrics import curve_values, parse_metrics
 from healcore.history.process import RunState
 from healcore.history.run import is_continuation
 from healcore.policy import Policy
-from healcore.runtime.postmortem.diagnosis import why_none_is_good
+from healcore.runtime.postmortem.diagnosis import why_no_good_checkpoint
 from healcore.runtime.postmortem.sentences import sentence
 from healcore.tools.report.runs import policy_text
 from healcore.tools.terminal import clean
@@ -158,7 +158,7 @@ def _no_known_good(live: LiveRun) -> str:
         return "none yet" if live.ending is None else "none"
     if live.ending is None:
         return f"none yet, needs {live.policy.rollback.probation} healthy steps"
-    return f"none{why_none_is_good(live.run.step or 0, live.policy.rollback.probation)}"
+    return f"none{why_no_good_checkpoint(live.run.step or 0, live.policy.rollback.probation)}"
 
 
 def _numbers(live: LiveRun) -> list[str]:

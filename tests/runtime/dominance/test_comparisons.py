@@ -11,7 +11,7 @@ import pytest
 from healcore.errors import SignalError
 from healcore.runtime.dominance import dominance as module
 from healcore.runtime.dominance.anchor import ObservedBatch, TrainedStep
-from healcore.runtime.dominance.dominance import SAVED
+from healcore.runtime.dominance.dominance import MAX_CREDIT
 from tests.runtime.dominance.toy_driver import Run
 
 
@@ -214,16 +214,16 @@ def test_at_most_three_anchors_the_start_and_the_last_two_checkpoints():
 def test_an_anchor_is_compared_once_it_is_a_save_interval_old():
     run = Run(noisy)
     healthy(run, 250)
-    assert [each.step for each in run.dominance._eligible(150)] == [0]
-    assert [each.step for each in run.dominance._eligible(200)] == [100]
-    assert [each.step for each in run.dominance._eligible(299)] == [100]
-    assert [each.step for each in run.dominance._eligible(300)] == [200]
+    assert [each.step for each in run.dominance._eligible_anchors(150)] == [0]
+    assert [each.step for each in run.dominance._eligible_anchors(200)] == [100]
+    assert [each.step for each in run.dominance._eligible_anchors(299)] == [100]
+    assert [each.step for each in run.dominance._eligible_anchors(300)] == [200]
 
 
 def test_at_the_start_half_of_the_run_is_old_enough_and_eight_steps_at_least():
     run = Run(noisy)
-    assert run.dominance._eligible(7) == []
-    assert [each.step for each in run.dominance._eligible(8)] == [0]
+    assert run.dominance._eligible_anchors(7) == []
+    assert [each.step for each in run.dominance._eligible_anchors(8)] == [0]
 
 
 def test_suspect_weights_are_no_anchor():
@@ -264,14 +264,14 @@ def test_a_healthy_run_costs_at_most_one_percent(alarm, gives_loss):
     run = Run(noisy)
     run.dominance.gives_loss = gives_loss
     healthy(run, 5000, alarm=alarm)
-    most = SAVED + 0.03 * 5000 + 2
+    most = MAX_CREDIT + 0.03 * 5000 + 2
     assert run.driver.evaluations <= most
     if alarm:
         assert run.driver.evaluations > 0.8 * most
 
 
 def test_without_alarms_there_is_one_comparison_in_a_hundred_steps(monkeypatch):
-    monkeypatch.setattr(module.Dominance, "_note_time", lambda self: None)
+    monkeypatch.setattr(module.Dominance, "_update_step_time", lambda self: None)
     run = Run(noisy)
     run.dominance.gives_loss = True
     healthy(run, 1000)
@@ -322,7 +322,7 @@ def test_a_loss_fn_that_fails_later_is_not_called_again(wrong):
     for _ in range(50):
         assert run.take(run.step, weight=9.0, alarm=True, loss=9.0) is None
     assert len(calls) == 1
-    assert not run.dominance.asks
+    assert not run.dominance.is_enabled
     assert not run.dominance.anchors, "their memory is free"
     (line,) = run.warnings
     assert "it is not called again" in line
@@ -343,7 +343,7 @@ def test_a_run_can_end_after_its_loss_fn_has_failed_in_trouble():
     failing = True
     for _ in range(LASTS):
         assert run.take(run.step, loss=9.0) is None
-    assert not run.dominance.asks
+    assert not run.dominance.is_enabled
     assert run.dominance.at_end(run.step) is None
 
 
@@ -386,7 +386,7 @@ def test_parts_of_a_batch_count_by_their_weights():
 
 def test_without_a_loss_fn_nothing_is_kept():
     run = Run(None)
-    assert not run.dominance.asks
+    assert not run.dominance.is_enabled
     assert run.dominance.anchors == []
     step = TrainedStep(0, (ObservedBatch(0),))
     assert run.dominance.observe(step, 1.0, alarm=True, trained=True) is None

@@ -21,7 +21,7 @@ def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
     update = [MICRO_STEP, MICRO_STEP, MICRO_STEP, SKIPPED]
     for index, each in enumerate([*update, *update, *update, last]):
         ledger.record(index, [each])
-    assert ledger.row_onset(ledger.next_step - 1) == onset
+    assert ledger.first_consecutive(ledger.next_step - 1) == onset
 
 
 def test_a_lasting_alert_goes_on_through_the_micro_steps_of_an_accumulation():

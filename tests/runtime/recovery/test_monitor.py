@@ -74,7 +74,7 @@ def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run: Run):
 
 def test_a_resumed_run_goes_on_counting(run: Run):
     tally = {"clips": 3, "skips": 98, "lr_cuts": 0, "rollbacks": 0, "alarms": 98}
-    run.monitor.set_engines({"model": {"state": {"tally": tally, "lr": {"scale": 1.0}}}})
+    run.monitor.sync_engines({"model": {"state": {"tally": tally, "lr": {"scale": 1.0}}}})
     assert run.steps(5) == []
     said = run.steps(4, incident=1, incident_open=True, **NAN)
     assert [line.split("; ")[-1] for line in said] == [

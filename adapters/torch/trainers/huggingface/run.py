@@ -221,7 +221,7 @@ class TrainingRun:
                 return
             self.driver.load_healing(saved["engines"])
             ledger = Ledger.from_dict(saved["ledger"])
-            self.ledger.take_over(ledger, self.step, ledger)
+            self.ledger.continue_from(ledger, self.step, ledger)
         except (HealcoreError, KeyError, TypeError, ValueError) as error:
             self.log.warning(
                 f"healcore's state in the checkpoint of step {self.step} was not loaded, and is "
