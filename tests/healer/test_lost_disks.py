@@ -60,7 +60,7 @@ def test_a_directory_that_was_deleted(framework, tmp_path, caplog):
     problems = [event["problem"] for event in logged(found, "problem")]
     assert any("cannot be read" in each and "in memory" in each for each in problems)
     assert any("journal could not be written" in each for each in problems)
-    assert "has somebody deleted it" in logged(found, "save_failed")[-1]["problem"]
+    assert "has it been deleted" in logged(found, "save_failed")[-1]["problem"]
 
 
 @BOTH

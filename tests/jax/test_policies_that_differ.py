@@ -62,7 +62,7 @@ def test_a_state_of_another_policy_is_refused(other):
     ):
         with pytest.raises(HealStateError, match=r"to another policy.*with_heal_state"):
             use()
-    with pytest.raises(StateError, match="of a policy with"):
+    with pytest.raises(StateError, match="to a policy with"):
         from_dict(protect(optax.adam(0.1), other).init(PARAMS), saved, other)
 
 

@@ -280,7 +280,7 @@ class _Reader:
         self._reads = 0
         self._unreadable: deque[int] = deque()
         """Numbers of the reads that failed, among the last `within`."""
-        self._consecutive = 0
+        self._consecutive_failures = 0
         self._last: dict[int, Any] = {}
         """Number of a loader -> its last batch, with several ranks."""
         self._replaced_errors: dict[int, Exception] = {}
@@ -335,7 +335,7 @@ class _Reader:
                     self._skip_batch(number, pending)
                 if attempt > 1:
                     self._report_attempt(Attempt(_batch_text(result[1]), attempt))
-                self._consecutive = 0
+                self._consecutive_failures = 0
                 if not self._single_rank:
                     self._last[number] = _copied(result[0])
                 return result
@@ -376,10 +376,13 @@ class _Reader:
             self._unreadable.popleft()
         if not self._skips:
             return None
-        if self._consecutive >= limits.consecutive or len(self._unreadable) >= limits.count:
+        if (
+            self._consecutive_failures >= limits.consecutive
+            or len(self._unreadable) >= limits.count
+        ):
             done = "skipped" if self._single_rank else "replaced by the batch before"
             error.add_note(
-                f"healcore: {self._consecutive} unreadable batches in a row and "
+                f"healcore: {self._consecutive_failures} unreadable batches in a row and "
                 f"{len(self._unreadable)} within {limits.within} were {done}, which is "
                 "the limit of [skip_batch]"
             )
@@ -387,7 +390,7 @@ class _Reader:
         if not self._single_rank and number not in self._last:
             return None
         self._unreadable.append(self._reads)
-        self._consecutive += 1
+        self._consecutive_failures += 1
         problem = f"batch {batch.index} of epoch {batch.epoch} cannot be read: {_one_line(error)}"
         if not self._single_rank:
             problem += "; the batch before comes again in its place"

@@ -21,7 +21,7 @@ def test_events_of_one_family_are_held_out_run_by_run(logs, tmp_path):
     result = json.loads(done.output)
     assert (result["events"], result["held_out"]["by"]) == (4, "run")
     assert result["held_out"]["events"] == [2] * 8
-    assert "only one family of runs has events" in " ".join(result["notes"])
+    assert "only one family has events" in " ".join(result["notes"])
 
 
 def test_lost_is_shown_once_and_its_gap_in_steps(logs, tmp_path):
