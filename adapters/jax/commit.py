@@ -134,29 +134,29 @@ def _interpret(
     def keep(i: int, new: Any) -> Any:
         return _select_widened(skip, old[i], new, names[i])
 
-    place: dict[Any, int] = {}
+    state_index: dict[Any, int] = {}
     for i, var in enumerate(outputs):
         if not isinstance(var, jex.Literal):
-            place.setdefault(var, i)
+            state_index.setdefault(var, i)
 
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-    given = set(env)
+    input_vars = set(env)
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         for var, value in zip(eqn.outvars, _evaluate(eqn, read), strict=True):
-            if var in place:
-                value = keep(place[var], value)
+            if var in state_index:
+                value = keep(state_index[var], value)
             env[var] = value
 
     kept = []
     for i, var in enumerate(outputs):
         if var is own_inputs[i]:
             kept.append(old[i])  # the step returns its input
-        elif not isinstance(var, jex.Literal) and place[var] == i and var not in given:
+        elif not isinstance(var, jex.Literal) and state_index[var] == i and var not in input_vars:
             kept.append(env[var])
         else:
             kept.append(keep(i, read(var)))

@@ -40,17 +40,17 @@ def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> 
         function: a pure function of pytrees of arrays.
         static: positions of arguments that are hashable values instead of pytrees.
     """
-    call = jax.jit(function, static_argnums=static)
+    jitted = jax.jit(function, static_argnums=static)
 
     @functools.wraps(function)
-    def either(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
         arrays = [each for each in jax.tree.leaves((args, kwargs)) if isinstance(each, jax.Array)]
         if any(isinstance(each, Tracer) for each in arrays):
             return function(*args, **kwargs)
         places = {frozenset(each.devices()) for each in arrays if each.committed}
-        return (call if len(places) < 2 else function)(*args, **kwargs)
+        return (jitted if len(places) < 2 else function)(*args, **kwargs)
 
-    return either
+    return call
 
 
 def one_kernel(function: Callable[..., Result], *args: Any) -> Result:

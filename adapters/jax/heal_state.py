@@ -121,7 +121,7 @@ def _judge(
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
     template = neutral(groups=None if decision.group_scale is None else 1)
-    decision = tree.map_leaves(_own, template, decision)
+    decision = tree.map_leaves(_as_own_buffer, template, decision)
     header = state_layout.header(state.heal_ints)
     # A soft step needs no host action, and must not evict a record of one from the ring buffer.
     action = new.last.decision.action
@@ -133,7 +133,7 @@ def _judge(
     return *layout.pack(new, header), decision, ordered
 
 
-def _own(kind: Any, leaf: chex.Array) -> chex.Array:
+def _as_own_buffer(kind: Any, leaf: chex.Array) -> chex.Array:
     """Returns the leaf with the dtype of `kind`, in a separate buffer.
 
     Eager code may return the same array for several leaves, but a buffer can be donated only once.

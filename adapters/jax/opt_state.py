@@ -255,7 +255,7 @@ def with_heal_state(bare: PyTree, like: State) -> State:
     Raises:
         HealStateError: `bare` has another structure.
     """
-    bare = _part_like(without_heal_state(like), bare)
+    bare = _member_like(without_heal_state(like), bare)
     nodes, structure = jax.tree.flatten(like, is_leaf=lambda node: isinstance(node, _HEALING))
     try:
         parts = structure.flatten_up_to(bare)
@@ -264,10 +264,10 @@ def with_heal_state(bare: PyTree, like: State) -> State:
             f"this state does not have the structure of without_heal_state(like): {error}. Pass a "
             "state of the same model and optimizer"
         ) from None
-    return structure.unflatten(map(_healed, parts, nodes))
+    return structure.unflatten(map(_insert_heal_state, parts, nodes))
 
 
-def _part_like(wanted: Any, tree: Any) -> Any:
+def _member_like(wanted: Any, tree: Any) -> Any:
     """The member of a chain with the structure of `wanted`, if the others are stateless."""
     structure = jax.tree.structure(wanted)
 
@@ -278,7 +278,7 @@ def _part_like(wanted: Any, tree: Any) -> Any:
     return nodes[0] if len(nodes) == 1 and fits(nodes[0]) else tree
 
 
-def _healed(bare: Any, node: Any) -> Any:
+def _insert_heal_state(bare: Any, node: Any) -> Any:
     """Inserts the healing state of `node` into the leaf or subtree `bare` at the same position."""
     if isinstance(node, ProtectState):
         return node._replace(inner_state=with_heal_state(bare, node.inner_state))

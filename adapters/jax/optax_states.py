@@ -74,7 +74,7 @@ def check_leaves(tree: Any, name: str, write: str) -> None:
             )
 
 
-def on_mesh_of(params: Any, state: State) -> State:
+def replicate_over_mesh(params: Any, state: State) -> State:
     """Replicates the arrays of a fresh state over the mesh of the parameters, if any.
 
     A compiled step returns its arrays on that mesh. If the first state were not on the mesh, the
@@ -86,24 +86,24 @@ def on_mesh_of(params: Any, state: State) -> State:
         return state
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
 
-    def one(leaf: Any) -> Any:
+    def replicated(leaf: Any) -> Any:
         if not _is_array(leaf) or leaf.committed or isinstance(leaf.sharding, NamedSharding):
             return leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = one(jax.random.key_data(leaf))
+            data = replicated(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         # With several processes, device_put would compare the values, which is a collective.
         value = np.asarray(leaf)
         return jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
 
-    return jax.tree.map(one, state)
+    return jax.tree.map(replicated, state)
 
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
-def _in(table: Mapping[str, Any], node: Any) -> bool:
+def _is_listed(table: Mapping[str, Any], node: Any) -> bool:
     """Whether a node is a state of optax whose class is a key of the table."""
     kind = type(node)
     return kind.__module__.startswith("optax.") and kind.__name__ in table
@@ -141,7 +141,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
     """
 
     def init(params: optax.Params) -> ScaleByHealLrState:
-        return on_mesh_of(params, ScaleByHealLrState(jnp.ones((), jnp.float32)))
+        return replicate_over_mesh(params, ScaleByHealLrState(jnp.ones((), jnp.float32)))
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -201,7 +201,7 @@ def check_second_iterates(opt_state: Any, cut: str, *, reaches_base: bool = True
 
     def has_second_iterate(node: Any) -> bool:
         # With opaque_mode SAM has no cache, and only moves the parameters.
-        return _in(_SECOND_ITERATES, node) and getattr(node, "cache", ()) is not None
+        return _is_listed(_SECOND_ITERATES, node) and getattr(node, "cache", ()) is not None
 
     for place, node in tree_leaves_with_path(opt_state, is_leaf=has_second_iterate):
         if not has_second_iterate(node) or (reaches_base and has_lr_scale(tuple(node))):
@@ -251,7 +251,7 @@ def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
     """Applies `zeroed` to each moment and each count of a bias correction, not to schedules."""
 
     def has_moments(node: Any) -> bool:
-        return _in(_MOMENTS, node)
+        return _is_listed(_MOMENTS, node)
 
     def reset(node: Any) -> Any:
         if not has_moments(node):
@@ -266,7 +266,7 @@ def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
     """Reason why moments cannot be reset, or an empty string. `engines`: paths of HealStates."""
 
     def is_known(node: Any) -> bool:
-        return _in(_MOMENTS, node) or isinstance(node, HealState | ScaleByHealLrState)
+        return _is_listed(_MOMENTS, node) or isinstance(node, HealState | ScaleByHealLrState)
 
     for path in engines:
         for place, node in tree_leaves_with_path(at(tree, path[:-1]), is_leaf=is_known):

@@ -27,7 +27,7 @@ _MEANS = ("loss", "eval_loss", "update_norm", "learning_rate")
 _FLAGS = ("change_expected", "externally_skipped")
 
 
-class GivenSignals(TypedDict, total=False):
+class ReportedSignals(TypedDict, total=False):
     """The keywords of `update` by which a caller reports signals of a step.
 
     Each is a number or a bool, 0-d. Each is optional and may be None.
@@ -50,15 +50,15 @@ class GivenSignals(TypedDict, total=False):
     """The schedule's rate at this step, floating, for a policy with an absolute limit on it."""
 
 
-def split_keywords(keywords: Mapping[str, Any]) -> tuple[GivenSignals, dict[str, Any]]:
+def split_keywords(keywords: Mapping[str, Any]) -> tuple[ReportedSignals, dict[str, Any]]:
     """Splits keywords of `update` into signals that are not None, and other keywords."""
-    names = GivenSignals.__annotations__
+    names = ReportedSignals.__annotations__
     given: Any = {name: keywords[name] for name in names if keywords.get(name) is not None}
     return given, {name: each for name, each in keywords.items() if name not in names}
 
 
 def make_signals(
-    engine: Engine, updates: Any, given: GivenSignals, axes: Axes
+    engine: Engine, updates: Any, given: ReportedSignals, axes: Axes
 ) -> tuple[Signals, chex.Array | None]:
     """Makes one step's `Signals`, the same on every device, from its gradients and `given`.
 
@@ -79,11 +79,11 @@ def make_signals(
         if not leaf_norms.size:
             leaf_norms = jnp.zeros((1,), jnp.float32)  # `count_leaves` returns at least 1
     reported: dict[str, Any] = {**given, "grad_norm": grad_norm}
-    found = {name: _scalar(name, reported.get(name)) for name in GivenSignals.__annotations__}
+    found = {name: _scalar(name, reported.get(name)) for name in ReportedSignals.__annotations__}
     signals = Signals(
         loss=found.pop("value"), group_norms=leaf_norms if engine.per_tensor else None, **found
     )
-    return axes.signals(signals, leaf_norms, given_norm="grad_norm" in given)
+    return axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
 
 
 def count_leaves(params: Any) -> int:
@@ -119,16 +119,16 @@ class Axes(NamedTuple):
         return bool(self.averaged or self.split)
 
     def signals(
-        self, own: Signals, leaf_norms: chex.Array | None, *, given_norm: bool
+        self, own: Signals, leaf_norms: chex.Array | None, *, norm_reported: bool
     ) -> tuple[Signals, chex.Array | None]:
         """Reduces this device's signals and leaf norms over all devices, by one all-reduce.
 
         Losses and rates are averaged, norms are combined, and a flag is set if any device sets it.
-        A NaN or Inf reaches every device. `given_norm` is whether the caller passed `grad_norm`.
+        A NaN or Inf reaches every device. `norm_reported` is whether the caller passed `grad_norm`.
         """
         if not self:
             return own, leaf_norms
-        names = [*_MEANS, *(["grad_norm"] if given_norm else []), *_FLAGS]
+        names = [*_MEANS, *(["grad_norm"] if norm_reported else []), *_FLAGS]
         found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
         vector = [jnp.asarray(value, jnp.float32)[None] for value in found.values()]
         if leaf_norms is not None:
@@ -140,7 +140,7 @@ class Axes(NamedTuple):
         if leaf_norms is not None:
             squares = total[len(found) :] / self._size(self.averaged)
             leaf_norms = jnp.sqrt(squares)
-            if not given_norm:
+            if not norm_reported:
                 new["grad_norm"] = jnp.sqrt(jnp.sum(squares))
         if own.group_norms is not None:
             new["group_norms"] = leaf_norms
@@ -186,7 +186,7 @@ def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _warn_if_no_loss(engine: Engine, given: GivenSignals) -> None:
+def _warn_if_no_loss(engine: Engine, given: ReportedSignals) -> None:
     inactive = [name for name, each in engine.config.detectors if "loss" in each.NEEDS]
     if "value" not in given and inactive:
         warnings.warn(

@@ -67,8 +67,8 @@ class StateLayout:
         self.header = Header(*(np.int32(each) for each in (SCHEMA, high, low, 0, 0, 0)))
         self._like = _by_path(self.template)
         floats = {name for name, leaf in self._like.items() if leaf.dtype == np.float32}
-        self._floats = _first(_RECORD_FLOATS, [name for name in self._like if name in floats])
-        self._ints = _first(_HEAD, [name for name in self._like if name not in floats])
+        self._floats = _reorder(_RECORD_FLOATS, [name for name in self._like if name in floats])
+        self._ints = _reorder(_HEAD, [name for name in self._like if name not in floats])
         self.floats = sum(self._like[name].size for name in self._floats)
         self.ints = sum(self._like[name].size for name in self._ints) + _ENGINE
 
@@ -98,7 +98,7 @@ class StateLayout:
 
 def header(ints: Any) -> Header:
     """Reads the `Header` from a vector of integers, for any policy."""
-    return Header(*(_one(ints, i) for i in range(_ENGINE)))
+    return Header(*(_read_element(ints, i) for i in range(_ENGINE)))
 
 
 def fingerprint(header: Header) -> str:
@@ -108,7 +108,7 @@ def fingerprint(header: Header) -> str:
 
 def step(ints: Any) -> Any:
     """The number of steps that the engine has judged, int32."""
-    return _one(ints, _ENGINE + _HEAD.index("step"))
+    return _read_element(ints, _ENGINE + _HEAD.index("step"))
 
 
 def with_change_expected(ints: Any) -> jax.Array:
@@ -123,8 +123,8 @@ def with_edit(ints: Any, number: int) -> jax.Array:
 
 def head(floats: Any, ints: Any) -> SimpleNamespace:
     """Reads the part of an EngineState whose position is the same for every policy: 0-d arrays."""
-    found = {path: _one(floats, i) for i, path in enumerate(_RECORD_FLOATS)}
-    found |= {path: _one(ints, i) for i, path in enumerate(_HEAD, start=_ENGINE)}
+    found = {path: _read_element(floats, i) for i, path in enumerate(_RECORD_FLOATS)}
+    found |= {path: _read_element(ints, i) for i, path in enumerate(_HEAD, start=_ENGINE)}
     root = SimpleNamespace()
     for path, number in found.items():
         node, (*parents, name) = root, path.split(".")
@@ -145,7 +145,7 @@ def _slice(vector: Any, start: int, size: int) -> Any:
     return lax.slice_in_dim(vector, start, start + size, axis=-1)
 
 
-def _one(vector: Any, index: int) -> Any:
+def _read_element(vector: Any, index: int) -> Any:
     found = _slice(vector, index, 1)
     return found.reshape(found.shape[:-1])
 
@@ -156,7 +156,7 @@ def _by_path(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _first(front: tuple[str, ...] | list[str], names: list[str]) -> list[str]:
+def _reorder(front: tuple[str, ...] | list[str], names: list[str]) -> list[str]:
     return [*front, *(name for name in names if name not in front)]
 
 

@@ -24,7 +24,7 @@ from healcore.jax.optax_states import (
     has_injected_schedule,
     has_lr_scale,
     injected_rates,
-    on_mesh_of,
+    replicate_over_mesh,
     reset_moments,
     with_lr_scale,
 )
@@ -262,7 +262,7 @@ def protect(
     axes = Axes.of(axis_name, shard_axis_name)
     engine, kept = engine_of(policy, overrides), check_records(records)
     inner = optax.with_extra_args_support(inner)
-    taken = _keywords_of(inner.update)
+    accepted_keywords = _keywords_of(inner.update)
     reads_update_norm = "update_norm" in engine.needs
 
     def init(params: optax.Params) -> ProtectState:
@@ -280,7 +280,7 @@ def protect(
             heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
             inner_state=inner_state,
         )
-        return on_mesh_of(params, state)
+        return replicate_over_mesh(params, state)
 
     def measured(updates: optax.Updates) -> tuple[chex.Array | None, chex.Array]:
         if not (reads_update_norm or engine.clips_updates):
@@ -298,14 +298,14 @@ def protect(
             raise heal_state.no_heal_state_error(state)
         given, others = split_keywords(extra_args)
         last = 0.0 if state.heal_update_norm is None else state.heal_update_norm
-        known: Any = {"update_norm": jnp.where(state.heal_bad_update, jnp.inf, last), **given}
+        reported: Any = {"update_norm": jnp.where(state.heal_bad_update, jnp.inf, last), **given}
         reads_rate = engine.limits_lr and "learning_rate" not in given
         rates = injected_rates(state.inner_state) if reads_rate else []
         if len(rates) == 1:
-            known["learning_rate"] = rates[0]
+            reported["learning_rate"] = rates[0]
         # A schedule in `inner` sets the rate of this step only during the update.
-        late = len(rates) == 1 and has_injected_schedule(state.inner_state)
-        signals, norms = make_signals(engine, updates, known, axes)
+        has_inner_schedule = len(rates) == 1 and has_injected_schedule(state.inner_state)
+        signals, norms = make_signals(engine, updates, reported, axes)
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
         pending, resets = None, state.heal_reset_moments
         cuts_inside = engine.scales_lr and has_lr_scale(state.inner_state)
@@ -320,8 +320,10 @@ def protect(
             if cuts_inside and engine.mode != "observe":
                 inner_state = with_lr_scale(inner_state, decision.lr_scale)
             keywords = {**given, **others}
-            if taken is not None:
-                keywords = {name: each for name, each in keywords.items() if name in taken}
+            if accepted_keywords is not None:
+                keywords = {
+                    name: each for name, each in keywords.items() if name in accepted_keywords
+                }
             return inner.update(updates, inner_state, params, **keywords)
 
         if engine.mode == "observe" and "externally_skipped" not in given:
@@ -339,16 +341,16 @@ def protect(
             if resets is not None:
                 pending = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
             factor = jnp.ones_like(decision.lr_scale) if cuts_inside else decision.lr_scale
-            if late:
+            if has_inner_schedule:
                 now = injected_rates(inner_state)[0] * decision.lr_scale
                 factor = factor * _within_limit(engine, heal, now)
             norm = bad = None
             if engine.clips_updates:
                 norm, bad = measured(updates)
                 assert norm is not None
-                heal, share = heal_state.clip_update(engine, heal, norm, decision.skip)
-                norm, factor = norm * factor, factor * share
-            if (engine.scales_lr and not cuts_inside) or engine.clips_updates or late:
+                heal, update_factor = heal_state.clip_update(engine, heal, norm, decision.skip)
+                norm, factor = norm * factor, factor * update_factor
+            if (engine.scales_lr and not cuts_inside) or engine.clips_updates or has_inner_schedule:
                 updates = gradients.scale(updates, factor)
             if bad is None:
                 norm, bad = measured(updates)
@@ -372,7 +374,7 @@ def _transformation(
 
     def init(params: optax.Params) -> HealState:
         check_leaves(params, "params", _ARRAYS_ONLY)
-        return on_mesh_of(params, heal_state.init(engine, count_leaves(params), kept))
+        return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), kept))
 
     def update(
         updates: optax.Updates,

@@ -262,8 +262,8 @@ def _split(name: str, planned: Any) -> tuple[str, ...]:
 def _sharded(folder: Path, path: tuple[str, ...], name: str, entry: IndexEntry) -> Array:
     def read() -> Iterator[np.ndarray]:
         if len(entry.places) != len(entry.chunks):
-            there = f"{len(entry.places)} of {len(entry.chunks)} parts of {name} are present"
-            raise ProbeError(f"{folder}: {there}")
+            counts = f"{len(entry.places)} of {len(entry.chunks)} parts of {name} are present"
+            raise ProbeError(f"{folder}: {counts}")
         for place in entry.places.values():
             tensor = _part(folder, place)
             if not isinstance(tensor, Tensor):

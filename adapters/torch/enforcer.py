@@ -60,21 +60,21 @@ class Enforcer:
         return not self._uses_kernel() or self._momentum.needs_host(params)
 
     def enforce(
-        self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None
+        self, all_parameters: Sequence[Tensor], order: HostOrder, divisor: Tensor | None
     ) -> None:
         """Enforces an order that is on the host. Neutral factors change nothing.
 
         `divisor` (0-d float32) is the GradScaler's scale that the gradients still have, or None.
         """
         if order.skip:
-            self.skip(everything)
+            self.skip(all_parameters)
             return
-        self.clip(everything, order, divisor)
+        self.clip(all_parameters, order, divisor)
         if order.lr_scale != 1.0:
             self.scale_lr(order.lr_scale)
 
     def enforce_on_device(
-        self, everything: Sequence[Tensor], params: list[Tensor], order: DeviceOrder
+        self, all_parameters: Sequence[Tensor], params: list[Tensor], order: DeviceOrder
     ) -> None:
         """Enforces an order that stays on the device, where the fused kernel reads it.
 
@@ -82,7 +82,7 @@ class Enforcer:
         of exactly 0 from its step counter.
         """
         if order.group_scale is not None:
-            gradients.scale_each_(everything, order.group_scale.unbind())
+            gradients.scale_each_(all_parameters, order.group_scale.unbind())
         self._set_amp_flag("grad_scale", order.grad_divisor)
         self._set_amp_flag("found_inf", order.found_inf)
         self._momentum.before_step(params, order.found_inf)
@@ -129,21 +129,21 @@ class Enforcer:
             self._replace(group, "lr", scaled)
 
     def clip(
-        self, everything: Sequence[Tensor], order: HostOrder, divisor: Tensor | None = None
+        self, all_parameters: Sequence[Tensor], order: HostOrder, divisor: Tensor | None = None
     ) -> None:
         """Clips in the fused kernel if the optimizer has one, else in a pass over the gradients."""
         if order.group_scale is not None:
-            gradients.scale_each_(everything, order.group_scale.tolist())
+            gradients.scale_each_(all_parameters, order.group_scale.tolist())
         if order.grad_scale == 1.0:
             return
         if self._uses_kernel():
             # In float32 and in this order, as in the device engine.
-            device = everything[0].device
+            device = all_parameters[0].device
             scale = torch.full((), order.grad_scale, dtype=torch.float32, device=device)
             base = torch.ones_like(scale) if divisor is None else divisor
             self._set_amp_flag("grad_scale", base / scale)
         else:
-            gradients.scale_(everything, order.grad_scale)
+            gradients.scale_(all_parameters, order.grad_scale)
 
     def restore(self) -> None:
         """Restores everything that was changed for the step."""

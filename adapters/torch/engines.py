@@ -85,10 +85,10 @@ class _StatefulEngine:
     def __init__(self, engine: Engine, groups: int) -> None:
         self.engine = engine
         self.groups = groups
-        self.state: EngineState = map_leaves(self._placed, engine.init(groups=groups))
+        self.state: EngineState = map_leaves(self._to_engine_array, engine.init(groups=groups))
         self.decision: Decision | None = None
 
-    def _placed(self, leaf: Any) -> Any:
+    def _to_engine_array(self, leaf: Any) -> Any:
         """Converts a NumPy leaf of a state to this engine's kind of array."""
         raise NotImplementedError
 
@@ -102,14 +102,14 @@ class _StatefulEngine:
     def grow(self, groups: int) -> None:
         """Starts a clipping history for added parameters. Leaves of fixed size stay in place."""
         self.groups = groups
-        new = map_leaves(self._placed, self.engine.init(groups=groups))
-        self.state = map_leaves(_extended, self.state, new)
+        new = map_leaves(self._to_engine_array, self.engine.init(groups=groups))
+        self.state = map_leaves(_extend_leaf, self.state, new)
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync on an accelerator."""
         return self.engine.to_dict(self.state)
 
-    def parsed(self, data: Mapping[str, Any]) -> EngineState:
+    def parse(self, data: Mapping[str, Any]) -> EngineState:
         """A state saved by `Engine.to_dict` of any framework, in NumPy.
 
         Raises:
@@ -126,7 +126,7 @@ class _StatefulEngine:
 
     def load(self, data: Mapping[str, Any], *, rollback: bool) -> None:
         """Loads a saved state. With `rollback`, keeps the current budgets and LR multiplier."""
-        saved = map_leaves(self._placed, self.parsed(data))
+        saved = map_leaves(self._to_engine_array, self.parse(data))
         if rollback:
             saved = self.engine.on_rollback(self.state, saved, xp=self._xp)
         self._replace_state(saved)
@@ -146,11 +146,11 @@ class HostEngine(_StatefulEngine):
         """Whether each signal is present -> the recorded step."""
         self._clip_program: Callable[..., Any] | None = None
 
-    def _placed(self, leaf: Any) -> Any:
+    def _to_engine_array(self, leaf: Any) -> Any:
         return leaf[()] if isinstance(leaf, np.ndarray) and leaf.ndim == 0 else leaf
 
     def _replace_state(self, new: EngineState) -> None:
-        self.state = map_leaves(self._placed, new)
+        self.state = map_leaves(self._to_engine_array, new)
 
     def step(self, measured: Measurement) -> HostOrder:
         """Judges one step."""
@@ -181,7 +181,7 @@ class HostEngine(_StatefulEngine):
         """
         value, flag = read([norm, skipped if isinstance(skipped, Tensor) else None])
         held = np.bool_(skipped if flag is None else flag > 0)
-        given = self._placed(np.asarray(value, np.float32))
+        given = self._to_engine_array(np.asarray(value, np.float32))
         with np.errstate(all="ignore"):
             if self._clip_program is None:
                 self._clip_program = record(self.engine.clip_update, self.state, given, held)
@@ -234,7 +234,7 @@ class DeviceEngine(_StatefulEngine):
         """Whether the step runs through torch.compile."""
         return self._run.compiled
 
-    def _placed(self, leaf: Any) -> Tensor:
+    def _to_engine_array(self, leaf: Any) -> Tensor:
         return torch.tensor(leaf, device=self.device)
 
     def _replace_state(self, new: EngineState) -> None:
@@ -330,7 +330,7 @@ def _bits(leaf: Tensor) -> Tensor:
     return leaf.view(torch.int32) if leaf.dtype is torch.float32 else leaf.to(torch.int32)
 
 
-def _extended(old: Any, new: Any) -> Any:
+def _extend_leaf(old: Any, new: Any) -> Any:
     """Writes `old` into the start of a longer leaf `new`. Returns `old` if the sizes are equal."""
     if old.shape == new.shape:
         return old

@@ -32,7 +32,7 @@ class DroppedSteps:
 
     searches = _SEARCHED_STEPS
     """Remaining steps in which `find_scaler` searches."""
-    is_found = False
+    found_scaler = False
     """Whether `find_scaler` has found the scaler."""
 
     def __init__(self, scaler: GradScaler | None, optimizer: Optimizer) -> None:
@@ -49,7 +49,7 @@ class DroppedSteps:
         for _ in range(_SEARCHED_FRAMES):
             step = None if step is None else step.f_back
             if step is not None and step.f_code in _CALLERS:
-                self.scaler, self.is_found = step.f_locals["self"], True
+                self.scaler, self.found_scaler = step.f_locals["self"], True
                 self._records = self._current()
                 return
 
@@ -77,16 +77,16 @@ class Overflows:
     def __init__(self, home: torch.device, search: int = SEARCH) -> None:
         self._home = home
         self._search = search
-        self._in_row: Tensor | None = None
+        self._consecutive: Tensor | None = None
         self._dropped = 0
 
     def externally_skipped(self, found_inf: Tensor) -> Tensor:
         """Whether the engine ignores this step, 0-d bool. `found_inf` above 0 is an overflow."""
-        if self._in_row is None:
-            self._in_row = torch.zeros((), dtype=torch.int32, device=self._home)
+        if self._consecutive is None:
+            self._consecutive = torch.zeros((), dtype=torch.int32, device=self._home)
         overflowed = found_inf > 0
-        self._in_row = torch.where(overflowed, self._in_row + 1, 0)
-        return overflowed & (self._in_row <= self._search)
+        self._consecutive = torch.where(overflowed, self._consecutive + 1, 0)
+        return overflowed & (self._consecutive <= self._search)
 
     def count_dropped(self) -> bool:
         """Counts a step without a call of the optimizer. Returns whether to judge the step."""

@@ -74,7 +74,7 @@ class IncidentLog:
         """Call it when a loss is observed."""
         self._losses += 1
         if self._losses == WITHOUT_STEP:
-            self._once(
+            self._write_once(
                 "no step",
                 f"{WITHOUT_STEP} losses were observed since this optimizer's last step: if it was "
                 "replaced or copied, attach to the optimizer that steps; if a GradScaler drops its "
@@ -87,7 +87,7 @@ class IncidentLog:
         self._losses = 0
         self._log_ignored_orders()
         if self._steps == WITHOUT_LOSS and not has_seen_loss and "loss" in self._engine.needs:
-            self._once(
+            self._write_once(
                 "no loss",
                 f"no loss has been observed in {WITHOUT_LOSS} steps: call heal.observe(loss) "
                 "before each optimizer.step(); detectors that read it are inactive",
@@ -104,7 +104,7 @@ class IncidentLog:
 
     def problem(self, line: str) -> None:
         """Logs a line about a likely mistake of the loop, once."""
-        self._once(line, line)
+        self._write_once(line, line)
 
     def answered(self) -> None:
         """Call it after the loop has carried out or declined an order."""
@@ -172,7 +172,7 @@ class IncidentLog:
         text = incident_text(record._replace(cause=Cause(cause)), self._learning_rate())
         return f"step {record.onset}: incident {record.incident}: {text}{enforced}"
 
-    def _once(self, key: str, line: str) -> None:
+    def _write_once(self, key: str, line: str) -> None:
         if key not in self._logged:
             self._logged.add(key)
             self._write(line)

@@ -191,15 +191,15 @@ class TensorHyperparameters:
         for group, originals in zip(self._optimizer.param_groups, self._originals, strict=True):
             for name, old in originals.items():
                 if name in group:
-                    group[name] = _kept(old, group[name])
+                    group[name] = _copied_into(old, group[name])
 
 
-def _kept(old: Any, new: Any) -> Any:
+def _copied_into(old: Any, new: Any) -> Any:
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
         old.detach().copy_(new)
         return old
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        return tuple(_kept(a, b) for a, b in zip(old, new, strict=True))
+        return tuple(_copied_into(a, b) for a, b in zip(old, new, strict=True))
     return new
 
 

@@ -38,11 +38,11 @@ class NormCeiling:
         self._highest = 0.0
         self._hits = 0
         self._values: set[float] = set()
-        self._said = False
+        self._has_warned = False
 
     def add(self, norm: float) -> str | None:
         """Adds one step's norm. Returns a warning at the step that proves the limit, else None."""
-        if self._said or not 0.0 < norm < math.inf:
+        if self._has_warned or not 0.0 < norm < math.inf:
             return None
         if norm > self._highest * (1 + _SAME):
             self._highest, self._hits, self._values = norm, 0, set()
@@ -53,7 +53,7 @@ class NormCeiling:
             self._values.add(norm)
         if self._hits < HITS or len(self._values) < _VALUES:
             return None
-        self._said = True
+        self._has_warned = True
         return (
             f"the gradient norm was {self._highest:.4g} at {HITS} steps and never above: other "
             "code clips before the policy, which hides spikes; remove clip_grad_norm_ from the "

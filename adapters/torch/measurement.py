@@ -154,28 +154,28 @@ class Measurer:
 
     def measure(
         self,
-        everything: Sequence[Tensor],
+        all_parameters: Sequence[Tensor],
         *,
         grad_divisor: Tensor | None,
         found_inf: Tensor | None,
         ranks: StepRanks,
     ) -> Measurement:
-        """Measures the current step. `everything` is all parameters of the optimizer."""
+        """Measures the current step. `all_parameters` is all parameters of the optimizer."""
         self.dropped.stepped = True
         self.overflows.reset()
         self._add_seen()
-        gradients.complete_(everything)
-        each = gradients.norms([grad for p in everything if (grad := p.grad) is not None])
+        gradients.complete_(all_parameters)
+        each = gradients.norms([grad for p in all_parameters if (grad := p.grad) is not None])
         self.tensor_norms = each
         by_parameter = squares = None
         if self.engine.per_tensor or ranks.has_parts:
             remaining = iter(each)
             by_parameter = gradients.norm_vector(
-                [None if p.grad is None else next(remaining) for p in everything], self.home
+                [None if p.grad is None else next(remaining) for p in all_parameters], self.home
             )
         group_norms = by_parameter if self.engine.per_tensor else None
         if by_parameter is not None and ranks.has_parts:
-            parts = ranks.squares(by_parameter, everything)
+            parts = ranks.squares(by_parameter, all_parameters)
             squares = parts.sum().reshape(1)
             if group_norms is not None:
                 squares = torch.cat([squares, parts])

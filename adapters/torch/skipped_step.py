@@ -36,14 +36,14 @@ class StepSkipper:
     """Controls whether the `step()` of one third-party optimizer runs.
 
     A hook cannot prevent `step()`. But torch wraps the `step` of each class once, and keeps the
-    wrapped function in a closure cell. `_checks_for_skips` puts a function into the cell that
+    wrapped function in a closure cell. `_install_skip_check` puts a function into the cell that
     checks for a skip first. Rejected: a `step` attribute on the instance, as LR schedulers set. A
     scheduler or accelerate's wrapper that stored `optimizer.step` before `attach` bypasses it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self.can_skip = is_third_party(optimizer) and _checks_for_skips(type(optimizer))
+        self.can_skip = is_third_party(optimizer) and _install_skip_check(type(optimizer))
         """Whether `step()` can be prevented. If not, gradients are hidden instead."""
         self._skipped = self._running = False
 
@@ -86,7 +86,7 @@ def is_third_party(optimizer: Optimizer) -> bool:
     return not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
 
 
-def _checks_for_skips(kind: type[Optimizer]) -> bool:
+def _install_skip_check(kind: type[Optimizer]) -> bool:
     """Makes a class's `step()` check for a skip. False if `step` is wrapped in an unknown way."""
     wrapper = kind.step
     cell = _cell(wrapper)

@@ -213,33 +213,34 @@ class StepHooks:
         order = self._order
         if order is None:
             return
-        everything = gradients.parameters(self.optimizer)
-        grads = [p.grad for p in everything if p.grad is not None]
+        all_parameters = gradients.parameters(self.optimizer)
+        grads = [p.grad for p in all_parameters if p.grad is not None]
         if order.skip or self._turned_nonfinite:
-            self.enforcer.skip(everything)
+            self.enforcer.skip(all_parameters)
         elif grads and not self.measurer.all_finite(grads):
             self._turned_nonfinite = True
-            self.enforcer.skip(everything)
+            self.enforcer.skip(all_parameters)
         else:
-            self.enforcer.clip(everything, order)
+            self.enforcer.clip(all_parameters, order)
 
     @torch.no_grad()
     def _judge(self) -> None:
         """Measures the step, runs the engine and enforces its order, if there are gradients."""
         self._judged = True
-        everything = gradients.parameters(self.optimizer)
-        params = [p for p in everything if p.grad is not None]
+        all_parameters = gradients.parameters(self.optimizer)
+        params = [p for p in all_parameters if p.grad is not None]
         has_ranks = self.all_reduce.world > 1
         if not params and not has_ranks:
             self.measurer.clear()
             return
-        if self.grows and len(everything) > self._groups:
-            self._groups = len(everything)
+        if self.grows and len(all_parameters) > self._groups:
+            self._groups = len(all_parameters)
             self.live_engine.grow(self._groups)
-        if self._engine.per_tensor and len(everything) != self._groups:
+        if self._engine.per_tensor and len(all_parameters) != self._groups:
             raise ParametersChangedError(
-                f"the optimizer had {self._groups} parameters at attach, now {len(everything)}, "
-                "and this policy has a clipping history for each: detach() and attach again"
+                f"the optimizer had {self._groups} parameters at attach, "
+                f"now {len(all_parameters)}, and this policy has a clipping history for each: "
+                "detach() and attach again"
             )
         if self._update_norm is not None:  # of the previous update, as in JAX
             if "update_norm" in self._engine.needs:
@@ -247,7 +248,7 @@ class StepHooks:
             self._update_norm = None
         divisor, found_inf = self.enforcer.amp_flags()
         measured = self.measurer.measure(
-            everything, grad_divisor=divisor, found_inf=found_inf, ranks=self.all_reduce.ranks
+            all_parameters, grad_divisor=divisor, found_inf=found_inf, ranks=self.all_reduce.ranks
         )
         self.measurer.clear()
         state_init = measured.state_init and _are_zero(self.measurer.tensor_norms, params)
@@ -271,7 +272,7 @@ class StepHooks:
             self._resets_next = False
         if self._engine.mode != "observe":
             if isinstance(order, DeviceOrder) and not self.enforcer.needs_host(params):
-                self.enforcer.enforce_on_device(everything, params, order)
+                self.enforcer.enforce_on_device(all_parameters, params, order)
                 self._skipped = order.found_inf
                 self._resets_next = self._resets_moments and self._cuts.add(order.cut)
             else:
@@ -280,7 +281,7 @@ class StepHooks:
                 self._order, self._skipped = order, order.skip
                 if self._undo.reevaluates:  # too late for this step, see `_before`
                     order = order._replace(lr_scale=1.0)
-                self.enforcer.enforce(everything, order, measured.grad_divisor)
+                self.enforcer.enforce(all_parameters, order, measured.grad_divisor)
                 self._resets_next |= self._resets_moments and order.cut
         if self.update_clip is not None:
             skipped = order.found_inf if isinstance(order, DeviceOrder) else order.skip

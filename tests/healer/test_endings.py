@@ -93,7 +93,7 @@ def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_th
     assert events(store, "save")[-1]["step"] == 8
     with pytest.raises(EndRequested), caplog.at_level("INFO", "healcore"):
         train(loop_of(framework, policy=rules()), rules(), range(12), store=store, stop_file=path)
-    assert f"nothing was done: the stop file {path} is there" in caplog.text
+    assert f"the stop file {path} exists" in caplog.text
     path.unlink()
     train(loop_of(framework, policy=rules()), rules(), range(12), store=store, stop_file=path)
     assert events(store, "end")[-1]["ending"] == "completed"

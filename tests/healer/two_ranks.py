@@ -250,6 +250,10 @@ def destroyed_group(root: Path) -> str:
                 healer.observe(loss)
                 loss.backward()
                 optimizer.step()
+            # Both ranks have ended their loops: otherwise one might miss the other's last message.
+            messages: Any = distributed_c10d._get_default_store()
+            messages.set(f"loop ended/{dist.get_rank()}", "")
+            messages.wait(["loop ended/0", "loop ended/1"])
             dist.destroy_process_group()  # which the program should do after the block
     except LastStateNotSaved as error:
         return str(error)

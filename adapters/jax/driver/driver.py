@@ -59,7 +59,7 @@ class JaxDriver:
         self._step: Dispatch | None = None
         self._stride: int | None = None
         """Number of steps of one dispatch, or None if unknown."""
-        self._usual: dict[str, np.ndarray] = {}
+        self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
         self._missing_noted = False
         self._marks: VoteMarks | None = None
@@ -135,7 +135,7 @@ class JaxDriver:
             self._engines,
             before,
             self._readback,
-            self._usual,
+            self._usual_norms,
             self._stride,
             self._note_missing,
             bool if self._marks is None else self._marks.begin_dispatch(),
@@ -152,7 +152,7 @@ class JaxDriver:
 
     def replace(self, restored: Mapping[str, Any]) -> None:
         """Replaces the live state by a restored state, except the healing states."""
-        self._put(self._live.restored(restored))
+        self._replace_state(self._live.restored(restored))
 
     def reset_moments(self) -> None:
         """Sets moments and the counts of their bias correction to zero."""
@@ -190,7 +190,7 @@ class JaxDriver:
     def load_healing(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Replaces the named engine states."""
         tree = self._live.read()
-        self._put(in_state.loaded(self._engine, self._engines, tree, engines))
+        self._replace_state(in_state.loaded(self._engine, self._engines, tree, engines))
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
@@ -369,7 +369,7 @@ class JaxDriver:
         if all_polled:  # otherwise `poll_step` still has to return the step before the edit
             self._last_counters = self._counters()
 
-    def _put(self, tree: Any) -> None:
+    def _replace_state(self, tree: Any) -> None:
         """Makes `tree` the live state, and drops a step that was not polled."""
         self._edit_state(tree)
         self._remember_step()

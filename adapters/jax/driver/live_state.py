@@ -44,7 +44,7 @@ class LiveState:
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
         tree = self.read()
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
-        self._forms = _forms(tree)
+        self._dtypes_and_shapes = _dtypes_and_shapes(tree)
         self._checked: tuple[Any, list[Any]] | None = None
         """Structure and abstract values of the last state that passed `check`, or None."""
 
@@ -71,12 +71,12 @@ class LiveState:
         """
         tree = self.read()
         leaves, structure = jax.tree.flatten(tree)
-        found = structure, [getattr(leaf, "aval", None) or _kind(leaf) for leaf in leaves]
+        found = structure, [getattr(leaf, "aval", None) or _abstract_value(leaf) for leaf in leaves]
         if found == self._checked:
             return
-        forms, wanted = _forms(tree), self._forms
+        forms, wanted = _dtypes_and_shapes(tree), self._dtypes_and_shapes
         for index, part in enumerate(tree if isinstance(tree, tuple) else ()):
-            if _forms(part) == wanted:
+            if _dtypes_and_shapes(part) == wanted:
                 raise HealStateError(
                     f"update takes only the state, got a tuple whose element {index} is the state:"
                     " write `state, loss = step(healer.state, batch); healer.update(state)`"
@@ -111,7 +111,11 @@ class LiveState:
         """
         tree = self.read()
         wanted = self._parts(_saved(tree))
-        missing = [f'there is no "{name}" in it' for name in wanted if name not in items]
+        missing = [
+            f'the item "{name}" is missing in the saved state'
+            for name in wanted
+            if name not in items
+        ]
         if missing:
             raise StateMismatch(None, missing)
         found = {name: items[name] for name in wanted}
@@ -131,7 +135,7 @@ class LiveState:
             # The initial value, 0 or False, if the checkpoint lacks this field.
             return as_live(side_state.get(keystr(path), np.zeros((), live.dtype)), live)
 
-        new = with_heal_state(map_nodes(optax.MultiStepsState, _emptied, bare), like=tree)
+        new = with_heal_state(map_nodes(optax.MultiStepsState, _empty_accumulator, bare), like=tree)
         return tree_map_with_path(with_side_state, new)
 
     def between_steps(self) -> bool:
@@ -260,15 +264,15 @@ def as_live(new: Any, live: Any) -> Any:
     if not isinstance(live, jax.Array):
         return new
     if jnp.issubdtype(live.dtype, jax.dtypes.prng_key):
-        data = _placed(jax.random.key_data(new), live)
+        data = _put_like(jax.random.key_data(new), live)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
     if not isinstance(new, jax.Array):
         new = np.asarray(new, live.dtype)
-    new = _placed(new, live)
-    return _weak(new) if live.weak_type and not new.weak_type else new
+    new = _put_like(new, live)
+    return _weakly_typed(new) if live.weak_type and not new.weak_type else new
 
 
-def _placed(new: Any, live: jax.Array) -> jax.Array:
+def _put_like(new: Any, live: jax.Array) -> jax.Array:
     """Puts an array on the devices of the live array, with the same commitment."""
     if isinstance(new, jax.Array) and new.committed == live.committed:
         return new if new.sharding == live.sharding else jax.device_put(new, live.sharding)
@@ -277,7 +281,7 @@ def _placed(new: Any, live: jax.Array) -> jax.Array:
     return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
 
 
-def _weak(array: jax.Array) -> jax.Array:
+def _weakly_typed(array: jax.Array) -> jax.Array:
     """The same numbers, weakly typed if a weak type of this dtype exists."""
     zero = 0.0 if jnp.issubdtype(array.dtype, jnp.floating) else 0
     weak = jnp.full(array.shape, zero)
@@ -309,13 +313,13 @@ def _differences(name: str, found: Any, wanted: Any) -> list[str]:
         return [f'"{name}" has another structure']
     pairs = zip(tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True)
     return [
-        f"{name}{keystr(path)} is {_form(new)} in it, {_form(live)} in the live state"
+        f"{name}{keystr(path)} is {_form(new)} in the saved and {_form(live)} in the live state"
         for (path, live), new in pairs
         if _form(new) != _form(live)
     ]
 
 
-def _emptied(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
+def _empty_accumulator(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
     count, gradients = jax.tree.map(
         lambda leaf: as_live(jnp.zeros(leaf.shape, leaf.dtype), leaf),
         (accumulator.mini_step, accumulator.acc_grads),
@@ -331,11 +335,11 @@ def _is_number(leaf: Any) -> bool:
     return type(leaf) in (bool, int, float)
 
 
-def _kind(leaf: Any) -> tuple[Any, ...]:
+def _abstract_value(leaf: Any) -> tuple[Any, ...]:
     return type(leaf), getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
 
 
-def _forms(tree: Any) -> dict[str, str]:
+def _dtypes_and_shapes(tree: Any) -> dict[str, str]:
     """Path -> form of the leaf."""
     return {keystr(path): _form(_as_saved(leaf)) for path, leaf in tree_leaves_with_path(tree)}
 

@@ -89,7 +89,7 @@ class Dispatch:
         self._engines = engines
         self._before = before
         self._after = after
-        self._usual = usual
+        self._usual_norms = usual
         self._on_missing = on_missing
         self._votes = votes
         self._steps: list[list[StepRecord]] | None = None
@@ -160,9 +160,9 @@ class Dispatch:
         self, engine: EngineEntry, record: StepRecord, norms: np.ndarray
     ) -> tuple[Evidence, ...]:
         if not record.cause:
-            self._usual[engine.name] = norms
+            self._usual_norms[engine.name] = norms
             return ()
-        return evidence(norms, self._usual.get(engine.name), engine.leaves)
+        return evidence(norms, self._usual_norms.get(engine.name), engine.leaves)
 
 
 @jax.jit

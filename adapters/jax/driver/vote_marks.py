@@ -20,13 +20,13 @@ import jax
 
 from healcore.jax.store.coordination import CoordinatedRanks
 
-_LOOKS_EVERY_S = 0.5
+_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks for a request. A check takes about 1 ms in the thread."""
-_ASKS_AGAIN_S = 5.0
+_REPEAT_INTERVAL_S = 5.0
 """Seconds until a pending request is repeated, because a rollback may undo the marked step."""
-_ANSWER_S = 120.0
+_EXCHANGE_TIMEOUT_S = 120.0
 """Timeout in seconds of the exchange of dispatch numbers, for which the loop waits."""
-_ENDS_WITHIN_S = 5.0
+_JOIN_TIMEOUT_S = 5.0
 """Timeout in seconds for the end of the thread at the end of a run."""
 
 
@@ -34,9 +34,9 @@ class VoteMarks:
     """The marks of one run. Every process creates one, at the same position in the program."""
 
     def __init__(self) -> None:
-        self._ranks = CoordinatedRanks(timeout_s=_ANSWER_S)
+        self._ranks = CoordinatedRanks(timeout_s=_EXCHANGE_TIMEOUT_S)
         self._wanted = False
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
         self._begun = 0
         self._marked: set[int] = set()
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class VoteMarks:
 
     def request(self, wanted: bool) -> None:
         """Requests a vote, or withdraws the request. Lock-free, for calls in signal handlers."""
-        self._wanted, self._asked_at = wanted, None
+        self._wanted, self._requested_at = wanted, None
 
     def begin_dispatch(self) -> Callable[[], bool]:
         """Counts a dispatch, and returns a function that tells whether a vote follows it."""
@@ -64,13 +64,15 @@ class VoteMarks:
         """Ends the thread, because a return from a C++ call during the program's exit can crash."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(_ENDS_WITHIN_S)
+            self._thread.join(_JOIN_TIMEOUT_S)
 
     def _look(self) -> None:
         """Publishes this process's request, and marks a dispatch if any process requests a vote."""
         now = time.monotonic()
-        if self._wanted and (self._asked_at is None or now - self._asked_at > _ASKS_AGAIN_S):
-            self._asked_at = now
+        if self._wanted and (
+            self._requested_at is None or now - self._requested_at > _REPEAT_INTERVAL_S
+        ):
+            self._requested_at = now
             self._ranks.call_together()
         if self._ranks.called_together():
             with self._lock:
@@ -78,7 +80,7 @@ class VoteMarks:
 
 
 def _watch(look: Any, stop: threading.Event) -> None:
-    while not stop.wait(_LOOKS_EVERY_S):
+    while not stop.wait(_CHECK_INTERVAL_S):
         method = look()
         if method is None:
             return

@@ -10,7 +10,7 @@ bucket. After a failure on one rank the other ranks would wait there. Therefore
 - a failed rank completes the reduction without gradients (`complete`), and all drop the result.
 
 `reduce` and `complete` use DDP's own reducer, with its buckets, communication hooks and unused
-parameters: a backward pass through `_Nothing` signals that all gradients have arrived.
+parameters: a backward pass through `_NoGradient` signals that all gradients have arrived.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from healcore.torch.store.gloo import GlooRanks
 _WINDOWS = 2
 """Number of first windows without a reduction in backward passes. DDP changes its buckets after the
 first window."""
-SECONDS = 120.0
+PEER_TIMEOUT_S = 120.0
 """Seconds that a failed rank waits for the other ranks to finish their parts."""
-_ELSEWHERE = "the other ranks wait in a collective that this rank has left: "
+_WAITING = "the other ranks wait in a collective that this rank has left: "
 
 
 def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: list[int]) -> str:
@@ -51,15 +51,15 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
     """
     if any(each.has_parts for each in ranks):
         return (
-            _ELSEWHERE + "the parameters are spread over the ranks (FSDP2, tensor parallel, "
+            _WAITING + "the parameters are spread over the ranks (FSDP2, tensor parallel, "
             "pipeline), which exchange them in the forward and backward passes"
         )
     for each in modules:
         kind = type(each).__name__
         if isinstance(each, nn.SyncBatchNorm):
-            return _ELSEWHERE + "SyncBatchNorm exchanges batch statistics in the forward pass"
+            return _WAITING + "SyncBatchNorm exchanges batch statistics in the forward pass"
         if kind in ("FullyShardedDataParallel", "DeepSpeedEngine"):
-            return _ELSEWHERE + f"{kind} communicates in forward and backward passes"
+            return _WAITING + f"{kind} communicates in forward and backward passes"
         if not isinstance(each, DistributedDataParallel):
             continue
         unlike = {
@@ -72,10 +72,10 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
         }
         for name, used in unlike.items():
             if used:
-                return _ELSEWHERE + f"DistributedDataParallel with {name} cannot be delayed"
+                return _WAITING + f"DistributedDataParallel with {name} cannot be delayed"
         if not set(dist.get_process_group_ranks(each.process_group)) <= set(members):
             return (
-                _ELSEWHERE + "DistributedDataParallel has ranks that this Healer does not have: "
+                _WAITING + "DistributedDataParallel has ranks that this Healer does not have: "
                 "pass its group, Healer(..., attach={'process_group': group})"
             )
     return ""
@@ -114,7 +114,7 @@ class DDPGradients:
         self._replicas = [_Replica(each) for each in modules]
         self._ranks = ranks
         self._windows = 0
-        self._unusual = len(modules) != 1 or not self._replicas[0].may_complete
+        self._irregular = len(modules) != 1 or not self._replicas[0].may_complete
         self._overlaps = self._in_part = self._last = False
         self._completed = self._wanted = False
         self._helper: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -134,7 +134,7 @@ class DDPGradients:
     def begin_window(self) -> None:
         """Decides whether backward passes reduce gradients, equally on every rank."""
         self._windows += 1
-        self._overlaps = self._windows > _WINDOWS and not self._unusual
+        self._overlaps = self._windows > _WINDOWS and not self._irregular
         for each in self._replicas:
             each.syncs_at_begin = each.ddp.require_forward_param_sync
 
@@ -171,21 +171,21 @@ class DDPGradients:
 
         self._helper.put(run)  # may wait until the group's time-out
         with suppress(Empty):
-            return outcome.get(timeout=SECONDS)
+            return outcome.get(timeout=PEER_TIMEOUT_S)
         return False
 
     def vote(self, *, failed: bool, grows: bool) -> tuple[bool, bool] | None:
         """One `all_reduce` of 4 bytes, on the host: no rank waits for a device."""
         if not failed and not self._completed:
             self._look()
-        votes = [failed, grows, self._unusual, self._wanted]
+        votes = [failed, grows, self._irregular, self._wanted]
         try:
-            found = self._ranks.largest([*map(int, votes)], SECONDS if failed else None)
+            found = self._ranks.largest([*map(int, votes)], PEER_TIMEOUT_S if failed else None)
         except RuntimeError:
             if failed:
                 return None
             raise
-        self._unusual, self._wanted = bool(found[2]), bool(found[3])
+        self._irregular, self._wanted = bool(found[2]), bool(found[3])
         return bool(found[0]), bool(found[1])
 
     def reduce(self) -> None:
@@ -220,7 +220,7 @@ class DDPGradients:
 
     def _after_forward(self, replica: _Replica) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            replica.let_go()
+            replica.end_hold_back()
 
         return after
 
@@ -235,7 +235,7 @@ class DDPGradients:
         """Records whether the last part has used DDP in an unusual way."""
         for each in self._replicas:
             reduced = not self._overlaps or each.marks() != each.marked
-            self._unusual |= each.forwards != 1 or not reduced
+            self._irregular |= each.forwards != 1 or not reduced
 
 
 def _run_all(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -249,7 +249,7 @@ class _Replica:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = ddp
         self._reducer: Any = ddp.reducer
-        self._params = _reduced(ddp)
+        self._params = _reduced_parameters(ddp)
         self.may_complete = hasattr(self._reducer, "_reset_state")
         self.may_complete &= len(self._params) == len(self.marks())
         self.forwards = 0
@@ -278,7 +278,7 @@ class _Replica:
         self.ddp.require_forward_param_sync = False
         self.ddp.require_backward_grad_sync &= reduces
 
-    def let_go(self) -> None:
+    def end_hold_back(self) -> None:
         """Ends `hold_back`. The next batch broadcasts if this batch's gradients are reduced."""
         if self._held is not None:
             self.ddp.require_backward_grad_sync, self._held = self._held, None
@@ -313,18 +313,18 @@ class _Replica:
 
     def _reduce(self, params: list[Tensor], *, begins: bool) -> None:
         with torch.enable_grad():
-            nothing = _Nothing.apply(*params)
+            scalar = _NoGradient.apply(*params)
         if begins:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # there are no unused parameters
                 self._reducer.prepare_for_forward()
                 unused = self.ddp.find_unused_parameters
-                self._reducer.prepare_for_backward([nothing] if unused else [])
-        nothing.backward()
+                self._reducer.prepare_for_backward([scalar] if unused else [])
+        scalar.backward()
         self._reducer._check_reducer_finalized()
 
 
-class _Nothing(torch.autograd.Function):
+class _NoGradient(torch.autograd.Function):
     """Sends None as the gradient of each argument, which the reducer counts as an arrival."""
 
     @staticmethod
@@ -337,7 +337,7 @@ class _Nothing(torch.autograd.Function):
         return (None,) * ctx.number
 
 
-def _reduced(ddp: DistributedDataParallel) -> list[Tensor]:
+def _reduced_parameters(ddp: DistributedDataParallel) -> list[Tensor]:
     """The parameters that a DDP module reduces, in the order of its reducer."""
     named = [
         (f"{path}.{name}" if path else name, p)

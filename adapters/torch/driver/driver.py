@@ -144,7 +144,7 @@ class TorchDriver:
         """Replaces engine states. Drops steps that `poll_step` has not returned."""
         check_engines(engines, self.healings)
         for name, data in engines.items():
-            self.healings[name].live_engine.parsed(data)
+            self.healings[name].live_engine.parse(data)
         for recorder in self._recorders:
             if recorder.name in engines:
                 recorder.healing.load_state_dict(engines[recorder.name])
@@ -320,8 +320,8 @@ class TorchDriver:
             healing = healing_of(optimizer)
             if healing is None:
                 attach_with = getattr(self._state[name], "attach_with", None)  # from a trainer
-                made = attach_with or partial(attach_to, optimizer)
-                healing = made(engine, **options)
+                attach_function = attach_with or partial(attach_to, optimizer)
+                healing = attach_function(engine, **options)
                 self._own.append(healing)
             elif healing.hooks.on_judged is not None:
                 raise AttachError(
@@ -362,12 +362,12 @@ class TorchDriver:
     def _warn_of_missing_scalers(self) -> None:
         for name, healing in self.healings.items():
             dropped = healing.hooks.measurer.dropped
-            if dropped.is_found and not any(v is dropped.scaler for v in self._state.values()):
+            if dropped.found_scaler and not any(v is dropped.scaler for v in self._state.values()):
                 self.warnings.append(
                     f'a GradScaler that is not in the state steps "{name}": its scale is neither '
                     'saved nor rolled back; add it, as in state={..., "scaler": scaler}'
                 )
-            dropped.is_found = False
+            dropped.found_scaler = False
 
     def _warn_of_missing_losses(self) -> None:
         read = any("loss" in healing.engine.needs for healing in self.healings.values())

@@ -91,7 +91,7 @@ class Recorder:
         self._names = names
         self._pending = pending
         self._before: PendingRecord | int = 0
-        self._usual: StepNorms | None = None
+        self._baseline_norms: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
         healing.hooks.on_judged = self._record
@@ -119,7 +119,7 @@ class Recorder:
         if record.cause:
             of_rank = entry.norms.of_rank() if self.healing.ranks > 1 else None
             return record._replace(evidence=self._evidence(entry.norms), of_rank=of_rank)
-        self._usual = entry.norms if entry.norms.params else self._usual
+        self._baseline_norms = entry.norms if entry.norms.params else self._baseline_norms
         return record
 
     def _evidence(self, norms: StepNorms) -> tuple[Evidence, ...]:
@@ -130,8 +130,14 @@ class Recorder:
         if not norms.params:
             return ()  # only other ranks have gradients
         found, usual = norms.on_host(), None
-        if self._usual is not None:
-            known = dict(zip(map(id, self._usual.params), self._usual.on_host(), strict=True))
+        if self._baseline_norms is not None:
+            known = dict(
+                zip(
+                    map(id, self._baseline_norms.params),
+                    self._baseline_norms.on_host(),
+                    strict=True,
+                )
+            )
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
         return evidence(found, usual, self._names(norms.params))
 
@@ -153,11 +159,11 @@ class PendingStep:
         self,
         entries: list[PendingEntry],
         ranks: Ranks | None = None,
-        asks: Callable[[], bool] = lambda: False,
+        vote_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._entries = entries
         self._ranks = ranks
-        self._asks = asks
+        self._vote_wanted = vote_wanted
         self._records: list[StepRecord] | None = None
         self.vote_requested = False
 
@@ -169,7 +175,7 @@ class PendingStep:
                 back alone would wait forever.
         """
         if self._ranks is not None:
-            self.vote_requested = _compare(self._entries, self._ranks, self._asks())
+            self.vote_requested = _compare(self._entries, self._ranks, self._vote_wanted())
             self._ranks = None
         if self._records is None:
             self.vote_requested |= any(requests_vote(entry.marks) for entry in self._entries)
@@ -178,11 +184,11 @@ class PendingStep:
         return [self._records]
 
 
-def _compare(entries: list[PendingEntry], ranks: Ranks, asks: bool) -> bool:
+def _compare(entries: list[PendingEntry], ranks: Ranks, vote_wanted: bool) -> bool:
     """Whether any rank asks for a vote. RanksDisagreeError if the decisions differ."""
     mine = [(each.recorder.name, each.record()) for each in entries]
     decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
-    of_ranks = ranks.gather((decided, asks))
+    of_ranks = ranks.gather((decided, vote_wanted))
     if any(other != decided for other, _ in of_ranks):
         raise RanksDisagreeError(
             "the ranks have decided differently, and with process_group=None they exchange no "

@@ -46,7 +46,7 @@ def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -
 
     Raises ProbeError if the path cannot be read, NothingToProbe without a checkpoint or an array.
     """
-    return run_probe("checkpoint", path, inputs or CheckpointInputs())
+    return run_probe(judge, path, inputs or CheckpointInputs())
 
 
 def judge(path: Path, inputs: CheckpointInputs) -> ProbeResult:

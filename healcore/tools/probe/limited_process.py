@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -78,16 +78,19 @@ class Limits(NamedTuple):
         )
 
 
-def run_probe(probe: str, path: str | Path, inputs: BaseModel) -> ProbeResult:
-    """Runs the probe "checkpoint" or "optimizer" for one path.
+def run_probe(
+    judge: Callable[[Path, Any], ProbeResult], path: str | Path, inputs: BaseModel
+) -> ProbeResult:
+    """Calls `judge`, a function of a module, with a path and inputs in the child process.
 
-    Raises ProbeError if the path cannot be read within its limits, and the errors of the probe.
+    Raises ProbeError if the path cannot be read within its limits, and the errors of `judge`.
     """
     path = Path(path)
     if resource is None:
-        result = _judge(probe, path, inputs)
+        result = judge(path, inputs)
         return result._replace(notes=(*result.notes, NO_LIMITS))
-    request = [probe, os.fspath(path), type(inputs).__name__, inputs.model_dump(mode="json")]
+    name = f"{judge.__module__}:{judge.__qualname__}"
+    request = [name, os.fspath(path), type(inputs).__name__, inputs.model_dump(mode="json")]
     with _lock:
         if _running and _running[-1].owner != os.getpid():
             _running.clear()  # the child belongs to the parent of this forked process
@@ -224,13 +227,13 @@ def _limit(kind: int, value: int) -> None:
         resource.setrlimit(kind, (value if hard < 0 else min(value, hard), hard))
 
 
-def _answer(probe: str, at: str, kind: str, inputs: dict, limits: list[int]) -> dict[str, Any]:
+def _answer(judge: str, at: str, kind: str, inputs: dict, limits: list[int]) -> dict[str, Any]:
     memory, seconds = limits
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_DATA, memory)
     _limit(resource.RLIMIT_CPU, seconds + int(used.ru_utime + used.ru_stime))
     try:
-        result = _judge(probe, Path(at), getattr(inputs_of, kind)(**inputs))
+        result = pkgutil.resolve_name(judge)(Path(at), getattr(inputs_of, kind)(**inputs))
         return {"result": result._asdict()}
     except tuple(_ERRORS.values()) as error:
         return {"error": type(error).__name__, "message": str(error)}
@@ -241,11 +244,6 @@ def _answer(probe: str, at: str, kind: str, inputs: dict, limits: list[int]) -> 
     except Exception as error:  # the libraries may raise anything for damaged bytes
         message = f"{at} could not be judged: {type(error).__name__}: {first_line(error)}"
     return {"error": "ProbeError", "message": message}
-
-
-def _judge(probe: str, path: Path, inputs: Any) -> ProbeResult:
-    """Runs `judge` of the probe's module, imported late because the module imports this one."""
-    return importlib.import_module(f"healcore.tools.probe.{probe}").judge(path, inputs)
 
 
 def _json_default(value: Any) -> Any:

@@ -30,7 +30,7 @@ def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> 
 
     Raises ProbeError if the path cannot be read, NothingToProbe without an Adam-like optimizer.
     """
-    return run_probe("optimizer", path, inputs or OptimizerInputs())
+    return run_probe(judge, path, inputs or OptimizerInputs())
 
 
 def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:

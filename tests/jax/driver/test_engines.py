@@ -64,7 +64,7 @@ def test_a_healing_state_of_another_kind_touches_nothing():
     smaller = JaxDriver((other,), policies.ADAGC).healing()["0"]
     with pytest.raises(StateError, match="other tensors"):
         driver.load_healing({"opt_state": smaller})
-    with pytest.raises(StateError, match="no engine named 'optimizer' in this run, there is opt_s"):
+    with pytest.raises(StateError, match="no engine named 'optimizer', its engines are opt_s"):
         driver.load_healing({"optimizer": smaller})
     foreign = Engine(POLICY)
     with pytest.raises(StateError, match="belongs to a policy with clip"):

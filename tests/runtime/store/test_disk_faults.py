@@ -97,7 +97,7 @@ def test_a_failed_background_write_shows_at_wait_and_once(case, tmp_path):
     store.join()
     failures = store.failures()
     assert [failure.step for failure in failures] == [1, 2]
-    assert "has somebody deleted it" in str(failures[0])
+    assert "has it been deleted" in str(failures[0])
     assert store.failures() == []
     store.wait()
     with pytest.raises(StoreError, match="cannot be read"):

@@ -219,7 +219,7 @@ def test_a_policy_that_has_nothing_to_judge_in_one(spiked, tmp_path):
         (["RUN", "-p", "zclip", "-p", "zclip"], "--policy zclip is repeated"),
         (["RUN", "--backend", "cuda"], "one of numpy, jax, torch, got 'cuda'"),
         (["RUN", "--column", "loss"], "SIGNAL=NAME, like loss=train/ce, got 'loss'"),
-        (["RUN", "--column", "los=b"], "no signal 'los'"),
+        (["RUN", "--column", "los=b"], "'los' is not a signal"),
         (["RUN", "--jsonl", "RUN"], "is an input: write to another file"),
         (["RUN", "--report", "no/such/r.html"], "the folder no/such does not exist"),
         (["RUN", "--png", "."], "is a folder"),

@@ -255,7 +255,7 @@ def waiting(folder: Callable[[str], Path]) -> Any:
         memory({1: 0})(samples, step)
         dist.all_reduce(torch.zeros(1))
 
-    ddp_gradients.SECONDS = 1.0
+    ddp_gradients.PEER_TIMEOUT_S = 1.0
     yield "waiting", loop(folder("waiting") / "events.jsonl", use)
 
 

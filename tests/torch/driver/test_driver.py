@@ -174,7 +174,7 @@ def test_engine_states_are_loaded_completely_or_not_at_all():
     damaged = {**found["optimizer"], "schema": 99}
     with pytest.raises(StateError, match="schema 99"):
         driver.load_healing({"optimizer": damaged})
-    with pytest.raises(StateError, match=r"no engine named 'other'.*there is optimizer"):
+    with pytest.raises(StateError, match=r"no engine named 'other', its engines are optimizer"):
         driver.load_healing({"optimizer": found["optimizer"], "other": found["optimizer"]})
     assert driver.healing() == before
     driver.load_healing({})

@@ -101,16 +101,16 @@ for store in (tiers, tiers.disk):
 
 # Another error than the stores' own.
 copier: Any = tiers.memory.copier
-give = copier.give
+give = copier.restore
 if rank == ODD:
 
     def broken(*arguments):
         raise MemoryError("no room")
 
-    copier.give = broken
+    copier.restore = broken
 error = raised(Exception, lambda: tiers.restore(7, fresh(0)))
 assert "no room" in str(error), error
-copier.give = give
+copier.restore = give
 check(tiers.restore(7, fresh(0)).state, 7)
 
 dist.barrier()
