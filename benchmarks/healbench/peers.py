@@ -1,6 +1,7 @@
 """The table of docs/comparison.md: `python -m benchmarks.healbench.peers` prints it.
 
-All rows are of torch and of one seed, because the peers have been run with one seed. The digests of the results are not checked here: `--report` of healbench does.
+All rows are of torch and of one seed, because the peers have been run with one seed.
+The digests of the results are checked by `python -m benchmarks.healbench --report`.
 """
 
 from __future__ import annotations

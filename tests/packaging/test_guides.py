@@ -1,4 +1,4 @@
-"""The three guides: their policies and keys exist, their links resolve, their figures are in git."""
+"""The three guides: policies load, keys exist, links resolve, figures are of the results."""
 
 from __future__ import annotations
 
