@@ -59,7 +59,7 @@ def main() -> None:
             getattr(healcore, extra)
         except ImportError as error:
             message = str(error)
-        assert f"pip install 'healcore[{extra}]'" in message, (extra, message)
+        assert f"pip install '.[{extra}]'" in message, (extra, message)
     loaded = [name for name in FRAMEWORKS if name in sys.modules]
     assert not loaded, f"imported: {loaded}"
     print(f"wheel: ok, healcore {healcore.__version__} from {where.parent}")

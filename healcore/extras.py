@@ -25,6 +25,6 @@ def require(extra: str, *modules: str) -> None:
     if missing:
         raise MissingExtraError(
             f"healcore.{extra} needs {', '.join(missing)}, which this environment lacks. "
-            f"Run: pip install 'healcore[{extra}]'",
+            f"In a checkout of healcore run: pip install '.[{extra}]'",
             name=missing[0],
         )

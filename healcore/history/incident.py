@@ -38,7 +38,7 @@ class IncidentOutcome(enum.StrEnum):
 class Incident:
     """Alarms with one onset. Events are added in file order."""
 
-    number: int  # from 1, over the whole run
+    number: int  # from 1, over the whole run; 0 for a rollback without an incident
     attempt: int
     onset_step: float
     step: float  # step of the order, or of the last alarm
@@ -51,9 +51,10 @@ class Incident:
     clipped: int | None = None  # steps with clipped gradients, or None if not counted
     rollbacks: int = 0  # rollbacks in mode HEAL, ordered rollbacks in OBSERVE, 0 in REPLAY
     repeats: int = 0  # rollbacks after the first
+    declined: bool = False  # the last order was declined for lack of evidence or budget
     denied: bool = False  # no budget for the first rollback: the run would stop
     repeat_denied: bool = False  # no budget for one of the repeats
-    responses: tuple[EventRecord, ...] = ()  # events: rollbacks, hooks, re-run verdicts, stop
+    responses: tuple[EventRecord, ...] = ()  # events: rollbacks, hooks, declined, verdicts, stop
     lr_path: tuple[float, ...] = ()  # learning-rate multipliers: the first, and after each cut
     checkpoint: int | None = None  # step of the restored checkpoint
     batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of the batches of the first step
@@ -79,11 +80,16 @@ class Incident:
         return "ROLLBACK" in self.action
 
     @property
+    def stopped(self) -> bool:
+        """Whether a stop was ordered and not declined."""
+        return "STOP" in self.action and not self.declined
+
+    @property
     def outcome(self) -> IncidentOutcome:
         """The most severe action; a rollback ranks above a later stop."""
         if self.rolled_back:
             return IncidentOutcome.ROLLBACK
-        if "STOP" in self.action:
+        if self.stopped:
             return IncidentOutcome.STOP
         return IncidentOutcome.SKIP if self.skipped else IncidentOutcome.ALERT
 
@@ -127,6 +133,13 @@ class Incident:
         self.responses = (*self.responses, event)
         self.action = merge_names(self.action, actions)
 
+    def decline(self, event: EventRecord) -> None:
+        """Adds the event of a declined order, once if one order after the other is declined."""
+        last = self.responses[-1] if self.responses else None
+        self.declined = True
+        if last is None or (last.kind, last.by) != (event.kind, event.by):
+            self.add_response(event)
+
     def add_cut(self, event: EventRecord) -> None:
         """Adds a cut of the learning rate. A second event about the same cut has no effect."""
         before, after = event.lr_scale_before, event.lr_scale
@@ -150,7 +163,7 @@ class Counts(NamedTuple):
     """Counts of a run or a replay."""
 
     incidents: int = 0
-    rollbacks: int = 0  # incidents with a rollback
+    rollbacks: int = 0  # incidents with a rollback, and rollbacks without an incident
     repeats: int = 0  # rollbacks after the first of each incident
     denied: int = 0  # ordered rollbacks without budget
     stops: int = 0
@@ -164,10 +177,10 @@ class Counts(NamedTuple):
 def count_incidents(incidents: Sequence[Incident], **counts: int | None) -> Counts:
     """Counts incidents and their responses. `counts` sets further fields or replaces counts."""
     return Counts(
-        incidents=len(incidents),
+        incidents=sum(incident.number > 0 for incident in incidents),
         rollbacks=sum(incident.rolled_back for incident in incidents),
         repeats=sum(incident.repeats for incident in incidents),
-        stops=sum("STOP" in incident.action for incident in incidents),
+        stops=sum(incident.stopped for incident in incidents),
         skips=sum(incident.skipped for incident in incidents),
-        undone_incidents=sum(incident.undone for incident in incidents),
+        undone_incidents=sum(incident.undone for incident in incidents if incident.number),
     )._replace(**counts)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from healcore.events.log import Event
 from healcore.events.models import EventRecord, RerunVerdict, RollbackOutcome, validate
-from healcore.history.incident import MOST_ALARMS, Incident, batch_ids
+from healcore.history.incident import MOST_ALARMS, Incident, batch_ids, count_incidents
 from healcore.history.process import KnownGood, RunProcess, RunState
 
 _CHECKPOINT_KINDS = frozenset({"good", "damaged", "save_failed"})
@@ -84,24 +84,21 @@ class Run:
     cuts: int = 0  # cuts of the learning rate
     stops: int = 0  # stops ordered in mode OBSERVE
     alarms: int = 0  # alarms with an event
-    skips: int = 0  # alarms with a skipped step
+    skips: int = 0  # skipped steps, including undone steps
+    undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
     unreported_alarms: int = 0  # alarms without an event
     lost: int = 0  # events that could not be written
 
     def __post_init__(self) -> None:
         self._skipped: list[float] = []  # skipped steps that were not undone
+        self._exact = False  # the counts of skips are those of a postmortem
         self._known_good = KnownGood()
         self._outside: Counter[str] = Counter()  # alarms outside of incidents, by process
 
     @property
-    def undone_skips(self) -> int:
-        """Skipped steps with an event that a rollback or a restart has undone."""
-        return self.skips - len(self._skipped)
-
-    @property
     def undone_incidents(self) -> int:
         """Incidents whose onset a rollback or a restart has undone."""
-        return sum(incident.undone for incident in self.incidents)
+        return count_incidents(self.incidents).undone_incidents
 
     @property
     def start(self) -> EventRecord | None:
@@ -132,6 +129,8 @@ class Run:
     @property
     def capped(self) -> bool:
         """Whether some alarms may have no event, so that `skips` is a lower bound."""
+        if self._exact:
+            return False
         outside = max(self._outside.values(), default=0)
         return outside >= MOST_ALARMS or any(incident.capped for incident in self.incidents)
 
@@ -159,11 +158,23 @@ class Run:
             handler(self, record, float(record.step or 0))
         return record
 
+    def add_postmortem(self, written: Mapping[str, Any]) -> None:
+        """Adds the skips of a postmortem. Skips that were undone before they were read lack events.
+
+        A malformed count has no effect.
+        """
+        for name in ("skips", "undone_skips"):
+            count = written.get(name)
+            if type(count) is int:
+                setattr(self, name, max(getattr(self, name), count))
+                self._exact = True
+
     def _begin_process(self, event: EventRecord) -> None:
         origin = AttemptOrigin.PROCESS if self.attempts else AttemptOrigin.START
         self._begin_attempt(event.run, 0, float(event.step or 0), origin)
         self.processes.append(RunProcess(event.run))
         self.step = self.last_step = self.lr_scale = None
+        self._exact = False
 
     def _begin_attempt(self, run: str, number: int, first: float, origin: AttemptOrigin) -> None:
         self.attempts.append(RunAttempt(len(self.attempts), first, origin))
@@ -171,7 +182,9 @@ class Run:
 
     def _undo(self, step: float) -> None:
         """Marks skips and incidents from `step` on as undone."""
-        self._skipped = [skipped for skipped in self._skipped if skipped < step]
+        standing = [skipped for skipped in self._skipped if skipped < step]
+        self.undone_skips += len(self._skipped) - len(standing)
+        self._skipped = standing
         for incident in self.incidents:
             incident.undone |= incident.onset_step >= step
 
@@ -194,10 +207,11 @@ class Run:
             self.rollbacks.append(event)
         onset = step if event.onset is None else float(event.onset)
         if not self.incidents or self.incidents[-1].onset_step != onset:
-            self._open(event, onset)  # a hook ordered a rollback without an incident
+            self._open(event, onset)  # better weights or a hook: a rollback without an incident
         last = self.incidents[-1]
         last.add_response(event, "ROLLBACK")
         if not trial:
+            self.cuts += event.lr_at_fault is not None
             last.checkpoint = target
             last.skipped_batches = batch_ids(event) or last.skipped_batches
             last.count_rollback()
@@ -263,12 +277,19 @@ class Run:
         if self.incidents:
             self.incidents[-1].add_response(event)
 
+    def _add_assessment(self, event: EventRecord, step: float) -> None:
+        last = self.last_incident
+        if event.verdict == "unknown" and last is not None and not last.undone:
+            last.decline(event)
+
     def _add_stop(self, event: EventRecord, step: float) -> None:
         self.marks.append(Mark(step, event))
         if self.incidents:
             last = self.incidents[-1]
             last.add_response(event, "STOP")
-            last.stop_step = step if last.stop_step is None else last.stop_step
+            if last.stop_step is None or last.declined:
+                last.stop_step = step
+            last.declined = False
 
     def _add_damaged(self, event: EventRecord, step: float) -> None:
         checkpoint = event.step if event.checkpoint is None else event.checkpoint
@@ -283,7 +304,7 @@ class Run:
     def _open(self, event: EventRecord, onset: float) -> None:
         self.incidents.append(
             Incident(
-                number=event.incident or len(self.incidents) + 1,
+                number=0 if event.kind == "rollback" else event.incident or self.incident_count,
                 attempt=len(self.attempts) - 1,
                 onset_step=onset,
                 step=max(onset, float(event.step or 0)),
@@ -334,6 +355,7 @@ _HANDLERS = {
     "hook": Run._add_hook,
     "lr": Run._add_lr,
     "verdict": Run._add_verdict,
+    "assessment": Run._add_assessment,
     "stop": Run._add_stop,
     "damaged": Run._add_damaged,
     "end": Run._add_end,

@@ -105,7 +105,7 @@ def run_demo(
             run.events = events.read(run.folder / "events.jsonl").events
     checked = check_claims(runs, scenarios[0])
     _show(console, runs, checked, scenarios[0], out)
-    console.print(f"{time.monotonic() - started:.0f} s", highlight=False)
+    console.print(f"the demo took {time.monotonic() - started:.0f} s", highlight=False)
     return DemoResult(runs, checked)
 
 

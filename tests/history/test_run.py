@@ -14,6 +14,7 @@ from healcore.events.models import RerunVerdict
 from healcore.history import IncidentOutcome, Mode, Run, runs_of
 from healcore.history.incident import count_incidents
 from healcore.history.process import RunState
+from healcore.runtime.postmortem.sentences import outcome
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})
 NAN = {"cause": ["NONFINITE_LOSS"], "skip": True, "incident": 1}
@@ -63,6 +64,45 @@ def test_a_declined_order_is_no_rollback():
     applied = run_of(BEGIN, ("alarm", 4, NAN), ("order", 5, order), ("rollback", 6, BACK))
     assert applied.incidents[0].outcome is IncidentOutcome.ROLLBACK
     assert count_incidents(applied.incidents).rollbacks == 1
+
+
+def test_a_declined_order_is_shown_as_declined():
+    order = {"incident": 1, "cause": ["NONFINITE_LOSS"], "action": ["ROLLBACK", "STOP"]}
+    declined = {"onset": 4, "cause": ["NONFINITE_LOSS"], "verdict": "unknown", "by": "nothing"}
+    twice = [("order", 5, order), ("assessment", 7, declined)] * 2
+    run = run_of(BEGIN, ("alarm", 4, NAN), *twice)
+    (case,) = run.incidents
+    assert (case.outcome, case.stopped) == (IncidentOutcome.SKIP, False)
+    assert count_incidents(run.incidents).stops == 0
+    assert [each.kind for each in case.responses] == ["assessment"]
+    assert outcome(case) == (
+        "skipped 1 step; declined: no evidence that the current weights are worse"
+    )
+    run = run_of(BEGIN, ("alarm", 4, NAN), *twice, ("stop", 9, {"why": "the end"}))
+    assert (run.incidents[0].outcome, run.incidents[0].stop_step) == (IncidentOutcome.STOP, 9.0)
+
+
+def test_a_rollback_without_an_incident_has_no_number():
+    """The Healer rolls back to better weights without an incident, or a hook orders it."""
+    second = ("incident", 9, {"incident": 2, "onset": 9, "cause": ["NONFINITE_LOSS"]})
+    back = ("rollback", 7, {**BACK, "onset": 3})
+    run = run_of(BEGIN, ("alarm", 4, NAN), back, second, ("alarm", 9, {**NAN, "incident": 2}))
+    assert [case.number for case in run.incidents] == [1, 0, 2]
+    assert [case.outcome for case in run.incidents] == ["skip", "rollback", "skip"]
+    assert (run.incident_count, run.undone_incidents) == (2, 1)
+    counts = count_incidents(run.incidents)
+    assert (counts.incidents, counts.undone_incidents, counts.rollbacks) == (2, 1, 1)
+
+
+def test_skips_without_an_event_are_in_the_postmortem():
+    """A rollback undoes skipped steps that were not read yet, which have no event."""
+    run = run_of(BEGIN, ("alarm", 4, NAN), ("rollback", 6, BACK), ("alarm", 9, NAN))
+    assert (run.skips, run.undone_skips) == (2, 1)
+    run.add_postmortem({"skips": 3, "undone_skips": 2})
+    assert (run.skips, run.undone_skips) == (3, 2)
+    for malformed in ({}, {"skips": "9", "undone_skips": -1}, {"skips": 1, "undone_skips": 0}):
+        run.add_postmortem(malformed)
+        assert (run.skips, run.undone_skips) == (3, 2)
 
 
 def test_a_trial_is_no_rollback_and_its_verdict_is_known():

@@ -42,7 +42,7 @@ def test_without_jax_the_error_names_the_extra():
         "try: healcore.jax.heal\n"
         "except ImportError as e: print(e)\n"
     )
-    assert "pip install 'healcore[jax]'" in done.stdout, done.stderr
+    assert "pip install '.[jax]'" in done.stdout, done.stderr
 
 
 def test_importing_needs_neither_flax_nor_pydantic():

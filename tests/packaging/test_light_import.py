@@ -55,7 +55,7 @@ except ImportError as error:
     print(error)
 """
     message = run(code)
-    assert f"pip install 'healcore[{extra}]'" in message
+    assert f"pip install '.[{extra}]'" in message
     assert hidden in message
 
 

@@ -150,7 +150,7 @@ def test_a_group_that_is_not_fused_any_more_is_skipped_by_hidden_gradients():
 def test_without_torch_the_error_names_what_to_install():
     without = "import sys; sys.modules['torch'] = None; import healcore.torch"
     done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, cwd=ROOT)
-    assert "pip install 'healcore[torch]'" in done.stderr
+    assert "pip install '.[torch]'" in done.stderr
 
 
 def test_one_number_of_a_policy_needs_no_file():

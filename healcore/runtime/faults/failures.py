@@ -57,7 +57,7 @@ FAILURES: dict[Cause, Failure] = {
         "nan_loss",
         Severity.ERROR,
         "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
-        "masked row, float16 overflow. The tensors named above were affected.",
+        "masked row, float16 overflow.",
         ("skip", "alert", "rollback"),
         (_PALM, _TABLE),
     ),
@@ -160,7 +160,7 @@ FAILURES: dict[Cause, Failure] = {
     Cause.DATA: Failure(
         "data_error",
         Severity.ERROR,
-        "The data could not be read: the batch named above, then the storage behind it.",
+        "The data could not be read: the batch first, then the storage behind it.",
         ("skip_batch", "save"),
         (_TABLE,),
     ),

@@ -66,8 +66,8 @@ class Postmortem(NamedTuple):
         return json_lines.to_json({"schema": SCHEMA, **fields})
 
 
-_FROM_END = ("ending", "step", "incidents", "clips", "skips", "metrics", "lr_scale")
-_FROM_END += ("last_good", "last_good_path")
+_FROM_END = ("ending", "step", "incidents", "clips", "skips", "undone_skips", "metrics")
+_FROM_END += ("lr_scale", "last_good", "last_good_path")
 _FROM_ROLLBACK = ("step", "onset", "target", "lr", "lr_limit", "lr_scale", "skipped")
 
 

@@ -109,6 +109,27 @@ def _lr(event: EventRecord) -> str:
     return f"learning rate {would}× {after:.3g}, was × {before:.3g}{why}"
 
 
+_ASSESSMENTS = {
+    ("unknown", "nothing"): "declined: no evidence that the current weights are worse",
+    ("unknown", "budget"): "declined: the budget of rollbacks is exhausted",
+    ("damage", "weights"): "evidence of damage: the weights are not finite",
+    ("damage", "earlier_weights"): "evidence of damage: earlier weights are better",
+    ("damage", "repetition"): "evidence of damage: steps are not finite again and again",
+    ("worse", "earlier_weights"): "earlier weights are better; the run has time to recover",
+    ("recovered", "earlier_weights"): "the run has recovered",
+}
+"""(`verdict`, `by`) of an event `assessment` -> sentence."""
+
+
+def _assessment(event: EventRecord) -> str:
+    found = f"assessment: {event.verdict or 'unknown'}"
+    text = _ASSESSMENTS.get((event.verdict or "", event.by or ""), found)
+    since = (
+        "" if event.onset is None or event.verdict == "unknown" else f", since step {event.onset}"
+    )
+    return text + since
+
+
 def _hook(event: EventRecord) -> str:
     if event.problem is not None:
         return f"a hook failed: {event.problem}"
@@ -148,6 +169,7 @@ _SENTENCES: dict[str, tuple[Callable[[EventRecord], str], str]] = {
         "severity cause diagnosis",
     ),
     "order": (_order, "action cause observed"),
+    "assessment": (_assessment, "verdict by"),
     "rollback": (_rollback, "checkpoint outcome initial repeated"),
     "lr": (_lr, "why"),
     "verdict": (
@@ -191,6 +213,8 @@ def outcome(incident: Incident) -> str:
     if incident.mode is Mode.REPLAY:
         return _replay_text(incident)
     responses = [sentence(event) for event in incident.responses]
+    if responses and incident.declined and incident.skipped:
+        responses.insert(0, f"skipped {_skipped(incident)}")
     if incident.mode is Mode.OBSERVE:
         return "; ".join([f"observed only: nothing was done{_would_text(incident)}", *responses])
     if responses:

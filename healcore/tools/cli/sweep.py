@@ -156,7 +156,8 @@ def _show(result: Sweep, output: Path, *, as_json: bool) -> None:
         return
     printer = console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
     printer.print(render(result))
-    printer.print(f"policy written: {output}", markup=False, soft_wrap=True)
+    same = "" if result.verdict.take else ", equal to the base policy"
+    printer.print(f"policy written: {output}{same}", markup=False, soft_wrap=True)
 
 
 def _check_output(output: Path, overwrite: bool, inputs: list[str]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from healcore.core.verdict import Cause, names
+from healcore.events.models import EventRecord
 from healcore.history import Counts, Curves, Mode
 from healcore.history.curves import Envelope
+from healcore.history.incident import MOST_ALARMS
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.policy import PolicySource, dumps, load
 from healcore.tools.replay.summary import JudgedRows, Summary, inactive_line
@@ -30,6 +33,9 @@ class ReplayReport:
             "attempt": np.zeros(0, np.int64),
             "nonfinite": np.zeros(0, bool),
         }
+        self._alarms: list[Mark] = []
+        """The first alarms outside of incidents."""
+        self._alarm_count = 0
 
     def add(self, rows: Rows, judged: JudgedRows) -> None:
         """Adds one chunk."""
@@ -52,8 +58,17 @@ class ReplayReport:
         self._columns = {
             name: np.concatenate((column, added[name])) for name, column in self._columns.items()
         }
+        self._mark_alarms(judged)
         if len(self._columns["index"]) > _MAX_COLUMN_ROWS:
             self._thin(self._envelope.thinned()[0])
+
+    def _mark_alarms(self, judged: JudgedRows) -> None:
+        record = judged.record
+        rows = np.flatnonzero((record.cause != 0) & ~record.incident_open & ~record.skip)
+        self._alarm_count += rows.size
+        for row in rows[: MOST_ALARMS - len(self._alarms)]:
+            event = EventRecord(kind="alarm", cause=names(Cause(int(record.cause[row]))))
+            self._alarms.append(Mark(float(judged.step[row]), event))
 
     def finish(
         self, result: Replay, policy: PolicySource, notes: tuple[str, ...] = ()
@@ -65,6 +80,9 @@ class ReplayReport:
         if threshold is not None and np.isnan(threshold).all():
             threshold = None
         summary = result.summary
+        if self._alarm_count > len(self._alarms):
+            marked = f"the plot marks the first {len(self._alarms)}"
+            notes = (f"{self._alarm_count:,} alarms outside of incidents: {marked}", *notes)
         return RunReport(
             title=summary.trace,
             mode=Mode.REPLAY,
@@ -88,7 +106,7 @@ class ReplayReport:
                 rollbacks=summary.first_rollbacks,
                 repeats=summary.repeats,
                 denied=summary.spent,
-                stops=sum("STOP" in incident.action for incident in result.incidents),
+                stops=sum(incident.stopped for incident in result.incidents),
                 skips=summary.skips,
                 clips=summary.clips,
                 alarms=summary.alarms,
@@ -96,7 +114,10 @@ class ReplayReport:
             facts=facts(summary, result.backend),
             notes=(*(inactive_line(*each) for each in summary.inactive.items()), *notes),
             attempts=_attempts(summary),
-            marks=() if summary.stopped_step is None else (Mark(summary.stopped_step),),
+            marks=(
+                *self._alarms,
+                *(() if summary.stopped_step is None else (Mark(summary.stopped_step),)),
+            ),
         )
 
     def _thin(self, index: np.ndarray) -> None:

@@ -20,10 +20,10 @@ from healcore.tools.replay.scores import IN_TIME_ROWS, ROLLBACKS, Label, Score
 from healcore.tools.replay.summary import Summary, inactive_line
 from healcore.tools.report.run_report import RunReport
 
-DROPPED_FIRST = ("clips", "last", "first", "skips", "lowest LR", "rows")
+DROPPED_FIRST = ("clips", "last", "first", "skips", "lowest LR", "rows", "alarms")
 """Columns that a narrow terminal does not show, in the order in which they are dropped."""
 
-_COUNTS = ("rows", "incidents", "rollbacks", "skips", "clips")
+_COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _HEADS = (*_COUNTS, "lowest LR", "first", "last", "ends at")
 _MIN_NAME_WIDTH = 16
 """Smallest width of the names of traces, in columns."""
@@ -141,6 +141,7 @@ def _cells(results: Sequence[ReplayResult], *, labelled: bool) -> list[str | Tex
         end = _step(summary.stopped_step)
     cells: list[str | Text] = [
         f"{sum(each.rows for each in summaries):,}",
+        _count(sum(each.alarms for each in summaries), "yellow"),
         _count(sum(each.incidents for each in summaries), "yellow"),
         _rollbacks(summaries),
         _count(sum(each.skips for each in summaries)),
@@ -230,6 +231,8 @@ def legend(results: Sequence[ReplayResult]) -> str:
     """Explains the columns that are not empty, and names the backend."""
     summaries = [result.summary for result in results]
     lines = []
+    if any(each.alarms for each in summaries):
+        lines.append("alarms: rows with a cause.")
     if any(each.incidents for each in summaries):
         lines.append("incidents: runs of alarms that the policy acts on.")
     if any(each.rollbacks for each in summaries):
@@ -242,7 +245,7 @@ def legend(results: Sequence[ReplayResult]) -> str:
     if any(each.lowest_lr_first < 1 for each in summaries):
         lines.append("lowest LR: multiplier (cuts).")
     if any(each.stopped_step is not None for each in summaries):
-        lines.append("ends at: where a live run would stop, at the earliest.")
+        lines.append("ends at: earliest stop of a live run.")
     return " ".join([*lines, f"Judged with {results[0].backend}."])
 
 

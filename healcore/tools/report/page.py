@@ -134,6 +134,7 @@ def plot_data(report: RunReport) -> dict[str, Any]:
 
 def _incident(incident: Incident, row: int, stop: tuple[float, int] | None) -> dict[str, Any]:
     step, index = incident.end
+    number = f"#{incident.number}" if incident.number else "no incident:"
     return {
         "n": incident.number,
         "kind": incident.outcome,
@@ -142,7 +143,7 @@ def _incident(incident: Incident, row: int, stop: tuple[float, int] | None) -> d
         "stop": None if stop is None else [stop[0], None if stop[1] < 0 else stop[1]],
         "to": incident.checkpoint,
         "row": row,
-        "text": f"<b>#{incident.number}</b> step {step_range(incident.onset_step, step)}: "
+        "text": f"<b>{number}</b> step {step_range(incident.onset_step, step)}: "
         f"{_label(flag_names(incident.cause))}<br>{_label(outcome(incident))}",
     }
 

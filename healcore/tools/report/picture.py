@@ -128,6 +128,7 @@ def _draw_report(block: Any, report: RunReport, name: str, backdrop: Backdrop) -
         style = {"color": _THRESHOLD, "ls": "--", "lw": 0.9, "label": "threshold"}
         _draw_line(axes[1], curves, curves.threshold, ~curves.undone(), **style)
     _draw_nonfinite(axes[0], curves)
+    _draw_alarms(axes[0], report)
     _draw_incidents(top, axes, report, rows, labelled)
     _draw_spans(axes, backdrop)
     for axis in axes:
@@ -223,6 +224,14 @@ def _draw_nonfinite(axis: Any, curves: Curves) -> None:
     axis.plot(steps, np.full(len(steps), 0.97), "x", ms=4, mew=1.0, label="NaN or Inf", **marks)
 
 
+def _draw_alarms(axis: Any, report: RunReport) -> None:
+    """Draws a tick for each alarm outside of incidents."""
+    steps = [mark.step for mark in report.marks if mark.kind == "alarm"]
+    if steps:
+        style = {"transform": axis.get_xaxis_transform(), "color": _QUIET, "ms": 7}
+        axis.plot(steps, np.full(len(steps), 0.03), "|", label="alarm", **style)
+
+
 def _draw_incidents(
     top: Any, axes: Sequence[Any], report: RunReport, rows: Sequence[int], labelled: Sequence[bool]
 ) -> None:
@@ -245,7 +254,7 @@ def _draw_incidents(
             label = None if mark.outcome in in_legend else mark.label(report.would)
             in_legend.add(mark.outcome)
             top.plot(step, y, mark.matplotlib, color=mark.colour, ms=6, label=label, ls="none")
-        if len(incidents) <= MAX_LABELLED and labelled[i]:
+        if incident.number and len(incidents) <= MAX_LABELLED and labelled[i]:
             offset = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
             top.annotate(
                 f"#{incident.number}", (band[0], row), color=marker.colour, fontsize=7.5, **offset

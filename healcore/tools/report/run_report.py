@@ -11,6 +11,7 @@ import numpy as np
 
 from healcore.console import counted
 from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode
+from healcore.history.incident import count_incidents
 from healcore.history.process import RunState
 from healcore.history.run import AttemptOrigin, Mark, RunAttempt
 from healcore.runtime.postmortem.sentences import STATES, repeats
@@ -98,7 +99,8 @@ class RunReport(NamedTuple):
 
     def attempt_text(self, attempt: RunAttempt) -> str:
         """Describes the start of an attempt, and counts its incidents."""
-        number = sum(incident.attempt == attempt.number for incident in self.incidents)
+        own = [each for each in self.incidents if each.attempt == attempt.number]
+        number = count_incidents(own).incidents
         incidents = counted(number, "incident") if number else "no incident"
         origin = _ORIGINS.get(attempt.origin) or attempt.source or attempt.number
         return f"from step {attempt.first_step:.0f} ({origin}): {incidents}"
@@ -142,7 +144,7 @@ class RunReport(NamedTuple):
     def stop_after_rollback(self, index: int) -> tuple[float, int] | None:
         """Returns step and row index (-1: unknown) of the stop after incident `index`, or None."""
         incident = self.incidents[index]
-        if incident.outcome is not IncidentOutcome.ROLLBACK or "STOP" not in incident.action:
+        if incident.outcome is not IncidentOutcome.ROLLBACK or not incident.stopped:
             return None
         if incident.stop_step is not None:
             return incident.stop_step, incident.stop

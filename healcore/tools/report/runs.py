@@ -24,6 +24,7 @@ from healcore.tools.report.curves import first_lines, read_curves
 from healcore.tools.report.run_report import RunReport
 
 _MAX_FAULTS = 20
+_MAX_FOLDERS = 8
 
 
 class ReportError(HealcoreError, ValueError):
@@ -71,9 +72,13 @@ def find_events(path: Path) -> Path:
     if len(files) == 1:
         return files[0]
     if not files:
+        folders = list(dict.fromkeys(str(e.parent) for e in sorted(path.glob("*/*events.jsonl"))))
+        more = ", ..." if len(folders) > _MAX_FOLDERS else ""
+        remedy = f"one of its subfolders with events: {', '.join(folders[:_MAX_FOLDERS])}{more}"
+        if not folders:
+            remedy = "the file of logging=Logging(events=...) of the Healer or callback"
         raise ReportError(
-            f"{path}: no events file (*events.jsonl) in this directory; name the file that you "
-            "passed as events= to Healer, heal or a callback"
+            f"{path}: no events file (*events.jsonl) in this directory; name {remedy}"
         )
     names = ", ".join(file.name for file in files)
     raise ReportError(f"{path}: more than one events file ({names}): name one of them")
@@ -105,7 +110,8 @@ def _report_on(path: Path, run: Run, metrics: Path | None, policy: Policy | None
     malformed = [
         f"event {event.seq} ({event.kind}): {', '.join(fields)}" for event, fields in run.malformed
     ]
-    written, problem = _read_postmortem(path, run.processes[-1].id)
+    written, problem = read_postmortem(path, run.processes[-1].id)
+    run.add_postmortem(written or {})
     diagnosis = (written or {}).get("diagnosis")
     curves = read_curves(run, metrics)
     in_metrics = curves.counts or Counts(alarms=0)
@@ -239,7 +245,7 @@ def _faults(run: Run) -> str:
     return f"{shown}; and {more} more" if more > 0 else shown
 
 
-def _read_postmortem(events: Path, run: str) -> tuple[dict[str, Any] | None, str]:
+def read_postmortem(events: Path, run: str) -> tuple[dict[str, Any] | None, str]:
     """Returns the postmortem next to an events file or None, and a problem or an empty string."""
     path = postmortem.path_for(events, run)
     try:

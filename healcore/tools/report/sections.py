@@ -115,7 +115,8 @@ def _badges(report: RunReport) -> list[tuple[str, str]]:
 def _count_tiles(report: RunReport) -> list[tuple[str, str]]:
     counts = report.counts
     would = "would be " if report.would else ""
-    rollbacks = "would roll back" if report.would else "rollbacks"
+    rollbacks = "rollback" if counts.rollbacks == 1 else "rollbacks"
+    rollbacks = "would roll back" if report.would else rollbacks
     again = repeats(counts, would=report.would)
     tiles = [
         (
@@ -124,13 +125,20 @@ def _count_tiles(report: RunReport) -> list[tuple[str, str]]:
             + _undone(counts.undone_incidents),
         ),
         (str(counts.rollbacks), ", ".join(filter(None, (rollbacks, again)))),
-        (f"{counts.skips:,}", f"steps {would}skipped{_undone(counts.undone_skips)}"),
+        (
+            f"{counts.skips:,}",
+            f"{_steps(counts.skips)} {would}skipped{_undone(counts.undone_skips)}",
+        ),
     ]
     if counts.clips is not None:
-        tiles.append((f"{counts.clips:,}", f"steps {would}clipped"))
+        tiles.append((f"{counts.clips:,}", f"{_steps(counts.clips)} {would}clipped"))
     if counts.alarms is not None:
-        tiles.append((f"{counts.alarms:,}", "steps with an alarm"))
+        tiles.append((f"{counts.alarms:,}", f"{_steps(counts.alarms)} with an alarm"))
     return [*tiles, (report.row_count, "rows")]
+
+
+def _steps(number: int) -> str:
+    return "step" if number == 1 else "steps"
 
 
 def _undone(number: int) -> str:
@@ -208,7 +216,7 @@ def _incident_table(incidents: Sequence[Incident], *, would: bool) -> dict[str, 
 
 def _outcome_label(incident: Incident, would: bool) -> str:
     text = MARKERS[incident.outcome].label(would)
-    if incident.outcome is IncidentOutcome.ROLLBACK and "STOP" in incident.action:
+    if incident.outcome is IncidentOutcome.ROLLBACK and incident.stopped:
         text += f", then {'stopped' if would else MARKERS[IncidentOutcome.STOP].done}"
     return text
 

@@ -150,12 +150,15 @@ def _validation(found: Sweep, checked: Validation) -> Table:
         ("plateau's middle, chosen on train", checked.chosen),
         ("single best on train", checked.best),
     )
+    # Scores without an event say nothing, except of false recoveries.
+    empty = ranked != "false" and not checked.ever_held_out
     sign, digits = (-1, 1 if ranked == "lost" else 3) if lower else (1, 4)
     for name, each in rows:
         # `+ 0.0` removes negative zeros. In every unit, a positive gap is worse when held out.
         train, held_out = (round(sign * x, digits) + 0.0 for x in (each.train, each.held_out))
         gap = f"{round(each.gap, digits) + 0.0:+.{digits}f}"
-        table.add_row(name, f"{train:.{digits}f}", f"{held_out:.{digits}f}", gap)
+        unseen = ("-", "-") if empty else (f"{held_out:.{digits}f}", gap)
+        table.add_row(name, f"{train:.{digits}f}", *unseen)
     return table
 
 

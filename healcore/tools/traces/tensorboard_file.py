@@ -22,7 +22,7 @@ def check_readable(path: str) -> None:
     except extras.MissingExtraError:
         raise TraceError(
             "it is a TensorBoard event file, and tensorboard is not installed in this environment. "
-            "Run: pip install 'healcore[tensorboard]'"
+            "In a checkout of healcore run: pip install '.[tensorboard]'"
         ) from None
     if is_compressed(path):
         raise TraceError("it is a compressed TensorBoard event file: unpack it first (gunzip)")

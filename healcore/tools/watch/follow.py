@@ -17,6 +17,7 @@ from healcore.events.metrics import path_next_to
 from healcore.events.models import EventRecord
 from healcore.events.schema import SEVERE
 from healcore.policy import Policy
+from healcore.tools.report.runs import read_postmortem
 from healcore.tools.watch.live_run import LiveRun, event_line, one_line, state_lines
 
 COMPLETED, FAILED = 0, 1
@@ -190,6 +191,9 @@ class RunWatcher:
             for line in lines:
                 event = self.live.add_event(line)
                 if event is not None:
+                    if event.kind == "end":
+                        written, _ = read_postmortem(self.path, event.run)
+                        self.live.run.add_postmortem(written or {})
                     yield event
             if self._events.error_text:
                 raise WatchError(self._events.error_text)
@@ -197,7 +201,7 @@ class RunWatcher:
             if self.live.damaged == count >= _MAX_DAMAGED:
                 raise WatchError(
                     f"{self.path} is not an events file: its first {count} lines are not events. "
-                    "Name the file that you passed as events= to Healer, heal or a callback"
+                    "Name the file of logging=Logging(events=...) of the Healer or callback"
                 )
 
 

@@ -184,7 +184,7 @@ def _incidents(live: LiveRun) -> str:
 def _actions(live: LiveRun) -> list[str]:
     """Describes skips, rollbacks and cuts. Budgets are totals, because refunds have no event."""
     run = live.run
-    skipped = f"{run.skips}{' or more' if run.capped else ''} steps"
+    skipped = f"{counted(run.skips, 'step')}{' or more' if run.capped else ''}"
     if run.observes:
         parts = [
             f"skipped {skipped}" if run.skips else "",

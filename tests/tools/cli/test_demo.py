@@ -67,5 +67,5 @@ app(["demo", "--framework", {missing!r}, "--out", {str(tmp_path)!r}])
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert f"pip install 'healcore[{missing}]'" in done.stderr
+    assert f"pip install '.[{missing}]'" in done.stderr
     assert "Traceback" not in done.stderr

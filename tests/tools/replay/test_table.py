@@ -82,6 +82,23 @@ def test_wide_enough_for_everything(results):
     assert "A wider terminal" not in text
 
 
+def test_alarms_that_change_nothing_are_in_the_table_and_the_plot(tmp_path):
+    """`default` orders nothing on a hump of the loss, because no log has the losses to compare."""
+    run = logs.noisy(400)
+    for row in range(200, 240):
+        run["loss"][row], run["grad_norm"][row] = 8.0, 4.0
+    trace = logs.trace(logs.write(tmp_path / "hump.csv", run))
+    (result,) = replay_all([trace], {"default": load("default")}, backend="numpy", reports=True)
+    assert isinstance(result, ReplayResult)
+    assert result.report is not None
+    assert (result.summary.incidents, result.summary.alarms) == (0, 40)
+    row = next(line.split() for line in shown([result], 120).splitlines() if "hump" in line)
+    assert row[1:4] == ["400", "40", "-"]
+    assert "alarms: rows with a cause" in legend([result])
+    assert [mark.step for mark in result.report.marks] == list(range(200, 240))
+    assert {mark.kind for mark in result.report.marks} == {"alarm"}
+
+
 def test_attempts_are_listed_one_by_one(results):
     attempt_notes = [line for line in notes(results) if "attempts" in line]
     assert len(attempt_notes) == 2
@@ -139,7 +156,7 @@ def test_the_legend_covers_what_is_there(results):
         summary=replace(summary, repeats=0, spent=0, stopped_step=None, lowest_lr_first=1.0)
     )
     assert legend([once]) == (
-        "incidents: runs of alarms that the policy acts on. "
+        "alarms: rows with a cause. incidents: runs of alarms that the policy acts on. "
         "rollbacks: the first of each incident. Judged with numpy."
     )
 

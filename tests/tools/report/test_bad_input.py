@@ -69,7 +69,13 @@ def test_nothing_to_report(content, message, tmp_path):
 def test_not_there(copy, tmp_path):
     assert "cannot be read" in healcore("report", tmp_path / "no.jsonl").stderr
     (tmp_path / "empty").mkdir()
-    assert "no events file" in healcore("report", tmp_path / "empty").stderr
+    done = healcore("report", tmp_path / "empty")
+    assert "no events file" in done.stderr
+    assert "logging=Logging(events=...)" in done.stderr
+    (tmp_path / "empty" / "runs").mkdir()
+    (tmp_path / "empty" / "runs" / "events.jsonl").touch()
+    done = healcore("report", tmp_path / "empty")
+    assert f"name one of its subfolders with events: {tmp_path / 'empty' / 'runs'}" in done.stderr
     (tmp_path / "other.events.jsonl").touch()
     done = healcore("report", tmp_path)
     assert done.exit_code == 2
@@ -168,7 +174,7 @@ app(["report", {str(copy)!r}, "--png", {str(copy.with_name("a.png"))!r}])
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "pip install 'healcore[report]'" in done.stderr
+    assert "pip install '.[report]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -44,7 +44,25 @@ def test_a_single_run_cannot_be_checked(logs, tmp_path):
         )
         assert "on 1 run:" in done.output
         assert "cannot be checked" in " ".join(done.output.split())
+        assert f"policy written: {out}, equal to the base policy" in done.output
         assert load(out) == load(policy)
+
+
+def test_scores_without_a_held_out_event_are_not_shown(logs, tmp_path):
+    """Two runs, one with events: each split holds out runs, but no event."""
+    quiet = sample_series.losses(np.random.default_rng(6), 700, ())
+    paths = [logs[0]]
+    for name in ("calm_one", "calm_two"):
+        (tmp_path / name).mkdir()
+        paths.append(str(tmp_path / name / "quiet.csv"))
+        rows = ["step,loss", *(f"{i},{x:.6g}" for i, x in enumerate(quiet))]
+        (tmp_path / name / "quiet.csv").write_text("\n".join(rows))
+    out = str(tmp_path / "mine.toml")
+    done = run(*paths, "-p", blunt(tmp_path), "--vary", DULL, "--variants", "20", "-o", out)
+    assert "events held out: 0 of" in done.output
+    for name in ("base", "single best on train"):
+        lines = [line for line in done.output.splitlines() if line.startswith(f"{name} ")]
+        assert lines[-1].split()[-2:] == ["-", "-"]
 
 
 def test_attempts_are_not_runs(tmp_path):

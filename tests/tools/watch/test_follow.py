@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from healcore.events import Log
 from healcore.events.models import EventRecord
 from healcore.tools.cli import app
+from healcore.tools.report.page import render
+from healcore.tools.report.runs import read_reports
 from healcore.tools.watch.follow import Tail
 from healcore.tools.watch.live_run import LiveRun, event_line, one_line
 from tests.tools.report.small_runs import Loop, lines_of, train
@@ -134,7 +136,30 @@ def test_once(healed, stopped, tmp_path):
     done = once(tmp_path / "log.csv")
     assert done.exit_code == 2
     assert "is not an events file" in done.stderr
+    assert "logging=Logging(events=...)" in done.stderr
     assert once(healed, "--policy", "nonsense").exit_code == 2
+
+
+def test_counts_of_the_end(tmp_path):
+    """Skips that a rollback has undone before they were read are in the postmortem only."""
+    path = tmp_path / "run.events.jsonl"
+    log = Log(path, run="a")
+    log.write("start", step=None, policy="default", mode="heal", framework="torch")
+    log.write("alarm", step=3, cause=["NONFINITE_LOSS"], skip=True)
+    assert "· 1 step skipped ·" in once(path).output
+    order = {"onset": 2, "cause": ["NONFINITE_LOSS"]}
+    log.write("order", step=3, action=["ROLLBACK"], **order)
+    log.write("assessment", step=4, verdict="unknown", by="nothing", **order)
+    log.write("rollback", step=5, onset=2, checkpoint=1, outcome="done", lr_at_fault=0.1)
+    log.write("end", step=9, ending="completed", incidents=0, rollbacks=1)
+    (tmp_path / "run.postmortem.a.json").write_text('{"skips": 3, "undone_skips": 3}')
+    shown = once(path).output
+    assert "declined: no evidence that the current weights are worse\n" in shown
+    assert "no incident · 3 steps skipped (3 undone) · 1 rollback · 1 LR cut" in shown
+    (report,) = read_reports(path)
+    assert (report.counts.skips, report.counts.undone_skips) == (3, 3)
+    assert (report.counts.incidents, report.counts.rollbacks) == (0, 1)
+    assert "no incident</button>" in render([report])
 
 
 def test_a_torn_line_and_another_rank_are_ignored(healed, tmp_path):

@@ -4,6 +4,8 @@ const MAX_SHAPES = 600; // lines and bands, above which browsers draw slowly
 
 const span = (incident, recorded) => (recorded ? incident.i : incident.x);
 
+const tag = (incident) => (incident.n ? "#" + incident.n : ""); // 0: a rollback without an incident
+
 const outcome = (sign, run) => (run.would ? sign.would : sign.done);
 
 // Stops after a rollback in the same incident.
@@ -18,7 +20,7 @@ function stopTraces(run, state) {
     showlegend: alone, x: of.map((incident) => incident.stop[place]), y: of.map((incident) => incident.row - 0.45),
     customdata: of.map((incident) => incident.number),
     marker: { symbol: all.signs.stop.symbol, size: 10, color: colour("stop") },
-    hover: of.map((incident) => outcome(all.signs.stop, run) + ", #" + incident.n),
+    hover: of.map((incident) => outcome(all.signs.stop, run) + ", " + tag(incident)),
   }];
 }
 
@@ -40,7 +42,7 @@ function incidentTraces(run, state) {
       mode: run.labelled ? "markers+text" : "markers", yaxis: "y5",
       x: of.map((incident) => span(incident, state.recorded)[0]), y: of.map((incident) => incident.row),
       customdata: of.map((incident) => incident.place), name: outcome(sign, run), legendgroup: kind,
-      text: of.map((incident) => (run.labelled && incident.label ? "#" + incident.n : "")),
+      text: of.map((incident) => (run.labelled && incident.label ? tag(incident) : "")),
       textfont: { color: ink }, marker: { symbol: sign.symbol, size: 10, color: ink },
       hover: of.map((incident) => incident.text),
     });
