@@ -1,4 +1,4 @@
-"""The example is rolled back under DeepSpeed, and completes."""
+"""The example is rolled back under DeepSpeed, and completes; so do the snippets of the page."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.torch.two_ranks import free_port
+
 pytest.importorskip("deepspeed", reason="run by .ci/run with DeepSpeed on its path")
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_example(tmp_path: Path):
+def run(*command: str, cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "examples/deepspeed_engine.py", str(tmp_path)],
-        cwd=ROOT,
+        [sys.executable, *command],
+        cwd=cwd,
         env={
             **{name: value for name, value in os.environ.items() if "RANK" not in name},
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -29,8 +31,35 @@ def test_example(tmp_path: Path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    match = re.search(r"^loss (\S+), steps (\d+), rollbacks (\d+)$", done.stdout, re.MULTILINE)
-    assert match, done.stdout
+    return done.stdout + done.stderr
+
+
+def test_example(tmp_path: Path):
+    out = run("examples/deepspeed_engine.py", str(tmp_path), cwd=ROOT)
+    match = re.search(r"^loss (\S+), steps (\d+), rollbacks (\d+)$", out, re.MULTILINE)
+    assert match, out
     assert float(match[1]) < 0.45  # guessing the mean of sin() gives 0.5
     assert int(match[2]) == 400
     assert int(match[3]) >= 1
+
+
+LAUNCHED = f"""
+import os
+os.environ |= {{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}}
+os.environ["MASTER_PORT"] = "{free_port()}"
+"""
+
+
+@pytest.mark.parametrize("library", ["deepspeed", "arctic_training"])
+def test_the_snippet_of_the_page(library: str, tmp_path: Path):
+    """As the launcher of DeepSpeed starts it."""
+    pytest.importorskip(library)
+    page = (ROOT / "docs" / "trainers" / "others.md").read_text()
+    (program,) = [
+        block
+        for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
+        if re.search(rf"^(import|from) {library}\b", block, flags=re.M)
+    ]
+    (tmp_path / "program.py").write_text(LAUNCHED + program)
+    out = run("program.py", cwd=tmp_path)
+    assert library == "arctic_training" or "healcore: completed after step 100" in out

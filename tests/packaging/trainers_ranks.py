@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -39,12 +40,15 @@ PAGES = Path(__file__).parents[2]
 WORLD, SECONDS, STEPS, BAD = 2, 300, 6, 3
 
 
-def lines(page: str, first: str, last: str) -> str:
-    """The lines of a page from one that contains `first` to one that contains `last`."""
+def lines(page: str, first: str, last: str, also: str = "") -> str:
+    """The lines of a page from one that contains `first` to one that contains `last`.
+
+    Of the one snippet that contains both, and `also`.
+    """
     (found,) = [
         block
         for block in re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(), re.M | re.S)
-        if first in block and last in block
+        if first in block and last in block and also in block
     ]
     every = found.splitlines(keepends=True)
     start = next(i for i, line in enumerate(every) if first in line)
@@ -143,10 +147,9 @@ def rows() -> TensorDataset:
 
 
 def fit(page: str, first: str, last: str, root: Path) -> dict[str, Any]:
-    """`Trainer(..., callbacks=[...])` of Lightning."""
+    """`Trainer(callbacks=[...])` of Lightning, with two processes and for one epoch."""
 
-    def make(rest: Any, *, callbacks: list[Any]) -> Any:
-        assert rest is ...
+    def make(*rest: Any, callbacks: list[Any], max_epochs: int | None = None) -> Any:
         return lightning.Trainer(
             callbacks=callbacks,
             accelerator="cpu",
@@ -161,9 +164,10 @@ def fit(page: str, first: str, last: str, root: Path) -> dict[str, Any]:
         )
 
     torch.manual_seed(0)
-    scope = {"Trainer": make, "healcore": healcore}
-    exec(lines(page, first, last), scope)
     module = OneRankFails()
+    scope: dict[str, Any] = {"Trainer": make, "healcore": healcore, "module": module}
+    scope["lightning"] = SimpleNamespace(Trainer=make)
+    exec(lines(page, first, last), scope)
     trainer = scope["trainer"]
     trainer.fit(module, DataLoader(rows(), batch_size=4))
     (callback,) = (each for each in trainer.callbacks if "Healing" in type(each).__name__)
@@ -180,58 +184,36 @@ def fabric(root: Path) -> dict[str, Any]:
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.01),
         "loader": running.setup_dataloaders(DataLoader(rows(), batch_size=4)),
-        "loss_fn": lambda model, batch: bad((model(batch[0]) - batch[1]).square().mean()),
         "healcore": healcore,
     }
-    exec(lines("docs/trainers/lightning.md", "fabric.setup(", "zero_grad()"), scope)
+    page = "docs/trainers/lightning.md"
+    exec(lines(page, "fabric.setup(", "square().mean()"), scope)
+    loss_fn = scope["loss_fn"]
+    scope["loss_fn"] = lambda batch: bad(loss_fn(batch))
+    exec(lines(page, "state = {", "zero_grad()"), scope)
     return seen(net, skips(scope["healer"]))
 
 
 # -- Accelerate -----------------------------------------------------------------------------------
 
 
-class Answer:
-    """What a model of transformers returns."""
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        self.loss = loss
-
-
-class WithLoss(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.bad = torch.nn.Linear(8, 1), OneBad()
-
-    def forward(self, batch: Any) -> Answer:
-        return Answer(self.bad((self.net(batch[0]) - batch[1]).square().mean()))
-
-
 def accelerated(root: Path, *, healer: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1)
-    net = WithLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    scope: dict[str, Any] = {"accelerator": accelerator, "healcore": healcore}
-    page = "docs/trainers/accelerate.md"
-    step = lines(page, "with accelerator.accumulate", "zero_grad()")
-    if not healer:
-        attach = lines(page, "healcore.torch.attach(", "healcore.torch.attach(")
-        exec(attach, scope | {"optimizer": optimizer}, scope)
-    prepared = accelerator.prepare(net, optimizer, scheduler, DataLoader(rows(), batch_size=4))
-    scope |= dict(zip(("model", "optimizer", "scheduler", "loader"), prepared, strict=True))
-    if not healer:
-        for batch in scope["loader"]:
-            exec(step, scope | {"batch": batch})
-        return seen(net, skips(scope["heal"]))
-    whole = lines(page, "state = {", "healer.observe(loss)")
-    before, after = step.split("    heal.observe(loss)\n")  # what the page's `...` is
-    before = before.split("\n", 1)[1]
-    indent = " " * 12
-    fill = lambda text: "".join(indent + line.strip() + "\n" for line in text.splitlines())  # noqa: E731
-    assert "            ...\n" in whole
-    exec(whole.replace("            ...\n", fill(before)) + "\n" + fill(after), scope)
-    return seen(net, skips(scope["healer"]))
+    net, bad = torch.nn.Linear(8, 1), OneBad()
+    scope: dict[str, Any] = {
+        "accelerator": accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1),
+        "model": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.01),
+        "loader": DataLoader(rows(), batch_size=4),
+        "healcore": healcore,
+    }
+    page = "docs/trainers/others.md"
+    exec(lines(page, "accelerator.prepare(", "square().mean()"), scope)
+    loss_fn = scope["loss_fn"]
+    scope["loss_fn"] = lambda batch: bad(loss_fn(batch))
+    first = "state = {" if healer else "heal = healcore.torch.attach("
+    exec(lines(page, first, "zero_grad()", also="accelerator."), scope)
+    return seen(net, skips(scope["healer" if healer else "heal"]))
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -241,7 +223,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     ),
     "Lightning": lambda root: fit("README.md", "# Lightning", "LightningHealingCallback(", root),
     "Lightning, store": lambda root: fit(
-        "docs/trainers/lightning.md", "LightningHealingCallback(", "= Trainer(", root
+        "docs/trainers/lightning.md", "LightningHealingCallback(", "lightning.Trainer(", root
     ),
     "Fabric": fabric,
     "Accelerate": lambda root: accelerated(root, healer=False),

@@ -1,0 +1,70 @@
+"""The programs of docs/trainers run as they are; the versions of docs/support.md are the pinned.
+
+The program of DeepSpeed and the class of ArcticTraining run in `tests/examples`, where DeepSpeed is
+on the path.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forked_programs
+
+ROOT = Path(__file__).parents[2]
+IMPORTS = (*forked_programs.TRANSFORMERS, "lightning", "torchdata.stateful_dataloader")
+PROGRAMS = {
+    "Trainer": ("huggingface.md", "from transformers import Trainer"),
+    "Lightning": ("lightning.md", "import lightning\n"),
+    "Fabric": ("lightning.md", "from lightning.fabric import Fabric"),
+    "Accelerate": ("others.md", "from accelerate import Accelerator"),
+}
+
+
+def snippet(page: str, part: str) -> str:
+    text = (ROOT / "docs" / "trainers" / page).read_text()
+    (found,) = [
+        block
+        for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+        if part in block
+    ]
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_runs(name: str, tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text(snippet(*PROGRAMS[name]))
+    done = forked_programs.run(program, cwd=tmp_path, imports=IMPORTS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "healcore: completed after step" in done.stderr
+    if name == "Trainer":  # 200 steps of 8 rows: the row with NaN comes once or twice
+        assert re.search(r"completed after step 200: skipped [12] steps?,", done.stderr)
+
+
+def test_the_versions_are_the_pinned_ones():
+    text = (ROOT / "docs" / "support.md").read_text()
+    table = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|$", text, flags=re.M)
+    (others,) = re.findall(r"^Also run: (.*)\.$", text, flags=re.M)
+    pins = {}
+    for file in ("requirements/lock.txt", ".ci/deepspeed.txt"):
+        pins |= dict(re.findall(r"^([\w-]+)==([^\s\\;]+)", (ROOT / file).read_text(), flags=re.M))
+    stated = {name: version for name, version, _ in table}
+    stated |= dict(each.split() for each in others.split(", "))
+    assert len(stated) > 15
+    assert stated == {name: pins[name] for name in stated}
+    project: Any = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [
+        line
+        for name, lines in project["optional-dependencies"].items()
+        for line in lines
+        if name not in ("dev", "all", "report")
+    ]
+    bounds = dict(line.split(">=") for line in extras if ">=" in line)
+    assert {name: lowest for name, _, lowest in table} == {
+        name: bound for name, bound in bounds.items() if name != "chex"
+    }
