@@ -27,7 +27,7 @@ from healcore.runtime.store.errors import (
 _FRAMEWORK_OF_PACKAGE = {"torch": "torch", "jax": "jax", "jaxlib": "jax"}
 """Package of a class -> framework whose adapter converts its values (`node_of`, `value_of`)."""
 
-_TAKES_TRUST = "the Healer (or the Cursor)"
+_TAKES_TRUST = "Checkpoints of the Healer (or to the Cursor)"
 """What the error messages advise to pass `trust` to."""
 
 

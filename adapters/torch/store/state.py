@@ -25,7 +25,7 @@ from healcore.runtime.store.structure import Flat
 from healcore.torch.live_state import identities
 from healcore.torch.plain_values import node_of
 
-TRUST_RECEIVER = "the store (or to the Healer that creates it)"
+TRUST_RECEIVER = "the store (or to Checkpoints of the Healer that creates it)"
 
 
 class Leaf(NamedTuple):

@@ -1,0 +1,79 @@
+"""The snippets of data-and-resume, stores and ranks run as they are, and their links resolve."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.test_guides import anchors
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("data-and-resume.md", "ranks.md", "stores.md", "security.md")
+SNIPPETS = {"data-and-resume.md": 2, "ranks.md": 1, "stores.md": 3, "security.md": 0}
+WORDS = {"data-and-resume.md": 1500, "ranks.md": 1300, "stores.md": 1000, "security.md": 1000}
+
+
+def text(page: str) -> str:
+    return (DOCS / page).read_text()
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text(page), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_length_and_number_of_snippets(page):
+    assert len(text(page).split()) <= WORDS[page]
+    assert len(blocks(page)) == SNIPPETS[page]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_of_these_pages_resolve(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]*)\)", text(page)):
+        assert anchor in anchors(DOCS / (target or page)), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", ["data-and-resume.md", "stores.md"])
+def test_the_snippets_one_after_the_other(page, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    pytest.importorskip("torchdata")
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {}
+    for block in blocks(page):
+        exec(block, scope)
+
+
+def test_the_lines_after_a_kill(tmp_path):
+    """The page quotes the lines of the second start."""
+    import signal
+    import subprocess
+    import sys
+
+    pytest.importorskip("torchdata")
+    program = blocks("data-and-resume.md")[0]
+    killed = program + "        if healer.step == 70 and KILL: os.kill(os.getpid(), 9)\n"
+    lines = ""
+    for kill, status in ((True, -signal.SIGKILL), (False, 0)):
+        code = f"import os\nKILL = {kill}\n{killed}"
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert run.returncode == status, run.stderr
+        lines = run.stderr
+    found = re.findall(r"^healcore: .*$", lines, flags=re.M)
+    quoted = re.findall(r"^    (healcore: .*)$", text("data-and-resume.md"), flags=re.M)
+    assert [line.replace(str(tmp_path), "/home/me") for line in found] == quoted
+
+
+def test_the_ranks_snippet_on_one_rank(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    (block,) = blocks("ranks.md")
+    exec(block, {})
+    assert not torch.distributed.is_initialized()
+    assert list((tmp_path / "checkpoints").glob("step-*"))
