@@ -43,7 +43,7 @@ def cells(output: str, name: str) -> list[str]:
 def test_the_table(run, spiked):
     done = healcore_replay(spiked, "-p", "pretraining")
     assert done.exit_code == 0, done.output
-    assert cells(done.output, "spiked.csv")[:4] == ["spiked.csv", "300", "1", "1"]
+    assert cells(done.output, "spiked.csv")[:4] == ["spiked.csv", "300", "25", "1"]
     assert "0.25 (1)" in done.output
     assert "Judged with numpy" in " ".join(done.output.split())
     both = healcore_replay(spiked, run)
