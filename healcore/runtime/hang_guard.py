@@ -1,7 +1,7 @@
 """Reports a step that never returns, with the Python stacks of all threads and ranks.
 
 A thread measures the time of the current step once a second. Time-outs of libraries (NCCL, gloo)
-are independent of it. `docs/hang.md` describes which time counts.
+are independent of it. `docs/faults.md` describes which time counts.
 """
 
 from __future__ import annotations

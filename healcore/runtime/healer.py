@@ -99,7 +99,7 @@ class Healer(Generic[State]):
         trackers: receive metrics and events: "wandb", "trackio", "mlflow", "tensorboard" or
             "stdout", with a project, experiment or directory as "wandb:project"; a live wandb,
             trackio or mlflow run or a SummaryWriter, which stays open; or `healcore.Tracker`
-            objects. A tracker that fails or hangs does not stop the run. See docs/trackers.md.
+            objects. A tracker that fails or hangs does not stop the run. See docs/reports.md.
         hooks: functions to call at incidents, saves and rollbacks, see `healcore.Hooks`.
         resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
             completed. True resumes both. False raises StoreNotEmpty if the store holds checkpoints.

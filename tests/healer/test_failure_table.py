@@ -24,6 +24,7 @@ from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
 from tests.runtime import test_hang_guard
 from tests.runtime.faults.local_server import serving
+from tests.runtime.faults.test_page import log_lines, without_numbers
 
 QUICK = {"base_delay_s": 0.01, "max_delay_s": 0.02}
 
@@ -247,6 +248,10 @@ BROUGHT_ABOUT: dict[Cause, Callable[[Path], None]] = {
 }
 
 
+OTHER_LINE = (Cause.NONFINITE_GRAD, Cause.INSTABILITY, Cause.RECORDS)
+"""Causes whose section of docs/faults.md begins with the log line of another cause."""
+
+
 def done_about(cause: Cause, folder: Path) -> set[str]:
     """The words of the recipe that the events of a run show for a cause."""
     own = [each for each in events(folder) if cause.name in each.get("cause", ())]
@@ -261,8 +266,12 @@ def done_about(cause: Cause, folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("cause", FAILURES, ids=lambda cause: cause.name)
-def test_each_row_happens_and_its_recipe_is_carried_out(cause, tmp_path):
+def test_each_row_happens_and_its_recipe_is_carried_out(cause, tmp_path, capsys):
     BROUGHT_ABOUT[cause](tmp_path)
+    printed = capsys.readouterr().err + "".join(e.get("problem") or "" for e in events(tmp_path))
+    if cause not in OTHER_LINE:
+        shown = log_lines(cause)[0]  # on the page docs/faults.md
+        assert all(piece in without_numbers(printed) for piece in shown)
     assert any(cause.name in each.get("cause", ()) for each in events(tmp_path))
     # Freeing the cache is part of the smaller parts, and has no event of its own.
     assert set(FAILURES[cause].recipe) - {"clear_cache"} <= done_about(cause, tmp_path)

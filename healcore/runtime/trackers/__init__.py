@@ -1,6 +1,6 @@
 """Sends the metrics and events of a run to trackers, such as wandb, mlflow or TensorBoard.
 
-docs/trackers.md describes them.
+docs/reports.md describes them.
 """
 
 from __future__ import annotations

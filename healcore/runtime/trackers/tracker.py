@@ -42,7 +42,7 @@ class Tracker(Protocol):
 
         Args:
             step: index of the step, from 0. Decreases after a rollback or a restart.
-            values: name -> number, which may be NaN or Inf. docs/trackers.md lists the names.
+            values: name -> number, which may be NaN or Inf. docs/reports.md lists the names.
         """
         ...
 

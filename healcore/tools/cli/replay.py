@@ -45,7 +45,12 @@ def replay(
     ],
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help="A preset or a TOML file. Repeat to compare policies."),
+        typer.Option(
+            "--policy",
+            "-p",
+            show_default="default",
+            help="A preset or a TOML file. Repeat to compare policies.",
+        ),
     ] = None,
     set_: SetOption = None,
     backend: Annotated[

@@ -13,7 +13,7 @@ pass excludes them:
 * An event above 3 noises is a spike. A lower event is ambiguous: an order there is neither right
   nor wrong. The first 64 rows have too little history for events.
 
-docs/sweep.md reports the agreement with the labels of the recorded runs.
+`tests/tools/sweep/test_hindsight.py` states the agreement with the labels of the recorded runs.
 """
 
 from __future__ import annotations

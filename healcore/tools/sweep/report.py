@@ -55,7 +55,7 @@ def notes(found: Sweep) -> list[str]:
     if unlabelled:
         lines.append(
             f"{unlabelled} of {counted(found.runs, 'run')} without labels: events come from a "
-            "rule in hindsight (docs/sweep.md), which may be wrong"
+            "rule in hindsight (docs/replay.md), which may be wrong"
         )
     if run := found.splits.only_eventful:
         lines.append(

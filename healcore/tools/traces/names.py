@@ -34,7 +34,7 @@ _NAMES = {
         "train_total_loss total_loss train_loss_total ce_loss cross_entropy_loss "
         "train_cross_entropy_loss nll_loss avg_loss train_avg_loss mean_loss batch_loss",
         "train_loss_step loss_step",  # Lightning also writes the mean of the epoch
-        "heal_loss",  # written by healcore, see docs/trackers.md
+        "heal_loss",  # written by healcore, see docs/reports.md
     ),
     "grad_norm": (
         # Preferred, because these are norms before clipping.

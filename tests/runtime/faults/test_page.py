@@ -1,30 +1,94 @@
-"""docs/faults.md has the table of the code."""
+"""docs/faults.md agrees with the table of failures, the default policy and the examples.
+
+`tests.healer.test_failure_table` compares the log lines of the page with real runs.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
+
 from healcore.core.verdict import Cause
+from healcore.policy import load
 from healcore.runtime.faults import FAILURES
 
-PAGE = (Path(__file__).parents[3] / "docs" / "faults.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "faults.md").read_text()
+SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+
+
+def anchor(heading: str) -> str:
+    """Anchor of a heading in the site."""
+    return heading.lower().replace(" ", "-")
+
+
+def section_of(cause: Cause) -> str:
+    """The section to which the row of a cause links."""
+    (target,) = re.findall(rf"^\| \[`\w+`\]\(#([\w-]+)\) \| `{cause.name}` \|", PAGE, re.M)
+    return {anchor(heading): text for heading, text in SECTIONS.items()}[target]
+
+
+def log_lines(cause: Cause) -> list[list[str]]:
+    """Log lines in the section of a cause: the pieces of each line, whose numbers are #."""
+    lines = re.findall(r"^- \*\*Log.*?\*\*: `(.+)`$", section_of(cause), re.M)
+    return [[without_numbers(piece) for piece in line.split("…")] for line in lines]
+
+
+def without_numbers(text: str) -> str:
+    """The text with # for each number."""
+    return re.sub(r"\d[\d.]*(e[+-]?\d+)?", "#", text)
 
 
 def rows() -> list[str]:
-    """The table, as the page has to have it."""
+    """The table, as the page has to have it, without the targets of the links."""
     found = []
     for cause, row in FAILURES.items():
         recipe = ", ".join(f"`{word}`" for word in row.recipe) or "none"
-        cells = f"`{row.name}`", f"`{cause.name}`", row.severity, recipe, row.diagnosis
+        cells = f"[`{row.name}`]", f"`{cause.name}`", row.severity, recipe
         found.append(f"| {' | '.join(cells)} |")
     return found
 
 
 def test_every_row_is_on_the_page():
-    table = [line for line in PAGE.splitlines() if line.startswith("| `") and line.count("|") == 6]
+    table = [line for line in PAGE.splitlines() if line.startswith("| [`")]
+    table = [re.sub(r"\(#[\w-]+\)", "", line) for line in table]
     wanted = rows()
     assert table == wanted, "write in docs/faults.md:\n" + "\n".join(wanted)
 
 
 def test_every_cause_has_a_row():
     assert set(FAILURES) == set(Cause)
+
+
+@pytest.mark.parametrize("cause", FAILURES, ids=lambda cause: cause.name)
+def test_each_failure_has_a_section(cause):
+    section, row = section_of(cause), FAILURES[cause]
+    assert row.diagnosis in section
+    assert re.search(r"^- \*\*Symptom\*\*: .", section, re.M)
+    assert re.search(r"^- \*\*Policy\*\*: .", section, re.M)
+    assert re.search(r"^- \*\*Reference\*\*: .", section, re.M)
+    assert log_lines(cause)
+    for paper in re.findall(r"arXiv:(\S+)", " ".join(row.references)):
+        assert f"arxiv.org/abs/{paper}" in section
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_policy_lines_are_rules_of_default(section):
+    """`to = ...` of a section is a rule of the policy `default`, unless the section says no."""
+    line = "".join(re.findall(r"^- \*\*Policy\*\*: (.*)$", SECTIONS[section], re.M))
+    rules = load("default").respond
+    quoted = [tuple(re.findall(r'"(\w+)"', to)) for to in re.findall(r"`to = (\[.*?\])`", line)]
+    for to in quoted:
+        assert any(rule.to == to for rule in rules) != ("Not watched by default" in line)
+    done = [tuple(re.findall(r'"(\w+)"', do)) for do in re.findall(r"`do = (\[.*?\])`", line)]
+    if quoted and "Not watched" not in line:
+        assert done[0] in [rule.do for rule in rules if rule.to == quoted[0]]
+
+
+def test_the_loop_is_of_the_example():
+    example = (ROOT / "examples" / "out_of_memory.py").read_text()
+    there = {line.partition("  # <- healcore")[0].strip() for line in example.splitlines()}
+    (loop,) = re.findall(r"^```python\n(for whole.*?)^```", PAGE, re.M | re.S)
+    assert {line.strip() for line in loop.splitlines()} <= there

@@ -1,4 +1,4 @@
-"""Events found in hindsight agree with the labels as docs/sweep.md describes."""
+"""Events found in hindsight agree with the labels of the recorded runs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,76 @@
+"""docs/replay.md quotes the output of the commands, and its program runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from healcore.tools.cli import app
+from tests.parity import recorded_runs
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "replay.md").read_text()
+RUNS = (0, 1, 4)
+
+
+def block(language: str, part: str) -> str:
+    (found,) = [
+        each
+        for each in re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
+        if part in each
+    ]
+    return found
+
+
+def lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+@recorded_runs.needed
+def test_the_table_is_what_the_command_prints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [f"llama-{run}.csv" for run in RUNS]
+    for run, name in zip(RUNS, names, strict=True):
+        log = f"llama31_8b__Cisco__hpf_n16__result_{run}.csv"
+        shutil.copy(recorded_runs.FOLDER / "mlperf_v5.1" / log, name)
+    options = ["-p", "default", "-p", "pretraining", "--jsonl", "out.jsonl", "--backend", "numpy"]
+    done = CliRunner().invoke(app, ["replay", *names, *options], env={"COLUMNS": "110"})
+    assert done.exit_code == 0
+    table = lines(block("text", "alarms"))
+    assert lines(done.output)[: len(table)] == table
+    assert block("json", '"index"').strip() in Path("out.jsonl").read_text().splitlines()
+
+
+def test_the_example_of_labels_is_read(tmp_path):
+    from healcore.tools.replay.scores import read_labels
+
+    labels = tmp_path / "labels.json"
+    labels.write_text(block("json", '"onset"'))
+    assert read_labels(labels).of("run.csv") is not None
+
+
+def test_the_program_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    losses = [2.0 + 0.01 * (step % 7) for step in range(60)]
+    losses[50] = float("nan")
+    rows = [f"{step},{loss}" for step, loss in enumerate(losses)]
+    Path("run.csv").write_text("\n".join(["step,loss", *rows]))
+    exec(block("python", "open_traces"), {})
+    assert "NONFINITE_LOSS" in capsys.readouterr().out
+
+
+def test_the_lines_of_the_sweep_are_of_the_source():
+    source = "".join(path.read_text() for path in (ROOT / "healcore/tools").rglob("*.py"))
+    for piece in ("the middle of the plateau scores no better", "equal to the base policy"):
+        assert piece in PAGE
+        assert piece in source
+
+
+def test_the_fields_of_a_line_are_on_the_page():
+    sample = json.loads(block("json", '"index"'))
+    rows = "".join(re.findall(r"^\| (`.*)$", PAGE, re.M))
+    assert [field for field in sample if f"`{field}`" not in rows] == ["trace"]
