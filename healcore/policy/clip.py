@@ -67,6 +67,7 @@ class RecentMax(_Clip):
     warmup_steps: Steps = _recent.warmup_steps
     max_norm: Limit = _recent.max_norm
     limit_alone: OnOff = True
+    """A `max_norm`, also from a trainer, clips alone, as `kind = "fixed"` does."""
 
     def rule(self) -> tuple[str, Any] | None:
         """As in the base; fixed clipping if `limit_alone` and a `max_norm` are set."""

@@ -45,6 +45,8 @@ class LossSpike(Table):
     core = detectors.LossSpikeConfig
 
     z_threshold: Positive = _loss_spike.z_threshold
+    """Height above the level, in units of the noise, from which a value is an outlier; at twice
+    the height its vote is full. The run's own outliers move the threshold."""
     evidence: Annotated[float, number(above=0, most=15)] = _loss_spike.evidence
     window: Steps = _loss_spike.window
     min_noise: Positive = _loss_spike.min_noise

@@ -60,12 +60,20 @@ class Policy(Table):
     host_only = frozenset({"retry", "skip_batch", "hang"})
 
     schema_version: Annotated[int, whole(least=SCHEMA, most=SCHEMA)] = Field(alias="schema")
+    """Version of the file format."""
     name: Annotated[str, text(empty=False)]
+    """Name of the policy in logs and errors."""
     description: Annotated[str, text()] = ""
+    """One sentence for `healcore policy list`."""
     references: Annotated[tuple[str, ...], listed(text(empty=False), empty=True)] = ()
+    """Papers and projects from which the numbers come."""
     mode: Mode = "heal"
+    """`observe` judges everything and changes nothing."""
     max_skips: StepsOrZero = EngineConfig().max_skips
+    """Limit of consecutive finite steps that are skipped or softened. Then steps are only
+    clipped, until a step without an alarm."""
     grace_steps: StepsOrZero = EngineConfig().grace_steps
+    """Steps after an expected change (`expect_change()`) in which only NaN and Inf are alarms."""
     clip: Clip = NoClip()
     update_clip: UpdateClip | None = None
     detect: Detect = Detect()

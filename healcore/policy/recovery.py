@@ -49,11 +49,19 @@ class Rollback(Table):
     deepen: _Few = _rollback.deepen
     region: StepsOrZero = _rollback.region
     probation: Steps = 100
+    """Healthy steps after a checkpoint until the checkpoint counts as known-good."""
     skip_batches: StepsOrZero = 0
+    """Batches that a rollback skips after the batches of the incident."""
     confirm: OnOff = False
+    """A rollback needs evidence: weights that are not finite, or earlier weights that are
+    better. An order without evidence is declined and does not use the budget."""
     evidence: Annotated[float, number(least=10)] = 1e4
+    """With a `loss_fn`: lower bound of the mean number of comparisons per false rollback."""
     nonfinite_state: Annotated[_Answer, one_of(*get_args(_Answer))] = "rollback"
+    """Response to a save that finds NaN or Inf in weights, moments or other saved arrays,
+    although no step raised an alarm. Arrays in `nonfinite_ok` are not checked."""
     reset_moments: OnOff = False
+    """A rollback also resets the optimizer's moments and the counters of their bias correction."""
 
 
 class Lr(Table):
@@ -68,7 +76,9 @@ class Lr(Table):
     ramp_steps: StepsOrZero = _lr.ramp_steps
     ceiling: Annotated[float, number(least=0, most=1)] = _lr.ceiling
     soft_step: Fraction = _lr.soft_step
+    """Factor on the update of one step with the action `soft_step`."""
     reset_moments: OnOff = _lr.reset_moments
+    """A cut also resets the optimizer's moments and the counters of their bias correction."""
 
 
 class Budget(Table):
@@ -80,6 +90,7 @@ class Budget(Table):
     recoveries: _Few = _budget.recoveries
     lr_cuts: _Few = _budget.lr_cuts
     shrinks: _Few = 6
+    """Halvings of a micro-batch that does not fit into memory."""
     refund_after: Steps = _budget.refund_after
 
 
@@ -93,10 +104,15 @@ class Retry(Table):
     rules = (AtMost("base_delay_s", "max_delay_s", "longer"),)
 
     base_delay_s: Positive = 1.0
+    """Seconds before the second attempt."""
     factor: Ratio = 2.0
+    """Ratio of each wait to the previous wait."""
     max_delay_s: Positive = 60.0
+    """Longest wait in seconds."""
     jitter: Annotated[float, number(least=0, most=1)] = 0.5
+    """Random share of a wait, so that many processes do not retry at once."""
     attempts: Annotated[int, whole(least=1, most=1000)] = 8
+    """Attempts in total; then the last error is raised."""
 
 
 class Hang(Table):
@@ -106,8 +122,12 @@ class Hang(Table):
     """
 
     timeout_s: Positive = 300.0
+    """Seconds for one step, or for one batch to arrive."""
     first_step_s: Positive = 7200.0
+    """The same for the first step of a process, which compiles; at least `timeout_s`."""
     between_steps: OnOff = False
+    """Whether the time between the optimizer's step and the next batch counts too, for example
+    your evaluation, your checkpoints, or `loss.item()`."""
 
 
 class SkipBatch(Table):
@@ -116,5 +136,8 @@ class SkipBatch(Table):
     rules = (AtMost("consecutive", "count", "larger"), AtMost("count", "within", "larger"))
 
     consecutive: Annotated[int, whole(least=1, most=1000)] = 3
+    """Unreadable batches in a row that may be skipped."""
     count: Annotated[int, whole(least=1, most=100_000)] = 10
+    """Unreadable batches among the last `within` that may be skipped."""
     within: Steps = 1000
+    """Length of the window for `count`, in batches."""

@@ -35,10 +35,14 @@ class When(Table):
     """The condition of a rule: all given keys must hold."""
 
     sustained: OnOff = False
+    """Only alarms that the detector calls sustained are hits."""
     consecutive: Annotated[int, whole(least=1, most=1_000_000)] = 1
+    """Hits in a row from which the rule fires."""
     # The window is an int32 ring in the engine's state, so its length takes memory in checkpoints.
     count: Annotated[int, whole(least=0, most=4096)] = 0
+    """Hits within the last `within` steps from which the rule fires."""
     within: Annotated[int, whole(least=0, most=4096)] = 0
+    """Length of the window for `count`, in steps. Set both or neither."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yields a conflict if `count` or `within` is set alone, or `count` exceeds `within`."""
@@ -63,7 +67,9 @@ class Respond(Table):
     """One rule, either for causes of detectors or for faults."""
 
     to: Annotated[tuple[str, ...], listed(one_of(*CAUSES, *FAULTS))]
+    """Causes to which the rule responds. A cause of a detector needs the table of its detector."""
     do: Annotated[tuple[str, ...], listed(one_of(*_DO))]
+    """Actions of the rule."""
     when: When = When()
 
     @property

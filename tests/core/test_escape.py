@@ -9,6 +9,8 @@ for x2.
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +40,7 @@ SHIFTS = {
 NOISES = (0.0, 0.1, 0.3)
 """Scales of the lognormal noise of the norms."""
 # Steps until the clipping is back, by noise.
-# docs/parity.md has what was measured; these are the promises.
+# docs/parity.md has the same table.
 BOUNDS = {
     "recent_max": (1, 1, 60),
     "zclip": (25, 60, 120),
@@ -87,6 +89,12 @@ def steps_until_back(taken: np.ndarray, usual: np.ndarray) -> int:
 
     high = np.flatnonzero(means(taken) > 1.1 * means(usual) + 0.005)
     return int(high[-1]) + 1 if len(high) else 0
+
+
+def test_the_page_has_these_bounds():
+    page = (Path(__file__).parents[2] / "docs" / "parity.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| (\d+) \| (\d+) \|$", page, flags=re.M)
+    assert {name: tuple(map(int, steps)) for name, *steps in rows} == BOUNDS
 
 
 @pytest.mark.parametrize("shift", [shift for shift in SHIFTS if shift != "none"])

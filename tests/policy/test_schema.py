@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-import typing
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic_core import PydanticUndefined
 
 from healcore.core.clipping import RULES
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.verdict import Action
 from healcore.policy import Policy, load, loads
-from healcore.policy.clip import KINDS, Shift, ZClip
+from healcore.policy.clip import KINDS, NoClip, ZClip
 from healcore.policy.detect import Detect
 from healcore.policy.document import detector_of
-from healcore.policy.respond import ACTIONS, Respond, When
-from healcore.policy.table import NONE, Table
+from healcore.policy.respond import ACTIONS, FAULTS, When
+from healcore.policy.table import Table, listed, number, one_of, whole
+from tests.policy import key_tables
+from tests.policy.key_tables import tables_in
 
 HEAD = 'schema = 1\nname = "x"\n'
 
@@ -36,12 +34,6 @@ def all_tables() -> set[type[Table]]:
         for field in table.model_fields.values():
             open_ += tables_in(field.annotation)
     return found
-
-
-def tables_in(annotation) -> list[type[Table]]:
-    if isinstance(annotation, type) and issubclass(annotation, Table):
-        return [annotation]
-    return [table for part in typing.get_args(annotation) for table in tables_in(part)]
 
 
 WITH_CORE = sorted((table for table in all_tables() if table.core), key=lambda t: t.__name__)
@@ -132,54 +124,39 @@ def test_a_policy_is_frozen_hashable_and_loads_to_itself():
     assert policy == load("default") != load("observe")
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+PAGE = key_tables.PAGE.read_text()
 
 
-def headings() -> Iterator[tuple[str, type[Table]]]:
-    """Every table as the page heads it."""
-    yield "Top of the file", Policy
-    for kind, table in KINDS.items():
-        if kind != NONE:
-            yield f'`[clip]` with `kind = "{kind}"`', table
-    yield "`[….shift]`", Shift
-    for name in ("incident", "rollback", "lr", "budget", "retry", "skip_batch", "hang"):
-        yield f"`[{name}]`", tables_in(Policy.model_fields[name].annotation)[0]
-    detect = tables_in(Policy.model_fields["detect"].annotation)[0]
-    for name, field in detect.model_fields.items():
-        yield f"`[detect.{name}]`", tables_in(field.annotation)[0]
-    yield "`[[respond]]`", Respond
-    yield "`when`", When
+def test_the_page_has_the_tables_of_the_present_code():
+    assert key_tables.written(PAGE) == PAGE, "run python -m tests.policy.key_tables"
 
 
-def rows(table: type[Table]) -> Iterator[str]:
-    """The first three cells of each key's row."""
-    for name, field in table.model_fields.items():
-        if tables_in(field.annotation) or name == "kind":
-            continue
-        default, rule = field.default, field.metadata[0].rule
-        if default is PydanticUndefined:
-            shown = "required"
-        elif default is None:
-            shown = f'`"{NONE}"`'
-        elif isinstance(default, bool):
-            shown = f"`{str(default).lower()}`"
-        elif isinstance(default, tuple):
-            shown = "`[]`"
-        else:
-            shown = f'`"{default}"`' if isinstance(default, str) else f"`{default}`"
-        yield f"| `{field.alias or name}` | {shown} | {rule} |"
+def test_the_page_has_a_section_for_every_table_of_a_policy():
+    tables = {table for _, found in key_tables.sections() for table in found}
+    assert tables == all_tables() - {NoClip, Detect}
 
 
 @pytest.mark.parametrize(
-    ("heading", "table"), list(headings()), ids=lambda x: x if type(x) is str else ""
+    ("rule", "short"),
+    [
+        (number(above=0).rule, "float > 0"),
+        (number(least=1, none=True).rule, 'float ≥ 1, or `"none"`'),
+        (number(above=0, most=1).rule, "0 < float ≤ 1"),
+        (number(least=1e-9, below=1).rule, "1e-09 ≤ float < 1"),
+        (number(none=True).rule, 'float, or `"none"`'),
+        (whole(least=1).rule, "int, 1 to 10,000,000"),
+        (one_of("a", "b").rule, '`"a"`, `"b"`'),
+        (listed(one_of("a", "b")).rule, 'list of `"a"`, `"b"`'),
+    ],
 )
-def test_every_key_is_in_its_section(heading, table):
-    assert f"## {heading}\n" in PAGE
-    section = re.split(r"^#+ ", PAGE.partition(f"## {heading}\n")[2], maxsplit=1, flags=re.M)[0]
-    wanted = list(rows(table))
-    missing = "\n".join(row for row in wanted if row not in section)
-    assert not missing, f"write in docs/policies.md under {heading}:\n{missing}"
-    assert sum(line.startswith("| `") for line in section.splitlines()) == len(wanted)
+def test_the_notation_of_a_range(rule, short):
+    assert key_tables.short(rule) == short
+
+
+def test_every_action_and_cause_is_in_the_table_of_rules():
+    section = key_tables.section_of(PAGE, "`[[respond]]`")
+    for name in (*CAUSES, *FAULTS, *ACTIONS, "skip"):
+        assert f'`"{name}"`' in section
 
 
 def test_the_examples_on_the_page_load():
@@ -187,3 +164,12 @@ def test_the_examples_on_the_page_load():
     assert blocks
     for block in blocks:
         loads(block, source="docs/policies.md")
+
+
+def test_the_python_on_the_page_runs():
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
+    names: dict[str, object] = {}
+    exec(block, names)
+    policy = names["policy"]
+    assert isinstance(policy, Policy)
+    assert policy.clip.rule() == ("fixed", policy.clip.config())

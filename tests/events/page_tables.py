@@ -1,0 +1,57 @@
+"""Writes the tables of kinds and fields in docs/events.md: `python -m tests.events.page_tables`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from healcore.events import schema
+from healcore.events.models import EventFields
+from healcore.events.schema import ENVELOPE, KINDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "events.md"
+BEGIN = "<!-- {name}: begin (written by python -m tests.events.page_tables) -->"
+END = "<!-- {name}: end -->"
+SCHEMA = schema.json_schema()
+
+
+def tables() -> Iterator[tuple[str, str]]:
+    """Name and text of each table."""
+    kinds = (
+        f"| `{name}` | {kind.when} | {', '.join(f'`{each}`' for each in kind.required)} |"
+        for name, kind in KINDS.items()
+    )
+    yield "kinds", _table("| kind | when; what `step` is | has |", kinds)
+    head = "| field | shape | meaning |"
+    yield "envelope", _table(head, map(_row, ENVELOPE))
+    yield "fields", _table(head, map(_row, EventFields.model_fields))
+
+
+def written(page: str) -> str:
+    """The page with the tables of the present code, each between its two marks."""
+    for name, table in tables():
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        assert page.count(begin) == page.count(end) == 1, name
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def _table(head: str, rows: Iterable[str]) -> str:
+    return "\n".join((head, re.sub(r"[^|]+", "---", head), *rows))
+
+
+def _row(name: str) -> str:
+    shape: dict[str, Any] = SCHEMA["properties"][name]
+    return f"| `{name}` | {_type_of(shape)} | {shape['description']} |"
+
+
+def _type_of(shape: dict[str, Any]) -> str:
+    shape = SCHEMA["$defs"][shape["$ref"].split("/")[-1]] | shape if "$ref" in shape else shape
+    return "one of " + ", ".join(shape["enum"]) if "enum" in shape else shape["title"]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
