@@ -209,9 +209,9 @@ def protect(
     gradient. Larger tensors are not checked, because the check would cost more than the step. Their
     non-finite elements are not updated.
 
-    With ``[lr] reset_moments`` (as in `default`), the next step after a cut of the learning rate
-    starts with zero moments, and with zero counts of their bias correction. Skipped steps do not
-    count. Only optax states whose moments are initially zero are reset. The state keeps the old
+    With ``[lr] reset_moments`` (as in `pretraining`), the next step after a cut of the learning
+    rate starts with zero moments, and with zero counts of their bias correction. Skipped steps do
+    not count. Only optax states whose moments are initially zero are reset. The state keeps the old
     moments until that step.
 
     In observe mode, every step is judged and recorded in the state, and nothing is changed. A step

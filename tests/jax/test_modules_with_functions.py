@@ -51,10 +51,12 @@ def test_the_loop_of_the_page_runs_with_equinox(tmp_path, monkeypatch):
     pytest.importorskip("equinox")
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/jax.md").read_text()
-    (code,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.S) if "eqx." in each)
-    scope: dict[str, Any] = {
-        "loader": [jax.random.normal(jax.random.key(i), (8, 3)) for i in range(12)]
-    }
-    exec(code, scope)
-    assert scope["healer"].step == 12
-    assert isinstance(scope["model"].layers[0].weight, jax.Array)
+    optimizer, loop, *others = re.findall(r"```python\n(.*?)```", page, re.S)
+    (module,) = (each for each in others if "eqx." in each)
+    scope: dict[str, Any] = {}
+    for code in (optimizer, module, loop):
+        exec(code, scope)
+    assert scope["healer"].step == 50
+    model = scope["eqx"].combine(scope["healer"].state[0], scope["static"])
+    assert isinstance(model.layers[0].weight, jax.Array)
+    assert not jnp.array_equal(model.layers[0].weight, scope["model"].layers[0].weight)
