@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -20,7 +19,9 @@ from tests.forked_programs import ROOT
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 SESSIONS = [
     (command, output)
-    for command, output in re.findall(r"^```console\n\$ python (.*)\n(.*?)^```", PAGE, re.M | re.S)
+    for command, output in re.findall(
+        r"^```console\n\$ python ([^\n]*)\n(.*?)^```", PAGE, re.M | re.S
+    )
 ]
 RESUMED = ("resumes from", "nothing to do")
 FRESH = [block for block in SESSIONS if not any(text in block[1] for text in RESUMED)]
@@ -45,11 +46,9 @@ def test_a_snippet_is_part_of_an_example(snippet):
 
 def run(command: str, directory: Path, expected_status: int = 0) -> str:
     script, *options = command.split()
-    done = forked_programs.run(
-        ROOT / script, *options, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert done.returncode == expected_status, done.stdout
-    return done.stdout
+    done = forked_programs.run(ROOT / script, *options, cwd=directory)
+    assert done.returncode == expected_status, done.stderr
+    return done.stdout + done.stderr
 
 
 def masked(output: str) -> list[str]:
@@ -59,11 +58,16 @@ def masked(output: str) -> list[str]:
     return [" ".join(line.split()) for line in output.splitlines()]
 
 
+def is_healcore(line: str) -> bool:
+    return line.startswith("healcore:")
+
+
 def check(quoted: str, printed: str) -> None:
     """Quoted lines were printed, in this order; the final loss is about the quoted one."""
-    lines = iter(masked(printed))
-    for line in masked(quoted):
-        assert line in lines, f"{line!r} is not in the rest of:\n{printed}"
+    lines = sorted(masked(quoted), key=is_healcore)  # standard error comes last, as in `run`
+    rest = iter(masked(printed))
+    for line in lines:
+        assert line in rest, f"{line!r} is not in the rest of:\n{printed}"
     final = r"loss on unseen data (\S+)"
     for loss in re.findall(final, quoted):
         actual = float(re.findall(final, printed)[-1])
