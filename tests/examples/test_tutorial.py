@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 import signal
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
+import torch
 
 from examples import tutorial_jax, tutorial_torch
 from healcore.policy import load
@@ -37,7 +41,11 @@ def parts(source: str, lines: int) -> set[str]:
     return {undented("\n".join(rows[i : i + lines])) for i in range(len(rows) - lines + 1)}
 
 
-@pytest.mark.parametrize("snippet", re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S))
+EXAMPLE, _, OWN_LOOP = PAGE.partition("## 5. Your own loop")
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+
+
+@pytest.mark.parametrize("snippet", PYTHON.findall(EXAMPLE))
 def test_a_snippet_is_part_of_an_example(snippet):
     lines = snippet.count("\n")
     sources = map(inspect.getsource, (tutorial_torch, tutorial_jax))
@@ -89,13 +97,39 @@ def test_a_killed_run_resumes_and_a_completed_one_ends_at_once(tmp_path):
     check(nothing, run(command, tmp_path))
 
 
+def test_the_loops_for_your_own_data_skip_a_batch_with_nan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    in_torch, in_jax = PYTHON.findall(OWN_LOOP)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, targets = torch.randn(320, 4), torch.randn(320, 1)
+    inputs[100] = torch.nan
+    mine = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        "dataset": torch.utils.data.TensorDataset(inputs, targets),
+    }
+    exec(in_torch, mine)
+    assert "skipped 3 steps" in capsys.readouterr().err
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch[0] @ params - batch[1]) ** 2)
+
+    rows = list(zip(inputs.numpy(), targets.numpy(), strict=True))
+    batches = [rows[first] for first in range(90, 110)]
+    shutil.rmtree("run-1")
+    exec(in_jax, {"params": jnp.zeros((4, 1)), "batches": batches, "loss_fn": loss_fn})
+    assert "skipped 3 steps" in capsys.readouterr().err
+
+
 def test_what_the_page_names_exists():
-    for policy in ("default", "observe", "pretraining"):
+    for policy in ("default", "observe"):
         assert f"`{policy}`" in PAGE
         load(policy)
     for target in re.findall(r"\]\(([^)#]+)", PAGE):
         assert (ROOT / "docs" / target).exists(), target
-    assert len(PAGE.split()) <= 2300
+    assert len(PAGE.split()) <= 2200
 
 
 @pytest.mark.parametrize(("name", "limit"), [("torch", 100), ("jax", 100), ("report", 200)])
