@@ -76,7 +76,7 @@ def loads(text: str, path: tuple[Any, ...], *, trust: bool = False) -> Any:
         raise StoreError(f"{structure.place(path)}: {error}") from error
     except Exception as error:  # crafted or damaged text may raise anything
         raise StoreError(
-            f"{structure.place(path)} is not what healcore writes: "
+            f"{structure.place(path)} is damaged, or healcore did not write it: "
             f"{type(error).__name__}: {str(error)[:200]}"
         ) from error
 

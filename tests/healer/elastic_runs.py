@@ -233,7 +233,7 @@ def other_worlds(kind: str, root: Path, worlds: Sequence[int]) -> dict[str, Any]
         assert ended.statuses == [0 if last else -signal.SIGKILL] * world, ended
         steps = steps_of(root)
         if number:
-            text = re.search(r"was saved by (\d) ranks, not (\d):", ended.errors[0])
+            text = re.search(r"was saved by (\d) ranks, but this run has (\d):", ended.errors[0])
             assert text is not None, ended.errors[0]
             assert int(text[1]) in worlds[:number], text
             assert int(text[2]) == world, text

@@ -102,7 +102,7 @@ def test_missing_checkpoints_are_reported(killed, tmp_path):
     train(loop_of("torch"), rules(), range(12), store=tmp_path)
     for each in tmp_path.glob("step-*"):
         shutil.rmtree(each)
-    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*step 12.*delete that file"):
+    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*step 12.*delete the file"):
         train(loop_of("torch"), rules(), range(12), store=tmp_path)
     (tmp_path / "healcore.json").unlink()
     assert train(loop_of("torch"), rules(), range(12), store=tmp_path)["step"] == 12

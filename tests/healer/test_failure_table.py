@@ -307,10 +307,10 @@ def test_orders_declined_again_and_again_have_few_lines(tmp_path, capsys):
     declined = [e for e in events(tmp_path) if e["kind"] == "assessment"]
     *printed, end = capsys.readouterr().err.splitlines()
     assert f"declined {len(declined)} orders" in end
-    lines = [e for e in printed if "the run continues" in e]
+    lines = [e for e in printed if "therefore no rollback" in e]
     assert len(declined) > 16
     assert all("cannot tell without loss_fn whether the model is worse" in line for line in lines)
     first, tenth, *_ = lines
     assert len(lines) <= 3
-    assert first.endswith("the run continues")
-    assert tenth.endswith("the run continues (10 times so far)")
+    assert first.endswith("therefore no rollback")
+    assert tenth.endswith("therefore no rollback (10 times so far)")

@@ -132,7 +132,7 @@ def test_a_stop_loses_no_step(tmp_path):
 
 def test_the_budget_of_shrinks(tmp_path):
     memory = Memory(fits=1)
-    with pytest.raises(healcore.RunStopped, match="budget of 2 shrinks is used"):
+    with pytest.raises(healcore.RunStopped, match="permits it 2 times"):
         train(batches(2), memory, budget={"shrinks": 2})
     assert memory.failures == 3
 
@@ -212,7 +212,8 @@ def out_of_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("policy", "note"), [("observe", "only observes"), ("zclip", "no rule for it: to = ")]
+    ("policy", "note"),
+    [("observe", "only observes"), ("zclip", "no rule for out of memory: add to = ")],
 )
 def test_a_policy_that_does_not_answer(out_of_memory, policy, note):
     memory = Memory(fits=4)
@@ -247,7 +248,7 @@ def test_gradients_from_elsewhere_are_not_lost(out_of_memory):
             for part in healer.microbatches(torch.ones(8, 2)):
                 with part:
                     memory.use(len(part.batch))
-        assert "there were gradients before its first part" in note_of(out_of_memory)
+        assert "gradients existed before the first part" in note_of(out_of_memory)
         assert torch.equal(gradient, expected)
         assert model.weight.grad is gradient
         optimizer.step()
@@ -276,7 +277,7 @@ def test_an_optimizer_that_accumulates_over_more_batches(out_of_memory):
                 with part:
                     memory.use(len(part.batch))
         healer.after_step()
-    assert "there were gradients before its first part" in note_of(out_of_memory)
+    assert "gradients existed before the first part" in note_of(out_of_memory)
 
 
 @pytest.mark.parametrize(

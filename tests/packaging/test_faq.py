@@ -48,7 +48,7 @@ def source() -> str:
 
 
 def test_the_page_has_messages():
-    assert len(ROWS) >= 40
+    assert len(ROWS) >= 65
     assert all(row.count(" | ") == 2 for row in ROWS)
 
 

@@ -1,4 +1,4 @@
-"""The three guides: policies load, keys exist, links resolve, figures are of the results."""
+"""The guides: policies load, keys exist, links resolve, figures are of the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.healbench.table import markdown
 from healcore.policy import Policy, from_dict, load, loads
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("choose-a-policy.md", "coming-from.md", "comparison.md")
+PAGES = ("choose-a-policy.md", "comparison.md")
 CLIPS = ("zclip", "recent_max", "fixed")
 
 
@@ -36,7 +36,7 @@ def test_every_policy_loads(page):
 
 
 def test_there_are_policies():
-    assert [len(blocks(page)) for page in PAGES] == [1, 2, 0]
+    assert [len(blocks(page)) for page in PAGES] == [2, 0]
 
 
 def accepted(dotted: str, value: object) -> bool:
@@ -62,7 +62,7 @@ def accepted(dotted: str, value: object) -> bool:
 
 
 def test_every_key_of_the_tables_exists():
-    found = re.findall(r"`((?:[a-z_]+\.)*[a-z_]+) = ([\d.e-]+)`", text("coming-from.md"))
+    found = re.findall(r"`((?:[a-z_]+\.)*[a-z_]+) = ([\d.e-]+)`", text("choose-a-policy.md"))
     dotted = [(key, value) for key, value in found if "." in key]
     assert len(dotted) > 20
     number = {

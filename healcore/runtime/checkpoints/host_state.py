@@ -142,7 +142,9 @@ class HostState:
             raise
         except Exception as error:  # crafted or damaged values may raise anything
             problem = f"{type(error).__name__}: {str(error)[:200]}"
-            raise StoreError(f"state['{ITEM}'] is not what healcore writes: {problem}") from error
+            raise StoreError(
+                f"state['{ITEM}'] is damaged, or healcore did not write it: {problem}"
+            ) from error
         return parts
 
     def put_back(self, parts: HostParts) -> None:

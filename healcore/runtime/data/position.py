@@ -89,13 +89,13 @@ def check_division(value: Mapping[str, Any], division: list[Any] | None, loader:
     if before is None:
         problem = "how the loader divided the data among the ranks is unknown"
     else:
-        now = "no such number" if division is None else f"{division[1]} {division[0]}"
+        now = "an unknown number" if division is None else f"{division[1]} {division[0]}"
         problem = f"the loader had {before[1]} {before[0]}, and {loader} has {now}"
     raise DataError(
-        f"the position in the data was saved by {ranks} ranks, and batch {value['index']} is not "
-        f"the same for this number of ranks: {problem}. Start the run with {ranks} ranks, or with "
-        "the same global batch: a DistributedSampler whose batch size gives as many rows over all "
-        "ranks, or a list of batches from which every rank takes its rows"
+        f"the position in the data was saved by {ranks} ranks, and with this number of ranks batch "
+        f"{value['index']} has other rows: {problem}. Start the run with {ranks} ranks, or keep "
+        "the global batch: with a DistributedSampler keep (batch size) x (number of ranks), or "
+        "pass a list of global batches and let every rank take its rows"
     )
 
 

@@ -300,8 +300,9 @@ class Loop(Generic[AnySaver]):
 
     def _warn_no_step(self) -> None:
         self.warn(
-            f"{self.data.batches_since_step} batches and no step: in JAX call healer.update(state) "
-            "after each step, in torch pass the optimizer that steps in the state"
+            f"{self.data.batches_since_step} batches were read without an optimizer step: in JAX "
+            "call healer.update(state) after each step; in torch add the optimizer that steps to "
+            "the state"
         )
 
     def log_warnings(self) -> None:

@@ -136,8 +136,9 @@ class OutOfMemory:
             )
         if not failure.redoable:
             return (
-                "there were gradients before its first part, which would be lost: put their "
-                "backward pass into a part too, or clear them with zero_grad(set_to_none=True)"
+                "gradients existed before the first part of the batch, and a repeated step would "
+                "discard them: compute these gradients within a part too, or call "
+                "zero_grad(set_to_none=True) before the first part"
             )
         return ""
 
@@ -146,7 +147,7 @@ class OutOfMemory:
             return "the policy only observes"
         if "shrink_microbatch" not in self._answers:
             return (
-                f'policy {self._policy.name} has no rule for it: to = ["oom"], '
+                f'policy {self._policy.name} has no rule for out of memory: add to = ["oom"], '
                 'do = ["shrink_microbatch", "clear_cache"]'
             )
         return ""

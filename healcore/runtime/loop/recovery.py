@@ -368,7 +368,7 @@ class Recovery:
             cause = nonfinite_save(done)
         if done.better is not None:
             cause = f"the weights of step {done.better} are better on the same batches"
-        changed = ["nothing else is changed, to see whether the fault recurs"]
+        changed = ["same data and learning rate, because the fault may not recur"]
         if not done.rerun:
             moments = "moments reset" if self._resets_moments(done) else ""
             changed = [done.lr_text, moments, f"data {data.split(':')[0]}"]

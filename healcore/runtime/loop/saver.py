@@ -180,9 +180,9 @@ class CheckpointSaver(Saver):
         if step == self._saved and not self.checkpoints.in_memory_only(step):
             return
         if not self._driver.may_save():
-            lost = "its gradients are in no checkpoint"
-            lost = lost if completed else f"the last checkpoint is {self._saved}"
-            self._log.problem(step, f"the run ends within an accumulation: {lost}")
+            lost = "the gradients since the last optimizer step are not saved"
+            lost = lost if completed else f"a restart resumes from step {self._saved}"
+            self._log.problem(step, f"the run ends within an accumulation window: {lost}")
             if not completed:
                 return
         with nullcontext() if completed else self._before_batches():

@@ -116,8 +116,8 @@ class MicrobatchSizes:
             raise CannotShrink("a single sample does not fit into memory")
         if not limit.growths and self.used >= self.shrinks:
             raise CannotShrink(
-                f"{largest} samples do not fit into memory, and the budget of {self.shrinks} "
-                "shrinks is used"
+                f"{largest} samples do not fit into memory, and the batch is not halved again: "
+                f"the policy permits it {self.shrinks} times ([budget] shrinks = {self.shrinks})"
             )
         self._limits[size.kind] = limit
         if limit.growths:

@@ -216,7 +216,7 @@ def outcome(incident: Incident) -> str:
     if responses and incident.declined and incident.skipped:
         responses.insert(0, f"skipped {_skipped(incident)}")
     if incident.mode is Mode.OBSERVE:
-        return "; ".join([f"observed only: nothing was done{_would_text(incident)}", *responses])
+        return "; ".join([f"only observed, nothing changed{_would_text(incident)}", *responses])
     if responses:
         return "; ".join(responses)
     return (

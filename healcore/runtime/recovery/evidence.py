@@ -79,7 +79,7 @@ class Evidence:
         if order.cause & NONFINITE and self._nonfinite_persists(order):
             self._assess(order, step, "damage", "repetition")
             return True
-        why = "cannot tell without loss_fn whether the model is worse"
+        why = "healcore cannot tell without loss_fn whether the model is worse"
         if order.cause & NONFINITE:
             why = "the weights are finite"
         self.decline(order, step, "nothing", why)
@@ -108,7 +108,7 @@ class Evidence:
         if passes_power_of_ten(times - 1, times):
             again = f" ({times} times so far)" if times > 1 else ""
             cause = cause_text(Cause(order.cause))
-            self._log.info(f"step {order.index}: {cause}: {why}; the run continues{again}")
+            self._log.info(f"step {order.index}: {cause}: {why}, therefore no rollback{again}")
 
     def exhausted(self, order: Rollback) -> str:
         """Reason why no further rollback is granted, or an empty string.

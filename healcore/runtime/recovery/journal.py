@@ -204,10 +204,10 @@ def check_lineage(journal: Journal, result: RestoreResult) -> None:
         journal.state.lineage = of_checkpoint
     elif of_checkpoint != of_journal:
         raise JournalError(
-            f"{journal.path} is of run {of_journal}, and the checkpoint of step {result.step} in "
-            f"the same directory of run {of_checkpoint}. To resume from that checkpoint, without "
-            "the learning-rate cut and the skipped batches that the file holds, delete the file; "
-            "or pass another directory"
+            f"{journal.path} belongs to run {of_journal}, but the checkpoint of step {result.step} "
+            f"in the same directory belongs to run {of_checkpoint}. Pass another directory, or "
+            "delete the file: then the run resumes from this checkpoint, without the "
+            "learning-rate cut and the skipped batches in the file"
         )
 
 
@@ -217,9 +217,9 @@ def refuse_if_lost(journal: Journal, damaged: Sequence[CheckpointDamaged]) -> No
         raise no_usable_checkpoint(journal, [], damaged)
     if journal.state.newest_on_disk is not None:
         raise NoGoodCheckpoint(
-            f"{journal.path} is of a run that had saved step {journal.state.newest_on_disk} or "
-            "later steps, and its checkpoints are missing: restore them; to begin a new run in "
-            "this directory, delete that file"
+            f"{journal.path} belongs to a run that saved step {journal.state.newest_on_disk} or "
+            "later steps, but its checkpoints are missing. Restore the checkpoints, or delete the "
+            "file to begin a new run in this directory"
         )
 
 

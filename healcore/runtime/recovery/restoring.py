@@ -419,7 +419,8 @@ class Restorer:
         parts = self.ranks.gather(None if own is None else own.data)
         first = parts[0]
         wrong = [
-            f'"{name}" has a part of each of {saved_by} ranks, and there are {self.ranks.world} now'
+            f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of ranks '
+            f"is {self.ranks.world} now"
             for name, item in self.driver.items().items()
             if getattr(item, "per_rank", False)
         ]
@@ -429,8 +430,9 @@ class Restorer:
             raise StateMismatch(result.step, wrong)
         self.log.problem(
             result.step,
-            f"checkpoint {result.step} was saved by {saved_by} ranks, not {self.ranks.world}: "
-            "random generators are as the program set them, loaders restart and drop past batches",
+            f"checkpoint {result.step} was saved by {saved_by} ranks, but this run has "
+            f"{self.ranks.world}: the saved random generators are not used; the loaders begin the "
+            "epoch again and discard the batches before the checkpoint",
         )
         if first is None:
             return None

@@ -30,8 +30,8 @@ _MAX_NAME = 50
 """Limit of characters of a name."""
 _MODES = {
     Mode.HEAL: "",
-    Mode.OBSERVE: "only observed, not changed",
-    Mode.REPLAY: "replay, not changed",
+    Mode.OBSERVE: "only observed, nothing changed",
+    Mode.REPLAY: "replay, nothing changed",
 }
 _LOSS, _NORM, _THRESHOLD, _RATE = "#0072B2", "#007A5A", "#B3520C", "#6A4FB3"
 _UNDONE, _GRID, _QUIET = "#9FB4C3", "#E6E9ED", "#5B6570"

@@ -108,7 +108,7 @@ def _badges(report: RunReport) -> list[tuple[str, str]]:
     if report.mode is Mode.REPLAY or report.state is None:
         return [("open", "replay: this run was not changed")]
     ending = (_BADGES.get(report.state, "bad"), STATES[report.state])
-    observed = ("open", "only observed: not changed")
+    observed = ("open", "only observed, nothing changed")
     return [ending, observed] if report.mode is Mode.OBSERVE else [ending]
 
 

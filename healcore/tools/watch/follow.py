@@ -23,6 +23,9 @@ from healcore.tools.watch.live_run import LiveRun, event_line, one_line, state_l
 COMPLETED, FAILED = 0, 1
 """Exit statuses."""
 
+_WAITING = "does not exist yet: waiting for the run to start (Ctrl-C ends)"
+"""What follows the path of a missing file."""
+
 _POLL_INTERVAL = 0.5
 """Seconds between polls, equal to the interval at which the Healer writes metrics."""
 _CHECK_AFTER = 3.0
@@ -227,7 +230,7 @@ def follow(path: Path, policy: Policy | None, console: Any, *, forever: bool = F
     watcher = RunWatcher(path, policy, console)
     with _panel_below(console, watcher) as refresh:
         if not path.exists():
-            watcher.print(f"waiting for {path}")
+            watcher.print(f"{path} {_WAITING}")
         watcher.catch_up()
         while forever or not watcher.ended():
             refresh()
@@ -256,6 +259,6 @@ def _panel(watcher: RunWatcher) -> Any:
 
     live = watcher.live
     colour = "red" if live.failed else "green" if live.ending else "cyan"
-    lines = state_lines(live) if watcher.exists else [f"waiting for {watcher.path}"]
+    lines = state_lines(live) if watcher.exists else [f"{watcher.path} {_WAITING}"]
     text = Text("\n".join(lines))
     return Panel(text, title=Text(one_line(str(watcher.path))), border_style=colour)

@@ -71,7 +71,7 @@ def test_a_list_that_every_rank_cuts():
             loaders(DataLoader, 4, 4)[0],
             "the loader had 8 rows of a global batch, and .* has 16 rows of a global batch",
         ),
-        (loaders(DataLoader, 2, 4)[0], iter(range(10)), "has no such number"),
+        (loaders(DataLoader, 2, 4)[0], iter(range(10)), "has an unknown number"),
     ],
 )
 def test_another_division_is_refused(before, now, why):

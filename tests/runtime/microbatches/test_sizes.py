@@ -80,7 +80,7 @@ def test_the_budget():
     book.shrink(batch(8), 1, step=0)
     book.shrink(batch(8), 2, step=0)
     before = book.to_dict()
-    with pytest.raises(CannotShrink, match=r"2 samples do not fit .* budget of 2 shrinks is used"):
+    with pytest.raises(CannotShrink, match=r"2 samples do not fit .* permits it 2 times"):
         book.shrink(batch(8), 4, step=0)
     assert book.to_dict() == before
 

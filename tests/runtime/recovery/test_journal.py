@@ -78,7 +78,7 @@ def test_a_journal_without_its_checkpoints_is_no_new_run_s(tmp_path):
     killed(after_rollback, tmp_path, 13)
     for each in tmp_path.glob("step-*"):
         shutil.rmtree(each)
-    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*delete that file"):
+    with pytest.raises(NoGoodCheckpoint, match=r"healcore\.json.*delete the file"):
         first_look(tmp_path)
 
 
@@ -98,7 +98,7 @@ def test_a_journal_in_the_directory_of_another_run_is_refused(tmp_path):
         shutil.copytree(each, one / each.name)
     loop = loop_of("torch")
     before = loop.weights()
-    with pytest.raises(JournalError, match=r"healcore\.json is of run .*delete the file"):
+    with pytest.raises(JournalError, match=r"healcore\.json belongs to run .*delete the file"):
         train(loop, rules(), range(10), store=one)
     assert same(loop.weights(), before)
     (one / "healcore.json").unlink()

@@ -183,7 +183,7 @@ def test_an_observing_policy_did_nothing(tmp_path):
     train(tmp_path, Loop(nan=range(100, 112)), policy="observe", batches=140)
     (report,) = read_reports(tmp_path)
     assert report.incidents
-    assert all("observed only" in outcome(case) for case in report.incidents)
+    assert all("only observed" in outcome(case) for case in report.incidents)
     assert not report.curves.undone().any()
 
 

@@ -206,7 +206,7 @@ def test_a_log_gives_the_terminal_no_commands():
 def test_a_live_run_to_its_end(loop, status, text, tmp_path):
     process = watch(tmp_path / "run.events.jsonl")
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("waiting for")
+    assert "does not exist yet: waiting" in process.stdout.readline()
     train(tmp_path, loop, batches=300)
     out, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (status, "")

@@ -1,0 +1,156 @@
+"""docs/tutorial.md: its snippets are parts of the examples, and its output is what they print."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import signal
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import torch
+
+from examples import tutorial_jax, tutorial_torch
+from healcore.policy import load
+from tests import forked_programs
+from tests.forked_programs import ROOT
+
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+SESSIONS = [
+    (command, output)
+    for command, output in re.findall(
+        r"^```console\n\$ python ([^\n]*)\n(.*?)^```", PAGE, re.M | re.S
+    )
+]
+RESUMED = ("resumes from", "nothing to do")
+FRESH = [block for block in SESSIONS if not any(text in block[1] for text in RESUMED)]
+
+
+def undented(text: str) -> str:
+    return textwrap.dedent(text).strip("\n")
+
+
+def parts(source: str, lines: int) -> set[str]:
+    """Every run of so many lines, without its indentation."""
+    rows = source.splitlines()
+    return {undented("\n".join(rows[i : i + lines])) for i in range(len(rows) - lines + 1)}
+
+
+EXAMPLE, _, OWN_LOOP = PAGE.partition("## 5. Your own loop")
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+
+
+@pytest.mark.parametrize("snippet", PYTHON.findall(EXAMPLE))
+def test_a_snippet_is_part_of_an_example(snippet):
+    lines = snippet.count("\n")
+    sources = map(inspect.getsource, (tutorial_torch, tutorial_jax))
+    assert any(undented(snippet) in parts(source, lines) for source in sources)
+
+
+def run(command: str, directory: Path, expected_status: int = 0) -> str:
+    script, *options = command.split()
+    done = forked_programs.run(ROOT / script, *options, cwd=directory)
+    assert done.returncode == expected_status, done.stderr
+    return done.stdout + done.stderr
+
+
+def masked(output: str) -> list[str]:
+    """The lines with every number and directory masked: digits differ between machines."""
+    output = re.sub(r"\S+/tutorial-", "DIR/tutorial-", output)
+    output = re.sub(r"(?<![\w-])\d[\d.]*(e[+-]?\d+)?(?!\w)", "#", output)
+    return [" ".join(line.split()) for line in output.splitlines()]
+
+
+def is_healcore(line: str) -> bool:
+    return line.startswith("healcore:")
+
+
+def check(quoted: str, printed: str) -> None:
+    """Quoted lines were printed, in this order; the final loss is about the quoted one."""
+    lines = sorted(masked(quoted), key=is_healcore)  # standard error comes last, as in `run`
+    rest = iter(masked(printed))
+    for line in lines:
+        assert line in rest, f"{line!r} is not in the rest of:\n{printed}"
+    final = r"loss on unseen data (\S+)"
+    for loss in re.findall(final, quoted):
+        actual = float(re.findall(final, printed)[-1])
+        assert actual == pytest.approx(float(loss), rel=0.5, nan_ok=True)
+
+
+@pytest.mark.parametrize(("command", "output"), FRESH, ids=[command for command, _ in FRESH])
+def test_output(command, output, tmp_path):
+    check(output, run(command, tmp_path))
+
+
+def test_a_killed_run_resumes_and_a_completed_one_ends_at_once(tmp_path):
+    (command, resumed), (again, nothing) = [block for block in SESSIONS if block not in FRESH]
+    assert command == again
+    run(f"{command} --kill-at 300", tmp_path, -signal.SIGKILL)
+    printed = run(command, tmp_path)
+    check(resumed, printed)
+    assert "back to the checkpoint" in printed
+    check(nothing, run(command, tmp_path))
+
+
+def test_the_loops_for_your_own_data_skip_a_batch_with_nan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    in_torch, in_jax = PYTHON.findall(OWN_LOOP)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, targets = torch.randn(320, 4), torch.randn(320, 1)
+    inputs[100] = torch.nan
+    mine = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        "dataset": torch.utils.data.TensorDataset(inputs, targets),
+    }
+    exec(in_torch, mine)
+    assert "skipped 3 steps" in capsys.readouterr().err
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch[0] @ params - batch[1]) ** 2)
+
+    rows = list(zip(inputs.numpy(), targets.numpy(), strict=True))
+    batches = [rows[first] for first in range(90, 110)]
+    shutil.rmtree("run-1")
+    exec(in_jax, {"params": jnp.zeros((4, 1)), "batches": batches, "loss_fn": loss_fn})
+    assert "skipped 3 steps" in capsys.readouterr().err
+
+
+def test_what_the_page_names_exists():
+    for policy in ("default", "observe"):
+        assert f"`{policy}`" in PAGE
+        load(policy)
+    for target in re.findall(r"\]\(([^)#]+)", PAGE):
+        assert (ROOT / "docs" / target).exists(), target
+    assert len(PAGE.split()) <= 2200
+
+
+@pytest.mark.parametrize(("name", "limit"), [("torch", 100), ("jax", 100), ("report", 200)])
+def test_a_picture_is_small(name, limit):
+    assert (ROOT / "docs" / f"tutorial-{name}.png").stat().st_size < limit * 1000
+
+
+def test_the_curves(tmp_path, monkeypatch):
+    """With losses that were not trained for: the first attempt of the Healer is undone."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import tutorial_curves
+    import tutorial_torch as example
+
+    losses = {
+        "none": [(0, 1.0), *[(step, float("nan")) for step in range(1, 9)]],
+        "attach": [(step, 1.0) for step in range(9)],
+        "healer": [(step, 1.0) for step in [*range(6), *range(3, 9)]],
+    }
+    monkeypatch.setattr(example, "main", losses.get)
+    assert [len(part) for part in tutorial_curves.attempts(losses["healer"])] == [6, 6]
+    tutorial_curves.draw("torch", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("tutorial_curves", "tutorial_torch"):
+        monkeypatch.delitem(sys.modules, name)
