@@ -1,5 +1,8 @@
 """Writes lock.txt and hashed/*.txt: one resolve of all that the Makefile installs (`make lock`).
 
+    python requirements/make_lock.py          the newest versions
+    python requirements/make_lock.py --keep   present pins stay; for a package more or less
+
 Versions come from one run of pip here. The hashes come from further dry runs of pip, one for each
 system and Python below: pip tells those of the files that it would install there.
 """
@@ -21,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
 LOCK = HERE / "lock.txt"
+LOWEST = HERE / "lowest.txt"  # made by make_lowest.py
 HASHED = HERE / "hashed"
 
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -39,6 +43,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
     "lint": ("lint.txt",),
     "bench": ("bench.txt",),
     "docs": ("docs.txt",),
+    "release": ("release.txt",),
 }
 """Name of a file in hashed/ -> what it is for; the Makefile and .ci/run install by these."""
 AFTER = {"test": "demo", "lint": "test", "bench": "demo"}
@@ -54,9 +59,11 @@ def main() -> None:
     header, torch_pin, _ = re.split(r"^(torch==\S+)$", LOCK.read_text(), flags=re.M)
     wanted = [torch_pin, *SETS["base"]]
     for tools in sorted(HERE.glob("*.txt")):
-        if tools != LOCK:
+        if tools not in (LOCK, LOWEST):
             wanted += _lines(tools)
     wanted.append(f"{HERE.parent}[jax,torch,report,dev]")
+    if "--keep" in sys.argv[1:]:
+        wanted += ["--constraint", str(LOCK)]
     resolved = _report(wanted)
     pins: dict[str, str] = {
         canonicalize_name(item["metadata"]["name"]): item["metadata"]["version"].partition("+")[0]
