@@ -1,8 +1,8 @@
 """Pages of the site that are made by `make docs`: the API reference and the list of decisions.
 
 The reference has one page for each public symbol. The symbols are read from the source, without an
-import: the environment of `make docs` has neither NumPy nor a framework. `tests/packaging/test_api.py`
-compares them with the symbols of the imported package.
+import: the environment of `make docs` has neither NumPy nor a framework. A test compares them with
+those of the imported package (`tests/packaging/test_api.py`).
 """
 
 from __future__ import annotations

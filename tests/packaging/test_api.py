@@ -6,6 +6,7 @@ import importlib
 import inspect
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -69,7 +70,7 @@ def test_nav_has_every_page_once():
     lines = (DOCS.parent / "mkdocs.yml").read_text()
     nav = hooks.on_config({"nav": yaml.safe_load(lines)["nav"]})["nav"]
 
-    def pages(entry: object) -> list[str]:
+    def pages(entry: Any) -> list[str]:
         if isinstance(entry, str):
             return [entry]
         parts = entry.values() if isinstance(entry, dict) else entry
