@@ -64,7 +64,7 @@ def main() -> None:
     wanted.append(f"{HERE.parent}[jax,torch,report,dev]")
     if "--keep" in sys.argv[1:]:
         wanted += ["--constraint", str(LOCK)]
-    resolved = _report(wanted)
+    resolved = report(wanted)
     pins: dict[str, str] = {
         canonicalize_name(item["metadata"]["name"]): item["metadata"]["version"].partition("+")[0]
         for item in resolved
@@ -173,7 +173,7 @@ def _elsewhere(pins: Mapping[str, str], python: str, platforms: list[str]) -> li
     options += ["--python-version", python, *(f"--platform={each}" for each in platforms)]
     while True:
         try:
-            return _report([*options, *(f"{n}=={v}" for n, v in there.items())], env)
+            return report([*options, *(f"{n}=={v}" for n, v in there.items())], env)
         except subprocess.CalledProcessError as error:
             bad = re.search(r"No matching distribution found for ([^=\s]+)==", error.stderr)
             if bad is None:
@@ -182,7 +182,8 @@ def _elsewhere(pins: Mapping[str, str], python: str, platforms: list[str]) -> li
             del there[canonicalize_name(bad[1])]
 
 
-def _report(arguments: list[str], env: Mapping[str, str] | None = None) -> list[Any]:
+def report(arguments: list[str], env: Mapping[str, str] | None = None) -> list[Any]:
+    """What pip would install, with versions and hashes."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     done = subprocess.run(
         [*command, "--report", "-", *arguments],
