@@ -2,6 +2,7 @@
 #   make demo                 watch one policy heal a run in torch and in JAX
 #   make test                 the tests            (ARGS="-k zclip" for some of them)
 #   make test-slow            those that take longer
+#   make test-lowest          a selection, with the lowest versions that pyproject.toml allows
 #   make demo PYTHON=python3.12
 # Every package is installed by its hash (requirements/hashed), torch by its version: which of its
 # files is meant depends on the machine.
@@ -34,12 +35,13 @@ TORCH := $(PIP) install -c $(LOCK) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX
 # Without isolation: it would download a setuptools that nothing pins.
 HEALCORE := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help setup demo test test-slow lint bench gpu docs lock clean
+TARGETS := setup demo test test-slow test-lowest lint bench gpu docs release-check lock clean
+.PHONY: help $(TARGETS)
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "targets: setup demo test test-slow lint bench gpu docs lock clean"
+	@echo "targets: $(TARGETS)"
 
 # --- environment: a stamp says what is already installed, and is stale when its inputs change ------
 
@@ -79,6 +81,27 @@ $(VENV)/.docs: $(VENV)/.base requirements/docs.txt
 	@$(call installed,docs,-r requirements/docs.txt)
 	@touch $@
 
+$(VENV)/.release: $(VENV)/.test requirements/release.txt
+	@$(call installed,release,-r requirements/release.txt)
+	@touch $@
+
+# An environment of its own, some 6 GB with PyPI's torch: all at the lowest versions. The hashes are
+# for Python 3.11 on Linux (x86_64); elsewhere HASHES=no.
+LOWEST     := .venv-lowest
+LOWEST_PIP := $(PIP) --python $(LOWEST)/bin/python install
+OLD_TORCH  := $(shell sed -n 's/^\# \(torch==.*\)/\1/p' requirements/lowest.txt)
+$(LOWEST)/.made: $(VENV)/.made requirements/lowest.txt
+	@echo "setting up $(LOWEST)"
+	@$(BIN)/python -m venv --clear --without-pip $(LOWEST)
+ifeq ($(HASHES),no)
+	@grep -o '^[a-z][^ ]*==[^ ]*' requirements/lowest.txt >$(LOWEST)/versions.txt
+	@$(LOWEST_PIP) -r $(LOWEST)/versions.txt
+else
+	@$(LOWEST_PIP) --require-hashes --no-deps -r requirements/lowest.txt
+endif
+	@$(LOWEST_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps,) $(OLD_TORCH)
+	@touch $@
+
 # --- targets --------------------------------------------------------------------------------------
 
 setup: $(VENV)/.test
@@ -96,6 +119,11 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	@$(PYTEST) -m slow $(ARGS)
 
+# At least one test of each package that pyproject.toml bounds, without the packages of `dev`.
+AT_LOWEST := LOWEST_SELECTION
+test-lowest: $(LOWEST)/.made
+	@OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -q $(AT_LOWEST) $(ARGS)
+
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -110,9 +138,15 @@ gpu: $(VENV)/.test
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"
 
+# sdist, wheel, metadata, each extra in a clean environment. ARGS=--quick: the core and one extra.
+release-check: $(VENV)/.release
+	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python .ci/release_check.py $(ARGS)
+
 # Resolves everything anew and writes the pins and the hashes. Torch stays where the file has it.
-lock: $(VENV)/.test
-	@$(BIN)/python requirements/make_lock.py
+# ARGS=--keep: the present pins stay, for a package more or less.
+lock: $(VENV)/.release
+	@$(BIN)/python requirements/make_lock.py $(ARGS)
+	@$(BIN)/python requirements/make_lowest.py $(BIN)/uv
 
 clean:
-	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,8 @@
 """Writes lock.txt and hashed/*.txt: one resolve of all that the Makefile installs (`make lock`).
 
+    python requirements/make_lock.py          the newest versions
+    python requirements/make_lock.py --keep   present pins stay; for a package more or less
+
 Versions come from one run of pip here. The hashes come from further dry runs of pip, one for each
 system and Python below: pip tells those of the files that it would install there.
 """
@@ -21,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
 LOCK = HERE / "lock.txt"
+LOWEST = HERE / "lowest.txt"  # made by make_lowest.py
 HASHED = HERE / "hashed"
 
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -39,6 +43,7 @@ SETS: Mapping[str, tuple[str, ...]] = {
     "lint": ("lint.txt",),
     "bench": ("bench.txt",),
     "docs": ("docs.txt",),
+    "release": ("release.txt",),
 }
 """Name of a file in hashed/ -> what it is for; the Makefile and .ci/run install by these."""
 AFTER = {"test": "demo", "lint": "test", "bench": "demo"}
@@ -54,10 +59,12 @@ def main() -> None:
     header, torch_pin, _ = re.split(r"^(torch==\S+)$", LOCK.read_text(), flags=re.M)
     wanted = [torch_pin, *SETS["base"]]
     for tools in sorted(HERE.glob("*.txt")):
-        if tools != LOCK:
+        if tools not in (LOCK, LOWEST):
             wanted += _lines(tools)
     wanted.append(f"{HERE.parent}[jax,torch,report,dev]")
-    resolved = _report(wanted)
+    if "--keep" in sys.argv[1:]:
+        wanted += ["--constraint", str(LOCK)]
+    resolved = report(wanted)
     pins: dict[str, str] = {
         canonicalize_name(item["metadata"]["name"]): item["metadata"]["version"].partition("+")[0]
         for item in resolved
@@ -166,7 +173,7 @@ def _elsewhere(pins: Mapping[str, str], python: str, platforms: list[str]) -> li
     options += ["--python-version", python, *(f"--platform={each}" for each in platforms)]
     while True:
         try:
-            return _report([*options, *(f"{n}=={v}" for n, v in there.items())], env)
+            return report([*options, *(f"{n}=={v}" for n, v in there.items())], env)
         except subprocess.CalledProcessError as error:
             bad = re.search(r"No matching distribution found for ([^=\s]+)==", error.stderr)
             if bad is None:
@@ -175,7 +182,8 @@ def _elsewhere(pins: Mapping[str, str], python: str, platforms: list[str]) -> li
             del there[canonicalize_name(bad[1])]
 
 
-def _report(arguments: list[str], env: Mapping[str, str] | None = None) -> list[Any]:
+def report(arguments: list[str], env: Mapping[str, str] | None = None) -> list[Any]:
+    """What pip would install, with versions and hashes."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     done = subprocess.run(
         [*command, "--report", "-", *arguments],

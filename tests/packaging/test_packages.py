@@ -69,7 +69,7 @@ def test_dependencies_are_pinned_for_the_makefile():
     del extras["deepspeed"]  # .ci/run installs it, by hashes of its own
     for requirements in extras.values():
         wanted |= {name_of(r) for r in requirements} - {"healcore"}  # one extra naming others
-    for tools in ("lint", "bench", "docs"):
+    for tools in ("lint", "bench", "docs", "release"):
         text = (ROOT / "requirements" / f"{tools}.txt").read_text()
         rows = [line.split("#")[0].strip() for line in text.splitlines()]
         wanted |= {name_of(r) for r in rows if r and not r.startswith("-")}
@@ -78,6 +78,21 @@ def test_dependencies_are_pinned_for_the_makefile():
     assert all("==" in pin for pin in pins)
     assert pins[0].startswith("torch==")
     assert wanted <= {name_of(pin) for pin in pins}
+
+
+def test_the_lowest_versions_are_those_of_pyproject():
+    """`make test-lowest` runs with each lower bound, but for patch releases that are withdrawn."""
+    text = (ROOT / "requirements" / "lowest.txt").read_text()
+    lowest = dict(re.findall(r"^(?:# )?([\w-]+)==(\S+)", text, re.M))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = list(project["dependencies"])
+    for extra, lines in project["optional-dependencies"].items():
+        wanted += lines if extra not in ("dev", "deepspeed", "all") else []
+    for line in wanted:
+        name, _, bound = line.partition(">=")
+        if bound:
+            found = lowest[name]
+            assert f"{found}.".startswith(f"{bound}."), f"{name} {found}: make lock"
 
 
 def test_every_pin_but_torch_has_a_hash():

@@ -39,7 +39,11 @@ class Case:
     def build(self, **options: Any) -> Optimizer:
         """The optimizer over fresh, always equal parameters."""
         random = torch.Generator().manual_seed(7)
-        shapes = [(6, 4), (4, 3)] if self.kind is torch.optim.Muon else [(6, 4), (4, 3), (5,)]
+        shapes = (
+            [(6, 4), (4, 3)]
+            if self.kind is getattr(_OPTIM, "Muon", None)
+            else [(6, 4), (4, 3), (5,)]
+        )
         params = [Parameter(torch.randn(shape, generator=random)) for shape in shapes]
         return self.kind(params, **{"lr": 0.01, **self.options, **options})  # type: ignore[call-arg]
 
@@ -118,7 +122,7 @@ PLAIN = [
         {"max_iter": 3, "line_search_fn": "strong_wolfe"},
         closure=True,
     ),
-    Case("Muon", _OPTIM.Muon),
+    *([Case("Muon", _OPTIM.Muon)] if hasattr(_OPTIM, "Muon") else []),  # from torch 2.9 on
     Case("NAdam", _OPTIM.NAdam),
     Case("RAdam", _OPTIM.RAdam),
     Case("RMSprop", _OPTIM.RMSprop, {"momentum": 0.5, "centered": True}),

@@ -1,0 +1,270 @@
+"""Pages of the site that are made by `make docs`: the API reference and the list of decisions.
+
+The reference has one page for each public symbol. The symbols are read from the source, without an
+import: the environment of `make docs` has neither NumPy nor a framework. A test compares them with
+those of the imported package (`tests/packaging/test_api.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent
+MODULES = {
+    "healcore": "The Healer, its options and its results.",
+    "healcore.errors": "Exceptions; the usual five are in `healcore`.",
+    "healcore.torch": "Optimizers, trainers and stores of torch.",
+    "healcore.torch.store": "Loads a state of torch in place.",
+    "healcore.jax": "Optax transformations, functions on their states, and stores of JAX.",
+    "healcore.jax.flax_nnx": "Helpers for Flax nnx.",
+    "healcore.jax.flax_linen": "Helpers for Flax linen.",
+    "healcore.policy": "Loads, writes and compares policies.",
+    "healcore.core.engine": "The engine, for a framework without an adapter.",
+    "healcore.core.signals": "What the engine judges.",
+}
+"""Public module -> what it has. A symbol of several modules has its page in the first."""
+MEMBERS = {"healcore.core.signals": ["Signals"]}
+"""Public members of a module that has internal ones too, and no `__all__`."""
+ONLY_FOR_THE_DRIVER = "has_loss|has_seen_loss|in_step|discard|judge_dropped|settle"
+MARK = "<!-- symbols -->"
+"""The place in docs/api/index.md for the tables."""
+
+
+class Definition(NamedTuple):
+    """The place where a symbol is defined."""
+
+    module: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        """The dotted name."""
+        return f"{self.module}.{self.name}"
+
+
+class Symbol(NamedTuple):
+    """A public symbol with a page."""
+
+    module: str
+    name: str
+    definition: Definition
+
+    @property
+    def path(self) -> str:
+        """The dotted name."""
+        return f"{self.module}.{self.name}"
+
+    @property
+    def page(self) -> str:
+        """The name of the page's file in `api/`."""
+        return f"{self.path}.md"
+
+
+# -- reading the source ----------------------------------------------------------------------------
+
+
+def _file(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    found = (path / "__init__.py", path.with_suffix(".py"))
+    return next((each for each in found if each.is_file()), None)
+
+
+@functools.cache
+def _names(module: str) -> dict[str, ast.stmt]:
+    """Name -> the statement at the top of a module (or in an `if` there) that binds the name."""
+    file = _file(module)
+    found: dict[str, ast.stmt] = {}
+    left = list(ast.parse(file.read_text()).body) if file else []
+    while left:
+        node = left.pop(0)
+        if isinstance(node, ast.If):
+            left = [*node.body, *left]
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            found |= dict.fromkeys(_names(str(node.module)), node)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {each.asname or each.name: node for each in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {each.id: node for each in targets if isinstance(each, ast.Name)}
+    return found
+
+
+def definition(module: str, name: str) -> Definition | None:
+    """Follows imports to the definition of a name. Returns None for a module or a foreign name."""
+    node = _names(module).get(name)
+    if node is None:
+        return None
+    if not isinstance(node, ast.ImportFrom):
+        return Definition(module, name)
+    origin = next((each.name for each in node.names if (each.asname or each.name) == name), name)
+    # `from healcore import errors` in healcore itself: a module.
+    return None if node.module == module else definition(str(node.module), origin)
+
+
+def _public(module: str) -> list[str]:
+    if module in MEMBERS:
+        return MEMBERS[module]
+    names = _names(module)
+    listed = names.get("__all__")
+    if isinstance(listed, ast.Assign):
+        return ast.literal_eval(listed.value)
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return [each for each, node in names.items() if isinstance(node, kinds) and each[0] != "_"]
+
+
+@functools.cache
+def symbols() -> tuple[Symbol, ...]:
+    """All public symbols except modules and `__version__`, each once, by module and name."""
+    found: dict[Definition, Symbol] = {}
+    for module in MODULES:
+        for name in sorted(_public(module), key=str.lower):
+            where = None if name.startswith("__") else definition(module, name)
+            if where is not None:
+                found.setdefault(where, Symbol(module, name, where))
+    return tuple(found.values())
+
+
+def summary(where: Definition) -> str:
+    """The first paragraph of a docstring, in one line."""
+    node = _names(where.module)[where.name]
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        text = ast.get_docstring(node) or ""
+    else:
+        body = ast.parse((_file(where.module) or ROOT).read_text()).body
+        after = {body[i].lineno: body[i + 1] for i in range(len(body) - 1)}.get(node.lineno)
+        value = after.value if isinstance(after, ast.Expr) else None
+        text = str(value.value) if isinstance(value, ast.Constant) else ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def bases(where: Definition) -> list[Definition | str]:
+    """The bases of a class of healcore; a base of Python's own is its name."""
+    node = _names(where.module)[where.name]
+    found: list[Definition | str] = []
+    for base in node.bases if isinstance(node, ast.ClassDef) else []:
+        module, _, name = ast.unparse(base).rpartition(".")
+        if module:  # `memory.SnapshotStore`: no exception is written like this
+            continue
+        found.append(definition(where.module, name) or name)
+    return found
+
+
+def is_exception(where: Definition | str) -> bool:
+    """Whether this is a class of exceptions."""
+    if isinstance(where, str):
+        kind = getattr(builtins, where, None)
+        return isinstance(kind, type) and issubclass(kind, BaseException)
+    return any(is_exception(each) for each in bases(where))
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def page(symbol: Symbol) -> str:
+    """The page of a symbol, for mkdocstrings."""
+    text = (
+        f"::: {symbol.path}\n    options:\n      heading_level: 1\n      show_root_heading: true\n"
+    )
+    text += "      show_root_full_path: true\n      show_root_toc_entry: true\n"
+    if symbol.name == "Healing":
+        text += f'      filters: ["!^_", "!^({ONLY_FOR_THE_DRIVER})$"]\n'
+    if symbol.name in ("Action", "Cause", "Decision"):
+        text += "      show_if_no_docstring: true\n"  # their members
+    others = [
+        f"`{module}.{symbol.name}`"
+        for module in MODULES
+        if module != symbol.module
+        and symbol.name in _public(module)
+        and definition(module, symbol.name) == symbol.definition
+    ]
+    return text + (f"\nAlso importable as {', '.join(others)}.\n" if others else "")
+
+
+def tables() -> str:
+    """A table of each module's symbols, with links."""
+    parts = []
+    for module, what in MODULES.items():
+        own = [each for each in symbols() if each.module == module]
+        parts.append(f"## {module}\n\n{what}\n\n| Symbol | |\n|---|---|")
+        parts[-1] += "".join(
+            f"\n| [`{each.name}`]({each.page}) | {_cell(each.definition)} |" for each in own
+        )
+    return "\n\n".join(parts)
+
+
+def exceptions() -> str:
+    """The page with the index of exceptions."""
+    pages = {each.definition: each for each in symbols()}
+    text = (
+        "# Index of exceptions\n\n"
+        "Every exception derives from [`HealcoreError`](healcore.HealcoreError.md). "
+        "`HealcoreError` is a `BaseException`, so `except Exception` does not catch the end of a "
+        "run.\n\n| Exception | Is also a | Raised when |\n|---|---|---|\n"
+    )
+    for symbol in sorted(symbols(), key=lambda each: each.name.lower()):
+        if not is_exception(symbol.definition):
+            continue
+        kinds = []
+        for base in bases(symbol.definition):
+            target = pages.get(base) if isinstance(base, Definition) else None
+            name = base if isinstance(base, str) else base.name
+            kinds.append(f"[`{name}`]({target.page})" if target else f"`{name}`")
+        what = _cell(symbol.definition)
+        text += f"| [`{symbol.path}`]({symbol.page}) | {', '.join(kinds)} | {what} |\n"
+    return text
+
+
+def _cell(where: Definition) -> str:
+    return summary(where).replace("|", "\\|")
+
+
+def decisions() -> dict[str, str]:
+    """Pages of docs/decisions -> title, from the heading, without the index."""
+    folder = ROOT / "docs" / "decisions"
+    return {
+        f"decisions/{path.name}": path.read_text().split("\n", 1)[0].removeprefix("# ")
+        for path in sorted(folder.glob("[0-9]*.md"))
+    }
+
+
+# -- what mkdocs calls -----------------------------------------------------------------------------
+
+
+def on_config(config: Any) -> Any:
+    """Completes `nav`: the symbols below `api/`, the decisions below `decisions/`."""
+    for section in config["nav"]:
+        for entries in section.values():
+            for entry in entries if isinstance(entries, list) else []:
+                for title, target in entry.items():
+                    if target == "api/":
+                        entry[title] = ["api/index.md", {"Exceptions": "api/exceptions.md"}]
+                        entry[title] += [
+                            {module: [{s.name: f"api/{s.page}"} for s in symbols()
+                                      if s.module == module]}
+                            for module in MODULES
+                        ]  # fmt: skip
+                    elif target == "decisions/":
+                        entry[title] = ["decisions/index.md"]
+                        entry[title] += [{name: page} for page, name in decisions().items()]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages of the API reference."""
+    from mkdocs.structure.files import File
+
+    made = {each.page: page(each) for each in symbols()} | {"exceptions.md": exceptions()}
+    for name, text in made.items():
+        files.append(File.generated(config, f"api/{name}", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Puts the tables of symbols into the first page of the reference."""
+    return markdown.replace(MARK, tables()) if page.file.src_uri == "api/index.md" else markdown

@@ -1,0 +1,88 @@
+"""The site's pages: the API reference has every public symbol, and `nav` every page of docs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import mkdocs_hooks as hooks
+from healcore import HealcoreError
+from tests.packaging.test_surface import SURFACE
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def public_names(module: str) -> list[str]:
+    """What a module exports at run time, without modules and `__version__`."""
+    loaded = importlib.import_module(module)
+    names = hooks.MEMBERS.get(module) or getattr(loaded, "__all__", None)
+    if names is None:
+        names = [
+            name
+            for name, each in vars(loaded).items()
+            if name[0] != "_" and getattr(each, "__module__", "") == module and callable(each)
+        ]
+    return [
+        name
+        for name in names
+        if name[:2] != "__" and not isinstance(getattr(loaded, name), ModuleType)
+    ]
+
+
+def test_every_public_module_is_in_the_reference():
+    assert set(hooks.MODULES) >= {*SURFACE, "healcore.jax", "healcore.errors"}
+
+
+@pytest.mark.parametrize("module", hooks.MODULES)
+def test_every_public_symbol_has_one_page(module):
+    """By the identity of the imported object: a page may be in another public module."""
+    pages = [getattr(importlib.import_module(each.module), each.name) for each in hooks.symbols()]
+    for name in public_names(module):
+        symbol = getattr(importlib.import_module(module), name)
+        assert sum(each is symbol for each in pages) == 1, f"{module}.{name}"
+
+
+def test_every_page_is_of_a_public_symbol():
+    for each in hooks.symbols():
+        assert each.name in public_names(each.module), each.path
+        symbol = getattr(importlib.import_module(each.module), each.name)
+        if inspect.isclass(symbol) or inspect.isfunction(symbol):
+            found = f"{symbol.__module__}.{symbol.__qualname__}"
+            assert found == each.definition.path
+        assert hooks.summary(each.definition), f"{each.path} has no docstring"
+
+
+def test_the_index_of_exceptions_has_every_exception():
+    text = hooks.exceptions()
+    for each in hooks.symbols():
+        symbol = getattr(importlib.import_module(each.module), each.name)
+        is_exception = inspect.isclass(symbol) and issubclass(symbol, HealcoreError)
+        assert is_exception == (f"| [`{each.path}`]" in text), each.path
+
+
+def test_nav_has_every_page_once():
+    lines = (DOCS.parent / "mkdocs.yml").read_text()
+    nav = hooks.on_config({"nav": yaml.safe_load(lines)["nav"]})["nav"]
+
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry
+        return [page for part in parts for page in pages(part)]
+
+    listed = pages(nav)
+    assert len(listed) == len(set(listed))
+    made = {f"api/{each.page}" for each in hooks.symbols()} | {"api/exceptions.md"}
+    written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert set(listed) == made | written
+
+
+def test_a_user_has_at_most_26_pages():
+    nav = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())["nav"]
+    assert sum(len(entries) for section in nav[:-1] for entries in section.values()) <= 26
