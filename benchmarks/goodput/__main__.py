@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -60,11 +59,12 @@ def main() -> None:
             by_interval += [pool.submit(run, here, each) for each in every]
         rows = [each.result() for each in by_ranks]
         intervals = [each.result() for each in by_interval]
-    _print(options, cares, rows, intervals)
-    write_json(
-        options.json,
-        {"options": _plain(options), "by_ranks": rows, "by_interval": intervals},
-    )
+    result = {"options": _plain(options), "by_ranks": rows, "by_interval": intervals}
+    for table in tables(result).values():
+        print("\n".join("| " + " | ".join(row) + " |" for row in table) + "\n")
+    save, restore = cares[0].save_s, cares[0].rollback_s
+    print(f"A save keeps training waiting {save:.2f} s, a rollback {restore:.2f} s.")
+    write_json(options.json, result, "goodput")
     if options.figure:
         draw(rows, intervals, options.figure)
         print(f"written to {options.figure}")
@@ -157,37 +157,27 @@ def _plain(options: argparse.Namespace) -> dict[str, Any]:
     return plain | {"ranks": list(options.ranks)}
 
 
-def _print(
-    options: argparse.Namespace,
-    cares: Iterable[Care],
-    rows: list[dict[str, Any]],
-    intervals: list[dict[str, Any]],
-) -> None:
-    print("| policy | damage noticed | after | wrong, per 10k steps | known-good after |")
-    print("|---|---|---|---|---|")
-    for care in cares:
-        noticed, after = f"{care.noticed:.0%}", f"{care.notice_s:.0f} s" if care.noticed else ""
-        wrong = f"{care.false_per_step * 1e4:.2f}"
-        if care.name == PERSON:
-            noticed, after, wrong = "100%", f"{care.person_s:.0f} s", "0"
-        print(f"| `{care.name}` | {noticed} | {after} | {wrong} | {care.probation_s:.0f} s |")
-    print(f"\nA save keeps training waiting {cares[0].save_s:.2f} s, a rollback ", end="")  # type: ignore[index]
-    print(f"{cares[0].rollback_s:.2f} s ({options.gigabytes_per_rank:g} GB per rank).\n")  # type: ignore[index]
-    print("| ranks | policy | checkpoint every | goodput | lost | saving | down |")
-    print("|---|---|---|---|---|---|---|")
-    for each in rows:
-        print(
-            f"| {each['ranks']:,} | `{each['policy']}` | {each['interval_s']:.0f} s | "
-            f"{each['useful']:.2%} ± {1.96 * each['standard_error']:.2%} | {each['lost']:.2%} | "
-            f"{each['saving']:.2%} | {each['down']:.2%} |"
-        )
-    print("\nGoodput under `default` by the interval between checkpoints:\n")
-    ranks = sorted({each["ranks"] for each in intervals})
-    print("| ranks | " + " | ".join(f"{each} s" for each in INTERVALS) + " |")
-    print("|---" * (len(INTERVALS) + 1) + "|")
-    for number in ranks:
-        useful = [each["useful"] for each in intervals if each["ranks"] == number]
-        print(f"| {number:,} | " + " | ".join(f"{each:.1%}" for each in useful) + " |")
+def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The tables of docs/goodput.md: `care`, `ranks` and `intervals`, each with its heading."""
+    options = argparse.Namespace(**result["options"])
+    care = [["policy", "damage noticed", "after", "wrong, per 10k steps", "known-good after"]]
+    for each in (_person(options), *(_policy(name, options) for name in POLICIES)):
+        noticed, after = f"{each.noticed:.0%}", f"{each.notice_s:.0f} s" if each.noticed else ""
+        wrong = f"{each.false_per_step * 1e4:.2f}"
+        if each.name == PERSON:
+            noticed, after, wrong = "100%", f"{each.person_s:.0f} s", "0"
+        care.append([f"`{each.name}`", noticed, after, wrong, f"{each.probation_s:.0f} s"])
+    ranks = [["ranks", "policy", "checkpoint every", "goodput", "lost", "saving", "down"]]
+    for row in result["by_ranks"]:
+        useful = f"{row['useful']:.2%} ± {1.96 * row['standard_error']:.2%}"
+        shares = [f"{row[name]:.2%}" for name in ("lost", "saving", "down")]
+        every = f"{row['interval_s']:.0f} s"
+        ranks.append([f"{row['ranks']:,}", f"`{row['policy']}`", every, useful, *shares])
+    intervals = [["ranks", *(f"{each} s" for each in INTERVALS)]]
+    for number in sorted({each["ranks"] for each in result["by_interval"]}):
+        shares = [each["useful"] for each in result["by_interval"] if each["ranks"] == number]
+        intervals.append([f"{number:,}", *(f"{each:.1%}" for each in shares)])
+    return {"care": care, "ranks": ranks, "intervals": intervals}
 
 
 if __name__ == "__main__":
