@@ -27,6 +27,9 @@ from benchmarks.side_by_side import arguments, write_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 POLICIES = ("default", "pretraining", "aggressive", "conservative")
+DETECTED_AS = {"default": "pretraining"}
+"""Policy -> the policy whose detection its row assumes. `default` rolls back only if earlier weights
+are better, and recorded runs have no weights."""
 PERSON = "a person, no policy"
 RANKS = (8, 64, 512, 4096, 16_384, 100_000)
 INTERVALS = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400)
@@ -124,7 +127,7 @@ def _person(options: argparse.Namespace) -> Care:
 
 def _policy(name: str, options: argparse.Namespace) -> Care:
     scores = json.loads((RESULTS / "detectors.json").read_text())["scores"]
-    score = scores[f"healcore {name}: rollbacks"]
+    score = scores[f"healcore {DETECTED_AS.get(name, name)}: rollbacks"]
     total = lambda groups, key: sum(score[group][key] for group in groups)  # noqa: E731
     latencies = [score[group]["median_latency"] for group in LABELLED if score[group]["found"]]
     lag = 1  # steps until the host reads a decision
