@@ -77,7 +77,7 @@ def draw(runs: list[DemoRun], scenario: Scenario, path: Path) -> None:
     raised = scenario.wrong_lr_steps
     for axis, framework in zip(axes[0], frameworks, strict=True):
         axis.axvspan(raised.start, raised.stop, color="#d9d9d9", lw=0)
-        axis.text(raised.start + 2, 30, "learning rate\n× 16", fontsize=8, color="#444444")
+        axis.text(raised.stop + 3, 30, "learning\nrate × 16", fontsize=8, color="#444444")
         axis.axvline(scenario.empty_batch, color="#999999", lw=0.8, ls=":")
         axis.text(scenario.empty_batch + 3, 30, "empty\nbatch", fontsize=8, color="#444444")
         for run in (each for each in runs if each.framework == framework):

@@ -1,11 +1,12 @@
 """Writes the measured figures of README.md and docs/ from the results in benchmarks/results.
 
-    python -m benchmarks.figures            # writes every marked figure again
-    python -m benchmarks.figures --check    # writes nothing; status 1 if a figure or a result is stale
+    python -m benchmarks.figures            # writes every marked figure
+    python -m benchmarks.figures --check    # writes nothing; status 1 if anything is stale
 
-A page marks a figure with two comments, `<!--=NAME-->1.43<!--/-->`; NAME is a key of `FIGURES`. A table
-stands between such comments on lines of their own. Every result file has a digest of the code that it
-depends on (`source`), and is stale if the digest of the present code differs.
+A page marks a figure with two comments, `<!--=NAME-->1.43<!--/-->`; NAME is a key of `FIGURES`. A
+table stands between such comments on lines of their own, a sentence has them within a line. Every
+result file has a digest of the code that it depends on (`source`); if the digest of the present
+code differs, the result is stale.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ DEPENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("default",),
     ),
 }
-"""Result file -> its command, the code that its numbers depend on, and the policies it uses. A path
-is a file without its suffix, a folder, or a pattern. The code of the command itself always counts."""
+"""Result file -> its command, the code that its numbers depend on, and the policies that it uses.
+A path is a file without its suffix, a folder, or a pattern. The command's own code counts too."""
 INPUTS = {"goodput": ("detectors", "rollback")}
 """Result file -> other result files that its command reads."""
+NOTES = ("machine", "load", "source")
+"""Keys of a result file that are no results."""
 
 
 # -- sources ---------------------------------------------------------------------------------------
@@ -79,9 +82,7 @@ def source(name: str, root: Path = ROOT) -> str:
         parts.append(json.dumps(data, sort_keys=True))
     for other in INPUTS.get(name, ()):
         measured = json.loads((root / "benchmarks/results" / f"{other}.json").read_text())
-        measured = {
-            key: value for key, value in measured.items() if key not in ("machine", "source")
-        }
+        measured = {key: value for key, value in measured.items() if key not in NOTES}
         parts.append(json.dumps(measured, sort_keys=True))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
@@ -161,7 +162,7 @@ def _on() -> tuple[str, ...]:
 
 
 def promise() -> str:
-    """One row for each entry point: healthy tasks that hold, then the cure of each kind of fault."""
+    """One row for each entry point: healthy tasks that hold, and the cure of each kind of fault."""
     from benchmarks.healbench.comparing import geometric_mean
 
     rows = [["", "healthy tasks kept", *KINDS.values()]]
@@ -183,7 +184,7 @@ def promise_short() -> str:
 
 
 def rolled_back() -> str:
-    """The healthy runs that were rolled back, each with its result and the result without healcore."""
+    """Healthy runs that were rolled back, with their metrics and those without healcore."""
     off = {(c.name, c.arm): c for c in _healthy("nothing", "fixed_clip")}
     rows = [["task", "", "seed", "with healcore", "without"]]
     for cell, run in _rolled_back():
@@ -246,16 +247,6 @@ def worse_sick() -> str:
     return _table(rows)
 
 
-def _stopped() -> list[Any]:
-    return [
-        r
-        for c in _cells()
-        if c.arm in _on()
-        for r in c.runs
-        if r.stopped or (c.failed and r in c.failed)
-    ]
-
-
 @functools.cache
 def peers() -> str:
     """The table of `benchmarks.healbench.peers`."""
@@ -284,6 +275,10 @@ JAX_STEPS = {
 
 def _steps(part: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {each["name"].strip(): each for each in part}
+
+
+def _torch_ratio(name: str) -> str:
+    return f"{_steps(_result('step_overhead')['torch']['steps'])[name]['ratio']:.2f}"
 
 
 def torch_steps() -> str:
@@ -420,6 +415,27 @@ def _goodput(part: str) -> str:
     return _table(tables(_result("goodput"))[part])
 
 
+def _saved_points() -> str:
+    """Points of goodput that `default` saves, smallest and largest, up to 16,384 ranks."""
+    from benchmarks.goodput.__main__ import PERSON
+
+    rows = [row for row in _result("goodput")["by_ranks"] if row["ranks"] <= 16_384]
+    shares = {(row["policy"], row["ranks"]): row["useful"] for row in rows}
+    points = [
+        100 * (share - shares[PERSON, ranks])
+        for (policy, ranks), share in shares.items()
+        if policy == "default"
+    ]
+    return f"{min(points):.1f} to {max(points):.1f}"
+
+
+def _pauses() -> str:
+    """Seconds of a save and of a rollback."""
+    from benchmarks.goodput.__main__ import pauses
+
+    return "a save {:.2f} s, a rollback {:.2f} s".format(*pauses(_result("goodput")))
+
+
 def demo_short() -> str:
     """Three rows: the loss on unseen text at the end, by framework."""
     measured = _result("demo")
@@ -518,15 +534,15 @@ FIGURES: dict[str, Callable[[], str]] = {
     "step.machine": _machine("step_overhead"),
     "step.parameters": lambda: f"{_result('step_overhead')['parameters'] / 1e6:.1f} M",
     "step.rounds": lambda: str(_result("step_overhead")["rounds"]),
-    "step.device-engine": lambda: (
-        f"{_steps(_result('step_overhead')['torch']['steps'])['healcore default, device engine']['ratio']:.2f}"
-    ),
+    "step.device-engine": lambda: _torch_ratio("healcore default, device engine"),
     "step.heartbeat": lambda: f"{_result('step_overhead')['heartbeat_ns'] / 1e3:.1f} µs",
     "saves": saves,
     "saves.machine": _machine("rollback"),
     "detectors": detectors,
     "goodput.care": lambda: _goodput("care"),
     "goodput.ranks": lambda: _goodput("ranks"),
+    "goodput.saved": _saved_points,
+    "goodput.pauses": _pauses,
     "goodput.intervals": lambda: _goodput("intervals"),
     "demo": demo_short,
     "demo.table": demo_table,

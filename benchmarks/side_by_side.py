@@ -94,7 +94,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def write_json(path: Path | None, result: dict[str, Any], name: str = "") -> None:
-    """Writes the results with the machine's name, if a file was asked for.
+    """Writes the results with the machine's name and load, if a file was asked for.
 
     Args:
         path: the file, or None to write nothing.
@@ -103,7 +103,7 @@ def write_json(path: Path | None, result: dict[str, Any], name: str = "") -> Non
     """
     if path is None:
         return
-    made: dict[str, Any] = {"machine": machine()}
+    made: dict[str, Any] = {"machine": machine(), "load": round(os.getloadavg()[0], 1)}
     if name:
         root = str(Path(__file__).resolve().parents[1])
         if root not in sys.path:  # a benchmark that is run as a script

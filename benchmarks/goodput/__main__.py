@@ -28,8 +28,8 @@ from benchmarks.side_by_side import arguments, write_json
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 POLICIES = ("default", "pretraining", "aggressive", "conservative")
 DETECTED_AS = {"default": "pretraining"}
-"""Policy -> the policy whose detection its row assumes. `default` rolls back only if earlier weights
-are better, and recorded runs have no weights."""
+"""Policy -> the policy whose detection it is assumed to have. `default` rolls back only if earlier
+weights are better, and recorded runs have no weights."""
 PERSON = "a person, no policy"
 RANKS = (8, 64, 512, 4096, 16_384, 100_000)
 INTERVALS = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400)
@@ -65,8 +65,7 @@ def main() -> None:
     result = {"options": _plain(options), "by_ranks": rows, "by_interval": intervals}
     for table in tables(result).values():
         print("\n".join("| " + " | ".join(row) + " |" for row in table) + "\n")
-    save, restore = cares[0].save_s, cares[0].rollback_s
-    print(f"A save keeps training waiting {save:.2f} s, a rollback {restore:.2f} s.")
+    print("A save keeps training waiting {:.2f} s, a rollback {:.2f} s.".format(*pauses(result)))
     write_json(options.json, result, "goodput")
     if options.figure:
         draw(rows, intervals, options.figure)
@@ -158,6 +157,12 @@ def _average(cluster: Cluster, care: Care, days: float, seeds: int) -> dict[str,
 def _plain(options: argparse.Namespace) -> dict[str, Any]:
     plain = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
     return plain | {"ranks": list(options.ranks)}
+
+
+def pauses(result: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of a save and of a rollback for which training waits."""
+    care = _person(argparse.Namespace(**result["options"]))
+    return care.save_s, care.rollback_s
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
