@@ -146,8 +146,8 @@ _OFF = "`fixed_clip` for the arms with a clip, `nothing` for the others"
 LEGENDS = {
     ("healthy", ""): f"""\
 Mean held-out metric over the seeds (lower is better), and the difference from the same run \
-without healcore: {_OFF}. **Bold**: the task does not hold. The last column is the better of no clip and \
-a fixed clip (chosen with hindsight).""",
+without healcore: {_OFF}. **Bold**: the task does not hold. The last column is the better of \
+no clip and a fixed clip (chosen with hindsight).""",
     ("healthy", OTHER): """\
 Held-out metric (lower is better), and the difference from `nothing`. One seed: there is no \
 standard error.""",
