@@ -34,12 +34,12 @@ TORCH := $(PIP) install -c $(LOCK) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX
 # Without isolation: it would download a setuptools that nothing pins.
 HEALCORE := $(PIP) install --no-deps --no-build-isolation -e .
 
-.PHONY: help setup demo test test-slow lint bench gpu docs lock clean
+.PHONY: help setup demo test test-slow lint bench figures gpu docs lock clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "targets: setup demo test test-slow lint bench gpu docs lock clean"
+	@echo "targets: setup demo test test-slow lint bench figures gpu docs lock clean"
 
 # --- environment: a stamp says what is already installed, and is stale when its inputs change ------
 
@@ -103,6 +103,10 @@ lint: $(VENV)/.lint
 
 bench: $(VENV)/.bench
 	@$(BIN)/python benchmarks/step_overhead.py $(ARGS)
+
+# Writes the measured figures of README.md and docs/ from benchmarks/results.
+figures: $(VENV)/.test
+	@$(BIN)/python -m benchmarks.figures $(ARGS)
 
 gpu: $(VENV)/.test
 	@$(BIN)/python -m benchmarks.gpu_kit $(ARGS)

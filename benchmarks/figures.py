@@ -456,7 +456,7 @@ def _demo_loss(runs: Iterable[dict[str, Any]], framework: str, arm: str) -> str:
     loss = run["held_out_loss"]
     text = f"{loss:.2f}" if isinstance(loss, float) else "NaN"
     back = run["rollbacks"]
-    said = f", rolled back {len(back)} time{'s' * (len(back) != 1)}" if back else ""
+    said = f", after {len(back)} rollback{'s' * (len(back) != 1)}" if back else ""
     return f"**{text}**{said}" if arm == "healed" else text
 
 
