@@ -59,6 +59,8 @@ DEPENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 A path is a file without its suffix, a folder, or a pattern. The command's own code counts too."""
 INPUTS = {"goodput": ("detectors", "rollback")}
 """Result file -> other result files that its command reads."""
+TEXTS = ("description", "references")
+"""Keys of a policy file that decide nothing."""
 NOTES = ("machine", "load", "source")
 """Keys of a result file that are no results."""
 
@@ -78,7 +80,7 @@ def source(name: str, root: Path = ROOT) -> str:
     parts.append(code_without_names(sorted(files)))
     for policy in policies:
         data = tomllib.loads((root / "policies" / f"{policy}.toml").read_text())
-        data.pop("description"), data.pop("references", None)
+        data = {key: value for key, value in data.items() if key not in TEXTS}
         parts.append(json.dumps(data, sort_keys=True))
     for other in INPUTS.get(name, ()):
         measured = json.loads((root / "benchmarks/results" / f"{other}.json").read_text())

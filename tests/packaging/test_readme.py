@@ -132,7 +132,7 @@ def test_the_torch_snippet(tmp_path, monkeypatch):
     assert list(tmp_path.glob("checkpoints/step-*"))
 
 
-def test_the_torch_snippet_on_two_ranks(tmp_path):
+def test_torch_snippets_on_two_ranks(tmp_path):
     """Unchanged, on ranks with data of their own, one of which gets two batches that are NaN."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.packaging.readme_ranks", tmp_path],
