@@ -257,7 +257,7 @@ def main() -> None:
                     )
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    write_json(options.json, result)
+    write_json(options.json, result, "rollback")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,9 @@ from benchmarks.side_by_side import arguments, write_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 POLICIES = ("default", "pretraining", "aggressive", "conservative")
+DETECTED_AS = {"default": "pretraining"}
+"""Policy -> the policy whose detection it is assumed to have. `default` rolls back only if earlier
+weights are better, and recorded runs have no weights."""
 PERSON = "a person, no policy"
 RANKS = (8, 64, 512, 4096, 16_384, 100_000)
 INTERVALS = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400)
@@ -60,11 +62,11 @@ def main() -> None:
             by_interval += [pool.submit(run, here, each) for each in every]
         rows = [each.result() for each in by_ranks]
         intervals = [each.result() for each in by_interval]
-    _print(options, cares, rows, intervals)
-    write_json(
-        options.json,
-        {"options": _plain(options), "by_ranks": rows, "by_interval": intervals},
-    )
+    result = {"options": _plain(options), "by_ranks": rows, "by_interval": intervals}
+    for table in tables(result).values():
+        print("\n".join("| " + " | ".join(row) + " |" for row in table) + "\n")
+    print("A save keeps training waiting {:.2f} s, a rollback {:.2f} s.".format(*pauses(result)))
+    write_json(options.json, result, "goodput")
     if options.figure:
         draw(rows, intervals, options.figure)
         print(f"written to {options.figure}")
@@ -124,7 +126,7 @@ def _person(options: argparse.Namespace) -> Care:
 
 def _policy(name: str, options: argparse.Namespace) -> Care:
     scores = json.loads((RESULTS / "detectors.json").read_text())["scores"]
-    score = scores[f"healcore {name}: rollbacks"]
+    score = scores[f"healcore {DETECTED_AS.get(name, name)}: rollbacks"]
     total = lambda groups, key: sum(score[group][key] for group in groups)  # noqa: E731
     latencies = [score[group]["median_latency"] for group in LABELLED if score[group]["found"]]
     lag = 1  # steps until the host reads a decision
@@ -157,37 +159,33 @@ def _plain(options: argparse.Namespace) -> dict[str, Any]:
     return plain | {"ranks": list(options.ranks)}
 
 
-def _print(
-    options: argparse.Namespace,
-    cares: Iterable[Care],
-    rows: list[dict[str, Any]],
-    intervals: list[dict[str, Any]],
-) -> None:
-    print("| policy | damage noticed | after | wrong, per 10k steps | known-good after |")
-    print("|---|---|---|---|---|")
-    for care in cares:
-        noticed, after = f"{care.noticed:.0%}", f"{care.notice_s:.0f} s" if care.noticed else ""
-        wrong = f"{care.false_per_step * 1e4:.2f}"
-        if care.name == PERSON:
-            noticed, after, wrong = "100%", f"{care.person_s:.0f} s", "0"
-        print(f"| `{care.name}` | {noticed} | {after} | {wrong} | {care.probation_s:.0f} s |")
-    print(f"\nA save keeps training waiting {cares[0].save_s:.2f} s, a rollback ", end="")  # type: ignore[index]
-    print(f"{cares[0].rollback_s:.2f} s ({options.gigabytes_per_rank:g} GB per rank).\n")  # type: ignore[index]
-    print("| ranks | policy | checkpoint every | goodput | lost | saving | down |")
-    print("|---|---|---|---|---|---|---|")
-    for each in rows:
-        print(
-            f"| {each['ranks']:,} | `{each['policy']}` | {each['interval_s']:.0f} s | "
-            f"{each['useful']:.2%} ± {1.96 * each['standard_error']:.2%} | {each['lost']:.2%} | "
-            f"{each['saving']:.2%} | {each['down']:.2%} |"
-        )
-    print("\nGoodput under `default` by the interval between checkpoints:\n")
-    ranks = sorted({each["ranks"] for each in intervals})
-    print("| ranks | " + " | ".join(f"{each} s" for each in INTERVALS) + " |")
-    print("|---" * (len(INTERVALS) + 1) + "|")
-    for number in ranks:
-        useful = [each["useful"] for each in intervals if each["ranks"] == number]
-        print(f"| {number:,} | " + " | ".join(f"{each:.1%}" for each in useful) + " |")
+def pauses(result: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of a save and of a rollback for which training waits."""
+    care = _person(argparse.Namespace(**result["options"]))
+    return care.save_s, care.rollback_s
+
+
+def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The tables of docs/goodput.md: `care`, `ranks` and `intervals`, each with its heading."""
+    options = argparse.Namespace(**result["options"])
+    care = [["policy", "damage noticed", "after", "wrong, per 10k steps", "known-good after"]]
+    for each in (_person(options), *(_policy(name, options) for name in POLICIES)):
+        noticed, after = f"{each.noticed:.0%}", f"{each.notice_s:.0f} s" if each.noticed else ""
+        wrong = f"{each.false_per_step * 1e4:.2f}"
+        if each.name == PERSON:
+            noticed, after, wrong = "100%", f"{each.person_s:.0f} s", "0"
+        care.append([f"`{each.name}`", noticed, after, wrong, f"{each.probation_s:.0f} s"])
+    ranks = [["ranks", "policy", "checkpoint every", "goodput", "lost", "saving", "down"]]
+    for row in result["by_ranks"]:
+        useful = f"{row['useful']:.2%} ± {1.96 * row['standard_error']:.2%}"
+        shares = [f"{row[name]:.2%}" for name in ("lost", "saving", "down")]
+        every = f"{row['interval_s']:.0f} s"
+        ranks.append([f"{row['ranks']:,}", f"`{row['policy']}`", every, useful, *shares])
+    intervals = [["ranks", *(f"{each} s" for each in INTERVALS)]]
+    for number in sorted({each["ranks"] for each in result["by_interval"]}):
+        shares = [each["useful"] for each in result["by_interval"] if each["ranks"] == number]
+        intervals.append([f"{number:,}", *(f"{each:.1%}" for each in shares)])
+    return {"care": care, "ranks": ranks, "intervals": intervals}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of docs/comparison.md: `python -m benchmarks.healbench.peers` prints it.
+"""The table of peers in docs/evidence.md: `python -m benchmarks.healbench.peers` prints it.
 
 All rows are of torch and of one seed, because the peers have been run with one seed.
 The digests of the results are checked by `python -m benchmarks.healbench --report`.

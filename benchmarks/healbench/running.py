@@ -129,13 +129,16 @@ def source_of(framework: str, task: str, arm: str) -> str:
     there, here = suite(framework), Path(__file__).parent
     made = (there.tasks[task].build, there.arms[arm.partition("[")[0]])
     files = _with_imports({here / "problem.py", here / "training.py"} | _files_of(*made))
-    parts = [code_of(file) for file in sorted(files)]
+    parts = [_code_of(file) for file in sorted(files)]
     policy = inspect.signature(made[1]).parameters.get("policy")
     if policy is not None:
         from healcore.policy import fingerprint, load
 
         parts += [fingerprint(load(policy.default)), _healcore(framework)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+_code_of = functools.cache(code_of)
 
 
 def _files_of(*things: Any) -> set[Path]:
@@ -160,12 +163,20 @@ def _with_imports(files: set[Path]) -> set[Path]:
         if file in found:
             continue
         found.add(file)
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-                module = ROOT / str(node.module).replace(".", "/")
-                inside = [module / f"{alias.name}.py" for alias in node.names]
-                left += [each for each in (module.with_suffix(".py"), *inside) if each.exists()]
+        left += _imports_of(file)
     return found
+
+
+@functools.cache
+def _imports_of(file: Path) -> tuple[Path, ...]:
+    """The files of healbench that a file imports."""
+    found: list[Path] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+            module = ROOT / str(node.module).replace(".", "/")
+            inside = [module / f"{alias.name}.py" for alias in node.names]
+            found += [each for each in (module.with_suffix(".py"), *inside) if each.exists()]
+    return tuple(found)
 
 
 DECIDING = (

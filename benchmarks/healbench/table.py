@@ -24,6 +24,7 @@ BEGIN = "<!-- {}: begin (written by python -m benchmarks.healbench) -->"
 END = "<!-- {}: end -->"
 MAIN = (*HINDSIGHT, *OFF, "attach_pretraining")
 """The columns of the big tables; all other arms have tables of their own."""
+OTHER = ", other arms"
 
 
 def headline(
@@ -52,12 +53,12 @@ def as_markdown(
         there: the runs among them that are of the present code.
     """
     parts = [headline(cells, rules, asked, there)]
-    for title, arms in (("", lambda arm: arm in MAIN), (", other arms", lambda a: a not in MAIN)):
+    for title, arms in (("", lambda arm: arm in MAIN), (OTHER, lambda a: a not in MAIN)):
         for kind, text in (("healthy", _healthy_text), ("sick", _sick_text)):
             some = [cell for cell in cells if cell.task.kind == kind and arms(cell.arm)]
             if some:
                 grid = _grid(some, text, hindsight=kind == "healthy" and not title)
-                parts.append(f"### {kind.capitalize()} tasks{title}\n\n{LEGENDS[kind]}")
+                parts.append(f"### {kind.capitalize()} tasks{title}\n\n{LEGENDS[kind, title]}")
                 parts.append(markdown(grid))
     acting = [cell for cell in cells if interventions(cell) != "-"]
     if acting:
@@ -141,13 +142,21 @@ HEADLINES: dict[str, tuple[str, str, Callable[[list[Cell]], str]]] = {
         _sick_family,
     ),
 }
+_OFF = "`fixed_clip` for the arms with a clip, `nothing` for the others"
 LEGENDS = {
-    "healthy": "Mean held-out metric (lower is better), and the difference from the same run "
-    "without healcore: `fixed_clip` for the arms with a clip, `nothing` for all others. **Bold**: "
-    "the task does not hold. The last column is the better of no clip and a clip, which is known "
-    "only afterwards.",
-    "sick": "Mean held-out metric, and the ratio to the undamaged run of the arm that is off.",
+    ("healthy", ""): f"""\
+Mean held-out metric over the seeds (lower is better), and the difference from the same run \
+without healcore: {_OFF}. **Bold**: the task does not hold. The last column is the better of \
+no clip and a fixed clip (chosen with hindsight).""",
+    ("healthy", OTHER): """\
+Held-out metric (lower is better), and the difference from `nothing`. One seed: there is no \
+standard error.""",
+    ("sick", ""): f"""\
+Mean held-out metric over the seeds, and the ratio to the undamaged run without \
+healcore: {_OFF}.""",
+    ("sick", OTHER): "Held-out metric, and the ratio to the undamaged run of `nothing`. One seed.",
 }
+"""By kind of task, and the ending of the title."""
 INTERVENTIONS = (
     "Skips of finite and of non-finite steps per 10,000 steps, then, over all seeds, LR cuts, runs "
     "that ended at an LR multiplier below 1, rollbacks, and runs stopped; `-`: no intervention."

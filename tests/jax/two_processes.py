@@ -225,7 +225,7 @@ def terminated(root: Path) -> dict[str, Any]:
 
 
 def documented(root: Path) -> dict[str, Any]:
-    """The snippets of README.md and docs/jax.md, unchanged, over the arrays of both processes."""
+    """The step of README.md and a snippet of docs/jax.md, over the arrays of both processes."""
 
     def snippet(page: str, part: str) -> str:
         blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
@@ -236,7 +236,9 @@ def documented(root: Path) -> dict[str, Any]:
     params = everywhere({name: each.astype(np.float32) for name, each in initial().items()})
     scope: dict[str, Any] = {"params": params, "loss_fn": loss_fn}
     scope["loader"] = [rows_of(0), rows_of(1, bad=1)]
-    exec(snippet("README.md", "tx = protect("), scope)
+    exec(snippet("README.md", "inject_hyperparams").partition("compare = ")[0], scope)
+    for batch in scope["loader"]:
+        scope["state"] = scope["train_step"](scope["state"], batch)
     first = params, scope["tx"].init(params)
     (moved, _), (kept, _) = scope["train_step"](first, rows_of(0)), scope["state"]
     digest = trained_together.digest

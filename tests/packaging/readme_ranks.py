@@ -1,9 +1,9 @@
-"""The README's torch snippets, unchanged, on two ranks.
+"""The README's torch snippet, unchanged, on two ranks.
 
     python -m tests.packaging.readme_ranks ROOT
 
 Forks the ranks, as torchrun would start them. Each trains on data of its own, and rank 1 alone gets
-batches that are NaN. Prints a JSON line for each snippet: what every rank reports.
+batches that are NaN. Prints a JSON line for each run: what every rank reports.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def trained(part: str) -> dict[str, Any]:
 
 
 def main(root: Path) -> None:
-    """Runs each snippet, and the whole loop a second time, which has nothing to do then."""
+    """Runs the snippet twice; the second run has nothing to do."""
     importlib.import_module("torch._dynamo")  # the first step would, in every rank
     os.chdir(root)
-    for part in (*TORCH, TORCH[1]):
+    for part in (TORCH, TORCH):
 
         def target(part: str = part) -> None:
             found = trained(part)

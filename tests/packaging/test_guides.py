@@ -1,4 +1,4 @@
-"""The guides: policies load, keys exist, links resolve, figures are of the results."""
+"""The two guides: policies load, keys exist, links resolve."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.healbench import peers
-from benchmarks.healbench.table import markdown
 from healcore.policy import Policy, from_dict, load, loads
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("choose-a-policy.md", "comparison.md")
+PAGES = ("choose-a-policy.md", "evidence.md")
 CLIPS = ("zclip", "recent_max", "fixed")
 
 
@@ -85,7 +83,3 @@ def test_links_resolve(page):
         path = DOCS / target if target else DOCS / page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
-
-
-def test_the_table_of_peers_is_of_the_results():
-    assert markdown(list(peers.figures())) in text("comparison.md")

@@ -1,4 +1,4 @@
-"""The README's snippets run, and its policy loads."""
+"""The README's snippets run, its links resolve, and it is short."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from healcore.policy import loads
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -27,32 +25,65 @@ def snippet(part: str) -> str:
     return block
 
 
-JAX = ("tx = protect(", "healer.update(")
-TORCH = ("attach(", "scheduler.step()")
+FIRST = "heal.observe(loss)"
+JAX = "inject_hyperparams"
+TORCH = "scheduler.step()"
+TRAINERS = "SFTTrainer(..."
 
 
 def test_every_snippet_is_run():
-    """Those with an ellipsis are run by `tests.packaging.trainers_ranks`."""
-    whole = [block for block in blocks("python") if "(..." not in block]
-    assert sorted(map(snippet, JAX + TORCH)) == sorted(whole)
+    """The snippet with ellipses is run by `tests.packaging.trainers_ranks`."""
+    known = [FIRST, JAX, TORCH, TRAINERS]
+    assert sorted(map(snippet, known)) == sorted(blocks("python"))
 
 
-def test_the_optax_snippets_one_after_the_other(tmp_path, monkeypatch):
+def test_length_of_the_page_and_of_the_first_screen():
+    lines = README.splitlines()
+    assert len(lines) <= 130
+    first = README.partition("\n## ")[0]
+    assert len(first.splitlines()) <= 25
+    assert all(part in first for part in ("demo.png", "attach(", "protect(", "alpha", "tutorial"))
+    assert len(re.findall(r"^\| (?!300)", first, flags=re.M)) == 3, "rows of the table"
+
+
+def test_every_snippet_imports_what_it_uses():
+    for block in blocks("python"):
+        used = set(re.findall(r"(?<![\w.])(healcore|jax|optax)\.", re.sub(r"#.*", "", block)))
+        imported = set(re.findall(r"\w+", " ".join(re.findall(r"^import (.*)", block, re.M))))
+        assert used <= imported, block
+
+
+def test_the_lines_of_the_first_screen():
+    import jax.numpy as jnp
+    import optax
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    params = {"w": jnp.ones(3)}
+    scope = {
+        "optimizer": torch.optim.AdamW([weight]),
+        "loss": weight.square().sum(),
+        "optax_optimizer": optax.adamw(1e-3),
+        "params": params,
+        "grads": {"w": jnp.full(3, jnp.nan)},
+    }
+    once, at_each_step = snippet(FIRST).split("updates, opt_state", 1)
+    exec(once, scope)
+    scope["opt_state"] = scope["tx"].init(params)
+    scope["loss"] = jnp.float32(1.0)
+    exec("updates, opt_state" + at_each_step, scope)
+    assert not scope["updates"]["w"].any(), "a NaN step changes nothing"
+    weight.grad = torch.full((3,), torch.nan)
+    scope["optimizer"].step()
+    assert torch.equal(weight.detach(), torch.ones(3))
+    assert int(scope["heal"].metrics()["heal/skips"]) == 1
+
+
+def test_the_jax_snippet(tmp_path, monkeypatch):
     import jax.numpy as jnp
 
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"] - 1) ** 2)
-
-    monkeypatch.chdir(tmp_path)
-    good, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.nan)
-    first, params = [good, bad], {"w": jnp.ones(3)}
-    scope = {"params": params, "loss_fn": loss_fn, "loader": first}
-    exec(snippet(JAX[0]), scope)
-    (kept, _), step = scope["state"], scope["train_step"]
-    moved, _ = step((params, scope["tx"].init(params)), good)
-    assert not jnp.array_equal(moved["w"], params["w"])
-    assert jnp.array_equal(kept["w"], moved["w"])
-    fresh = scope["state"] = params, scope["tx"].init(params)
 
     class Interrupted(list):
         def __getitem__(self, index):
@@ -60,41 +91,44 @@ def test_the_optax_snippets_one_after_the_other(tmp_path, monkeypatch):
                 signal.raise_signal(signal.SIGINT)
             return super().__getitem__(index)
 
+    monkeypatch.chdir(tmp_path)
+    good, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.nan)
+    params = {"w": jnp.ones(3)}
     batches = [good, bad, *[good] * 4]
-    scope["loader"] = Interrupted(batches)
+    scope = {"params": params, "loss_fn": loss_fn, "loader": Interrupted(batches)}
     with pytest.raises(KeyboardInterrupt):
-        exec(snippet(JAX[1]), scope)
+        exec(snippet(JAX), scope)
     assert scope["healer"].step in (3, 4)
-    scope |= {"loader": batches, "state": fresh}  # as the same program begins again
-    exec(snippet(JAX[1]), scope)
+    scope = {"params": params, "loss_fn": loss_fn, "loader": batches}
+    exec(snippet(JAX), scope)  # the same program resumes
     healer = scope["healer"]
     assert (healer.step, healer.report().counts["skips"]) == (6, 1)
+    assert jnp.isfinite(healer.state[0]["w"]).all()
+    assert not jnp.array_equal(healer.state[0]["w"], params["w"])
     assert jnp.array_equal(healer.state[0]["w"], scope["state"][0]["w"])
 
 
-def test_the_torch_snippets_one_after_the_other(tmp_path, monkeypatch):
+def test_the_torch_snippet(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     bad = torch.full((4, 3), torch.nan)
+    before = model.weight.detach().clone()
     scope = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
-        "loader": [torch.ones(4, 3), bad],
+        "loader": [*[torch.ones(4, 3)] * 12, *[bad] * 12, torch.ones(4, 3)],
     }
-    before = model.weight.detach().clone()
-    exec(snippet(TORCH[0]), scope)
+    exec(snippet(TORCH), scope)
     assert torch.isfinite(model.weight).all()
     assert not torch.equal(model.weight, before)
-    assert int(scope["heal"].metrics()["heal/skips"]) == 1
-    scope["loader"] = [*[torch.ones(4, 3)] * 12, *[bad] * 12, torch.ones(4, 3)]
-    exec(snippet(TORCH[1]), scope)
-    assert torch.isfinite(model.weight).all()
-    assert scope["healer"].rollbacks == 0  # the weights are finite: skipping them is enough
+    healer = scope["healer"]
+    assert healer.rollbacks == 0  # the weights are finite: skipping them is enough
+    assert healer.report().counts["skips"] == 12
     assert list(tmp_path.glob("checkpoints/step-*"))
 
 
@@ -110,20 +144,13 @@ def test_torch_snippets_on_two_ranks(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    attached, healed, again = map(json.loads, done.stdout.splitlines())
-    for found in (attached, healed):
-        first, second = found["ranks"]
-        assert first == second, "all ranks have the same weights and moments"
-        assert first["steps"] == 16 - 2, "and have skipped both batches"
-    assert (attached["saved"], healed["saved"]) == ([], [0, 16])
+    healed, again = map(json.loads, done.stdout.splitlines())
+    first, second = healed["ranks"]
+    assert first == second, "all ranks have the same weights and moments"
+    assert first["steps"] == 16 - 2, "and have skipped both batches"
+    assert healed["saved"] == [0, 16]
     assert (again["statuses"], again["ranks"]) == ([0, 0], [])
     assert "nothing to do" in again["errors"][0]
-
-
-def test_policy_snippet():
-    (text,) = blocks("toml")
-    policy = loads(text)
-    assert policy.engine().cuts_lr
 
 
 def test_the_two_commands_are_targets_of_the_makefile():

@@ -1,0 +1,608 @@
+"""Writes the measured figures of README.md and docs/ from the results in benchmarks/results.
+
+    python -m benchmarks.figures            # writes every marked figure
+    python -m benchmarks.figures --check    # writes nothing; status 1 if anything is stale
+
+A page marks a figure with two comments, `<!--=NAME-->1.43<!--/-->`; NAME is a key of `FIGURES`. A
+table stands between such comments on lines of their own, a sentence has them within a line. Every
+result file has a digest of the code that it depends on (`source`); if the digest of the present
+code differs, the result is stale.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.healbench.code_digest import code_of, code_without_names
+from benchmarks.healbench.running import DECIDING
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.S)
+ADAPTERS = tuple(
+    f"adapters/{name}/{part}" for name in ("torch", "jax") for part in ("*", "driver/**/*")
+)
+HEALCORE = (*DECIDING, *ADAPTERS)
+DEPENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "step_overhead": ("python benchmarks/step_overhead.py", HEALCORE, ("default", "zclip")),
+    "rollback": (
+        "python benchmarks/rollback.py",
+        ("healcore/runtime/store", "adapters/torch/store/**/*", "adapters/jax/store/**/*"),
+        (),
+    ),
+    "detectors": (
+        "python benchmarks/detectors.py FOLDER",
+        (
+            "healcore/core",
+            "healcore/policy",
+            "benchmarks/labelled_runs",
+            "benchmarks/published_rules",
+        ),
+        ("default", "pretraining", "aggressive", "conservative"),
+    ),
+    "goodput": ("python -m benchmarks.goodput", ("benchmarks/goodput/simulation",), ()),
+    "demo": (
+        "python -m benchmarks.demo",
+        (*HEALCORE, "healcore/demo", "healcore/runtime/incidents"),
+        ("default",),
+    ),
+}
+"""Result file -> its command, the code that its numbers depend on, and the policies that it uses.
+A path is a file without its suffix, a folder, or a pattern. The command's own code counts too."""
+INPUTS = {"goodput": ("detectors", "rollback")}
+"""Result file -> other result files that its command reads."""
+TEXTS = ("description", "references")
+"""Keys of a policy file that decide nothing."""
+NOTES = ("machine", "load", "source")
+"""Keys of a result file that are no results."""
+
+
+# -- sources ---------------------------------------------------------------------------------------
+
+
+def source(name: str, root: Path = ROOT) -> str:
+    """Digest of the code, policies and inputs that a result file depends on.
+
+    Comments, docstrings, messages, layout and names that the code defines do not change it.
+    """
+    _, code, policies = DEPENDS[name]
+    files = {file for path in code for file in _files(root, path)}
+    command = root / "benchmarks" / f"{name}.py"
+    parts = [code_of(command if command.exists() else root / f"benchmarks/{name}/__main__.py")]
+    parts.append(code_without_names(sorted(files)))
+    for policy in policies:
+        data = tomllib.loads((root / "policies" / f"{policy}.toml").read_text())
+        data = {key: value for key, value in data.items() if key not in TEXTS}
+        parts.append(json.dumps(data, sort_keys=True))
+    for other in INPUTS.get(name, ()):
+        measured = json.loads((root / "benchmarks/results" / f"{other}.json").read_text())
+        measured = {key: value for key, value in measured.items() if key not in NOTES}
+        parts.append(json.dumps(measured, sort_keys=True))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _files(root: Path, path: str) -> Iterator[Path]:
+    if "*" in path:
+        yield from root.glob(f"{path}.py")
+    else:
+        yield from (root / path).rglob("*.py")
+        yield from root.glob(f"{path}.py")
+
+
+def stale_results() -> list[str]:
+    """The result files whose code, policies or inputs have changed, each with its command."""
+    stale = []
+    for name, (command, *_) in DEPENDS.items():
+        found, present = _result(name).get("source"), source(name)
+        if found != present:
+            stale.append(f"{name}.json: made by {found}, now {present}: {command} --json ...")
+    return stale
+
+
+@functools.cache
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+# -- healbench -------------------------------------------------------------------------------------
+
+ARMS = {
+    "nothing": "no protection",
+    "attach_default": "`attach` or `protect`",
+    "healer": "`Healer`",
+    "healer_ask": "`Healer` with a `loss_fn`",
+    "fixed_clip": "clip to 1.0",
+    "attach_clip": "`attach` with that clip",
+    "healer_clip": "`Healer` with that clip",
+    "healer_ask_clip": "`Healer` with a `loss_fn` and that clip",
+}
+"""The arms of the promise, with the names that the pages use."""
+KINDS = {
+    "learning rate": "wrong learning rate",
+    "damage": "damaged weights",
+    "poisoned data": "corrupt data",
+    "arithmetic": "NaN, Inf, overflow",
+}
+"""Families of the sick tasks, with the names that the pages use."""
+
+
+@functools.cache
+def _cells() -> list[Any]:
+    from benchmarks.healbench import comparing
+    from benchmarks.healbench.__main__ import RUNS, SEEDS
+    from benchmarks.healbench.running import Job, Store, suite
+
+    store, results, tasks = Store(RUNS), [], {}
+    for framework, seeds in SEEDS.items():
+        tasks |= {(framework, name): task for name, task in suite(framework).tasks.items()}
+        jobs = [
+            Job(framework, name, arm, seed)
+            for name in suite(framework).tasks
+            for arm in ARMS
+            for seed in range(seeds)
+        ]
+        results += [found for job in jobs if (found := store.read(job)) is not None]
+    return comparing.compare(results, tasks)
+
+
+def _healthy(*arms: str) -> list[Any]:
+    return [c for c in _cells() if c.task.kind == "healthy" and c.arm in arms]
+
+
+def _on() -> tuple[str, ...]:
+    from benchmarks.healbench.comparing import OFF
+
+    return tuple(arm for arm in ARMS if arm in OFF)
+
+
+def promise() -> str:
+    """One row for each entry point: healthy tasks that hold, and the cure of each kind of fault."""
+    from benchmarks.healbench.comparing import geometric_mean
+
+    rows = [["", "healthy tasks kept", *KINDS.values()]]
+    for arm, title in ARMS.items():
+        healthy = _healthy(arm)
+        kept = f"{sum(c.holds for c in healthy)} of {len(healthy)}" if arm in _on() else ""
+        cures = []
+        for family in KINDS:
+            some = [c for c in _cells() if c.arm == arm and c.task.family == family and c.ratios]
+            cures.append(_short(geometric_mean(c.ratio for c in some)))
+        rows.append([title, kept, *cures])
+    return _table(rows)
+
+
+def promise_short() -> str:
+    """The rows of `promise` up to the fixed clip."""
+    lines = promise().splitlines()
+    return "\n".join(lines[: 3 + list(ARMS).index("fixed_clip")])
+
+
+def rolled_back() -> str:
+    """Healthy runs that were rolled back, with their metrics and those without healcore."""
+    off = {(c.name, c.arm): c for c in _healthy("nothing", "fixed_clip")}
+    rows = [["task", "", "seed", "with healcore", "without"]]
+    for cell, run in _rolled_back():
+        plain = off[cell.name, _off(cell.arm)].metrics[run.seed]
+        rows.append(
+            [f"`{cell.name}`", ARMS[cell.arm], str(run.seed), f"{run.value:.3g}", f"{plain:.3g}"]
+        )
+    return _table(rows)
+
+
+def _rolled_back() -> list[tuple[Any, Any]]:
+    return [(cell, run) for cell in _healthy(*_on()) for run in cell.runs if run.rollbacks]
+
+
+def _off(arm: str) -> str:
+    from benchmarks.healbench.comparing import OFF
+
+    return OFF[arm]
+
+
+def not_kept() -> str:
+    """The healthy tasks that do not hold, with the mean difference of each entry point."""
+    from benchmarks.healbench.comparing import shown
+
+    rows = [["task", "", "difference", "runs that end at a lower learning rate"]]
+    for cell in _healthy(*_on()):
+        if not cell.holds:
+            low = f"{cell.rate_left_low} of {len(cell.runs)}" if cell.rate_left_low else ""
+            rows.append([f"`{cell.name}`", ARMS[cell.arm], shown(cell.against), low])
+    return _table(rows)
+
+
+def _worse_sick(*arms: str) -> list[tuple[Any, list[int]]]:
+    """Sick tasks with seeds whose metric is more than 2 % above the metric without healcore."""
+    from benchmarks.healbench.comparing import MARGIN
+
+    plain = {(c.framework, c.task.name, c.arm): c.metrics for c in _cells()}
+    found = []
+    for cell in _cells():
+        if cell.task.kind == "sick" and cell.arm in arms:
+            off = plain[cell.framework, cell.task.name, _off(cell.arm)]
+            limit = 1 + MARGIN / 100
+            seeds = [s for s in off if not cell.metrics.get(s, float("inf")) <= limit * off[s]]
+            seeds = [s for s in seeds if off[s] == off[s]]
+            if seeds:
+                found.append((cell, seeds))
+    return found
+
+
+def worse_sick() -> str:
+    """Sick tasks that end worse with a `loss_fn` than without healcore, with their seeds."""
+    rows = [["task", "", "seeds", "largest: with healcore", "without"]]
+    plain = {(c.framework, c.task.name, c.arm): c.metrics for c in _cells()}
+    for cell, seeds in _worse_sick("healer_ask", "healer_ask_clip"):
+        off = plain[cell.framework, cell.task.name, _off(cell.arm)]
+        worst = max(seeds, key=lambda s: cell.metrics.get(s, float("inf")) / off[s])
+        ours = f"{cell.metrics[worst]:.3g}" if worst in cell.metrics else "stopped, no result"
+        many = f"{len(seeds)} of {len(cell.runs)}"
+        rows.append([f"`{cell.name}`", ARMS[cell.arm], many, ours, f"{off[worst]:.3g}"])
+    return _table(rows)
+
+
+@functools.cache
+def peers() -> str:
+    """The table of `benchmarks.healbench.peers`."""
+    from benchmarks.healbench import peers as module
+    from benchmarks.healbench.table import markdown
+
+    return markdown(list(module.figures()))
+
+
+# -- cost ------------------------------------------------------------------------------------------
+
+TORCH_STEPS = {
+    "clip_grad_norm_ + adamw": "`clip_grad_norm_` + AdamW",
+    "healcore zclip": "`attach`, policy `zclip`",
+    "healcore default": "`attach`, policy `default`",
+    "Healer default": "`Healer`, policy `default`",
+    "zclip 1.0.0 + adamw": "package `zclip` 1.0.0",
+    "smartclip + adamw": "package `smartclip`",
+}
+JAX_STEPS = {
+    "clip_by_global_norm + adamw": "`clip_by_global_norm` + AdamW",
+    "heal_zclip + adamw": "`heal_zclip`",
+    "protect(adamw), default": "`protect`, policy `default`",
+}
+
+
+def _steps(part: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {each["name"].strip(): each for each in part}
+
+
+def _torch_ratio(name: str) -> str:
+    return f"{_steps(_result('step_overhead')['torch']['steps'])[name]['ratio']:.2f}"
+
+
+def torch_steps() -> str:
+    """The ratios of a torch step to the clipped step, and the host syncs."""
+    measured = _result("step_overhead")["torch"]
+    found = _steps(measured["steps"])
+    rows = [
+        [f"torch {measured['version'].partition('+')[0]}, fused AdamW, CPU", "ratio", "host syncs"]
+    ]
+    for name, title in TORCH_STEPS.items():
+        if name in found:
+            rows.append([title, f"{found[name]['ratio']:.2f}", str(found[name]["syncs"])])
+    return _table(rows)
+
+
+def jax_steps() -> str:
+    """The ratios of a JAX step to the clipped step."""
+    measured = _result("step_overhead")["jax"]
+    found = _steps(measured["steps"])
+    rows = [[f"JAX {measured['version']}, jitted, donated, CPU", "ratio"]]
+    rows += [[title, f"{found[name]['ratio']:.2f}"] for name, title in JAX_STEPS.items()]
+    return _table(rows)
+
+
+def short_steps() -> str:
+    """The ratios of both frameworks in one table."""
+    measured = _result("step_overhead")
+    torch, jax = (_steps(measured[name]["steps"]) for name in ("torch", "jax"))
+    rows = [["", "torch", "JAX"]]
+    for title, in_torch, in_jax in (
+        ("optimizer with a fixed clip", "clip_grad_norm_ + adamw", "clip_by_global_norm + adamw"),
+        ("`attach`, `protect`", "healcore default", "protect(adamw), default"),
+        ("`Healer`, between two saves", "Healer default", ""),
+    ):
+        cells = [f"{torch[in_torch]['ratio']:.2f}"]
+        cells.append(f"{jax[in_jax]['ratio']:.2f}" if in_jax else "")
+        rows.append([title, *cells])
+    return _table(rows)
+
+
+def small_steps() -> str:
+    """The same where the fixed cost of a step shows."""
+    measured = _result("step_overhead")
+    tiny, jitted = _steps(measured["torch"]["tiny"]), _steps(measured["jax_tiny"]["steps"])
+    clip, ours = jitted["clip_by_global_norm + adamw"], jitted["protect(adamw), default"]
+    rows = [["small model", "ratio"]]
+    rows.append(
+        [
+            "torch, `attach`: a whole step, 10,000 parameters",
+            f"{tiny['healcore default']['ratio']:.2f}",
+        ]
+    )
+    rows.append(["JAX, `protect`: an optimizer step, 1,000 parameters", f"{ours['ratio']:.2f}"])
+    rows.append(
+        [
+            f"JAX, `protect`: compile time, {ours['compile_s']:.1f} s",
+            f"{ours['compile_s'] / clip['compile_s']:.1f}",
+        ]
+    )
+    return _table(rows)
+
+
+def saves() -> str:
+    """The ratios of saves and restores to the same work without healcore."""
+    measured = _result("rollback")
+
+    def ratio(framework: str, what: str, name: str) -> str:
+        part = measured[framework].get(what)
+        return f"{_steps(part)[name]['ratio']:.2f}" if part else ""
+
+    rows = [["", "compared with", "torch", "JAX"]]
+    for title, other, what, name in (
+        (
+            "`MemoryStore.save`, until training continues",
+            "a plain copy",
+            "memory, save",
+            "MemoryStore.save",
+        ),
+        (
+            "`MemoryStore.save`, until the copy is verified",
+            "a plain copy",
+            "memory, save",
+            "and inspected",
+        ),
+        (
+            "`MemoryStore.restore`, verified",
+            "a plain copy",
+            "memory, restore",
+            "MemoryStore.restore",
+        ),
+    ):
+        rows.append([title, other, ratio("torch", what, name), ratio("jax", what, name)])
+    rows.append(
+        [
+            "`DCPStore`, until it is on disk",
+            "`dcp.async_save`",
+            ratio("torch", "disk", "DCPStore"),
+            "",
+        ]
+    )
+    rows.append(
+        [
+            "`OrbaxStore`, until it is on disk",
+            "Orbax, asynchronous",
+            "",
+            ratio("jax", "disk", "OrbaxStore"),
+        ]
+    )
+    plain = ratio("jax", "disk, not compressed", "OrbaxStore")
+    rows.append(["`OrbaxStore(compress=False)`", "Orbax without compression", "", plain])
+    return _table(rows)
+
+
+# -- detectors, goodput, demo ----------------------------------------------------------------------
+
+
+def detectors() -> str:
+    """Found events and false incidents of healcore's policies and of published rules."""
+    rows = [["rule", "Llama 8B, found", "AlgoPerf, found", "false per 10,000 rows"]]
+    for rule, families in _result("detectors")["scores"].items():
+        found = []
+        for family in ("llama_8b", "algoperf/spiky"):
+            one = families.get(family)
+            found.append(f"{one['found']} of {one['events']}" if one and one["events"] else "")
+        total = sum(one["rows"] for one in families.values())
+        false = sum(one["false_incidents"] for one in families.values())
+        rows.append([rule, *found, f"{1e4 * false / total:.2f}"])
+    return _table(rows)
+
+
+def _goodput(part: str) -> str:
+    from benchmarks.goodput.__main__ import tables
+
+    return _table(tables(_result("goodput"))[part])
+
+
+def _saved_points() -> str:
+    """Points of goodput that `default` saves, smallest and largest, up to 16,384 ranks."""
+    from benchmarks.goodput.__main__ import PERSON
+
+    rows = [row for row in _result("goodput")["by_ranks"] if row["ranks"] <= 16_384]
+    shares = {(row["policy"], row["ranks"]): row["useful"] for row in rows}
+    points = [
+        100 * (share - shares[PERSON, ranks])
+        for (policy, ranks), share in shares.items()
+        if policy == "default"
+    ]
+    return f"{min(points):.1f} to {max(points):.1f}"
+
+
+def _pauses() -> str:
+    """Seconds of a save and of a rollback."""
+    from benchmarks.goodput.__main__ import pauses
+
+    return "a save {:.2f} s, a rollback {:.2f} s".format(*pauses(_result("goodput")))
+
+
+def demo_short() -> str:
+    """Three rows: the loss on unseen text at the end, by framework."""
+    measured = _result("demo")
+    rows = [["300 steps, the same data and faults", "torch: final loss", "JAX: final loss"]]
+    titles = {
+        "unprotected": "unprotected",
+        "fixed clip": "gradient norm clipped to 1.0",
+        "healed": "**healcore**",
+    }
+    for arm, title in titles.items():
+        cells = [_demo_loss(measured["runs"], framework, arm) for framework in ("torch", "jax")]
+        rows.append([title, *cells])
+    return _table(rows)
+
+
+def _demo_loss(runs: Iterable[dict[str, Any]], framework: str, arm: str) -> str:
+    (run,) = [r for r in runs if (r["framework"], r["arm"]) == (framework, arm)]
+    loss = run["held_out_loss"]
+    text = f"{loss:.2f}" if isinstance(loss, float) else "NaN"
+    back = run["rollbacks"]
+    said = f", after {len(back)} rollback{'s' * (len(back) != 1)}" if back else ""
+    return f"**{text}**{said}" if arm == "healed" else text
+
+
+def demo_table() -> str:
+    """One row for each run of the demo."""
+    rows = [
+        ["run", "loss before the empty batch", "loss on unseen text", "skips", "clips", "rollbacks"]
+    ]
+    for run in _result("demo")["runs"]:
+        back = ", ".join(f"{r['onset']} → {r['checkpoint']}" for r in run["rollbacks"])
+        name = f"{run['framework']} {run['arm']}"
+        numbers = [run["loss_before"], run["held_out_loss"]]
+        losses = [f"{x:.2f}" if abs(x) < 1000 else f"{x:.0e}" for x in map(float, numbers)]
+        losses = [each.replace("nan", "NaN") for each in losses]
+        rows.append([name, *losses, str(run["skips"]), str(run["clips"]), back])
+    return _table(rows)
+
+
+def demo_claims() -> str:
+    """The claims of the torch runs, as the demo prints them."""
+    lines = [
+        f"{'ok' if claim['holds'] else 'BROKEN':6} {claim['text']}"
+        for claim in _result("demo")["claims"]
+        if claim["text"].startswith("torch")
+    ]
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join(lines)
+
+
+def _machine(name: str) -> Callable[[], str]:
+    return lambda: _result(name)["machine"].partition(", Linux")[0]
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "promise": promise,
+    "promise.short": promise_short,
+    "promise.not-kept": not_kept,
+    "promise.rolled-back": rolled_back,
+    "promise.worse-sick": worse_sick,
+    "promise.runs": lambda: f"{sum(len(c.runs) for c in _cells() if c.arm in ARMS):,}",
+    "promise.healthy-runs": lambda: f"{sum(len(c.runs) for c in _healthy(*_on())):,}",
+    "promise.rollbacks": lambda: str(len(_rolled_back())),
+    "promise.attach": lambda: _kept("attach_default"),
+    "promise.healer": lambda: _kept("healer"),
+    "promise.loss-fn": lambda: _kept("healer_ask"),
+    "promise.lr": lambda: _cure("healer_ask", "learning rate"),
+    "promise.lr-nothing": lambda: _cure("nothing", "learning rate"),
+    "promise.worse-runs": lambda: str(
+        sum(len(s) for _, s in _worse_sick("healer_ask", "healer_ask_clip"))
+    ),
+    "promise.sick-runs": lambda: str(
+        sum(
+            len(c.runs)
+            for c in _cells()
+            if c.task.kind == "sick" and c.arm in ("healer_ask", "healer_ask_clip")
+        )
+    ),
+    "peers": peers,
+    "step.short": short_steps,
+    "step.torch": torch_steps,
+    "step.jax": jax_steps,
+    "step.small": small_steps,
+    "step.machine": _machine("step_overhead"),
+    "step.parameters": lambda: f"{_result('step_overhead')['parameters'] / 1e6:.1f} M",
+    "step.rounds": lambda: str(_result("step_overhead")["rounds"]),
+    "step.device-engine": lambda: _torch_ratio("healcore default, device engine"),
+    "step.heartbeat": lambda: f"{_result('step_overhead')['heartbeat_ns'] / 1e3:.1f} µs",
+    "saves": saves,
+    "saves.machine": _machine("rollback"),
+    "detectors": detectors,
+    "goodput.care": lambda: _goodput("care"),
+    "goodput.ranks": lambda: _goodput("ranks"),
+    "goodput.saved": _saved_points,
+    "goodput.pauses": _pauses,
+    "goodput.intervals": lambda: _goodput("intervals"),
+    "demo": demo_short,
+    "demo.table": demo_table,
+    "demo.claims": demo_claims,
+    "demo.machine": _machine("demo"),
+    "demo.minutes": lambda: f"{_result('demo')['seconds'] / 60:.1f} minutes",
+}
+
+
+def _kept(arm: str) -> str:
+    healthy = _healthy(arm)
+    return f"{sum(c.holds for c in healthy)} of {len(healthy)}"
+
+
+def _cure(arm: str, family: str) -> str:
+    from benchmarks.healbench.comparing import geometric_mean
+
+    some = [c for c in _cells() if c.arm == arm and c.task.family == family and c.ratios]
+    return _short(geometric_mean(c.ratio for c in some))
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """README.md and the pages of docs/, without the API reference."""
+    docs = [page for page in sorted((root / "docs").rglob("*.md")) if page.parent.name != "api"]
+    return [root / "README.md", *docs]
+
+
+def rendered(text: str) -> str:
+    """A page's text with every marked figure written again.
+
+    Raises:
+        KeyError: there is no figure of a name.
+    """
+
+    def again(found: re.Match[str]) -> str:
+        name, old = found.groups()
+        around = (old[: len(old) - len(old.lstrip("\n"))])[:2] if old.startswith("\n") else ""
+        return f"<!--={name}-->{around}{FIGURES[name]()}{around}<!--/-->"
+
+    return MARKED.sub(again, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    check = "--check" in (sys.argv[1:] if arguments is None else arguments)
+    problems = stale_results()
+    for page in pages():
+        text = page.read_text()
+        new = rendered(text)
+        if new != text:
+            problems.append(
+                f"{page.relative_to(ROOT)}: figures {'are stale' if check else 'written'}"
+            )
+            if not check:
+                page.write_text(new)
+    print("\n".join(problems) or "every figure and every result is of the present code")
+    return int(check and bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

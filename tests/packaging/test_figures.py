@@ -1,0 +1,157 @@
+"""A measured figure of the README or the docs is of a committed result of the present code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import figures
+from benchmarks.healbench import __main__ as healbench
+from benchmarks.healbench import comparing, running, table
+
+PAGES = figures.pages()
+MEASURED = (
+    r"\d\s?(?:ms|µs|ns)\b",
+    r"\d\s?[GM]B/s",
+    r"\b\d+\.\d+ times\b",
+    r"\b\d+ times (?:slower|faster|as (?:long|fast|slow|much))",
+    r"\b\d[\d,]* of (?:\d[\d,]*|all) (?:healthy |sick )?(?:tasks|runs|seeds|events|spikes)",
+    r"±\s?\d",
+    r"\b(?:takes?|took|costs?) (?:about )?\d+(?:\.\d+)? (?:seconds|minutes|s|%)",
+    r"\b(?:slower|faster|higher|lower|worse|better) by (?:about )?\d+(?:\.\d+)? ?(?:%|times)",
+)
+"""What a measurement looks like in a sentence."""
+REVIEWED: dict[str, tuple[str, ...]] = {
+    "docs/evidence.md": ("A task is not kept if",),  # the rule
+    "docs/numbers.md": (
+        ".",
+    ),  # tests/benchmarks/test_decision_numbers.py compares it with the code
+    "docs/tutorial.md": (".",),  # its own test runs it and compares its output
+}
+"""Page -> expressions of sentences that quote no measurement, or that another test checks."""
+UNCHECKED = re.compile(
+    r"<!--=[\w.-]+-->.*?<!--/-->|<!-- ([\w]+): begin.*?<!-- \1: end -->|^```.*?^```|^(?:    .*\n)+",
+    re.S | re.M,
+)
+"""Figures from results, generated parts, and code."""
+
+
+def unmarked(text: str, reviewed: tuple[str, ...] = ()) -> Iterator[str]:
+    """Sentences and table rows of a page that quote a measurement without a result."""
+    text = UNCHECKED.sub("MARKED", text)
+    for sentence in re.split(r"\n|(?<=[.;]) ", text):
+        quoted = any(re.search(pattern, sentence) for pattern in MEASURED)
+        if quoted and not any(re.search(pattern, sentence) for pattern in reviewed):
+            yield sentence.strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_marked_figure_is_of_the_results(page):
+    text = page.read_text()
+    assert figures.rendered(text) == text, "run: python -m benchmarks.figures"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_measurement_without_a_result(page):
+    name = str(page.relative_to(figures.ROOT))
+    if page.parent.name == "decisions":
+        pytest.skip("a decision has the figures of its day")
+    assert [*unmarked(page.read_text(), REVIEWED.get(name, ()))] == []
+
+
+def test_a_mark_never_begins_a_line_of_prose():
+    """Such a line would be a block of HTML, in which Markdown is not read."""
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if line.startswith("<!--=") and not line.endswith("<!--/-->"):
+                assert re.fullmatch(r"<!--=[\w.-]+-->", line), f"{page.name}: {line}"
+            assert not re.match(r"<!--=.*<!--/-->", line), f"{page.name}: {line}"
+
+
+@pytest.mark.parametrize("name", figures.DEPENDS)
+def test_a_result_is_of_the_present_code(name):
+    made = json.loads((figures.RESULTS / f"{name}.json").read_text()).get("source")
+    assert made == figures.source(name), f"run: {figures.DEPENDS[name][0]} --json FILE"
+
+
+def test_every_result_file_is_checked():
+    assert {path.stem for path in figures.RESULTS.glob("*.json")} == {*figures.DEPENDS}
+
+
+def test_healbench_is_of_the_present_code_and_so_is_its_page():
+    store = running.Store(healbench.RUNS)
+    options = healbench._parser().parse_args(["--report"])
+    parser = healbench._parser()
+    asked = healbench._jobs(options, parser)
+    options.arms = ["*"]
+    kept = healbench.present(store, dict.fromkeys(healbench._jobs(options, parser)))
+    there = {result.job for result in kept}
+    assert set(asked) <= there, "run: python -m benchmarks.healbench"
+    peers = [job for job in store._kept if job not in there]
+    assert peers == [], "results of other code"
+    cells = comparing.compare(kept, healbench._tasks(options.framework))
+    text = table.as_markdown(cells, comparing.rules(cells), asked, there & set(asked))
+    assert text in healbench.PAGE.read_text(), "run: python -m benchmarks.healbench --report"
+
+
+def test_a_changed_rule_makes_results_stale(tmp_path):
+    """Other code or another policy changes the digest; comments and new names do not."""
+    root = tmp_path / "checkout"
+    for part in ("healcore/core", "healcore/policy"):
+        (root / part).mkdir(parents=True)
+    for folder in ("benchmarks", "policies"):
+        (root / folder).mkdir()
+    for name in ("detectors", "labelled_runs", "published_rules"):
+        (root / f"benchmarks/{name}.py").write_text("x = 1\n")
+    for name in figures.DEPENDS["detectors"][2]:
+        (root / f"policies/{name}.toml").write_text('description = "a"\n[clip]\nratio = 20.0\n')
+    rule = root / "healcore/core/rule.py"
+
+    def digest(code: str) -> str:
+        rule.write_text(code)
+        return figures.source("detectors", root)
+
+    before = digest("def skip(norm):\n    return norm > 3\n")
+    assert digest('def skip(size):\n    """Whether."""\n    return size > 3  # three\n') == before
+    assert digest("def skip(norm):\n    return norm > 4\n") != before
+    assert digest("def skip(norm):\n    return norm > 3\n") == before
+    policy = root / "policies/default.toml"
+    policy.write_text('description = "b" # other words\n[clip]\nratio = 20.0\n')
+    assert figures.source("detectors", root) == before
+    policy.write_text('description = "b"\n[clip]\nratio = 10.0\n')
+    assert figures.source("detectors", root) != before
+
+
+def test_a_changed_figure_is_noticed():
+    text = (figures.ROOT / "docs" / "evidence.md").read_text()
+    (found, *_) = (m for m in figures.MARKED.finditer(text) if m[1] == "promise.rollbacks")
+    changed = text.replace(found[0], found[0].replace(found[2], found[2] + "1"))
+    assert figures.rendered(changed) == text
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "A save takes 3.2 ms on two cores.",
+        "It is 1.27 times the clipped step.",
+        "`default` keeps 91 of 93 tasks.",
+        "| `attach` | +2.9 ± 4.4 % |",
+        "The demo takes 96 s.",
+        "Training was slower by 12 %.",
+    ],
+)
+def test_a_measurement_in_a_sentence_is_noticed(sentence):
+    assert [*unmarked(f"Text.\n\n{sentence}\n")] == [sentence]
+    assert [*unmarked(f"Text.\n\n    {sentence}\n")] == []
+    assert [*unmarked(f"Text <!--=x-->{sentence}<!--/-->\n")] == []
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    ["At most 30 evaluations per 1,000 steps.", "A rate 16 times too high.", "See 2 of the pages."],
+)
+def test_a_setting_is_no_measurement(sentence):
+    assert [*unmarked(sentence)] == []
