@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from healcore.core.verdict import Cause
-from healcore.policy import load
+from healcore.policy import dumps, load, loads
 from healcore.runtime.faults import FAILURES
 
 ROOT = Path(__file__).parents[3]
@@ -67,24 +67,18 @@ def test_each_failure_has_a_section(cause):
     section, row = section_of(cause), FAILURES[cause]
     assert row.diagnosis in section
     assert re.search(r"^- \*\*Symptom\*\*: .", section, re.M)
-    assert re.search(r"^- \*\*Policy\*\*: .", section, re.M)
-    assert re.search(r"^- \*\*Reference\*\*: .", section, re.M)
     assert log_lines(cause)
     for paper in re.findall(r"arXiv:(\S+)", " ".join(row.references)):
         assert f"arxiv.org/abs/{paper}" in section
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_the_policy_lines_are_rules_of_default(section):
-    """`to = ...` of a section is a rule of the policy `default`, unless the section says no."""
-    line = "".join(re.findall(r"^- \*\*Policy\*\*: (.*)$", SECTIONS[section], re.M))
-    rules = load("default").respond
-    quoted = [tuple(re.findall(r'"(\w+)"', to)) for to in re.findall(r"`to = (\[.*?\])`", line)]
-    for to in quoted:
-        assert any(rule.to == to for rule in rules) != ("Not watched by default" in line)
-    done = [tuple(re.findall(r'"(\w+)"', do)) for do in re.findall(r"`do = (\[.*?\])`", line)]
-    if quoted and "Not watched" not in line:
-        assert done[0] in [rule.do for rule in rules if rule.to == quoted[0]]
+def test_the_rule_for_a_cause_that_default_does_not_watch():
+    """The page's detector and rule, added to the policy `default`."""
+    (added,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S)
+    policy = loads(f"{dumps(load('default'))}\n{added}")
+    assert policy.respond[-1].do == ("alert",)
+    assert FAILURES[Cause.PLATEAU].recipe == ()
+    assert not any("plateau" in rule.to for rule in load("default").respond)
 
 
 def test_the_loop_is_of_the_example():
