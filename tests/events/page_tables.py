@@ -1,7 +1,8 @@
-"""Writes the tables of kinds and fields in docs/events.md: `python -m tests.events.page_tables`."""
+"""Writes the tables of docs/events.md from the schemas: `python -m tests.events.page_tables`."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- {name}: begin (written by python -m tests.events.page_tables) -->"
 END = "<!-- {name}: end -->"
 SCHEMA = schema.json_schema()
+METRICS = schema.metrics_schema()
 
 
 def tables() -> Iterator[tuple[str, str]]:
@@ -25,8 +27,9 @@ def tables() -> Iterator[tuple[str, str]]:
     )
     yield "kinds", _table("| kind | when; what `step` is | has |", kinds)
     head = "| field | shape | meaning |"
-    yield "envelope", _table(head, map(_row, ENVELOPE))
-    yield "fields", _table(head, map(_row, EventFields.model_fields))
+    yield "envelope", _table(head, (_row(name, SCHEMA) for name in ENVELOPE))
+    yield "fields", _table(head, (_row(name, SCHEMA) for name in EventFields.model_fields))
+    yield "metrics", _table(head, (_row(name, METRICS) for name in METRICS["properties"]))
 
 
 def written(page: str) -> str:
@@ -43,13 +46,15 @@ def _table(head: str, rows: Iterable[str]) -> str:
     return "\n".join((head, re.sub(r"[^|]+", "---", head), *rows))
 
 
-def _row(name: str) -> str:
-    shape: dict[str, Any] = SCHEMA["properties"][name]
-    return f"| `{name}` | {_type_of(shape)} | {shape['description']} |"
+def _row(name: str, of: dict[str, Any]) -> str:
+    shape: dict[str, Any] = of["properties"][name]
+    return f"| `{name}` | {_type_of(shape, of)} | {shape['description']} |"
 
 
-def _type_of(shape: dict[str, Any]) -> str:
-    shape = SCHEMA["$defs"][shape["$ref"].split("/")[-1]] | shape if "$ref" in shape else shape
+def _type_of(shape: dict[str, Any], of: dict[str, Any]) -> str:
+    shape = of["$defs"][shape["$ref"].split("/")[-1]] | shape if "$ref" in shape else shape
+    if "const" in shape:
+        return f"`{json.dumps(shape['const'])}`"
     return "one of " + ", ".join(shape["enum"]) if "enum" in shape else shape["title"]
 
 

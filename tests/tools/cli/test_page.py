@@ -15,7 +15,8 @@ import typer
 from healcore.tools.cli import app
 
 PATH = Path(__file__).parents[3] / "docs" / "cli.md"
-START = "<!-- Generated from here on: python -m tests.tools.cli.test_page -->\n"
+BEGIN = "<!-- options: begin (written by python -m tests.tools.cli.test_page) -->"
+END = "<!-- options: end -->"
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -65,17 +66,23 @@ def generated() -> str:
     return "\n".join(section(name, command) for name, command in COMMANDS.items())
 
 
+def written(page: str) -> str:
+    """The page with the generated part of the present commands, between its two marks."""
+    assert page.count(BEGIN) == page.count(END) == 1
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{generated()}\n{END}{rest.split(END)[1]}"
+
+
 def test_every_command_and_option_is_on_the_page():
-    written = PATH.read_text().partition(START)[2].strip()
-    assert written == generated().strip(), "run python -m tests.tools.cli.test_page"
+    page = PATH.read_text()
+    assert written(page) == page, "run python -m tests.tools.cli.test_page"
 
 
 def test_every_command_has_its_exit_statuses():
-    table = PATH.read_text().partition(START)[0]
+    table = PATH.read_text().partition(BEGIN)[0]
     named = re.findall(r"^\| `(.+?)` \|", table, re.M)
     assert all(any(f"{name} ".startswith(f"healcore {n} ") for n in named) for name in COMMANDS)
 
 
 if __name__ == "__main__":
-    head = PATH.read_text().partition(START)[0]
-    PATH.write_text(f"{head}{START}\n{generated()}")
+    PATH.write_text(written(PATH.read_text()))
