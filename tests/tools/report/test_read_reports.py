@@ -40,7 +40,11 @@ def test_every_incident_and_rollback_is_reported(run, request):
     ]
     skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
     assert sum(case.skipped for case in report.incidents) == skips > 10
-    assert report.counts.undone_skips == undone(events, "alarm")
+    written = [
+        json.loads(path.read_text())["undone_skips"]
+        for path in events.parent.glob("run.postmortem.*.json")
+    ]  # with the skips that were undone before they were read, which have no event
+    assert report.counts.undone_skips == max(undone(events, "alarm"), *written)
     assert report.counts.undone_incidents == undone(events, "incident") >= len(back)
     assert report.notes == ()
 
