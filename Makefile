@@ -119,10 +119,16 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	@$(PYTEST) -m slow $(ARGS)
 
-# At least one test of each package that pyproject.toml bounds, without the packages of `dev`.
-AT_LOWEST := LOWEST_SELECTION
+# Tests that need no package of `dev`, then the smoke test of each extra.
+AT_LOWEST := tests/policy tests/jax/test_surface.py tests/jax/test_flax_nnx.py \
+  tests/jax/test_flax_linen.py tests/jax/driver/test_live_state.py \
+  tests/torch/test_losses.py tests/torch/test_grad_scaler.py tests/torch/test_clip.py \
+  tests/torch/store/test_state.py tests/torch/driver/test_rollback.py \
+  tests/runtime/store/test_tiered.py tests/healer/test_loss_fn.py tests/tools/traces \
+  tests/tools/report tests/parity/test_fuzz.py
 test-lowest: $(LOWEST)/.made
 	@OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -q $(AT_LOWEST) $(ARGS)
+	@PYTHONPATH=$(CURDIR) $(LOWEST)/bin/python .ci/smoke_extra.py all
 
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check .
@@ -140,7 +146,9 @@ gpu: $(VENV)/.test
 	@$(BIN)/python -m benchmarks.gpu_kit $(ARGS)
 
 docs: $(VENV)/.docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict >$(VENV)/docs.log 2>&1 || \
+	  { grep -v '^INFO' $(VENV)/docs.log >&2; exit 1; } # --quiet would hide the warnings
+	@echo "site/index.html"
 
 # sdist, wheel, metadata, each extra in a clean environment. ARGS=--quick: the core and one extra.
 release-check: $(VENV)/.release

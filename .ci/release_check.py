@@ -1,6 +1,6 @@
 """Builds what a release uploads, and installs it as a user does (`make release-check`).
 
-    python .ci/release_check.py            each extra, in an environment of its own (12 minutes)
+    python .ci/release_check.py            each extra, in an environment of its own (9 minutes)
     python .ci/release_check.py --quick    the core and `report`; what CI runs (2 minutes)
     python .ci/release_check.py --newest   not the locked versions but the newest ones
 

@@ -1,6 +1,8 @@
 """Smoke test of one extra, run by release_check.py in a clean environment, outside the checkout.
 
-Usage: python -I smoke_extra.py EXTRA   (a name in SMOKES)
+Usage: python -I smoke_extra.py EXTRA   (a name in SMOKES, or all)
+
+`make test-lowest` runs all, with the lowest versions.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ import logging
 import math
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
 
 def _healcore(*arguments: str) -> None:
-    command = str(Path(sysconfig.get_path("scripts")) / "healcore")
-    done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+    program = "import sys; from healcore.tools.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (arguments, done.stdout, done.stderr)
 
 
