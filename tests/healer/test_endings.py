@@ -231,7 +231,7 @@ def test_a_loop_that_ends_within_an_accumulation_is_saved(loop, steps, tmp_path)
     loop(tmp_path)
     assert events(tmp_path, "save")[-1]["step"] == steps
     (problem,) = [each["problem"] for each in events(tmp_path, "problem")]
-    assert "within an accumulation: its gradients are in no checkpoint" in problem
+    assert "the run ends within an accumulation window" in problem
 
 
 def test_the_programs_own_handler_is_called_too(tmp_path):
